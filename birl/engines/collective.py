@@ -191,11 +191,6 @@ def backend(device: torch.device) -> str:
     return name
 
 
-def gpu(device: torch.device) -> str:
-    """What tells one GPU from every other; empty on a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
 

@@ -9,13 +9,14 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 import torch
 
 from birl.allocator import system_memory
+from birl.models.device import use
 
 
 @contextlib.contextmanager
-def compute_thread(threads: int = 0) -> Iterator[Executor]:
+def compute_thread(threads: int = 0, device: torch.device | None = None) -> Iterator[Executor]:
     """One thread for everything that computes, the engine and the learner alike: they alternate, so a second would only
     make a second pool of OpenMP threads that fight for the same cores. `threads` 0: as many as PyTorch would use
-    (OMP_NUM_THREADS, else the cores of this process).
+    (OMP_NUM_THREADS, else the cores of this process). `device`: the current one of that thread, where it is a GPU.
 
     The calling thread computes with one thread meanwhile, and gives its own pool back first: as soon as there are more
     pool threads than cores, idle or not, libgomp stops waiting actively, and everything takes twice as long.
@@ -23,7 +24,13 @@ def compute_thread(threads: int = 0) -> Iterator[Executor]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     release_pool()
-    with ThreadPoolExecutor(1, "compute", torch.set_num_threads, (threads or before,)) as pool:
+
+    def begin() -> None:
+        torch.set_num_threads(threads or before)
+        if device is not None:
+            use(device)
+
+    with ThreadPoolExecutor(1, "compute", begin) as pool:
         try:
             yield pool
         finally:

@@ -17,6 +17,7 @@ import torch
 
 from birl.allocator import keep_memory
 from birl.errors import BirlError
+from birl.models.device import visible
 from birl.parallel.crew import RankGroup, stop_at_once
 from birl.parallel.machine import compute_thread
 from birl.parallel.ranks import STORE, Grid, join
@@ -35,6 +36,11 @@ def rank_processes(
     with ExitStack() as stack:
         children: list[Child] = []
         if "WORLD_SIZE" not in os.environ:
+            if device.type == "cuda" and (count := torch.cuda.device_count()) < grid.size:
+                raise BirlError(
+                    f"parallel: {grid} makes {grid.size} ranks, each on a GPU of its own, and this machine shows "
+                    f"{count}{visible()}. Take fewer ranks, more machines (birl launch), or model.device=cpu."
+                )
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(grid.size)}
             place |= within_this_machine(stack.enter_context(tempfile.TemporaryDirectory(prefix="birl-ranks-")))
             for name, value in {**place, "RANK": "0", "LOCAL_RANK": "0"}.items():
@@ -103,7 +109,7 @@ def follow(
             signal.signal(number, signal.SIG_IGN)
     crew = RankGroup(join(grid, device, timeout), timeout)
     try:
-        with compute_thread(threads) as compute:
+        with compute_thread(threads, device) as compute:
             crew.follow(compute.submit(make, crew, compute).result(), compute)
     except BaseException as error:
         crew.report(error)

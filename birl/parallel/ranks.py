@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from birl.errors import BirlError
+from birl.models.device import gpu, use
 from birl.parallel import flight
 
 T = TypeVar("T")
@@ -147,6 +148,7 @@ def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
             f"parallel: {grid} makes {grid.size} ranks, but {world} were started. Let the launcher start {grid.size}, "
             "or none (without WORLD_SIZE birl starts them on this machine)."
         )
+    use(device)  # or DeviceMesh takes LOCAL_RANK for an index, which it is not where a rank sees one GPU alone
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         file = os.environ.get(STORE)
@@ -154,6 +156,7 @@ def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
         rank = int(os.environ.get("RANK", "0"))
         flight.record()
         dist.init_process_group(backend, where, timedelta(seconds=timeout), world_size=world, rank=rank)
+        check_apart(gpu(device))
     shard = grid.fsdp * grid.cp
     mesh = init_device_mesh(device.type, (grid.ddp, shard, grid.tp), mesh_dim_names=("ddp", "shard", "tp"))
     if grid.ep == 1:
@@ -162,6 +165,19 @@ def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
         raise BirlError(f"parallel: {grid}: ep must divide fsdp x cp = {shard}, and tp must be 1.")
     rest = (grid.ddp, shard // grid.ep, grid.ep)
     return Ranks(grid, mesh, init_device_mesh(device.type, rest, mesh_dim_names=("ddp", "rest", "ep")))
+
+
+def check_apart(own: str) -> None:
+    """`own`: this rank's GPU, empty where it has none. Raises `BirlError` where two ranks have the same: NCCL refuses
+    that, once the model is loaded."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    same = [str(rank) for rank, gpu in enumerate(every) if gpu == own]
+    if own and len(same) > 1:
+        raise BirlError(
+            f"parallel: ranks {' and '.join(same)} have one GPU, {own}. Start no more ranks on a machine than it has "
+            "GPUs, and show each rank all of them or one of its own (srun --gpus-per-task=1, Ray: launch.gpus=1)."
+        )
 
 
 def _groups(ranks: int, step: int, size: int) -> list[list[int]]:

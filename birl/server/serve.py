@@ -24,6 +24,7 @@ from birl.errors import BirlError, WeightsFailed
 from birl.hosts import is_loopback
 from birl.kernels import PAGE
 from birl.learner.policy import DTYPES, Policy, load_policy
+from birl.models.device import choose
 from birl.models.digests import words
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
@@ -53,7 +54,8 @@ def run(config: schema.Serve) -> int:
         raise BirlError("BIRL_TOKEN must be made of ASCII letters, digits and signs, without spaces.")
     if config.name:
         names.folder(config.name)
-    with bind(config.host, config.port) as sock, compute_thread(config.threads) as compute:
+    device = choose(config.model.device)
+    with bind(config.host, config.port) as sock, compute_thread(config.threads, device) as compute:
         return asyncio.run(_run(config, token, sock, compute))
 
 

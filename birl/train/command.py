@@ -57,7 +57,7 @@ async def _main(
         nullcontext() if dry_run else saving_signals(stop),
         nullcontext() if dry_run else held(folder),
         crew(config, folder) as group,
-        compute_thread(threads) as compute,
+        compute_thread(threads, choose(config.model.device)) as compute,
     ):
         setup = Setup(
             config=config, folder=folder, given=given, dry_run=dry_run, compute=compute, crew=group, stop=stop

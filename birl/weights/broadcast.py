@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from birl.engines.client import Client
-from birl.engines.collective import BroadcastGroup, backend, gpu, host_store, own_address, shapes_of
+from birl.engines.collective import BroadcastGroup, backend, host_store, own_address, shapes_of
 from birl.engines.wire import Invitation
 from birl.errors import BirlError, EngineDown, WeightsFailed, first_line
+from birl.models.device import gpu
 from birl.types import Held, Update
 
 BLAMELESS = 2  # attempts in a row that fail although every engine is there

@@ -26,7 +26,7 @@ def prompt(service: Service) -> str:
 
 
 CASES: dict[str, tuple[str, Callable[[Service], Any]]] = {
-    "model.path": ("other", lambda s: s.engine.weights.digests()),
+    "model.path": ("other", lambda s: s.engine.weights.digests()),  # pyright: ignore[reportOptionalMemberAccess]
     "model.dtype": ("bfloat16", lambda s: (s.dtype, s.engine.runner.model.dtype)),
     "model.chat_template": ("shout.jinja", prompt),
     "model.tool_format": ("llama", lambda s: s.chat.fences(tools=True)),
@@ -89,7 +89,7 @@ def test_no_key_is_without_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {*CASES, *ELSEWHERE, "model.device", "threads"}
     assert keys == documentation(Serve).keys()
     asked: list[int] = []
-    monkeypatch.setattr(serve, "compute_thread", lambda threads: asked.append(threads) or 1 / 0)
+    monkeypatch.setattr(serve, "compute_thread", lambda threads, device: asked.append(threads) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         serve.run(load(Serve, ["threads=3"]))
     assert asked == [3]

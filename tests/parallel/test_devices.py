@@ -1,0 +1,151 @@
+"""Each rank computes on a GPU of its own: `torch.cuda` with cards that only remember, in one process and in two."""
+
+import os
+import sys
+import threading
+from concurrent.futures import Executor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from birl.config import schema
+from birl.errors import BirlError
+from birl.learner.policy import load_policy
+from birl.models.device import choose
+from birl.parallel import ranks
+from birl.parallel.crew import RankGroup
+from birl.parallel.machine import compute_thread
+from birl.parallel.processes import follow, rank_processes
+from birl.parallel.ranks import Grid
+
+PAIR = Grid(ddp=2)
+
+
+def cards(patch: pytest.MonkeyPatch, count: int, shared: bool = False) -> dict[int, int]:
+    """`count` faked GPUs; gives the current one of each thread by its identity. `shared`: all processes see the same
+    one as their first."""
+    current: dict[int, int] = {}
+    index = lambda device: torch.device(device).index if isinstance(device, str | torch.device) else device  # noqa: E731
+    name = lambda device: 0 if shared else f"{os.environ.get('LOCAL_RANK', '0')}-{device.index}"  # noqa: E731
+    faked = {
+        "is_available": lambda: count > 0,
+        "device_count": lambda: count,
+        "set_device": lambda device: current.__setitem__(threading.get_ident(), index(device)),
+        "current_device": lambda: current.get(threading.get_ident(), 0),
+        "get_device_properties": lambda device: SimpleNamespace(uuid=f"GPU-{name(device)}"),
+    }
+    for key, function in faked.items():
+        patch.setattr(torch.cuda, key, function)
+    start, mesh = dist.init_process_group, ranks.init_device_mesh
+    patch.setattr(dist, "init_process_group", lambda backend, *words, **more: start("gloo", *words, **more))
+    patch.setattr(ranks, "init_device_mesh", lambda device, *words, **more: mesh("cpu", *words, **more))
+    return current
+
+
+@pytest.mark.parametrize(
+    ("visible", "rank", "index"),
+    [(2, None, 0), (2, "1", 1), (8, "5", 5), (1, "3", 0)],  # the last: Slurm or Ray show each rank its own GPU alone
+)
+def test_a_rank_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch, visible: int, rank: str | None, index: int) -> None:
+    cards(monkeypatch, visible)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert choose("cuda") == choose("auto") == torch.device("cuda", index)
+    assert choose("cpu") == torch.device("cpu")
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    with pytest.raises(BirlError, match=r"LOCAL_RANK=2 wants GPU 2, and .* sees 2 \(CUDA_VISIBLE_DEVICES=4,7\)"):
+        choose("auto")
+    cards(monkeypatch, 0)
+    assert choose("auto") == torch.device("cpu")
+    with pytest.raises(BirlError, match=r"model\.device=cuda: .* Set model\.device=cpu"):
+        choose("cuda")
+
+
+def test_the_thread_that_computes_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks as threads: CUDA's current device is one for each thread."""
+    current = cards(monkeypatch, 2)
+    with (
+        compute_thread(1, torch.device("cuda", 0)) as first,
+        compute_thread(1, torch.device("cuda", 1)) as second,
+    ):
+        for index, compute in enumerate((first, second)):
+            assert compute.submit(torch.cuda.current_device).result() == index
+    assert len(current) == 2 and threading.get_ident() not in current
+
+
+def test_more_ranks_than_gpus_are_not_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cards(monkeypatch, 1)
+    words = [sys.executable, "-c", "raise SystemExit('it was started')"]
+    with (
+        pytest.raises(BirlError, match=r"ddp=2 makes 2 ranks, each on a GPU of its own, and this machine shows 1"),
+        rank_processes(PAIR, torch.device("cuda", 0), 20.0, words, "", 1, tmp_path),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+# --- two processes; this file is the program of the second
+
+
+class Recorder:
+    """A rank's worker: what its policy's model was moved to, and the current device where verbs run."""
+
+    def __init__(self, crew: RankGroup, compute: Executor, model: str) -> None:
+        moved: list[str] = []
+
+        def to(module: torch.nn.Module, device: Any) -> torch.nn.Module:
+            moved.extend([str(device)] if "cuda" in str(device) else [])
+            return module
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.nn.Module, "to", to)
+            load_policy(schema.Model(path=model, device="cuda"), compute, crew.ranks)
+        self.crew, self.moved = crew, moved
+
+    def told(self) -> list[Any]:
+        thread = threading.current_thread()
+        return self.crew.gather((self.moved, torch.cuda.current_device(), thread.name.startswith("compute")))
+
+
+def second(visible: str, shared: str, model: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        cards(patch, int(visible), bool(shared))
+        follow(PAIR, choose("cuda"), 30.0, 1, lambda crew, compute: Recorder(crew, compute, model))
+
+
+@pytest.mark.parametrize("visible", [2, 1])
+def test_models_of_two_ranks_are_on_two_gpus(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path, visible: int
+) -> None:
+    """All GPUs visible, or one of its own for each rank."""
+    cards(monkeypatch, 2)  # more than a launcher would show: here rank 0 starts the other
+    words = [sys.executable, "-m", "tests.parallel.test_devices", str(visible), "", str(tiny)]
+    device = torch.device("cuda", 0)
+    with rank_processes(PAIR, device, 30.0, words, "", 1, tmp_path) as crew, compute_thread(1, device) as compute:
+        worker = compute.submit(Recorder, crew, compute, str(tiny)).result()
+        told = compute.submit(crew.call, worker, Recorder.told).result()
+    assert told == [(["cuda:0"], 0, True), ([f"cuda:{visible - 1}"], visible - 1, True)]
+
+
+def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cards(monkeypatch, 2, shared=True)
+    words = [sys.executable, "-m", "tests.parallel.test_devices", "1", "shared", "no-model-is-loaded"]
+    with (
+        pytest.raises(BirlError, match=r"ranks 0 and 1 have one GPU, GPU-0\. Start no more ranks"),
+        rank_processes(PAIR, torch.device("cuda", 0), 30.0, words, "", 1, tmp_path),
+    ):
+        pass
+
+
+if __name__ == "__main__":
+    second(*sys.argv[1:])
