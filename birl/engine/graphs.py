@@ -5,16 +5,24 @@ they run. Captured once, they are launched together. The step is captured for a 
 of two); rows that only fill up write to a scratch page, and their results are dropped. The graph also draws the tokens
 and moves on to the next position itself, so that up to `AHEAD` replays need one upload before and one download after.
 
+Any forward pass can be captured that never brings a value to the host: birl's fused layers and transformers' own
+modules alike. `Graphs.problem` runs a step once and says what cannot be captured in it.
+
 A graph works on addresses: inputs and results live in tensors that are made once, weights and cache must not move
 (`Runner.use_graphs` compares). Whatever the step allocates comes from a pool that all graphs share.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from birl.engine.sampler import draw
 from birl.kernels import PAGE
@@ -111,6 +119,15 @@ class Graphs:
             self.made[rows, width] = graph
         return self.made[rows, width]
 
+    def problem(self) -> str:
+        """What keeps a step from being captured, or nothing."""
+        graph = Graph.make(1, NARROWEST, self.where)
+        fill(graph, self.scratch, (), (), (), (), ())
+        graph.device.copy_(graph.host)
+        with watched_syncs(self.where) as syncs, Watch(self.where) as watch:
+            self.once(graph)
+        return watch.problem or (str(syncs[0].message) if syncs else "")
+
     def once(self, graph: Graph) -> None:
         """One token for each row, and everything ready for the next."""
         logits = self.step(graph.tokens.long(), graph.lengths, graph.table)
@@ -120,6 +137,53 @@ class Graphs:
         graph.tokens.copy_(tokens)
         graph.lengths.add_(1)
         graph.place.add_(1).remainder_(AHEAD)
+
+
+class Watch(TorchDispatchMode):
+    """Notes the first operation that a graph cannot hold: one that brings a value to the host, or something from it to
+    the device, or whose result has as many elements as values say."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.problem = device, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.problem and self.reads(func, args, tree_leaves((args, kwargs)), tree_leaves(result)):
+            self.problem = f"{func} waits for the device"
+        return result
+
+    def reads(self, func: Any, args: Any, given: list[Any], made: list[Any]) -> bool:
+        given, made = ([t for t in tensors if isinstance(t, Tensor)] for tensors in (given, made))
+        if "index" in func.__name__:  # by a mask: its places are counted first
+            return any(t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1]) if isinstance(t, Tensor))
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            return True
+        if func.namespace not in ("aten", "prim", "prims", "mkldnn"):  # what it does inside cannot be seen
+            return True
+        if "grouped_mm" in func.__name__ and given[0].dtype != torch.bfloat16 and self.device.type == "cuda":
+            return True  # a loop over the experts
+        moved = "copy" in func.__name__ or func.__name__.startswith("lift")
+        places = {t.device.type for t in (*given, *made) if t.ndim or moved}
+        return self.device.type in places and len(places) > 1
+
+
+@contextmanager
+def watched_syncs(device: torch.device) -> Iterator[list[warnings.WarningMessage]]:
+    """What CUDA itself notes of waiting within."""
+    with warnings.catch_warnings(record=True) as noted:
+        if device.type != "cuda" or not torch.cuda.is_available():
+            yield []
+            return
+        warnings.simplefilter("always")
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        syncs: list[warnings.WarningMessage] = []
+        try:
+            yield syncs
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            syncs += [w for w in noted if "synchronizing" in str(w.message)]
 
 
 def fill(

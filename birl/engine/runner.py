@@ -1,5 +1,6 @@
 """One forward pass of generation, over the very module that is trained."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -32,6 +33,7 @@ class Runner:
         self.packed = PackedLinears(model)
         self.cache: Cache | None = None
         self.graphs: Graphs | None = None  # on CUDA
+        self.eager = ""  # what keeps this model's steps from being captured
 
     def run(self, plan: Sequence[ScheduledTokens]) -> Tensor:
         """Hidden states [samplers + guesses, H] for the next token of each sampler of each complete work, and for one
@@ -109,22 +111,28 @@ class Runner:
         device = head(self.model).weight.device
         if self.cache is None:
             # one page more than the scheduler knows, which rows that only fill a graph up are written to
-            extra = int(fused is not None)
+            extra = int(graphed(device))
             self.cache = Cache.make(pages.total + extra, slots_of(self.model), head(self.model).weight.dtype, device)
         if decoder is not None:
             manager = decoder.steady(self.cache)
         else:
             manager = self.packed.active(version) if fused is None else fused.steady()
         with manager:
-            if fused is not None:
-                self.use_graphs(fused.addresses(), scratch=pages.total)
+            if graphed(device) and self.routing is None and not self.eager:  # routes are recorded by single steps
+                self.use_graphs(fused.addresses() if fused else places(self.model), scratch=pages.total)
             yield
 
     def use_graphs(self, addresses: tuple[int, ...], scratch: int) -> None:
         """A graph reads and writes where it did when it was captured; when anything has moved, all are thrown away."""
         assert self.cache is not None
-        if self.graphs is None or self.graphs.addresses != addresses:
-            self.graphs = Graphs(self.step_of_graph, self.cache.keys[0].device, scratch=scratch, addresses=addresses)
+        if self.graphs is not None and self.graphs.addresses == addresses:
+            return
+        graphs = Graphs(self.step_of_graph, self.cache.keys[0].device, scratch=scratch, addresses=addresses)
+        self.eager = graphs.problem() if self.graphs is None else ""
+        self.graphs = None if self.eager else graphs
+        if self.eager:
+            name = type(self.model).__name__
+            print(f"birl: {name} decodes without CUDA graphs, which is slower: {self.eager}.", file=sys.stderr)
 
     def step_of_graph(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
         """Logits [B, V] of the next tokens; nothing here looks at a value."""
@@ -148,6 +156,16 @@ class Runner:
     @property
     def kernels(self) -> kernels.Kernels | None:
         return kernels.load(torch.float32, 64) if head(self.model).weight.device.type == "cpu" else None
+
+
+def graphed(device: torch.device) -> bool:
+    """Are steps of decoding captured there?"""
+    return device.type == "cuda"
+
+
+def places(model: nn.Module) -> tuple[int, ...]:
+    """Addresses of everything that a captured forward pass of transformers reads."""
+    return tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
 
 
 def record(plan: Sequence[ScheduledTokens], routes: Tensor) -> None:

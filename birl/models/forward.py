@@ -29,7 +29,9 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: L
     if fused := fused_for(model):
         return fused.hidden_states(tokens, positions, layout)
     body = cast(Any, model).base_model
-    output = body(input_ids=tokens[None], position_ids=positions[None], layout=layout, use_cache=False)
+    ids = tokens[None]
+    mask = torch.ones_like(ids)  # without one, transformers waits for the device to look for packed sequences
+    output = body(input_ids=ids, attention_mask=mask, position_ids=positions[None], layout=layout, use_cache=False)
     return output.last_hidden_state[0]
 
 

@@ -1,0 +1,72 @@
+"""A step of decoding on a card that is not there: nothing waits, leaves the card, or is wider than it should be."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from birl.engine.runner import Runner
+from birl.engine.sampler import draw
+from birl.models.paged import Cache
+from birl.models.slots import slots_of
+from tests.families import FAMILIES, family
+from tests.gpu.card import CUDA, Step, card
+
+ROUTERS = {"glm4_moe": 2}  # whose products are meant to be float32
+
+
+def decoded(step: Step, kind: str, change: Callable[[nn.Module], object] = lambda model: None) -> None:
+    """One step for eight sequences, as a graph captures it."""
+    model = family(kind, torch.bfloat16, "cuda")
+    change(model)
+    runner = Runner(model)
+    runner.cache = Cache.make(9, slots_of(model), torch.bfloat16, CUDA)
+    tokens = torch.zeros(8, dtype=torch.int64, device=CUDA)
+    lengths = torch.ones(8, dtype=torch.int32, device=CUDA)
+    table = torch.zeros(8, 4, dtype=torch.int32, device=CUDA)
+    uniforms = torch.zeros(8, device=CUDA)
+    step.launches.clear()
+    with step:
+        result, logprobs = draw(runner.step_of_graph(tokens, lengths, table), uniforms, uniforms)
+    assert result.device == logprobs.device == CUDA and result.shape == (8,)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_step_can_be_captured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(ROUTERS.get(kind, 0))
+    with card(monkeypatch, step.launched):
+        decoded(step, kind)
+    layers = 3
+    assert [step.launches[f"{name}_kernel"] for name in ("write", "attend", "combine", "sample")] == [*[layers] * 3, 1]
+
+
+def waits(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+def leaves(x: Tensor) -> Tensor:
+    return x + torch.ones(x.shape[-1], device="cpu").to(x)
+
+
+BROKEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "_local_scalar_dense": waits,
+    "waits for the device": leaves,
+    "float64": lambda x: (x.double() * 2).to(x.dtype),
+    "multiplies in float32": lambda x: x + (x.float() @ torch.ones(64, 64, device=x.device)).to(x.dtype),
+    "nonzero": lambda x: x + x.new_ones(len((x > 0).nonzero())).sum(),
+    "write_kernel has float32": lambda x: x.float(),
+}
+
+
+@pytest.mark.parametrize("problem", BROKEN)
+def test_what_a_graph_cannot_hold_is_seen(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(model: Any) -> None:
+        attention = model.base_model.layers[1].self_attn
+        hooked = attention.k_norm if problem.startswith("write") else model.base_model.layers[1].mlp
+        hooked.register_forward_hook(lambda module, inputs, output: BROKEN[problem](output))
+
+    step = Step()
+    with card(monkeypatch, step.launched), pytest.raises(Exception, match=problem):
+        decoded(step, "qwen3", change)
