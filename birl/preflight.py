@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
@@ -82,8 +83,7 @@ def check_function(key: str, place: str, name: str) -> None:
                 + missing(ModuleNotFoundError(name=package))
             )
     known = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-    source = path.read_text("utf-8", "replace")
-    if name not in source:  # nor assigned, nor imported
+    if not re.search(rf"\b{re.escape(name)}\b", path.read_text("utf-8", "replace")):  # nor assigned, nor imported
         raise BirlError(
             f"{key}={file}:{name}: {file} has no function {name}.{did_you_mean(name, known)} "
             f"It has: {', '.join(sorted(known)) or 'none'}."

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 from safetensors import SafetensorError
 
@@ -77,12 +78,13 @@ def make(source: Path, target: Path) -> None:
 def convert(source: Path, folder: Path) -> None:
     """Weights as float32 safetensors, and the tokenizer with the pre-tokenizer that the file only names."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
 
     from birl.models.load import quiet  # which imports this module
 
     options = {"gguf_file": source.name}
-    with quiet():
+    # transformers' own switch does not reach this bar
+    with quiet(), patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, desc: tensors):
         try:
             tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
             model = AutoModelForCausalLM.from_pretrained(
