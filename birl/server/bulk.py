@@ -10,11 +10,14 @@ THINGS = 32  # keys and values of JSON for each token,
 SPARE = 20_000  # and beside them: settings, schemas
 DEPTH = 100
 NAMES = 256  # characters of a role, a name or an id
+TOOLS = 1024  # each is rendered, and looked up by its name
 
 
 def check_bulk(data: Mapping[str, Any], context: int, but: Sequence[str] = ()) -> None:
     """`data` is a request, `but` keys that are looked at elsewhere. Raises `Refused` for what cannot fit into `context`
     tokens."""
+    if isinstance(tools := data.get("tools"), list) and len(tools) > TOOLS:
+        raise Refused(400, f"tools: {len(tools)} tools; at most {TOOLS} are taken.", param="tools")
     for key, value in data.items():
         if key not in but:
             _measure(key, value, context)
