@@ -54,6 +54,9 @@ def run(config: schema.Serve) -> int:
         raise BirlError("BIRL_TOKEN must be made of ASCII letters, digits and signs, without spaces.")
     if config.name:
         names.folder(config.name)
+    volume = Path(config.volume).expanduser()
+    if config.volume and volume.exists() and not volume.is_dir():
+        raise BirlError(f"volume={config.volume}: is a file; name a folder.")
     device = choose(config.model.device)
     with bind(config.host, config.port) as sock, compute_thread(config.threads, device) as compute:
         return asyncio.run(_run(config, token, sock, compute))

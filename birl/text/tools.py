@@ -97,7 +97,7 @@ def text(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = (),
     except Exception as error:  # Jinja raises whatever the template wants
         roles = ", ".join(str(m["role"]) for m in messages)
         raise BirlError(
-            f"The chat template refuses a conversation of {roles}: {error}"
+            f"The chat template refuses a conversation of {roles}: {str(error) or type(error).__name__}"
             + (f" {TEMPLATE}" if tools or called else "")
         ) from error
 
@@ -125,6 +125,7 @@ def _apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, an
             f"The chat template took longer than {SECONDS:g} s for {len(messages)} messages. Use another template "
             "(model.chat_template=FILE.jinja)."
         ) from error
+    str(made).encode()  # raises for half a surrogate pair, which is no text
     return str(made)
 
 

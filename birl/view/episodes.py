@@ -264,13 +264,17 @@ class Episodes:
         return self._parsed(row, data if alone else data + b"}")
 
     def given(self, row: int) -> tuple[int, ...]:
-        """The tokens before the first that the model said. Reads no more of the line than that. Raises `BirlError`."""
+        """The tokens before the first that the model said; none where that is no list of whole numbers. Reads no more
+        of the line than that. Raises `BirlError`."""
         count = int(self._rows[row]["prompt"]) if 0 <= row < self.count else 0
         data = self._bytes(row, "size", most=int(self._rows[row]["head"]) + DIGITS * (count + 8))
         result = FIRST.match(data, int(self._rows[row]["head"]))
         if result is None:
-            samples = self.record(row).get("samples") or [{"tokens": ()}]
-            return tuple(samples[0]["tokens"][:count])
+            try:
+                tokens = self.record(row)["samples"][0]["tokens"][:count]
+            except (LookupError, TypeError):
+                return ()
+            return tuple(tokens) if all(type(token) is int for token in tokens) else ()
         return tuple(map(int, result[1].split(b",")[:count])) if count else ()
 
     def _bytes(self, row: int, what: str, most: int = -1) -> bytes:

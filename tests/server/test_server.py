@@ -454,6 +454,7 @@ def test_what_does_not_finish_is_told(folders: list[Path], how: str) -> None:
         (["port=99999"], "at most 65535"),
         (["model.path=/nowhere/at/all"], "there is no such folder"),
         (["max_waiting=-1"], "must be at least 0"),
+        (["volume=/dev/null"], "volume=/dev/null: is a file; name a folder"),
         (["--multirun"], "a server does not end"),
     ],
 )

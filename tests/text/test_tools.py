@@ -50,6 +50,8 @@ def test_tools_and_calls_are_in_the_prompt() -> None:
         (QWEN.replace("tool_calls", "no_calls"), [ASK, CALLED], [], r"leaves out tool_calls \(messages\.1\)"),
         (QWEN.replace("in messages", "in messages if m.role != 'tool'"), [ASK, SAID], [], "of role tool"),
         ("{{ raise_exception('no!') }}", [ASK], [], "refuses a conversation of user: no!"),
+        ("{{ '\\ud800' }}", [ASK], [], "refuses a conversation of user: 'utf-8' codec"),
+        ("{{ 'a' * 10**15 }}", [ASK], [], "refuses a conversation of user: MemoryError"),
         ("", [ASK], [], "no chat template"),
     ],
 )

@@ -115,6 +115,15 @@ def test_samples_of_another_make_are_an_error_not_a_crash(
         trajectory(episodes, vocabulary, 0)
 
 
+@pytest.mark.parametrize("token", [[1], {"a": 1}, None, "a", 1.5])
+def test_a_prompt_of_no_tokens_is_not_shown(tmp_path: Path, vocabulary: Vocabulary, token: object) -> None:
+    row = record()
+    row["samples"][0]["tokens"][0] = token
+    episodes = Episodes(write(tmp_path / "rollouts.jsonl", [row]))
+    episodes.read_on()
+    assert Prompts(episodes, vocabulary).text(0) == ""
+
+
 def test_an_episode_in_which_nothing_was_said(tmp_path: Path, vocabulary: Vocabulary) -> None:
     found = opened(
         tmp_path,
