@@ -46,7 +46,11 @@ HUGE: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "1" * 99_999}}]}]},
         "characters",
     ),
-    "tools": ("chat/completions", {"messages": [EMPTY], "tools": [{"type": "function"}] * 50_000}, "50000 tools; at most 1024"),
+    "tools": (
+        "chat/completions",
+        {"messages": [EMPTY], "tools": [{"type": "function"}] * 50_000},
+        "50000 tools; at most 1024",
+    ),
     "names of tools": (
         "chat/completions",
         {"tools": [{"type": "function", "function": {"name": "a"}}] * 1025},
