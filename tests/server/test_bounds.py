@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -207,7 +207,7 @@ class Chunks(httpx.AsyncBaseTransport):
     """An engine that never stops talking."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        async def endless() -> Any:
+        async def endless() -> AsyncIterator[bytes]:
             for _ in range(100_000):
                 yield b"[" * 2**23
             raise AssertionError("all of it was read")

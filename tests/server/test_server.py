@@ -331,7 +331,7 @@ def test_nobody_comes_in_without_the_token(folders: list[Path]) -> None:
         assert len(server.generate(PROMPT, max_tokens=2, ignore_eos=True)["tokens"]) == 2
         for said in ("", "Bearer", "Bearer s3cre", "Bearer s3crett", "Basic s3cret", "Bearer \u00e9"):
             for path in ("/generate", "/load", "/sleep", "/v1/chat/completions"):
-                headers = {"authorization": said.encode("utf-8")}
+                headers = {b"authorization": said.encode("utf-8")}
                 reply = httpx.post(server.url + path, json={}, headers=headers)
                 assert reply.status_code == 401 and "BIRL_TOKEN" in reply.json()["error"]["message"]
             assert httpx.get(f"{server.url}/info").status_code == httpx.get(f"{server.url}/metrics").status_code == 401
