@@ -43,6 +43,7 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 MIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": EXPERTS,
     "glm4_moe": {

@@ -8,6 +8,7 @@ Shapes: T tokens, S size of a row, D head size.
 """
 
 import functools
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,26 +46,45 @@ def warps(block: int) -> int:
     return min(max(block // 512, 4), 16)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Of an RMS norm. wide: multiplied by its weight in float32 and rounded once, else normed, rounded and multiplied;
+    one: by 1 + weight."""
+
+    wide: bool = False
+    one: bool = False
+
+
+LLAMA, GEMMA, OLMO = Form(), Form(wide=True, one=True), Form(wide=True)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, form: Form = LLAMA) -> tuple[Tensor, Tensor]:
     """s = x + delta and weight * s / rms(s): x, delta [T, S] -> both [T, S]. Rounded where transformers rounds."""
     if not on_gpu(x):
-        return plain_add_norm(x, delta, weight, eps)
-    return _AddNorm.apply(x, delta, weight, eps)  # pyright: ignore
+        return plain_add_norm(x, delta, weight, eps, form)
+    return _AddNorm.apply(x, delta, weight, eps, form)  # pyright: ignore
 
 
-def plain_add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def plain_add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, form: Form = LLAMA
+) -> tuple[Tensor, Tensor]:
     total = x if delta is None else x + delta
     wide = total.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return total, weight * normed.to(x.dtype)
+    if not form.wide:
+        return total, weight * normed.to(x.dtype)
+    return total, (normed * (1.0 + weight.float() if form.one else weight.float())).to(x.dtype)
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total, y, rstd = launch_add_norm(x.contiguous(), None if delta is None else delta.contiguous(), weight, eps)
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, form: Form
+    ) -> tuple[Tensor, Tensor]:
+        delta = None if delta is None else delta.contiguous()
+        total, y, rstd = launch_add_norm(x.contiguous(), delta, weight, eps, form)
         ctx.save_for_backward(total, weight, rstd)
-        ctx.added = delta is not None
+        ctx.added, ctx.form = delta is not None, form
         ctx.set_materialize_grads(False)
         return total, y
 
@@ -73,12 +93,14 @@ class _AddNorm(torch.autograd.Function):
         total, weight, rstd = ctx.saved_tensors
         by_total, by_y = grads
         if by_y is None:
-            return by_total, by_total if ctx.added else None, None, None
-        by_x, by_weight = launch_norm_backward(total, weight, rstd, by_y.contiguous(), by_total)
-        return by_x, by_x if ctx.added else None, by_weight, None
+            return by_total, by_total if ctx.added else None, None, None, None
+        by_x, by_weight = launch_norm_backward(total, weight, rstd, by_y.contiguous(), by_total, ctx.form)
+        return by_x, by_x if ctx.added else None, by_weight, None, None
 
 
-def launch_add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def launch_add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, form: Form = LLAMA
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> s, y, 1 / rms(s) [T]."""
     rows, size = x.shape
     total = x if delta is None else torch.empty_like(x)
@@ -86,13 +108,14 @@ def launch_add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float)
     block = power_of_two(size)
     other = x if delta is None else delta
     triton_kernels().add_norm_kernel[(rows,)](
-        x, other, weight, total, y, rstd, size, eps, ADD=delta is not None, BLOCK=block, num_warps=warps(block)
-    )
+        x, other, weight, total, y, rstd, size, eps,
+        ADD=delta is not None, WIDE=form.wide, ONE=form.one, BLOCK=block, num_warps=warps(block),
+    )  # fmt: skip
     return total, y, rstd
 
 
 def launch_norm_backward(
-    total: Tensor, weight: Tensor, rstd: Tensor, by_y: Tensor, by_total: Tensor | None
+    total: Tensor, weight: Tensor, rstd: Tensor, by_y: Tensor, by_total: Tensor | None, form: Form = LLAMA
 ) -> tuple[Tensor, Tensor]:
     """-> gradients by s (its own, `by_total`, included) and by the weight."""
     rows, size = total.shape
@@ -102,84 +125,91 @@ def launch_norm_backward(
     other = by_y if by_total is None else by_total.contiguous()
     triton_kernels().norm_backward_kernel[(step,)](
         total, weight, rstd, by_y, other, by_x, parts, rows, size, step,
-        ADD=by_total is not None, BLOCK=block, num_warps=warps(block),
+        ADD=by_total is not None, ONE=form.one, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
     return by_x, parts.sum(0).to(weight.dtype)
 
 
-def rotary(qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int) -> Tensor:
-    """The first `rotated` heads turned by their position: qkv [T, heads, D], cosine and sine [T, D / 2] in qkv's
-    type."""
+def rotary(qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int, pairs: bool = False) -> Tensor:
+    """The first `rotated` heads turned by their position: qkv [T, heads, D], cosine and sine [T, R / 2] in qkv's type
+    or float32. Of a head its first R elements turn: i with i + R / 2, or in `pairs` of neighbours."""
     if not on_gpu(qkv):
-        return plain_rotary(qkv, cosine, sine, rotated)
-    return _Rotary.apply(qkv, cosine, sine, rotated)  # pyright: ignore
+        return plain_rotary(qkv, cosine, sine, rotated, pairs)
+    return _Rotary.apply(qkv, cosine, sine, rotated, pairs)  # pyright: ignore
 
 
-def plain_rotary(qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int) -> Tensor:
+def plain_rotary(qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int, pairs: bool = False) -> Tensor:
     turned, rest = qkv.split([rotated, qkv.shape[1] - rotated], dim=1)
-    a, b = turned.chunk(2, -1)
+    turning, still = turned.tensor_split([2 * cosine.shape[1]], -1)
     c, s = cosine[:, None], sine[:, None]
-    return torch.cat([torch.cat([a * c - b * s, b * c + a * s], -1), rest], 1)
+    a, b = turning.unflatten(-1, (-1, 2)).unbind(-1) if pairs else turning.chunk(2, -1)
+    result = (a * c - b * s).to(qkv.dtype), (b * c + a * s).to(qkv.dtype)
+    both = torch.stack(result, -1).flatten(-2) if pairs else torch.cat(result, -1)
+    return torch.cat([torch.cat([both, still], -1), rest], 1)
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int, pairs: bool) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        ctx.rotated = rotated
-        return launch_rotary(qkv.contiguous(), cosine, sine, rotated, 1.0)
+        ctx.rotated, ctx.pairs = rotated, pairs
+        return launch_rotary(qkv.contiguous(), cosine, sine, rotated, 1.0, pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cosine, sine = ctx.saved_tensors
-        return launch_rotary(grads[0].contiguous(), cosine, sine, ctx.rotated, -1.0), None, None, None
+        grad = launch_rotary(grads[0].contiguous(), cosine, sine, ctx.rotated, -1.0, ctx.pairs)
+        return grad, None, None, None, None
 
 
-def launch_rotary(qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int, sign: float) -> Tensor:
+def launch_rotary(qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int, sign: float, pairs: bool = False) -> Tensor:
     rows, heads, size = qkv.shape
-    result = torch.empty_like(qkv)
+    half, result = cosine.shape[1], torch.empty_like(qkv)
+    rest = size - 2 * half
     triton_kernels().rotary_kernel[(rows,)](
-        qkv, result, cosine, sine, rotated, heads, sign, HALF=size // 2, HEADS=power_of_two(heads), num_warps=4
-    )
+        qkv, result, cosine, sine, rotated, heads, sign, HALF=half, BLOCK=power_of_two(half), HEADS=power_of_two(heads),
+        SIZE=size, REST=power_of_two(rest) if rest else 0, PAIRS=pairs, num_warps=4,
+    )  # fmt: skip
     return result
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up: [T, 2 I] -> [T, I]."""
+def swiglu(gate_up: Tensor, gelu: bool = False) -> Tensor:
+    """silu(gate) * up, or gelu(gate) * up by tanh: [T, 2 I] -> [T, I]."""
     if not on_gpu(gate_up):
-        return plain_swiglu(gate_up)
-    return _SwiGLU.apply(gate_up)  # pyright: ignore
+        return plain_swiglu(gate_up, gelu)
+    return _SwiGLU.apply(gate_up, gelu)  # pyright: ignore
 
 
-def plain_swiglu(gate_up: Tensor) -> Tensor:
+def plain_swiglu(gate_up: Tensor, gelu: bool = False) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, gelu: bool) -> Tensor:
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
-        return launch_swiglu(gate_up)
+        ctx.gelu = gelu
+        return launch_swiglu(gate_up, gelu)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
-        return launch_swiglu_backward(gate_up, grads[0].contiguous())
+        return launch_swiglu_backward(gate_up, grads[0].contiguous(), ctx.gelu), None
 
 
-def launch_swiglu(gate_up: Tensor) -> Tensor:
+def launch_swiglu(gate_up: Tensor, gelu: bool = False) -> Tensor:
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
-    triton_kernels().swiglu_kernel[(rows, -(-inner // 1024))](gate_up, y, inner, BLOCK=1024, num_warps=4)
+    triton_kernels().swiglu_kernel[(rows, -(-inner // 1024))](gate_up, y, inner, GELU=gelu, BLOCK=1024, num_warps=4)
     return y
 
 
-def launch_swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
+def launch_swiglu_backward(gate_up: Tensor, grad: Tensor, gelu: bool = False) -> Tensor:
     rows, inner = grad.shape
     result = torch.empty_like(gate_up)
     triton_kernels().swiglu_backward_kernel[(rows, -(-inner // 1024))](
-        gate_up, grad, result, inner, BLOCK=1024, num_warps=4
+        gate_up, grad, result, inner, GELU=gelu, BLOCK=1024, num_warps=4
     )
     return result

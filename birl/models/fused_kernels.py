@@ -11,9 +11,10 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 @triton.jit
 def add_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row: sum = x + delta, y = weight * sum / rms(sum)."""
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, size, eps,
+    ADD: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: sum = x + delta, y = weight * sum / rms(sum). WIDE: rounded once; ONE: 1 + weight."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -26,7 +27,11 @@ def add_norm_kernel(
     x = x.to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / size + eps)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    normed = (x * rstd).to(kind).to(tl.float32)
+    if ONE:
+        weight += 1.0
+    normed = x * rstd
+    if not WIDE:
+        normed = normed.to(kind).to(tl.float32)
     tl.store(y_ptr + row * size + at, (normed * weight).to(kind), mask=inside)
     tl.store(rstd_ptr + row, rstd)
 
@@ -34,13 +39,15 @@ def add_norm_kernel(
 @triton.jit
 def norm_backward_kernel(
     x_ptr, weight_ptr, rstd_ptr, grad_y_ptr, grad_sum_ptr, grad_x_ptr, part_ptr, rows, size, step,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows pid, pid + step, ...: grad_x, and this program's part [size] of the weight's gradient."""
     pid = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ONE:
+        weight += 1.0
     part = tl.zeros([BLOCK], dtype=tl.float32)
     for row in range(pid, rows, step):
         x = tl.load(x_ptr + row * size + at, mask=inside, other=0.0)
@@ -59,53 +66,77 @@ def norm_backward_kernel(
 @triton.jit
 def rotary_kernel(
     source_ptr, target_ptr, cosine_ptr, sine_ptr, rotated, heads, sign,
-    HALF: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, REST: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """One row of `heads` heads: the first `rotated` of them are turned by sign * angle, the rest copied."""
+    """One row of `heads` heads: the first 2 HALF elements of the first `rotated` of them are turned by sign * angle,
+    the rest copied. PAIRS: neighbours are turned together, else i and i + HALF."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
-    i = tl.arange(0, HALF)[None, :]
+    i = tl.arange(0, BLOCK)[None, :]
     inside = (head < heads) & (i < HALF)
-    at = row * heads * 2 * HALF + head * 2 * HALF + i
-    a = tl.load(source_ptr + at, mask=inside, other=0.0)
-    b = tl.load(source_ptr + at + HALF, mask=inside, other=0.0)
+    start = row * heads * SIZE + head * SIZE
+    one = start + (2 * i if PAIRS else i)
+    two = one + (1 if PAIRS else HALF)
+    a = tl.load(source_ptr + one, mask=inside, other=0.0)
+    b = tl.load(source_ptr + two, mask=inside, other=0.0)
     kind = a.dtype
-    cosine = tl.load(cosine_ptr + row * HALF + i).to(tl.float32)
-    sine = tl.load(sine_ptr + row * HALF + i).to(tl.float32) * sign
+    cosine = tl.load(cosine_ptr + row * HALF + i, mask=i < HALF, other=0.0)
+    step = cosine.dtype  # products are rounded to it: the heads' own, or float32
+    cosine = cosine.to(tl.float32)
+    sine = tl.load(sine_ptr + row * HALF + i, mask=i < HALF, other=0.0).to(tl.float32) * sign
     a32, b32 = a.to(tl.float32), b.to(tl.float32)
-    first = (a32 * cosine).to(kind).to(tl.float32) - (b32 * sine).to(kind).to(tl.float32)
-    second = (b32 * cosine).to(kind).to(tl.float32) + (a32 * sine).to(kind).to(tl.float32)
+    first = (a32 * cosine).to(step).to(tl.float32) - (b32 * sine).to(step).to(tl.float32)
+    second = (b32 * cosine).to(step).to(tl.float32) + (a32 * sine).to(step).to(tl.float32)
     turned = head < rotated
-    tl.store(target_ptr + at, tl.where(turned, first, a32).to(kind), mask=inside)
-    tl.store(target_ptr + at + HALF, tl.where(turned, second, b32).to(kind), mask=inside)
+    tl.store(target_ptr + one, tl.where(turned, first, a32).to(kind), mask=inside)
+    tl.store(target_ptr + two, tl.where(turned, second, b32).to(kind), mask=inside)
+    if REST:
+        j = tl.arange(0, REST)[None, :]
+        behind = (head < heads) & (j < SIZE - 2 * HALF)
+        rest = tl.load(source_ptr + start + 2 * HALF + j, mask=behind)
+        tl.store(target_ptr + start + 2 * HALF + j, rest, mask=behind)
 
 
 @triton.jit
-def swiglu_kernel(gate_up_ptr, y_ptr, inner, BLOCK: tl.constexpr):
-    """y = silu(gate) * up, a block of one row."""
+def activated(g, GELU: tl.constexpr):
+    """silu(g), or gelu(g) by tanh; and its derivative."""
+    if GELU:
+        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        tanh = 2.0 / (1.0 + tl.exp(-2.0 * inner)) - 1.0
+        slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * g * g)
+        value = 0.5 * g * (1.0 + tanh)
+        by_g = 0.5 * (1.0 + tanh) + 0.5 * g * (1.0 - tanh * tanh) * slope
+    else:
+        sigmoid = 1.0 / (1.0 + tl.exp(-g))
+        value = g / (1.0 + tl.exp(-g))
+        by_g = sigmoid * (1.0 + g * (1.0 - sigmoid))
+    return value, by_g
+
+
+@triton.jit
+def swiglu_kernel(gate_up_ptr, y_ptr, inner, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """y = silu(gate) * up, or gelu(gate) * up, a block of one row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner
     gate = tl.load(gate_up_ptr + row * 2 * inner + at, mask=inside, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * inner + inner + at, mask=inside, other=0.0).to(tl.float32)
-    g = gate.to(tl.float32)
-    silu = (g / (1.0 + tl.exp(-g))).to(gate.dtype).to(tl.float32)
-    tl.store(y_ptr + row * inner + at, (silu * up).to(gate.dtype), mask=inside)
+    value = activated(gate.to(tl.float32), GELU)[0].to(gate.dtype).to(tl.float32)
+    tl.store(y_ptr + row * inner + at, (value * up).to(gate.dtype), mask=inside)
 
 
 @triton.jit
-def swiglu_backward_kernel(gate_up_ptr, grad_ptr, result_ptr, inner, BLOCK: tl.constexpr):
+def swiglu_backward_kernel(gate_up_ptr, grad_ptr, result_ptr, inner, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner
     gate = tl.load(gate_up_ptr + row * 2 * inner + at, mask=inside, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * inner + inner + at, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * inner + at, mask=inside, other=0.0).to(tl.float32)
-    g = gate.to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-g))
-    by_gate = grad * up * sigmoid * (1.0 + g * (1.0 - sigmoid))
-    tl.store(result_ptr + row * 2 * inner + at, by_gate.to(gate.dtype), mask=inside)
-    tl.store(result_ptr + row * 2 * inner + inner + at, (grad * g * sigmoid).to(gate.dtype), mask=inside)
+    value, by_g = activated(gate.to(tl.float32), GELU)
+    tl.store(result_ptr + row * 2 * inner + at, (grad * up * by_g).to(gate.dtype), mask=inside)
+    tl.store(result_ptr + row * 2 * inner + inner + at, (grad * value).to(gate.dtype), mask=inside)
 
 
 @triton.jit

@@ -25,11 +25,13 @@ class Witness:
     """A layout that notes what each call of attention is given, in order, and answers zeros."""
 
     slots: list[Slot] = field(default_factory=list)
-    windows: set[int | None] = field(default_factory=set)
+    windows: list[int | None] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.slots.append(Slot(layer, query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
-        self.windows.add(window)
+        self.windows.append(window)
+        self.scales.append(scale)
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 

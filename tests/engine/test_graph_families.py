@@ -10,7 +10,10 @@ import torch
 from birl.engine import graphs, runner
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.graphs import Graphs
+from birl.models import forward
 from birl.models.forward import head, hidden_states
+from birl.models.fused_decoder import FusedDecoder
+from birl.models.fused_layers import fused_layers
 from birl.models.paged import Cache, Paged
 from birl.models.slots import slots_of
 from birl.types import Completion, SamplingParams
@@ -49,11 +52,18 @@ def generated(model: torch.nn.Module, compute: ThreadPoolExecutor, routes: bool 
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_graphs_change_no_token(
-    kind: str, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, bursts: list[int]
+    kind: str, fused: bool, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, bursts: list[int]
 ) -> None:
+    """Nor do fused layers: single steps are transformers'."""
     model = family(kind)
+    if fused and not fused_layers(model):
+        pytest.skip("transformers' layers alone")
+    decoder = FusedDecoder(model) if fused else None
+    for module in (forward, runner):
+        monkeypatch.setattr(module, "fused_for", lambda model: decoder if runner.graphed(torch.device("cpu")) else None)
     captured = generated(model, compute)
     assert max(bursts, default=0) > 1
     bursts.clear()

@@ -69,12 +69,13 @@ class Step(Watch):
         return result
 
     def launched(self, name: str, args: tuple[Any, ...]) -> None:
-        """A kernel of birl's: all but the last two read bfloat16 first."""
+        """A kernel of birl's: all but two read bfloat16 first."""
         tensors = [t for t in args if isinstance(t, Tensor)]
         assert all(t.device == CUDA and t.dtype != torch.float64 for t in tensors), (
             f"{name} has another device's tensor"
         )
-        assert tensors[0].dtype == torch.bfloat16 or name in ("combine_kernel", "sample_kernel"), f"{name} has float32"
+        bf16 = name in ("combine_kernel", "sample_kernel") or all(t.dtype == torch.bfloat16 for t in tensors[:2])
+        assert bf16, f"{name} has float32"
         self.launches[name] += 1
 
 

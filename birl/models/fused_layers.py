@@ -1,0 +1,183 @@
+"""What a fused layer computes, read from transformers' module: one kind of layer, and its options.
+
+    h = norm(x)   q, k, v = h W   norms of q and k   rotary   attention   output projection   norm   scaled, + x
+
+and the same for the feed-forward part. Every norm may be missing; both parts may read one norm. Which module is which
+norm is known by the layer's class; the rest is seen: heads, scales and windows in what the layer hands to attention.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from birl.models.fused import GEMMA, LLAMA, OLMO, add_norm, swiglu
+from birl.models.slots import Witness
+
+#: names of the norms before and behind attention, and before and behind the feed-forward part
+PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")
+LAYERS = dict.fromkeys(
+    (
+        *("LlamaDecoderLayer", "Qwen2DecoderLayer", "MistralDecoderLayer", "Qwen3DecoderLayer", "Phi3DecoderLayer"),
+        *("GlmDecoderLayer", "GraniteDecoderLayer", "SmolLM3DecoderLayer", "Starcoder2DecoderLayer"),
+        *("SeedOssDecoderLayer", "Qwen3MoeDecoderLayer", "MixtralDecoderLayer", "Glm4MoeDecoderLayer"),
+        *("Qwen2MoeDecoderLayer", "OlmoeDecoderLayer"),
+    ),
+    PLAIN,
+) | {
+    "Gemma3DecoderLayer": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    "Glm4DecoderLayer": (
+        *("input_layernorm", "post_self_attn_layernorm"),
+        *("post_attention_layernorm", "post_mlp_layernorm"),
+    ),
+    "Olmo2DecoderLayer": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "PhiDecoderLayer": ("input_layernorm", "", "", ""),
+}
+FORMS = {"Gemma3RMSNorm": GEMMA, "Olmo2RMSNorm": OLMO}
+PAIRS = {"GlmDecoderLayer", "Glm4DecoderLayer"}  # neighbours are turned together
+ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
+
+
+@dataclass(slots=True)
+class Joined:
+    """Linear layers with one input as one product. While `steady`, from a copy whose address never changes; a single
+    one needs none."""
+
+    linears: Sequence[nn.Linear]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, copied: bool) -> Tensor:
+        """[T, K] -> [T, sum of N]."""
+        if len(self.linears) == 1:
+            return self.linears[0](x)
+        if copied:
+            assert self.weight is not None
+            return F.linear(x, self.weight, self.bias)
+        weights: list[Tensor] = [m.weight for m in self.linears]
+        biases: list[Tensor] = [m.bias for m in self.linears if m.bias is not None]
+        return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+
+    def copy(self) -> None:
+        weights = [m.weight.detach() for m in self.linears]
+        biases = [m.bias.detach() for m in self.linears if m.bias is not None]
+        if len(weights) == 1:
+            return
+        if self.weight is None or self.weight.dtype != weights[0].dtype:
+            self.weight = torch.cat(weights)
+            self.bias = torch.cat(biases) if biases else None
+            return
+        torch.cat(weights, out=self.weight)
+        if self.bias is not None:
+            torch.cat(biases, out=self.bias)
+
+
+@dataclass(slots=True)
+class FeedForward:
+    """A gated one, or the module itself: experts, or two matrices."""
+
+    module: Any
+    gate_up: Joined | None
+    gelu: bool
+
+    @classmethod
+    def of(cls, module: Any, activation: str) -> "FeedForward":
+        gated = getattr(module, "gate_up_proj", None), getattr(module, "gate_proj", None)
+        if activation not in ACTIVATIONS or not any(isinstance(m, nn.Linear) for m in gated):
+            return cls(module, None, False)
+        linears = [gated[0]] if gated[0] is not None else [module.gate_proj, module.up_proj]
+        return cls(module, Joined(cast(Any, linears)), ACTIVATIONS[activation])
+
+    def __call__(self, h: Tensor, copied: bool) -> Tensor:
+        """[T, H] -> [T, H]."""
+        if self.gate_up is None:
+            return self.module(h[None])[0]
+        return self.module.down_proj(swiglu(self.gate_up(h, copied), self.gelu))
+
+
+@dataclass(slots=True)
+class Layer:
+    index: int
+    norms: tuple[Any, Any, Any, Any]  # as in LAYERS
+    qkv: Joined
+    head_norms: tuple[Any, Any] | None  # of queries and keys
+    output: nn.Linear
+    feed_forward: FeedForward
+    heads: int
+    kv_heads: int
+    scale: float
+    window: int | None
+    rope: str | None  # which angles; None: no rotary embedding
+    pairs: bool
+    parallel: bool  # both parts read the first norm
+    multiplier: float  # of what both parts add
+
+    @classmethod
+    def of(cls, index: int, module: Any, config: Any, seen: Witness) -> "Layer":
+        attention, name, slot = module.self_attn, type(module).__name__, seen.slots[index]
+        together = getattr(attention, "qkv_proj", None)
+        norms = [getattr(module, n) if n else None for n in LAYERS[name]]
+        head_norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        activation = getattr(config, "hidden_act", None) or config.hidden_activation
+        by_kind = hasattr(attention, "layer_type") and name == "Gemma3DecoderLayer"
+        return cls(
+            index=index,
+            norms=(norms[0], norms[1], norms[2], norms[3]),
+            qkv=Joined([together] if together else [attention.q_proj, attention.k_proj, attention.v_proj]),
+            head_norms=None if head_norms[0] is None else head_norms,
+            output=attention.dense if name == "PhiDecoderLayer" else attention.o_proj,
+            feed_forward=FeedForward.of(module.mlp, activation),
+            heads=slot.heads,
+            kv_heads=slot.kv_heads,
+            scale=seen.scales[index],
+            window=seen.windows[index],
+            rope=None if not getattr(attention, "use_rope", True) else attention.layer_type if by_kind else "",
+            pairs=name in PAIRS,
+            parallel=name == "PhiDecoderLayer",
+            multiplier=getattr(module, "residual_multiplier", 1.0),
+        )
+
+    def copied(self) -> list[Joined]:
+        parts = [self.qkv, self.feed_forward.gate_up]
+        return [p for p in parts if p is not None and len(p.linears) > 1]
+
+
+def normed(norm: Any, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """s = x + delta and its norm; s twice where there is none. [T, S]."""
+    if norm is not None and not isinstance(norm, nn.LayerNorm):
+        eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+        return add_norm(x, delta, norm.weight, eps, FORMS.get(type(norm).__name__, LLAMA))
+    total = x if delta is None else x + delta
+    return total, total if norm is None else norm(total)
+
+
+def headwise(norms: tuple[Any, Any], qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """Queries and keys normed, each head or all of a row at once: [T, heads + 2 kv_heads, D] -> the same."""
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+    parts = []
+    for norm, part in zip(norms, (q, k), strict=True):
+        rows = part.reshape(-1, norm.weight.numel())
+        parts.append(normed(norm, rows)[1].view(part.shape))
+    return torch.cat([*parts, v], 1)
+
+
+def fused_layers(model: nn.Module) -> bool:
+    """Are all layers of a kind in LAYERS, with nothing that a fused one leaves out?"""
+    body: Any = cast(Any, model).base_model
+    config = cast(Any, model).config.get_text_config()
+    known = {"embed_tokens", "layers", "norm", "final_layernorm", "rotary_emb", "embed_dropout"}
+    linears = [m for m in body.layers.modules() if isinstance(m, nn.Linear)]
+    return (
+        all(type(m).__name__ in LAYERS for m in body.layers)
+        and {name for name, _ in body.named_children()} <= known
+        and all(type(m) is nn.Linear for m in linears)
+        and len({p.dtype for p in model.parameters()}) == 1
+        and not getattr(config, "qk_layernorm", False)  # of Phi
+        and getattr(config, "clip_qkv", None) is None  # of OLMoE
+    )
