@@ -14,7 +14,7 @@ from birl.engine.sampler import checked, plain, sample
 from birl.engine.scheduler import ScheduledTokens, sharing
 from birl.kernels import PAGE
 from birl.models.decoder import decoder_for
-from birl.models.forward import head, hidden_states
+from birl.models.forward import head, hidden_states, logits
 from birl.models.fused_decoder import fused_for
 from birl.models.packed import PackedLinears
 from birl.models.paged import Cache, Paged
@@ -81,8 +81,7 @@ class Runner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, H] -> [B, V] float32."""
-        decoder = decoder_for(self.model)
-        return head(self.model)(hidden).float() if decoder is None else decoder.head.floats(hidden)
+        return logits(self.model, hidden)
 
     def bursts(self, plan: Sequence[ScheduledTokens]) -> bool:
         """Is this plan for captured graphs: single next tokens, drawn from the whole distribution or greedy?"""
@@ -138,7 +137,7 @@ class Runner:
         """Logits [B, V] of the next tokens; nothing here looks at a value."""
         assert self.cache is not None
         layout = Paged.plain(self.cache, table, lengths)
-        return head(self.model)(hidden_states(self.model, tokens, lengths.long() - 1, layout))
+        return logits(self.model, hidden_states(self.model, tokens, lengths.long() - 1, layout))
 
     def release(self, cache: bool = False) -> None:
         """Give back what is only needed while generating. On a GPU the cache stays, unless `cache`: graphs know its

@@ -15,6 +15,7 @@ from birl.models import decoder, fused_decoder
 from birl.models.attention import Layout, Packed, RowLayout, Tree
 from birl.models.decoder import decoder_for
 from birl.models.fused_decoder import fused_for
+from birl.models.logprobs import float_logits
 from birl.models.paged import Cache, Paged
 from birl.models.slots import computed_by, slots_of
 
@@ -50,6 +51,16 @@ def forget(model: nn.Module) -> None:
 def head(model: nn.Module) -> nn.Linear:
     """The layer that turns hidden states into logits."""
     return model.get_output_embeddings()  # pyright: ignore
+
+
+def logits(model: nn.Module, hidden: Tensor) -> Tensor:
+    """[T, H] -> [T, V] float32, never rounded to the weights' type."""
+    if decoder := decoder_for(model):
+        return decoder.head.floats(hidden)
+    layer = head(model)
+    if layer.weight.dtype == torch.float32:
+        return layer(hidden)  # on the engine's laid-out copy, where there is one
+    return float_logits(hidden, layer.weight, layer.bias)
 
 
 def packed(trees: Sequence[tuple[int, tuple[int, ...]]], device: torch.device) -> Packed:
@@ -105,14 +116,14 @@ def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
     sequences = [ids[: n + first], torch.cat([ids[:n], ids[n + first : len(tree)]]), ids[len(tree) :]]
 
     def packed_rows() -> Tensor:
-        rows = head(model)(hidden_states(model, ids, positions, Packed([tree, other], device))).float().log_softmax(-1)
+        rows = logits(model, hidden_states(model, ids, positions, Packed([tree, other], device))).log_softmax(-1)
         stem, one, two, rest = rows.split([n, first, second, len(other)])
         return torch.cat([stem, one, stem, two, rest])
 
     def alone() -> Tensor:
         with computed_by(model, "eager"):
-            logits = [cast(Any, model)(input_ids=s[None], use_cache=False).logits[0].float() for s in sequences]
-        return torch.cat(logits).log_softmax(-1)
+            rows = [cast(Any, model)(input_ids=s[None], use_cache=False).logits[0].float() for s in sequences]
+        return torch.cat(rows).log_softmax(-1)
 
     def paged() -> Tensor:
         return decoded(model, sequences[0])
@@ -162,7 +173,7 @@ def decoded(model: nn.Module, ids: Tensor) -> Tensor:
         places = list(range(begin, end))
         layout = Paged.of(cache, table * len(places), [i + 1 for i in places], [len(places)], [0])
         hidden = hidden_states(model, ids[begin:end], torch.tensor(places, device=device, dtype=torch.int64), layout)
-        rows.append(head(model)(hidden).float())
+        rows.append(logits(model, hidden))
     return torch.cat(rows).log_softmax(-1)
 
 

@@ -167,10 +167,10 @@ def logprob_kernel(logits_ptr, target_ptr, logprob_ptr, entropy_ptr, norm_ptr, w
 
 @triton.jit
 def logprob_backward_kernel(
-    logits_ptr, target_ptr, norm_ptr, entropy_ptr, by_logp_ptr, by_entropy_ptr, words, first, temperature,
+    logits_ptr, grad_ptr, target_ptr, norm_ptr, entropy_ptr, by_logp_ptr, by_entropy_ptr, words, first, temperature,
     LOGP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Logits of the words from `first` on become the gradient by them, in place."""
+    """Logits of the words from `first` on -> the gradient by them, in grad's type; both may be the same memory."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < words
@@ -183,7 +183,7 @@ def logprob_backward_kernel(
         grad += (tl.where(hit, 1.0, 0.0) - p) * tl.load(by_logp_ptr + row)
     if ENTROPY:
         grad -= p * (logp + tl.load(entropy_ptr + row)) * tl.load(by_entropy_ptr + row)
-    tl.store(logits_ptr + row * words + at, (grad / temperature).to(raw.dtype), mask=inside)
+    tl.store(grad_ptr + row * words + at, (grad / temperature).to(grad_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

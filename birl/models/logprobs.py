@@ -23,13 +23,35 @@ from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
 
 #: logits that exist at once: 24 MiB in float32, and about three times that with what is computed from them
 CHUNK = 6 * 2**20
-#: on a GPU: 512 MiB in bfloat16 and nothing beside them; fewer would be launches of tiny kernels
-GPU_CHUNK = 2**28
+#: on a GPU: 512 MiB in float32, half as much for their gradient in bfloat16; fewer would be launches of tiny kernels
+GPU_CHUNK = 2**27
+#: elements of a weight that are widened to float32 at once where no product gives float32 by itself
+WIDENED = 2**22
+
+
+def float_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32, [N, K] [K, M] -> [N, M], whatever type both have: products of bfloat16 are exact in float32, and
+    their sums are never rounded to bfloat16. Not differentiable."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.is_cuda and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    a, out = a.float(), torch.empty(len(a), b.shape[1], dtype=torch.float32, device=a.device)
+    for columns in _chunks(b.shape[1], WIDENED // len(b)):
+        torch.mm(a, b[:, columns].float(), out=out[:, columns])
+    return out
+
+
+def float_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """hidden W' + bias in float32: [C, H], [V, H], [V] -> [C, V]. The logits of engine and learner, wherever birl's
+    kernels for CPUs do not compute them."""
+    logits = float_product(hidden, weight.T)
+    return logits if bias is None else logits.add_(bias)
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """logits / temperature in float32, [C, V]. The product itself runs in the weights' type."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    """logits / temperature in float32, [C, V]."""
+    logits = float_logits(hidden, weight, bias)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -78,7 +100,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chosen = targets if group is None else targets.clamp(0, len(weight) - 1)
         for rows in _chunks(len(hidden), chunk // len(weight)):
             if on_gpu(hidden):
-                logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+                logits = float_logits(hidden[rows], weight, bias)
                 launch_logprobs(logits, chosen[rows], temperature, logprobs[rows], entropy[rows], norm[rows])
                 continue
             logits = scaled_logits(hidden[rows], weight, bias, temperature)
@@ -105,14 +127,15 @@ class _TokenLogprobs(torch.autograd.Function):
         for words in _chunks(len(weight), ctx.chunk // max(len(hidden), 1)):
             part_bias = None if bias is None else bias[words]
             if on_gpu(hidden):
-                grad = torch.nn.functional.linear(hidden, weight[words], part_bias)
+                logits = float_logits(hidden, weight[words], part_bias)
+                grad = logits if weight.dtype == torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
                 context = (targets, norm, entropy, grad_logp, grad_entropy, words.start, ctx.temperature)
-                launch_logprobs_backward(grad, *context)
+                launch_logprobs_backward(logits, grad, *context)
             else:
                 logp = scaled_logits(hidden, weight[words], part_bias, ctx.temperature).sub_(norm[:, None])
                 grad = logits_gradient(logp, targets, entropy, grad_logp, grad_entropy, words.start)
                 grad = grad.div_(ctx.temperature).to(weight.dtype)
-            grad_hidden += grad @ weight[words]
+            grad_hidden += float_product(grad, weight[words])
             if grad_weight is not None:
                 torch.mm(grad.T, hidden, out=grad_weight[words])
             if grad_bias is not None:
@@ -173,14 +196,14 @@ def launch_logprobs(
 
 
 def launch_logprobs_backward(
-    logits: Tensor, targets: Tensor, norm: Tensor, entropy: Tensor, by_logp: Tensor | None, by_entropy: Tensor | None,
-    first: int, temperature: float,
+    logits: Tensor, grad: Tensor, targets: Tensor, norm: Tensor, entropy: Tensor, by_logp: Tensor | None,
+    by_entropy: Tensor | None, first: int, temperature: float,
 ) -> None:  # fmt: skip
-    """Logits [N, words] become the gradient by them, in place and in their type."""
+    """Logits [N, words] -> the gradient by them, into `grad`, in its type; it may be the logits' own memory."""
     rows, words = logits.shape
     if rows:
         triton_kernels().logprob_backward_kernel[(rows, -(-words // 4096))](
-            logits, targets, norm, entropy,
+            logits, grad, targets, norm, entropy,
             norm if by_logp is None else by_logp.contiguous(), norm if by_entropy is None else by_entropy.contiguous(),
             words, first, temperature,
             LOGP=by_logp is not None, ENTROPY=by_entropy is not None, BLOCK=4096, num_warps=8,

@@ -17,10 +17,13 @@ ROWS = 32  # the number of rows that the layout is chosen for
 
 
 class PackedLinears:
-    """Blocked copies of all linear layers of a module, made when they are first needed."""
+    """Blocked copies of all linear layers of a module, made when they are first needed. In bfloat16 the head has none:
+    logits are float32 (`forward.logits`)."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = [m for m in model.modules() if type(m) is nn.Linear] if usable(model) else []
+        self.linears = [m for m in model.modules() if type(m) is nn.Linear] if usable(model) else []
+        self.head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+        self.layers: list[nn.Linear] = []
         self.copies: list[Tensor] = []
         self.version: int | None = None
 
@@ -29,6 +32,7 @@ class PackedLinears:
         """Within, the layers compute with copies of the weights of this version. Not differentiable."""
         if self.version != version:
             self.release()
+            self.layers = [m for m in self.linears if m is not self.head or m.weight.dtype == torch.float32]
             self.copies = [torch.ops.mkldnn._reorder_linear_weight(m.weight.detach(), ROWS) for m in self.layers]
             self.version = version
         for layer, copy in zip(self.layers, self.copies, strict=True):
@@ -41,7 +45,7 @@ class PackedLinears:
 
     def release(self) -> None:
         """Give the memory back."""
-        self.copies, self.version = [], None
+        self.layers, self.copies, self.version = [], [], None
 
 
 def usable(model: nn.Module) -> bool:

@@ -9,8 +9,8 @@ from birl.plan.layout import Layout, Workload
 
 RESERVED = 3e9  # CUDA, NCCL's buffers and the libraries; assumed
 USABLE = 0.95  # of the memory; the allocator loses the rest between blocks; assumed
-CHUNK = 2**28  # logits at once: GPU_CHUNK of birl/models/logprobs.py
-LOGIT = 10  # bytes: bfloat16, the same in float32, and its gradient
+CHUNK = 2**27  # logits at once: GPU_CHUNK of birl/models/logprobs.py
+LOGIT = 10  # bytes: float32, and its gradient in float32 and bfloat16
 
 
 def kept(shape: Shape, keep: str) -> float:

@@ -248,7 +248,7 @@ def training(module: Module, trained: Trained, load: Load, checkpointing: bool) 
     layer = tokens * (module.backward + (module.kept if checkpointing else 0))
     chunk = CHUNK * (10 if module.on_kernels else 18)  # logits, and what is computed from them
     if module.on_fused:
-        chunk = GPU_CHUNK * module.wide
+        chunk = GPU_CHUNK * (4 if module.wide == 4 else 4 + module.wide)  # in bfloat16 the gradient has its own place
     if not module.on_kernels:
         layer += 4 * 4 * min(SCORES, module.shape.heads * tokens**2)
     if load.several:

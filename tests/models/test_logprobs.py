@@ -4,7 +4,10 @@ import sys
 import pytest
 import torch
 
-from birl.models.logprobs import CHUNK, token_logprobs
+from birl.models import attention, logprobs
+from birl.models.forward import logits
+from birl.models.logprobs import CHUNK, float_logits, token_logprobs
+from tests.tiny import tiny_model
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -37,25 +40,57 @@ def test_the_temperature_matters() -> None:
     assert not torch.allclose(cold, warm)
 
 
-def test_logits_never_exist_for_all_tokens() -> None:
+def test_logits_never_exist_for_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever N and V are, no more than CHUNK logits are alive at once; here all of them would be twice that."""
     head = torch.nn.Linear(4, 8192)
     n = 2 * CHUNK // 8192
     sizes: list[int] = []
-    original = torch.nn.functional.linear
 
     def spy(*args: torch.Tensor) -> torch.Tensor:
-        result = original(*args)
-        sizes.append(result.numel())
-        return result
+        sizes.append(args[0].shape[0] * args[1].shape[0])
+        return float_logits(*args)
 
-    torch.nn.functional.linear = spy  # type: ignore[assignment]
-    try:
-        logp, _ = token_logprobs(torch.randn(n, 4, requires_grad=True), head, torch.zeros(n, dtype=torch.long))
-        logp.sum().backward()
-    finally:
-        torch.nn.functional.linear = original
+    monkeypatch.setattr(logprobs, "float_logits", spy)
+    logp, _ = token_logprobs(torch.randn(n, 4, requires_grad=True), head, torch.zeros(n, dtype=torch.long))
+    logp.sum().backward()
     assert max(sizes) <= CHUNK and sum(sizes) == 4 * CHUNK
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_of_bfloat16_weights_are_not_rounded(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    """Logits of size 10 are up to 0.03 away from themselves in bfloat16."""
+    monkeypatch.setattr(logprobs, "WIDENED", 700)  # 10 of 50 words at once
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(64, 50, bias=bias)
+    head.weight.data.normal_(0, 1, generator=generator)
+    head = head.bfloat16()
+    hidden = torch.randn(23, 64, generator=generator).bfloat16().requires_grad_()
+    targets, up = torch.randint(0, 50, (23,), generator=generator), torch.randn(23, generator=generator)
+    parameters = [hidden, *head.parameters()]
+
+    logp, entropy = token_logprobs(hidden, head, targets, 0.7, chunk=250)
+    results = torch.autograd.grad((logp * up + entropy).sum(), parameters)
+    exact = [p.detach().double().requires_grad_() for p in parameters]
+    full = (torch.nn.functional.linear(*exact) / 0.7).log_softmax(-1)
+    wanted, spread = full.gather(1, targets[:, None])[:, 0], -(full.exp() * full).sum(-1)
+    expected = torch.autograd.grad((wanted * up + spread).sum(), exact)
+
+    torch.testing.assert_close(logp.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), spread, atol=1e-5, rtol=1e-5)
+    for a, b in zip(results, expected, strict=True):
+        assert a.dtype == torch.bfloat16
+        torch.testing.assert_close(a.double(), b, atol=0.02, rtol=0.01)
+
+
+def test_the_engine_has_the_learners_logits_where_there_are_no_kernels() -> None:
+    model = tiny_model(heads=4, kv_heads=2).bfloat16()
+    model.set_attn_implementation(attention.NAME)
+    hidden = 3 * torch.randn(7, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        result = logits(model, hidden)
+    weight = model.lm_head.weight.detach()
+    torch.testing.assert_close(result.double(), hidden.double() @ weight.double().T, atol=1e-5, rtol=1e-5)
+    assert torch.equal(result, float_logits(hidden, weight, None))
 
 
 PEAK = """
