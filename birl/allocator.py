@@ -21,6 +21,12 @@ def keep_memory() -> None:
         libc.mallopt(trim_threshold, -1)  # never
 
 
+def trim_memory() -> None:
+    """Return to the kernel what `keep_memory` kept, where the C library is glibc."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def system_memory() -> tuple[int, int]:
     """Total and free [bytes], no more than the control group allows; zeros where the system does not say. Memory that
     only caches files is free: the kernel gives it up on demand."""

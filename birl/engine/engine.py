@@ -32,7 +32,9 @@ from birl.engine.sampler import given, likeliest, sample
 from birl.engine.scheduler import ScheduledTokens, Scheduler
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
+from birl.models.forward import head
 from birl.models.slots import page_bytes
+from birl.parallel.machine import check_returned, give_back, held_memory
 from birl.spans import answered, done
 from birl.text.chat import StopChecker
 from birl.text.grammar import Guide
@@ -211,15 +213,23 @@ class EmbeddedEngine:
         return await asyncio.get_running_loop().run_in_executor(self.compute, self._own_weights().digests)
 
     async def sleep(self) -> None:
-        """Give weights and cache back. Running requests stay; they go on after `wake` and a `load`."""
+        """Give the memory of weights and cache back. Running requests stay; they go on after `wake` and a `load`.
+        Raises `BirlError` where a GPU did not get it: the engine sleeps nevertheless."""
         weights = self._own_weights()
         await self.pause()
         self.asleep = True
 
         def drop() -> None:
+            device, cache = head(self.runner.model).weight.device, self.runner.cache
+            before, owed = held_memory(device), weights.nbytes + (0 if cache is None else cache.nbytes)
+            del cache
             self.scheduler.restart()
             self.runner.release(cache=True)
             weights.drop()
+            give_back(device)
+            if before:
+                fix = "Something in this process holds them still, which is a bug of birl's."
+                check_returned(before - held_memory(device), owed, device, "A sleeping engine", fix)
 
         await asyncio.get_running_loop().run_in_executor(self.compute, drop)
 

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from birl.errors import BirlError, WeightsFailed, first_line
-from birl.models import decoder, fused_decoder
 from birl.models.digests import digests, whole
+from birl.models.forward import forget, weights_changed
 from birl.regular import check, inside
 from birl.types import Held, Update
 
@@ -55,8 +55,7 @@ class Weights:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.data.copy_(staged[name])
-        decoder.weights_changed(self.model)
-        fused_decoder.weights_changed(self.model)
+        weights_changed(self.model)
         held = self.digests()
         self.version = update.version
         if update.digests and held != dict(update.digests):
@@ -64,10 +63,13 @@ class Weights:
         size = sum(t.nbytes for t in staged.values())
         return Held(version=self.version, digest=whole(held), bytes=size)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
     def drop(self) -> None:
-        """Give the memory back."""
-        decoder.weights_changed(self.model)
-        fused_decoder.weights_changed(self.model)
+        """Let go of the weights and of every laid-out or joined copy of them."""
+        forget(self.model)
         for parameter in self.model.parameters():
             parameter.data = parameter.data.new_empty(0)
 

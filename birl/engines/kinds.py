@@ -25,7 +25,8 @@ class Wanted:
     """What servers are started for. `longest`: no sequence has more tokens; `kv_cache_gb` [GiB] holds what `max_batch`
     of them need. `volume`: where they look for new weights by themselves; empty: nowhere. `words`: digest of the
     vocabulary; `run`: who asks, and keeps other runs out; empty for an evaluation, which changes no weights.
-    `vocabulary`: tokens of the model; 0: not known."""
+    `vocabulary`: tokens of the model; 0: not known. `fraction`: of the GPU that they share with the learner, what it
+    leaves them; 0: they share none."""
 
     folder: Path
     dtype: str
@@ -42,6 +43,7 @@ class Wanted:
     vocabulary: int = 0
     timeout: float = 300.0
     bucket_mb: int = 256
+    fraction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +67,10 @@ def common(engine: schema.Engine, wanted: Wanted, one: Start) -> dict[str, Any]:
         "dtype": wanted.dtype,
         "tensor_parallel": engine.tensor_parallel,
         "pipeline_parallel": engine.pipeline_parallel,
-        "memory_fraction": engine.memory_fraction if one.gpu else None,
+        "memory_fraction": wanted.fraction or engine.memory_fraction if one.gpu else None,
         "max_batch": engine.max_batch,
         "context": wanted.context,
+        "sleep": engine.sleep and one.gpu,
         "extra": engine.arguments,
     }
 

@@ -188,7 +188,10 @@ async def start(engine: schema.Engine, children: Sequence[Process]) -> None:
         raise BirlError(f"engine.kind={engine.kind}: a server did not start ({hint}). {error}") from error
 
 
-def wanted(config: schema.RL, policy: Policy, context: int, asked: Sequence[tuple[int, int]], run: Path) -> Wanted:
+def wanted(
+    config: schema.RL, policy: Policy, context: int, asked: Sequence[tuple[int, int]], run: Path, fraction: float = 0.0
+) -> Wanted:
+    """`fraction`: see `Wanted`."""
     longest = min(max(map(sum, asked)), context)
     size = config.engine.kv_cache_gb or (
         cache_bytes(policy.model, config.engine.max_batch, longest, device=choose(config.model.device)) / 2**30
@@ -212,6 +215,7 @@ def wanted(config: schema.RL, policy: Policy, context: int, asked: Sequence[tupl
         vocabulary=policy.model.get_input_embeddings().weight.shape[0],  # pyright: ignore
         timeout=config.weights.timeout,
         bucket_mb=config.weights.bucket_mb,
+        fraction=fraction,
     )
 
 
@@ -240,6 +244,14 @@ def weights_folder(config: schema.RL, run: Path) -> Path:
     return Path(config.weights.folder).expanduser().resolve() if config.weights.folder else run.resolve() / "weights"
 
 
+def owed(engine: schema.Engine, learner: Learner) -> int:
+    """What a server on the learner's GPU has there at least, its share of the weights [bytes]; 0 on a CPU."""
+    if learner.device.type != "cuda":
+        return 0
+    size = sum(p.numel() * p.element_size() for p in learner.model.parameters())
+    return size // (engine.tensor_parallel * engine.pipeline_parallel)
+
+
 def sender(
     config: schema.RL,
     policy: Policy,
@@ -264,6 +276,7 @@ def sender(
         tensors=published if ENGINES[kind_of(config.engine)].own else released,
         broadcast=servers.broadcast,
         sleeping=servers.remotes.values() if config.engine.sleep else (),  # as they are then
+        owed=owed(config.engine, learner) if config.engine.sleep else 0,
         recreate=servers.renew if weights_method(config) == "checkpoint" else None,
     )
     servers.router.fleet.prove = result.prove  # pyright: ignore[reportAttributeAccessIssue]

@@ -65,6 +65,10 @@ class Cache:
         return cls(keys, values, slots_of)
 
     @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    @property
     def positions_first(self) -> bool:
         """Are the keys of a page [32, D]?"""
         return self.keys[0].device.type != "cpu"

@@ -2,13 +2,15 @@
 
 import contextlib
 import ctypes
+import gc
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 
-from birl.allocator import system_memory
+from birl.allocator import system_memory, trim_memory
+from birl.errors import BirlError
 from birl.models.device import use
 
 
@@ -48,6 +50,35 @@ def release_pool() -> None:
 def free_memory(device: torch.device) -> int:
     """What could still be allocated there [bytes]; 0 where unknown."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else system_memory()[1]
+
+
+def total_memory(device: torch.device) -> int:
+    """[bytes]; 0 where unknown."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else system_memory()[0]
+
+
+def give_back(device: torch.device) -> None:
+    """What tensors had there and no tensor has any more: to the device, for other processes."""
+    gc.collect()  # modules and graphs that refer to each other
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    else:
+        trim_memory()
+
+
+def held_memory(device: torch.device) -> int:
+    """What this process has of a GPU for tensors, used or not [bytes]; 0 on a CPU, where there is no such count."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def check_returned(returned: int, owed: int, device: torch.device, whose: str, fix: str) -> None:
+    """Raises `BirlError` where less came back to the device than `owed` [bytes], but for what lies between blocks."""
+    if returned < 0.9 * owed:
+        raise BirlError(
+            f"{whose} gave back {max(returned, 0) / 2**30:.2f} GiB of {device}, and should have given back "
+            f"{owed / 2**30:.2f} GiB: {(owed - returned) / 2**30:.2f} GiB are missing. {fix}"
+        )
 
 
 def peak_memory() -> float:

@@ -80,7 +80,7 @@ class Module:
     def of(cls, model: nn.Module, dtype: str) -> "Module":
         slots, kind = slots_of(model), DTYPES[dtype]
         size = max(s.key for s in slots)
-        compiled = kernels.load(kind, size) is not None
+        compiled = not next(model.parameters()).is_cuda and kernels.load(kind, size) is not None
         return cls(
             shape=Shape.of_model(model),
             parameters=sum(p.numel() for p in model.parameters()),

@@ -28,8 +28,10 @@ from birl.learner.open import make_learner, other_model, replays
 from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.rewards import make_rewards, started
+from birl.models.device import device_of
 from birl.models.heads import add_score_head
 from birl.parallel.crew import RankGroup
+from birl.parallel.machine import total_memory
 from birl.rollout.assemble import Usage
 from birl.rollout.evaluate import EvaluationPlan, plan
 from birl.rollout.failures import start
@@ -167,7 +169,14 @@ async def servers_of(setup: Setup[schema.RL], policy: Policy, data: Loaded, open
         return None
     from birl.engines.servers import open_servers, wanted
 
-    servers = await open_servers(config.engine, wanted(config, policy, data.context, data.asked, run))
+    fraction = 0.0
+    if config.engine.sleep and device_of(policy.model).type == "cuda":
+        from birl.plan.sharing import fraction_of
+
+        prompt, longest = max(p for p, _ in data.asked), min(max(map(sum, data.asked)), data.context)
+        total = total_memory(device_of(policy.model))
+        fraction = fraction_of(policy.model, config, prompt, longest, total)
+    servers = await open_servers(config.engine, wanted(config, policy, data.context, data.asked, run, fraction))
     opened.push_async_callback(servers.close)
     return servers
 

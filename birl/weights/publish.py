@@ -29,6 +29,7 @@ from birl.engines.remote import Remote
 from birl.errors import EngineDown, WeightsFailed
 from birl.learner.learner import Learner
 from birl.models.digests import digests, whole
+from birl.parallel.machine import check_returned, free_memory, give_back
 from birl.types import Held, Update
 from birl.waits import event, waiting
 from birl.weights import folder
@@ -39,6 +40,10 @@ from birl.weights.publisher import Sent, published
 if TYPE_CHECKING:
     from birl.weights.broadcast import Broadcast
 
+SHARING = (
+    "vLLM does so when started with --enable-sleep-mode, SGLang with --enable-memory-saver, which birl adds to servers "
+    "of its own; engine.sleep is for servers on the learner's GPU: leave it false where they have others."
+)
 LOOK = 0.2  # seconds between two looks at whether an engine is still there
 
 
@@ -77,6 +82,7 @@ class Sender:
     gap: float = nan  # of the last proof
     lost: str = ""  # why an engine's canary had no answer
     resting: bool = False  # those of `sleeping` have no weights
+    owed: int = 0  # bytes of the learner's GPU that those of `sleeping` give back together, at least
 
     @property
     def sent_digest(self) -> str:
@@ -162,6 +168,8 @@ class Sender:
             else:
                 place = str(folder.write(self.root, version, tensors, self.beside).resolve())
         self.canary.compute()
+        if self.sleeping:
+            give_back(self.learner.device)  # what the step left is room for who wakes up
         update = Update(version=version, digests=result, folder=place, tensors=sent, anew=self.version < 0)
         if self.method == "volume":
             folder.announce(self.root, update)
@@ -197,14 +205,24 @@ class Sender:
         return await self.canary.check(remote, remote.address)
 
     async def rest(self) -> None:
-        self.resting = bool(self.sleeping)
-        await self.each(lambda remote: remote.sleep())
+        """Raises `BirlError` where the learner's GPU has not the memory that it was to get."""
+        self.resting, device = bool(self.sleeping), self.learner.device
+        before = free_memory(device) if self.owed else 0
+        everyone = await self.each(lambda remote: remote.sleep())
+        if self.owed and everyone:
+            owed, self.owed = self.owed, 0  # once: later, other processes may come and go
+            check_returned(
+                free_memory(device) - before, owed, device, "Servers that sleep (engine.sleep=true)", SHARING
+            )
 
-    async def each(self, call: Callable[[Remote], Awaitable[None]]) -> None:
-        """Of `sleeping`. One that does not answer stops nothing: it is brought up to date when it is back."""
+    async def each(self, call: Callable[[Remote], Awaitable[None]]) -> bool:
+        """Of `sleeping`; did all answer? One that does not stops nothing: it is brought up to date when it is back."""
+        answered = 0
         for remote in list(self.sleeping):
             with suppress(EngineDown):
                 await call(remote)
+                answered += 1
+        return answered == len(self.sleeping)
 
     async def close(self) -> None:
         """What is in shared memory goes; folders on a disk stay where they are."""

@@ -201,7 +201,8 @@ class Engine(Generation):
     pipeline_parallel: Count = 1
     """GPUs that each server splits the layers over (vllm, sglang)."""
     memory_fraction: Nucleus = 0.9
-    """Share of a GPU's memory that a server may take (vllm, sglang)."""
+    """Share of a GPU's memory that a server may take (vllm, sglang); with engine.sleep no more than the learner
+    leaves."""
     arguments: list[str] = field(default_factory=list)
     """Further words for the command that starts a server, or for a class of your own, as they are."""
     sleep: bool = False

@@ -27,14 +27,17 @@ def command(
     token: str = "",
     cpu: bool = False,
     kv_tokens: int | None = None,
+    sleep: bool = False,
     extra: Sequence[str] = (),
 ) -> list[str]:
     """How birl starts SGLang, with `environment`. `python` is an interpreter that has SGLang, `context` and `kv_tokens`
-    (room in the cache) are in tokens. With another host than the loopback a token is required."""
+    (room in the cache) are in tokens. Only with `sleep`, on a GPU and with the package torch_memory_saver, does it give
+    memory back when it is told to sleep. With another host than the loopback a token is required."""
     if not is_loopback(host) and not token:
         raise BirlError(f"SGLang would listen on {host} without access control: give it a token, or use 127.0.0.1.")
     result = [python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
     result += ["--dtype", dtype, "--skip-server-warmup", "--log-level-http", "warning"]
+    result += ["--enable-memory-saver"] if sleep else []
     options = {
         "--tp-size": tensor_parallel if tensor_parallel > 1 else None,
         "--pp-size": pipeline_parallel if pipeline_parallel > 1 else None,

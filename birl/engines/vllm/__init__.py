@@ -44,9 +44,11 @@ def command(
     max_batch: int | None = None,
     context: int | None = None,
     method: str = "birl",
+    sleep: bool = False,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """How birl starts vLLM, with `environment`. `python` is an interpreter that has vLLM, `context` in tokens."""
+    """How birl starts vLLM, with `environment`. `python` is an interpreter that has vLLM, `context` in tokens. Only
+    with `sleep`, on a GPU, does it give memory back when it is told to sleep."""
     if not is_loopback(host):
         raise BirlError(
             f"vLLM would listen on {host}, and no token guards the endpoints by which it takes weights: use 127.0.0.1."
@@ -55,6 +57,7 @@ def command(
     result = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host, "--port", str(port)]
     result += ["--dtype", dtype, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     result += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
+    result += ["--enable-sleep-mode"] if sleep else []
     options = {
         "--tensor-parallel-size": tensor_parallel if tensor_parallel > 1 else None,
         "--pipeline-parallel-size": pipeline_parallel if pipeline_parallel > 1 else None,

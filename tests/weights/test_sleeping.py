@@ -1,0 +1,58 @@
+"""Servers and the learner have one GPU in turns: each gives it back before the other needs it."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from birl.errors import BirlError
+from birl.weights import publish
+from tests.weights.test_weights import sender, train
+
+
+def test_servers_that_sleep_and_keep_their_memory_stop_the_run(
+    tiny: Path, tmp_path: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM without --enable-sleep-mode says that it sleeps, and keeps everything."""
+
+    async def main() -> None:
+        found, local = sender(tiny, tmp_path, compute, "reload")
+        found.sleeping = cast(Any, [local])
+        await found.publish()
+        free = iter([10 * 2**30, 11 * 2**30, 10 * 2**30, 14 * 2**30])
+        monkeypatch.setattr(publish, "free_memory", lambda device: next(free))
+        found.owed = 4 * 2**30
+        with pytest.raises(BirlError, match=r"1\.00 GiB .* 4\.00 GiB: 3\.00 GiB are missing.*--enable-sleep-mode"):
+            await found.rest()
+        found.owed = 4 * 2**30
+        await found.rest()
+        await local.engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_what_the_learner_does_not_need_is_there_before_a_server_wakes(
+    tiny: Path, tmp_path: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        found, local = sender(tiny, tmp_path, compute, "reload")
+        found.sleeping = cast(Any, [local])
+        await found.publish()
+        await found.rest()
+        order: list[str] = []
+        wake = local.wake
+
+        async def noted() -> None:
+            order.append("wake")
+            await wake()
+
+        monkeypatch.setattr(local, "wake", noted)
+        monkeypatch.setattr(publish, "give_back", lambda device: order.append("give back"))
+        train(found.learner)
+        await found.publish()
+        assert order == ["give back", "wake"]
+        await local.engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
