@@ -151,6 +151,8 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot write {error.filename}: {error.strerror}. Remove it, or name another place."
         ) from error
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise BirlError(f"cannot write {path}: {error.strerror}. Name another place.") from error
         raise BirlError(
             f"cannot write {path}: {error.strerror or error}. Free some space (`birl checkpoints` can prune) or make "
             "the folder writable, then start the same command again: the run goes on from its last checkpoint."

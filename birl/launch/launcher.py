@@ -98,7 +98,7 @@ class Launcher(Protocol):
 def launcher(where: str) -> Launcher:
     if where not in WHERE:
         places = ", ".join(WHERE)
-        raise BirlError(f"There is no place {where!r}; there are {places}.{did_you_mean(where, WHERE)}")
+        raise BirlError(f"There is no place {where[:40]!r}; there are {places}.{did_you_mean(where, WHERE)}")
     return module(f"birl launch {where}", f"birl.launch.{where}")
 
 

@@ -86,7 +86,9 @@ def gpus() -> list[str]:
     if given is not None:
         return [word.strip() for word in given.split(",") if word.strip()]
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace", timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     return [str(number) for number, line in enumerate(line for line in listed.splitlines() if line.startswith("GPU"))]

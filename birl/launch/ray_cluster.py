@@ -208,7 +208,7 @@ def program() -> str:
 
 def _call(command: list[str]) -> None:
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=START)
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=START)
     except (OSError, subprocess.SubprocessError) as error:
         tail = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-3:]
         raise BirlError(f"`{' '.join(command)}` failed: {' '.join(tail)}") from error

@@ -18,6 +18,7 @@ from birl.launch import slurm
 from birl.launch.job import Job, Role, derive
 from birl.launch.launcher import Handle, find
 from birl.launch.slurm import Keys, Places, places
+from birl.launch.slurm_queue import ask
 from tests.launch.slurm_cluster import Cluster, cluster, missing, until
 from tests.train import test_offline as offline
 
@@ -356,3 +357,7 @@ def test_two_ranks_lose_a_node_and_end_where_they_would_have(idle: Cluster, tiny
     assert [one["step"] for one in found] == list(range(1, 41)) == [one["step"] for one in whole]
     for name in ("loss", "grad_norm"):
         assert [one[name] for one in found] == pytest.approx([one[name] for one in whole], rel=1e-4)
+
+
+def test_what_slurm_prints_in_another_encoding_is_shown() -> None:
+    assert ask([sys.executable, "-c", r"import os; os.write(1, b'gr\xfcn')"]).stdout == "gr\ufffdn"

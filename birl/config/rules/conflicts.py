@@ -117,8 +117,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "run={c.run!r}: is no name of a folder; leave it out, and one is made up.": lambda c: (
                 c.run and (not c.run.strip() or "\0" in c.run)
             ),
-            "run={c.run}: is a file; name a folder.": lambda c: (
-                "\0" not in c.run and c.run and Path(c.run).exists() and not Path(c.run).is_dir()
+            "run={c.run}: is a file, or a link to no folder; name a folder.": lambda c: (
+                os.path.lexists(c.run) and not os.path.isdir(c.run)
             ),
             "resume is empty: use auto, never, or the folder of a checkpoint or run.": lambda c: not c.resume,
             "checkpoint.store={c.checkpoint.store}: expected a URL, as in s3://bucket/prefix.": lambda c: (
