@@ -82,7 +82,7 @@ def seeded(n: int, **options: object) -> list[SamplingParams]:
 def test_engine_and_learner_agree(tiny: Path, compute: ThreadPoolExecutor, temperature: float) -> None:
     bench = Bench(tiny, compute, temperature=temperature)
     completions = bench.generate(PROMPTS, seeded(len(PROMPTS), temperature=temperature))
-    assert bench.gap(PROMPTS, completions).abs().max() <= 1e-5
+    assert bench.gap(PROMPTS, completions).abs().max() <= 1e-5 / temperature  # which divides the logits
 
 
 @pytest.mark.skipif(bool(kernels.problem()), reason=f"no kernels: {kernels.problem()}")

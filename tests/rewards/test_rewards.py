@@ -1,6 +1,7 @@
 """Rewards through their public face: values, columns, and everything that a reward function can do wrong."""
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -52,6 +53,7 @@ def bad(completions, **_):
             while True: pass
         if c == "sleep with child":
             child = subprocess.Popen(["sleep", "300"])
+            open("worker.pid", "w").write(str(os.getpid()))
             open("child.pid", "w").write(str(child.pid))
             time.sleep(300)
         if c == "raise": raise KeyError("no such thing")
@@ -179,8 +181,13 @@ def test_uneven_columns_and_empty_calls() -> None:
 
 def test_prints_do_not_disturb_the_protocol(capfd: pytest.CaptureFixture[str]) -> None:
     assert values(score(["mine.py:noisy"], ["a", "b"])) == [1.0, 1.0]
-    out, err = capfd.readouterr()
-    assert out == "" and "raw" in err and "from a child" in err
+    printed = [capfd.readouterr()]
+
+    def complete() -> bool:
+        printed.append(capfd.readouterr())
+        return all(text in "".join(p.err for p in printed) for text in ("raw", "from a child"))
+
+    assert wait_for(complete) and not any(p.out for p in printed)
 
 
 FORGERS = '''
@@ -577,9 +584,14 @@ def alive(pid: int) -> bool:
 
 def workers() -> list[int]:
     """This process's children that are workers, zombies included."""
-    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
-    rows = [line.split(None, 1) for line in listing.stdout.splitlines()]
-    return [int(pid) for pid, args in rows if "birl.rewards.worker" in args or "defunct" in args]
+    pids = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (process / "cmdline").read_bytes()
+            if parent == os.getpid() and (b"birl.rewards.worker" in words or not words):
+                pids.append(int(process.name))
+    return sorted(pids)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
@@ -624,7 +636,7 @@ def test_many_groups_at_once() -> None:
 
 
 PARENT = """
-import asyncio, os, signal, subprocess
+import asyncio, os, signal
 from birl.rewards.score import Rewards
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 async def main():
@@ -633,8 +645,7 @@ async def main():
     call = asyncio.create_task(rewards.score(["p"], ["sleep with child"], {}, [None]))
     while not os.path.exists("child.pid") or not open("child.pid").read():
         await asyncio.sleep(0.05)
-    children = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "rewards.worker"], capture_output=True, text=True)
-    print(children.stdout.split()[0], flush=True)
+    print(open("worker.pid").read(), flush=True)
     await call
 asyncio.run(main())
 """

@@ -18,7 +18,7 @@ from birl.engines.vllm.adapter import VLLM
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests
 from birl.types import SamplingParams, Stop, Update
-from tests.engine.test_update import PROMPT, after, engine, params, step_by_step, weights
+from tests.engine.test_update import PROMPT, after, engine, needs_kernels, params, step_by_step, weights
 from tests.server.doubles import Double, SGLangDouble, VLLMDouble
 
 KINDS = ("vllm", "vllm-reload", "sglang")
@@ -72,6 +72,7 @@ def test_an_answer_is_the_engines_own(folders, compute, kind) -> None:
     run(main)
 
 
+@needs_kernels  # without them PyTorch rounds a token by the batch that it comes in
 @pytest.mark.parametrize("kind", KINDS)
 def test_given_tokens_are_scored(folders, compute, kind) -> None:
     async def main() -> None:
@@ -165,6 +166,7 @@ def test_a_load_that_fails_half_way_breaks_the_engine_until_one_succeeds(folders
     run(main)
 
 
+@needs_kernels
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_pause_and_abort(folders, compute, kind) -> None:
     async def main() -> None:
@@ -194,6 +196,7 @@ def test_pause_and_abort(folders, compute, kind) -> None:
     run(main)
 
 
+@needs_kernels
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_sleep_keeps_what_runs_and_needs_weights_afterwards(folders, compute, kind) -> None:
     async def main() -> None:

@@ -306,9 +306,8 @@ def test_hundreds_of_requests_wait_at_once_and_the_engine_can_still_be_asked_how
         server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=1000)
         client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections=300)
         asked = [asyncio.create_task(client.generate(PROMPT, params(2))) for _ in range(350)]
-        async with asyncio.timeout(20):
-            while waiting < 300:
-                await asyncio.sleep(0.01)
+        while waiting < 300:
+            await asyncio.sleep(0.01)
         with pytest.raises(EngineDown, match="no birl engine"):  # it answered at once
             await client.info()
         go.set()

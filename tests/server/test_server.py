@@ -23,6 +23,7 @@ from birl.server import staging
 from birl.server.serve import bind
 from birl.types import Completion, SamplingParams, Update
 from birl.weights import folder
+from tests.engine.test_update import needs_kernels
 from tests.server.running import Running, process, running, slowed, until
 from tests.tiny import tiny_model_folder
 
@@ -81,6 +82,13 @@ def test_it_says_what_the_embedded_engine_says(server: Running, folders: list[Pa
         reply = server.http.post("/generate", json=data)
         answer = wire.completion_from(reply.json())
         assert answer == embedded(folders[0], PROMPT, params)
+
+
+@needs_kernels  # without them PyTorch rounds a token by the batch that it comes in
+def test_given_tokens_have_the_logprobs_that_they_were_sampled_with(server: Running) -> None:
+    params = SamplingParams(max_tokens=60, stop=("e",), seed=5)
+    data = {"prompt_ids": PROMPT, "params": wire.params_to(params)}
+    answer = wire.completion_from(server.http.post("/generate", json=data).json())
     forced = SamplingParams(max_tokens=len(answer.tokens), forced=answer.tokens, ignore_eos=True)
     data = {"prompt_ids": PROMPT, "params": wire.params_to(forced)}
     assert wire.completion_from(server.http.post("/generate", json=data).json()).logprobs == answer.logprobs

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from birl import kernels
 from birl.engine.engine import EmbeddedEngine
 from birl.errors import EngineDown, Malformed, WeightsFailed
 from birl.learner.learner import Learner
@@ -96,7 +97,8 @@ def test_the_engine_has_what_was_trained(tiny: Path, tmp_path: Path, compute, me
     """verl #7495: adapters were never sent, and it looked like staleness for two months."""
 
     async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, method, dtype, lora=lora)
+        bound = 1e-5 if dtype == torch.float32 else 0.05 if kernels.problem() else 0.0
+        found, local = sender(tiny, tmp_path, compute, method, dtype, lora=lora, max_gap=max(bound, 1e-3))
         for step in range(3):
             sent = await found.publish()
             tensors = published(found.learner.model)
@@ -104,7 +106,7 @@ def test_the_engine_has_what_was_trained(tiny: Path, tmp_path: Path, compute, me
                 t.nbytes for t in tensors.values()
             )
             assert sent.digest == whole(await local.engine.digests()) == whole(digests(tensors))
-            assert sent.gap == 0 if dtype == torch.bfloat16 else sent.gap < 1e-5
+            assert sent.gap <= bound
             train(found.learner, step)
         assert len({u.version for u in local.loads}) == 3
         assert len(set(map(str, (tmp_path / "weights").glob("v*")))) == (2 if method == "reload" else 0)
