@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,13 +89,13 @@ def score(
     completions: list[str],
     *,
     columns: dict[str, list[Any]] | None = None,
-    gold: list[str | None] | None = None,
+    gold: Sequence[str | None] | None = None,
     **settings: Any,
 ) -> list[Score]:
     async def main() -> list[Score]:
         async with Rewards(functions, **settings) as rewards:
             n = len(completions)
-            return await rewards.score(["p"] * n, completions, columns or {}, gold or [None] * n)
+            return await rewards.score(["p"] * n, completions, columns or {}, list(gold or [None] * n))
 
     return asyncio.run(main())
 
