@@ -128,7 +128,7 @@ def test_nor_on_slots_or_preemption(tiny: Path, compute: ThreadPoolExecutor, opt
     again."""
     params = seeded(len(PROMPTS), ignore_eos=True)
     expected = Bench(tiny, compute).generate(PROMPTS, params)
-    found = Bench(tiny, compute, **options).generate(PROMPTS, params)
+    found = Bench(tiny, compute, **options).generate(PROMPTS, params)  # pyright: ignore
     assert [c.tokens for c in found] == [c.tokens for c in expected]
 
 
@@ -192,10 +192,10 @@ def test_stops(tiny: Path, compute: ThreadPoolExecutor) -> None:
         [PROMPTS[2]], [SamplingParams(max_tokens=30, seed=1, ignore_eos=True, stop_ids=(free.tokens[4],))]
     )
     assert by_id.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1] and by_id.stop is Stop.STOP
-    text = bench.tokenizer.decode(free.tokens[6:9])
-    (by_text,) = bench.generate([PROMPTS[2]], [SamplingParams(max_tokens=30, seed=1, ignore_eos=True, stop=(text,))])
+    text = bench.tokenizer.decode(free.tokens[6:9])  # pyright: ignore
+    (by_text,) = bench.generate([PROMPTS[2]], [SamplingParams(max_tokens=30, seed=1, ignore_eos=True, stop=(text,))])  # pyright: ignore
     assert by_text.stop is Stop.STOP and by_text.tokens == free.tokens[: len(by_text.tokens)]
-    assert text in bench.tokenizer.decode(by_text.tokens)
+    assert text in bench.tokenizer.decode(by_text.tokens)  # pyright: ignore
 
 
 def test_the_end_token_is_part_of_the_answer_only_when_it_was_sampled(tiny: Path, compute: ThreadPoolExecutor) -> None:

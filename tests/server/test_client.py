@@ -79,7 +79,7 @@ def test_weights_arrive_as_tensors_and_as_a_folder(folders, tmp_path, bucket_mb)
             held = await client.load(Update(version=4, digests=digests(tensors), tensors=tensors))
             assert held.version == client.version == engine.version == 4 and held.digest == whole(digests(tensors))
             model = cast(load_model(folders[0]), torch.bfloat16)
-            model.save_pretrained(tmp_path)
+            model.save_pretrained(tmp_path)  # pyright: ignore
             held = await client.load(Update(version=5, digests=digests(weights(folders[0])), folder=str(tmp_path)))
             assert held.digest == whole(digests(weights(folders[0])))
             for broken, cause in [
