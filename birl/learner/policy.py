@@ -71,8 +71,9 @@ def load_reader(config: schema.Model) -> Reader:
 
 
 def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = None) -> Policy:
-    """The model is verified in float32 on the device that it will run on, so with that device's kernels. Where `ranks`
-    will have parts of it, it gets no weights yet (`models/slices.py`), and a small one like it is verified instead."""
+    """The model is verified in float32 on the device that it will run on, so with that device's kernels, and a small
+    one like it in the run's own type. Where `ranks` will have parts of it, it gets no weights yet (`models/slices.py`),
+    and only the small one is verified."""
     device = choose(config.device)
     folder = resolved(config.path)
     tokenizer = load_tokenizer(folder, config.chat_template)
@@ -85,10 +86,10 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
     if ranks is not None and ranks.sharded:
         model = sketched(folder, device)
         if ranks.rank == 0:
-            verify_small(folder, device)
+            verify_small(folder, device, DTYPES[config.dtype])
     else:
         model = load_model(folder).to(device)
-        verify(model)
+        verify(model, DTYPES[config.dtype])
     check_vocabulary(model, tokenizer)
     chat.end_ids = end_ids(model, tokenizer)
     return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)

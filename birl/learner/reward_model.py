@@ -34,7 +34,7 @@ class RewardModel:
     def __init__(self, path: str, config: schema.Model, compute: Executor, tokens: int = 8192) -> None:
         folder = resolved(path, "reward.model")
         model = load_reward_model(folder).to(choose(config.device))
-        verify(model)
+        verify(model, DTYPES[config.dtype])
         tokenizer = load_tokenizer(folder)
         self.chat = Chat(tokenizer)
         self.chat.end_ids = end_ids(model, tokenizer)

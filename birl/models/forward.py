@@ -1,8 +1,8 @@
 """The model's forward passes, as both the engine and the learner use them, and the proof that they mean what we
 think."""
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any, cast
 
@@ -17,9 +17,11 @@ from birl.models.decoder import decoder_for
 from birl.models.fused_decoder import fused_for
 from birl.models.logprobs import float_logits
 from birl.models.paged import Cache, Paged
+from birl.models.shape import Shape
 from birl.models.slots import computed_by, slots_of
 
 BOUND = 1e-3  # nats between two ways to compute a log-prob in float32
+ROUNDING = 4.0  # in other types: times what transformers' own forward loses
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
@@ -67,21 +69,22 @@ def packed(trees: Sequence[tuple[int, tuple[int, ...]]], device: torch.device) -
     return Packed([Tree(prefix, branches) for prefix, branches in trees], device)
 
 
-def verify(model: nn.Module) -> None:
+def verify(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Refuse an architecture for which birl's forward passes would be silently wrong: recurrent layers, logit scaling,
     biases by absolute place, masks that attention does not get. Log-probs of short sequences, packed into one
     row and one after another over pages of the cache, are compared with those of transformers' own forward, which has
     its own attention and masks; of this model, and once for each architecture of a small one with windows shorter than
-    the sequences (`models/twin.py`). For float32 weights.
+    the sequences (`models/twin.py`). For float32 weights; the small one also in `dtype`, the type of the run, which has
+    kernels of its own.
 
     Raises `BirlError`.
     """
     check_positions(model)
     compare(model, Tree(5, (4, 3)), Tree(5))
-    prove(cast(Any, model).config, head(model).weight.device, type(model))
+    prove(cast(Any, model).config, head(model).weight.device, type(model), dtype)
 
 
-def prove(config: Any, device: torch.device, kind: type | None = None) -> None:
+def prove(config: Any, device: torch.device, kind: type | None = None, dtype: torch.dtype = torch.float32) -> None:
     """`verify`'s second half, by a model's config; remembered in the cache. `kind`: the model's class, where a config
     could mean several."""
     from birl.models import twin  # which loads models, and that needs `head`
@@ -96,52 +99,71 @@ def prove(config: Any, device: torch.device, kind: type | None = None) -> None:
     check_positions(small)
     if kind is not None and type(small) is not kind:
         return
-    proof = twin.proved(small, device)
+    proof = twin.proved(small, device, dtype)
     if proof.exists():
         return
-    compare(small.to(device), Tree(21, (14, 9)), Tree(30))
+    trees = Tree(21, (14, 9)), Tree(30)
+    compare(small.to(device), *trees)
+    if dtype != torch.float32:
+        compare_rounded(small, *trees, dtype)
     with suppress(OSError):
         proof.parent.mkdir(parents=True, exist_ok=True)
         proof.touch()
 
 
+class Ways:
+    """Log-probs [T, V] of the same three short sequences, `tree`'s two and `other`, by each forward pass."""
+
+    def __init__(self, model: nn.Module, tree: Tree, other: Tree) -> None:
+        self.model, self.tree, self.other = model, tree, other
+        self.device, n = head(model).weight.device, tree.prefix
+        generator = torch.Generator().manual_seed(0)
+        words = head(model).weight.shape[0]
+        self.ids = torch.randint(0, words, (len(tree) + len(other),), generator=generator).to(self.device)
+        first, _ = tree.branches
+        branches = self.ids[: n + first], torch.cat([self.ids[:n], self.ids[n + first : len(tree)]])
+        self.sequences = [*branches, self.ids[len(tree) :]]
+
+    def alone(self) -> Tensor:
+        """By transformers' own."""
+        with computed_by(self.model, "eager"):
+            each = [cast(Any, self.model)(input_ids=s[None], use_cache=False).logits[0].float() for s in self.sequences]
+        return torch.cat(each).log_softmax(-1)
+
+    def packed(self) -> Tensor:
+        tree, other = self.tree, self.other
+        positions = torch.tensor(tree.positions() + other.positions(), device=self.device, dtype=torch.int64)
+        hidden = hidden_states(self.model, self.ids, positions, Packed([tree, other], self.device))
+        rows = logits(self.model, hidden).log_softmax(-1)
+        stem, one, two, rest = rows.split([tree.prefix, *tree.branches, len(other)])
+        return torch.cat([stem, one, stem, two, rest])
+
+    def paged(self) -> Tensor:
+        """Of the first sequence alone."""
+        return decoded(self.model, self.sequences[0])
+
+    @property
+    def own(self) -> tuple[tuple[str, Callable[[], Tensor]], ...]:
+        return ("packed", self.packed), ("over the cache", self.paged)
+
+
 @torch.no_grad()
 def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
     """`tree` has two branches. Raises `BirlError` where log-probs differ by more than `BOUND`."""
-    device, n = head(model).weight.device, tree.prefix
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, head(model).weight.shape[0], (len(tree) + len(other),), generator=generator).to(device)
-    positions = torch.tensor(tree.positions() + other.positions(), device=device, dtype=torch.int64)
-    first, second = tree.branches
-    sequences = [ids[: n + first], torch.cat([ids[:n], ids[n + first : len(tree)]]), ids[len(tree) :]]
-
-    def packed_rows() -> Tensor:
-        rows = logits(model, hidden_states(model, ids, positions, Packed([tree, other], device))).log_softmax(-1)
-        stem, one, two, rest = rows.split([n, first, second, len(other)])
-        return torch.cat([stem, one, stem, two, rest])
-
-    def alone() -> Tensor:
-        with computed_by(model, "eager"):
-            rows = [cast(Any, model)(input_ids=s[None], use_cache=False).logits[0].float() for s in sequences]
-        return torch.cat(rows).log_softmax(-1)
-
-    def paged() -> Tensor:
-        return decoded(model, sequences[0])
-
-    kind = type(model).__name__
-    try:
+    kind, ways = type(model).__name__, Ways(model, tree, other)
+    with supported(kind):
         slots_of(model)
-        expected = alone()
+        expected = ways.alone()
         if expected.isnan().any():
             broken = [name for name, p in model.named_parameters() if not p.isfinite().all()]
             why = f"its weights hold NaN or infinity: {broken[0]}" if broken else "look for it in its config.json"
             raise BirlError(f"{kind} computes NaN: {why}.")
-        for name, way in (("packed", packed_rows), ("over the cache", paged)):
+        for name, way in ways.own:
             result = way()
             gap = (result - expected[: len(result)]).abs().max().item()
             if gap <= BOUND:
                 continue
-            again = [(way() - result).abs().max().item(), (alone() - expected).abs().max().item()]
+            again = [(way() - result).abs().max().item(), (ways.alone() - expected).abs().max().item()]
             raise BirlError(
                 f"{kind} gives other log-probs {name} than alone by transformers' own forward (difference {gap:.2g}, "
                 f"allowed {BOUND}): "
@@ -154,6 +176,42 @@ def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
                     "out birl's own kernels."
                 )
             )
+
+
+@torch.no_grad()
+def compare_rounded(model: nn.Module, tree: Tree, other: Tree, dtype: torch.dtype) -> None:
+    """The same in another type (the model stays in it), whose rounding no constant bounds: what transformers' own
+    forward loses by it is the measure. Mean differences of each token's log-probs from those of the rounded weights in
+    float32; a token may have `ROUNDING` times the largest of transformers'. Where experts are chosen one token in ten
+    may have more: the last bit decides which. Raises `BirlError`."""
+    kind, ways = type(model).__name__, Ways(model, tree, other)
+    with supported(kind):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype).float()
+        exact = ways.alone()
+        for parameter in model.parameters():  # not what rotary angles are computed from
+            parameter.data = parameter.data.to(dtype)
+        forget(model)
+        limit = ROUNDING * (ways.alone() - exact).abs().mean(1).max().item()
+        spared = 0.1 if Shape.of_model(model).sparse_layers else 0.0
+        for name, way in ways.own:
+            result = way()
+            gaps = (result - exact[: len(result)]).abs().mean(1)
+            beyond = ~(gaps <= limit)
+            if beyond.float().mean().item() > spared:
+                raise BirlError(
+                    f"{kind} in {str(dtype).removeprefix('torch.')} gives other log-probs {name} than in float32: "
+                    f"{int(beyond.sum())} of {len(gaps)} tokens differ by more than {limit:.2g} on average, which is "
+                    f"{ROUNDING:g} times what transformers' own forward loses (the most: {gaps.max().item():.2g}). A "
+                    f"kernel for {ways.device.type} is wrong here: take model.dtype=float32, and report it."
+                )
+
+
+@contextmanager
+def supported(kind: str) -> Iterator[None]:
+    """Whatever fails within is a `BirlError`."""
+    try:
+        yield
     except BirlError:
         raise
     except Exception as error:

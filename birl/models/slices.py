@@ -151,9 +151,9 @@ def values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, parameter
 
 
-def verify_small(folder: Path, device: torch.device) -> None:
+def verify_small(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """`forward.verify` of a small model of the same architecture. Raises `BirlError`."""
-    prove(AutoConfig.from_pretrained(folder, trust_remote_code=False), device)
+    prove(AutoConfig.from_pretrained(folder, trust_remote_code=False), device, dtype=dtype)
 
 
 def _built(config: Any) -> Any:

@@ -64,11 +64,12 @@ def twin(config: Any) -> nn.Module:
     return model.eval()
 
 
-def proved(model: nn.Module, device: torch.device) -> Path:
-    """The file that says that this twin was compared on this kind of device, with these versions."""
+def proved(model: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> Path:
+    """The file that says that this twin was compared on this kind of device, in float32 and in `dtype`, with these
+    versions."""
     birl = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         birl.update(file.read_bytes())
     versions = (transformers.__version__, torch.__version__, birl.hexdigest(), kernels.problem())
-    identity = repr((type(model).__name__, cast(Any, model).config.to_json_string(), str(device), versions, "float32"))
+    identity = repr((type(model).__name__, cast(Any, model).config.to_json_string(), str(device), versions, str(dtype)))
     return cache_folder("proofs") / hashlib.sha256(identity.encode()).hexdigest()[:32]
