@@ -3,12 +3,14 @@
 import argparse
 import asyncio
 import gc
+import json
 import math
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,19 +33,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"kind": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512},
 }  # fmt: skip
-NOMINAL = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.0e12)}  # dense bf16 FLOP/s, byte/s
+SECONDS = ("s", "ms")  # units in which less is better
 
 
 @dataclass
 class Row:
-    """One line of the table. `share` is compared with `goal` where there is one."""
+    """One line of the table. `predicted` is what bytes and FLOPs alone allow on the card's data sheet, stated before
+    the card is used; NaN where nothing is."""
 
     section: str
     case: str
-    value: str
-    share: float | None = None
-    goal: float | None = None
+    measured: float = math.nan
+    unit: str = ""
+    predicted: float = math.nan
+    goal: float = math.nan  # of the ratio
     note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """How much of the predicted speed, or of the predicted memory, was reached."""
+        return self.predicted / self.measured if self.unit in SECONDS else self.measured / self.predicted
 
 
 @dataclass
@@ -65,17 +74,19 @@ TINY = Sizes(prompt=40, new=24, batches=(4, 6), packed=(256, 512), answer=32, st
              matrix=256, copied=2**22, repeats=2)  # fmt: skip
 
 
+Predicted = dict[tuple[str, str], tuple[float, str]]  # section and case -> a figure and its unit
+
+
 class Bench:
     """What all sections share: the machine's measured limits, sizes, the clock."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, predicted: Predicted) -> None:
         self.device = choose(args.device)
-        self.sizes = TINY if args.tiny else Sizes()
-        self.models = ["tiny"] if args.tiny else args.models.split(",")
+        self.predicted, self.file = predicted, Path(args.json) if args.json else None
+        self.sizes, self.models = sizes_of(args), models_of(args)
         self.end = time.perf_counter() + 60 * args.minutes
         self.compute = ThreadPoolExecutor(1, "compute")
         self.rows: list[Row] = []
-        self.bandwidth = self.flops = math.nan
 
     @property
     def left(self) -> float:
@@ -100,8 +111,11 @@ class Bench:
         self.wait()
         return (time.perf_counter() - start) / repeats
 
-    def add(self, *values: Any, **options: Any) -> None:
-        self.rows.append(Row(*values, **options))
+    def add(self, section: str, case: str, measured: float = math.nan, **more: Any) -> None:
+        predicted, unit = self.predicted.get((section, case), (math.nan, ""))
+        self.rows.append(Row(section, case, measured, **{"predicted": predicted, "unit": unit} | more))
+        if self.file:  # now, as the process may not live until its end
+            self.file.write_text(json.dumps([asdict(row) for row in self.rows]))
         print(f"{time.strftime('%H:%M:%S')} {self.rows[-1]}", file=sys.stderr, flush=True)
 
     def clean(self) -> None:
@@ -111,18 +125,8 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
 
     def model(self, name: str, implementation: str = attention.NAME) -> nn.Module:
-        """Random float32 weights, made on the device."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        shape = dict(SHAPES[name])
-        config = AutoConfig.for_model(
-            shape.pop("kind"), **shape, tie_word_embeddings=True, max_position_embeddings=32768, eos_token_id=None,
-            bos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
         torch.manual_seed(0)
-        with torch.device(self.device):
-            model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-        return model.float().eval()
+        return made(name, self.device, implementation)
 
     def engine(self, learner: Learner, batch: int, context: int) -> EmbeddedEngine:
         shape: Any = learner.model.config
@@ -141,6 +145,28 @@ class Bench:
             return await asyncio.gather(*(engine.generate(p, q) for p, q in zip(prompts, params, strict=True)))
 
         return asyncio.run(together())
+
+
+def made(name: str, device: torch.device, implementation: str = attention.NAME) -> nn.Module:
+    """Random float32 weights, made on the device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = dict(SHAPES[name])
+    config = AutoConfig.for_model(
+        shape.pop("kind"), **shape, tie_word_embeddings=True, max_position_embeddings=32768, eos_token_id=None,
+        bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    return model.float().eval()
+
+
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    return TINY if args.tiny else Sizes()
+
+
+def models_of(args: argparse.Namespace) -> list[str]:
+    return ["tiny"] if args.tiny else args.models.split(",")
 
 
 def shape_of(model: nn.Module) -> Any:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.gpu_bench import Bench, loss, prompt, shape_of
 from birl.data.pack import Batch, pack
 from birl.engine.engine import EmbeddedEngine
 from birl.learner.learner import Learner, Stats
+from birl.parallel.machine import peak_memory
 from birl.types import Sample
 
 
@@ -25,7 +26,7 @@ def grpo(bench: Bench) -> None:
     sizes = bench.sizes
     for name in bench.models:
         if bench.left < 60 and bench.device.type == "cuda":
-            bench.add("GRPO step", name, "left out: no time")
+            bench.add("GRPO step", f"{name}, birl", note="left out: no time")
             continue
         learner = Learner(bench.model(name))
         words = shape_of(learner.model).vocab_size
@@ -40,19 +41,20 @@ def grpo(bench: Bench) -> None:
         bench.add(
             "GRPO step",
             f"{name}, birl",
-            f"{total:.2f} s",
+            total,
             note=f"{what}: {generating:.2f} sampling, {learning:.2f} learning",
         )
-        note = f"{len(gap)} tokens, bfloat16"
-        bench.add("mismatch", name, f"mean {gap.mean():.2e}, max {gap.max():.2e} nats", note=note)
-        memory(bench, learner.model, name, count)
+        note = f"mean of {len(gap)} tokens, bfloat16; largest {gap.max():.2e}"
+        bench.add("mismatch", name, gap.mean().item(), note=note)
+        memory(bench, name)
         asyncio.run(engine.close())
         del learner, engine
         bench.clean()
         generating, learning = theirs(bench, name, prompts)
-        bench.add("GRPO step", f"{name}, transformers", f"{generating + learning:.2f} s",
-                  share=(generating + learning) / total,
-                  note=f"generate {generating:.2f}, plain padded loop {learning:.2f}; share: times ours")  # fmt: skip
+        note = (
+            f"generate {generating:.2f}, plain padded loop {learning:.2f}; {(generating + learning) / total:.2f} x ours"
+        )
+        bench.add("GRPO step", f"{name}, transformers", generating + learning, note=note)
         bench.clean()
 
 
@@ -122,27 +124,16 @@ def theirs(bench: Bench, name: str, prompts: list[tuple[int, ...]]) -> tuple[flo
     return middle - start, time.perf_counter() - middle
 
 
-def memory(bench: Bench, model: nn.Module, name: str, count: int) -> None:
-    if bench.device.type != "cuda":
-        bench.add("memory", name, "not measured on a CPU")
-        return
-    from birl.config import schema
-    from birl.plan.run_memory import predict
-
-    config = schema.RL()
-    config.learner.tokens_per_microbatch, config.engine.max_batch = 16384, count
-    config.rollout.max_tokens = bench.sizes.answer
-    predicted = predict(model, config, reference=False)
-    expected = sum(size for what, size in predicted.items() if what != "process")
-    peak = torch.cuda.max_memory_allocated()
-    note = f"predicted {expected / 2**30:.1f} GiB"
-    bench.add("memory", name, f"{peak / 2**30:.1f} GiB", share=peak / expected, note=note)
+def memory(bench: Bench, name: str) -> None:
+    """The largest allocation; on a CPU, of the whole process."""
+    peak = torch.cuda.max_memory_allocated() / 2**30 if bench.device.type == "cuda" else peak_memory()
+    bench.add("memory", name, peak)
 
 
 def trl(bench: Bench) -> None:
     """TRL in a process of its own, on the first model, where it can be imported."""
     if importlib.util.find_spec("trl") is None or importlib.util.find_spec("datasets") is None:
-        bench.add("TRL", bench.models[0], "not installed here")
+        bench.add("TRL", bench.models[0], note="not installed here")
         return
     from tests.tiny import tiny_tokenizer
 
@@ -164,5 +155,5 @@ def trl(bench: Bench) -> None:
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "TRL failed")
         figures = json.loads(done.stdout.strip().splitlines()[-1])
-        bench.add("TRL", bench.models[0], f"{figures['step_s']:.2f} s a step",
+        bench.add("TRL", bench.models[0], figures["step_s"], unit="s",
                   note=f"generation {figures['generate_s']:.2f}; prompts of about 200 tokens")  # fmt: skip

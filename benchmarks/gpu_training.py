@@ -1,12 +1,11 @@
 """Training on packed tokens, for `benchmarks.gpu`."""
 
-import math
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from benchmarks.gpu_bench import NOMINAL, Bench, loss, samples, shape_of
+from benchmarks.gpu_bench import Bench, Sizes, loss, samples, shape_of
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
 
@@ -30,20 +29,23 @@ def training(bench: Bench) -> None:
         bench.clean()
 
 
+def rows(tokens: int, sizes: Sizes, words: int) -> Batch:
+    """Trees of a prompt and seven answers, in at most so many tokens."""
+    data = samples(max(tokens // (8 * sizes.answer), 1), 7, sizes.answer, sizes.answer, words)
+    (batch,) = pack(data, [1 / len(data)] * len(data), tokens)
+    return batch
+
+
 def train_model(bench: Bench, learner: Learner, name: str) -> None:
     sizes, words = bench.sizes, shape_of(learner.model).vocab_size
-    known = next((v[0] for k, v in NOMINAL.items() if k in bench.name), math.nan)
     for tokens in sizes.packed:
         if bench.left < 30:
-            bench.add("training", f"{name}, {tokens} packed tokens", "left out: no time")
+            bench.add("training", f"{name}, {tokens} packed tokens", note="left out: no time")
             continue
-        data = samples(max(tokens // (8 * sizes.answer), 1), 7, sizes.answer, sizes.answer, words)
-        (batch,) = pack(data, [1 / len(data)] * len(data), tokens)
-        batch = batch.to(bench.device)
+        batch = rows(tokens, sizes, words).to(bench.device)
         seconds = bench.seconds(partial(learner.forward_backward, batch, loss, Stats()), sizes.repeats)
-        rate, speed = flops(learner.model, batch) / seconds, f"{len(batch.tokens) / seconds:,.0f} tok/s"
-        note = f"{rate / 1e12:.1f} TFLOP/s, {rate / known:.0%} of the data sheet's; {1e3 * seconds:.1f} ms"
-        case = f"{name}, {len(batch.tokens)} packed tokens"
-        bench.add("training", case, speed, share=rate / bench.flops, goal=TRAIN_GOAL, note=note)
+        note = f"{flops(learner.model, batch) / seconds / 1e12:.1f} TFLOP/s; {1e3 * seconds:.1f} ms"
+        speed = len(batch.tokens) / seconds
+        bench.add("training", f"{name}, {tokens} packed tokens", speed, goal=TRAIN_GOAL, note=note)
     seconds = bench.seconds(partial(learner.optim_step, 1e-6), 3, warm=1)
-    bench.add("training", f"{name}, optimizer step", f"{1e3 * seconds:.1f} ms")
+    bench.add("training", f"{name}, optimizer step", 1e3 * seconds)

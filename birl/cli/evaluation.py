@@ -18,6 +18,7 @@ from birl.config.load import flatten
 from birl.data.tasks import load_tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache, open_engine
+from birl.engines.gpus import shares
 from birl.engines.kinds import check_engine
 from birl.engines.servers import Servers, Wanted, open_servers
 from birl.envs.open import check_world, open_world
@@ -63,6 +64,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
     """With servers only the tokenizer is loaded here."""
     check_world(config.env)
     check_engine(config.engine, trains=False)
+    shares(config.engine, config.model.device, 0)
     in_thread = partial(asyncio.get_running_loop().run_in_executor, compute)
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute)

@@ -37,7 +37,8 @@ def run(words: Sequence[str]) -> int:
     else:
         flags, words = taken("plan", words, (MEMORY, JSON, SIMULATE, CLUSTER))
         words = [f"model={word}" if is_model(word) else word for word in words]
-        check_model("model.path", load(RL, ["data.train=unread.jsonl", *words]).model.path, whole=False)
+        keys = [word for word in words if not word.startswith("device=")]
+        check_model("model.path", load(RL, ["data.train=unread.jsonl", *keys]).model.path, whole=False)
         from birl.plan import run as plan
 
         plan.run(words, as_json=JSON.name in flags, available=flags.get(MEMORY.name))

@@ -20,10 +20,10 @@ Usage: birl scale RUN engines=+2 | engines=-1 | engines=4 [--trust]
 Adds engines to a launched training that runs, or takes some away. A new one gets the current weights before
 its first request; one that leaves answers what it has.""",
     "plan": """\
-Usage: birl plan [MODEL or RUN] [FILE.yaml] [key=value ...] [--memory GIB] [--json]
+Usage: birl plan [MODEL or RUN] [FILE.yaml] [key=value ...] [device=KIND] [--memory GIB] [--json]
 
 Takes what `birl rl` takes, but reads neither weights nor data. Predicts the memory of generation and training,
-and the largest micro-batch and batch that fit into --memory (default: what is free).
+and the largest micro-batch and batch that fit into --memory (default: what is free), or on a GPU of that KIND.
 
        birl plan --simulate [RUN or FILE] [section.key=value ...] [--measured FILE] [--json]
 
@@ -33,7 +33,8 @@ Default: SmolLM2-135M on two CPU cores.
        birl plan --cluster [MODEL] [gpu=KIND] [gpus=N] [batch=TOKENS] [sequence=TOKENS] [key=value] [--json]
 
 Which layouts ddp x fsdp x cp x tp x ep of a model fit on a cluster, and which are fastest, from data sheets.
-MODEL: a folder with config.json, a run, or a known name such as llama3-70b. KIND: a100-80, h100, h200, b200, gb200.""",
+MODEL: a folder with config.json, a run, or a known name such as llama3-70b. KIND: a100-40,
+a100-80, h100, h200, b200, gb200, l40s, a10g, rtx4090, t4.""",
     "reproduce": """\
 Usage: birl reproduce                                        list the recipes
        birl reproduce NAME [--seed N] [--dry-run] [key=value ...]

@@ -98,6 +98,14 @@ def weights_method(config: RL) -> str:
     return "memory" if config.engine.kind == "embedded" else "reload"
 
 
+def answers_at_once(config: RL) -> int:
+    """Answers of the training that are under way at once, at most: those of as many steps as rollout.max_staleness lets
+    overlap."""
+    rollout = config.rollout
+    steps = max(rollout.max_staleness - config.weights.sync_every + 2, 1)
+    return steps * rollout.prompts * (rollout.group_size + rollout.oversample)
+
+
 def reward_timeout(config: RL | Eval) -> float:
     """Longest one call of a reward function may take [s]."""
     if config.reward.timeout:

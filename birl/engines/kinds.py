@@ -17,6 +17,9 @@ from birl.engines.remote import Remote
 from birl.named import module
 from birl.process import Process, answers
 
+MOST = 1024  # vLLM's own default on large GPUs
+#: our place among the learner's ranks, which a server would take for its own
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 KINDS = dict.fromkeys(documentation(schema.RL)["engine.kind"].choices)
 
 
@@ -26,7 +29,7 @@ class Wanted:
     of them need. `volume`: where they look for new weights by themselves; empty: nowhere. `words`: digest of the
     vocabulary; `run`: who asks, and keeps other runs out; empty for an evaluation, which changes no weights.
     `vocabulary`: tokens of the model; 0: not known. `fraction`: of the GPU that they share with the learner, what it
-    leaves them; 0: they share none."""
+    leaves them; 0: they share none. `sequences`: what is asked of each at once; 0: not known."""
 
     folder: Path
     dtype: str
@@ -44,6 +47,7 @@ class Wanted:
     timeout: float = 300.0
     bucket_mb: int = 256
     fraction: float = 0.0
+    sequences: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +72,19 @@ def common(engine: schema.Engine, wanted: Wanted, one: Start) -> dict[str, Any]:
         "tensor_parallel": engine.tensor_parallel,
         "pipeline_parallel": engine.pipeline_parallel,
         "memory_fraction": wanted.fraction or engine.memory_fraction if one.gpu else None,
-        "max_batch": engine.max_batch,
+        "max_batch": most_at_once(engine, wanted.sequences),
         "context": wanted.context,
         "sleep": engine.sleep and one.gpu,
         "extra": engine.arguments,
     }
+
+
+def most_at_once(engine: schema.Engine, asked: int) -> int:
+    """Sequences that a server of vLLM or SGLang decodes at once: engine.max_batch, which, left at its default, does not
+    keep what is `asked` of it waiting."""
+    return (
+        max(engine.max_batch, min(asked, MOST)) if engine.max_batch == schema.Engine().max_batch else engine.max_batch
+    )
 
 
 def spoken(engine: schema.Engine, wanted: Wanted) -> dict[str, Any]:
@@ -113,8 +125,16 @@ def cores_of(number: int, threads: int, among: Sequence[int]) -> Sequence[int]:
     return among[max(end - threads, 0) : end]
 
 
-def child(engine: schema.Engine, wanted: Wanted, remote: Remote, port: int, token: str, number: int | str) -> Process:
-    """How one server is started."""
+def child(
+    engine: schema.Engine,
+    wanted: Wanted,
+    remote: Remote,
+    port: int,
+    token: str,
+    number: int | str,
+    gpus: Sequence[str] = (),
+) -> Process:
+    """How one server is started. `gpus`: those that it sees; all that this process sees where there are none."""
     one = Start(
         port=port,
         token=token,
@@ -128,7 +148,7 @@ def child(engine: schema.Engine, wanted: Wanted, remote: Remote, port: int, toke
         command,
         log=wanted.logs / f"engine-{number}.log",
         ready=answers(remote.info),
-        env=env,
+        env={**env, **dict.fromkeys(PLACE), **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})},
         start_timeout=engine.start_timeout,
         max_restarts=engine.restarts,
     )

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from birl.config import schema
-from birl.config.decided import ENGINES, LAUNCHED, NAME, SERVERS, kind_of, weights_method
+from birl.config.decided import ENGINES, LAUNCHED, NAME, SERVERS, answers_at_once, kind_of, weights_method
 from birl.data.tasks import Tasks
 from birl.engine.open import cache_bytes
 from birl.engines.attached import Following, look_up, other_kind, take
+from birl.engines.gpus import shares
 from birl.engines.kinds import Wanted, child, speak
 from birl.engines.remote import Remote
 from birl.engines.router import Router
@@ -113,8 +114,9 @@ class Servers(Counting):
         await asyncio.gather(*(child.terminate() for child in self.children))
 
 
-async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
-    """Start or find them; returns when each answers. Raises `BirlError`, and then none is left running."""
+async def open_servers(engine: schema.Engine, wanted: Wanted, learner: int = 0) -> Servers:
+    """Start or find them; returns when each answers. `learner`: GPUs of this machine that it has. Raises `BirlError`,
+    and then none is left running."""
     if engine.attach:
         token = os.environ.get("BIRL_TOKEN", "")
         remotes, children = await look_up(engine, wanted, token), []
@@ -124,8 +126,8 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
         token = secrets.token_hex(16)
         ports = [free_port() for _ in range(engine.count)]
         remotes = [speak(engine, wanted, f"http://127.0.0.1:{port}", token) for port in ports]
-        pairs = enumerate(zip(remotes, ports, strict=True))
-        children = [child(engine, wanted, remote, port, token, number) for number, (remote, port) in pairs]
+        each = enumerate(zip(remotes, ports, shares(engine, wanted.device, learner), strict=True))
+        children = [child(engine, wanted, remote, port, token, number, gpus) for number, (remote, port, gpus) in each]
     try:
         await start(engine, children)
         infos = await asyncio.gather(*(remote.info() for remote in remotes))
@@ -216,6 +218,7 @@ def wanted(
         timeout=config.weights.timeout,
         bucket_mb=config.weights.bucket_mb,
         fraction=fraction,
+        sequences=-(-answers_at_once(config) // config.engine.count),
     )
 
 

@@ -145,6 +145,7 @@ def prepare(job: Job, keys: Keys) -> ModalPlan:
     inside = job.engine is not None and keys.engines == "inside"
     engine = None if inside else job.engine
     vllm = package.engine(job, keys.vllm) if inside else ""
+    beside = job.engine.gpus * job.engine.count if job.engine and inside and not config.engine.sleep else 0.0
     if engine is not None:
         check_engines(config)
     elif keys.learner == "here":
@@ -159,7 +160,7 @@ def prepare(job: Job, keys: Keys) -> ModalPlan:
         app=app_name(job.name),
         volume=keys.volume,
         environment=keys.environment,
-        learner=machine(job.learner, keys.gpu, all_ranks=True),
+        learner=machine(job.learner, keys.gpu, all_ranks=True, more=beside),
         engine=machine(engine, keys.engine_gpu) if engine is not None else Machine(),
         engines=engine.count if engine is not None else 0,
         seconds=int(keys.hours * 3600),
@@ -228,10 +229,10 @@ def told(role: Role, inside: bool) -> list[str]:
     return ["python" if python == sys.executable else python, *words]
 
 
-def machine(role: Role, kind: str, all_ranks: bool = False) -> Machine:
-    """Of a container with one process of the role, or with all of them."""
+def machine(role: Role, kind: str, all_ranks: bool = False, more: float = 0.0) -> Machine:
+    """Of a container with one process of the role, or with all of them; `more`: GPUs of what is there beside them."""
     ranks = role.count if all_ranks else 1
-    gpus = role.gpus * ranks
+    gpus = role.gpus * ranks + more
     if gpus != int(gpus) or gpus > LARGEST:
         raise BirlError(
             f"launch.gpus: the {role.name} would need {gpus:g} GPUs in one container, and Modal gives whole ones, at "

@@ -28,6 +28,11 @@ def started() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ranks_here(config: schema.RL | schema.Stage) -> int:
+    """Ranks of the learner on this machine: torchrun's, or all of them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", grid_of(config).size))
+
+
 def rank_threads(config: schema.RL | schema.Stage) -> int:
     """CPU threads of each rank; 0: what PyTorch would take."""
     ranks = grid_of(config).size

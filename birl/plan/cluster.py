@@ -44,17 +44,23 @@ def _kind(flops: float, gigabytes: float, hbm: float, inside: float, between: fl
 #: NVIDIA's data sheets: dense bfloat16 TFLOP/s, GB, TB/s, half of NVLink's figure (it counts both directions), and one
 #: network card for each GPU, as in DGX machines (200 Gbit/s with A100, 400 Gbit/s since)
 KINDS: dict[str, dict[str, Any]] = {
+    "a100-40": _kind(312, 40, 1.555, 300, 25, efficiency=0.65),
     "a100-80": _kind(312, 80, 2.039, 300, 25, efficiency=0.65),
     "h100": _kind(989, 80, 3.35, 450, 50, efficiency=0.5),
     "h200": _kind(989, 141, 4.8, 450, 50, efficiency=0.5),
     "b200": _kind(2250, 180, 7.7, 900, 50, efficiency=0.5),
     "gb200": _kind(2500, 186, 8.0, 900, 50, efficiency=0.5, node=72),
+    # without NVLink: half of PCIe's; the efficiency is A100's, of which no figure is published here
+    "l40s": _kind(362, 48, 0.864, 32, 25, efficiency=0.65),
+    "a10g": _kind(70, 24, 0.6, 32, 6, efficiency=0.65, node=4),
+    "rtx4090": _kind(165, 24, 1.008, 32, 3, efficiency=0.65),
+    "t4": _kind(8.1, 16, 0.32, 16, 3, efficiency=0.65, node=4),  # has no bfloat16: float32's figure
 }
 
 
-def cluster_of(kind: str, gpus: int, changes: dict[str, float] | None = None) -> Cluster:
-    """A kind in `KINDS` with some of its figures replaced. Raises `BirlError`."""
+def cluster_of(kind: str, gpus: int, changes: dict[str, float] | None = None, key: str = "gpu") -> Cluster:
+    """A kind in `KINDS` with some of its figures replaced. Raises `BirlError`, which names the `key`."""
     if kind not in KINDS:
-        raise BirlError(f"gpu={kind}: there is no such kind; {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+        raise BirlError(f"{key}={kind}: there is no such kind; {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
     result = Cluster(gpus=gpus, **KINDS[kind])
     return replace(result, **(changes or {}))

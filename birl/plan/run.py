@@ -4,7 +4,8 @@ import json
 import shutil
 import sys
 import textwrap
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.learner.open import check_device
+from birl.models.device import choose
 from birl.models.load import context_limit, skeleton
 from birl.parallel.grid import grid_of
 from birl.parallel.machine import free_memory, peak_memory
 from birl.plan import run_memory as memory
+from birl.plan.cluster import cluster_of
+from birl.plan.rank_memory import USABLE
 from birl.plan.run_memory import GIB, Phases
 from birl.track.units import counted
 from birl.train.parts import Parts
@@ -26,23 +30,70 @@ from birl.train.parts import Parts
 PROMPT = 128  # tokens of a prompt, where data.max_prompt_tokens does not say
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """The GPU that a plan is for. `memory`: of which it may use `USABLE` [bytes]."""
+
+    name: str
+    memory: int
+
+
+def card_of(config: schema.RL, kind: str = "") -> Card | None:
+    """The named kind of `birl/plan/cluster.py`, else the GPU that model.device takes here; None for a CPU. Raises
+    `BirlError`."""
+    if kind:
+        return Card(name=kind, memory=int(USABLE * cluster_of(kind, 1, key="device").memory))
+    device = choose(config.model.device)
+    if device.type == "cpu":
+        return None
+    facts = torch.cuda.get_device_properties(device)
+    return Card(name=facts.name, memory=int(USABLE * facts.total_memory))
+
+
+def split_device(words: Sequence[str]) -> tuple[list[str], str]:
+    """device=KIND is a word of `birl plan` and --dry-run, no key of a run: the other words, and the kind or nothing."""
+    kinds = [word.partition("=")[2] for word in words if word.startswith("device=")]
+    return [word for word in words if not word.startswith("device=")], (kinds or [""])[-1].lower()
+
+
 def run(words: list[str], *, as_json: bool = False, available: float | None = None) -> dict[str, Any]:
     """Print the plan for the configuration that `birl rl` would take; `available` [GiB] replaces the free memory."""
+    words, kind = split_device(words)
     config = load(schema.RL, ["data.train=unread.jsonl", *words])  # it asks for data, of which nothing is read
-    check_device(config, torch.device("cpu"))
+    card = card_of(config, kind)
+    check_device(config, torch.device("cuda" if card else "cpu"))
     folder = resolved(config.model.path, weights=False, say=lambda text: print(text, file=sys.stderr))
-    result = plan(skeleton(folder), config, prompt=config.data.max_prompt_tokens or PROMPT, available=available)
+    prompt = config.data.max_prompt_tokens or PROMPT
+    result = plan(skeleton(folder), config, prompt=prompt, available=available, card=card)
     print(json.dumps(result, indent=1) if as_json else "\n".join(render(result, config)))
     return result
 
 
-def dry_run(config: schema.RL, parts: Parts) -> dict[str, Any]:
-    """`birl rl --dry-run`: the first prompt as the model sees it, and the plan for the prompts that there are."""
+def check(config: schema.RL, kind: str = "") -> None:
+    """Before anything is loaded: raises `BirlError` where a GPU cannot hold what is trained, whatever the batch is."""
+    card = card_of(config, kind)
+    if card is None:
+        return
+    model = skeleton(resolved(config.model.path, weights=False))
+    smallest = memory.Load(microbatch=1, several=False, sequences=1, group=1, prompt=1, longest=2)
+    phases = memory.predict(model, replace(config, engine=replace(config.engine, max_batch=1)), smallest, card.memory)
+    needs = max(sum(s for name, s in c.items() if name != "between blocks") for c in phases.values())
+    if needs > card.memory:
+        raise BirlError(
+            f"model.path={config.model.path}: weights, gradient and AdamW's state need {needs / GIB:.1f} GiB of each "
+            f"GPU, and {card.name} has {card.memory / GIB:.1f} usable. Split them (parallel.fsdp), set "
+            "optimizer.offload=cpu or lora.rank, or take a smaller model."
+        )
+
+
+def dry_run(config: schema.RL, parts: Parts, kind: str = "") -> dict[str, Any]:
+    """`birl rl --dry-run`: the first prompt as the model sees it, and the plan for the prompts that there are, on the
+    GPU that `kind` names."""
     chat = parts.chat
     task = next(parts.stream(0))
     prompt = chat.render(task.prompt)
     longest = max(len(chat.render(t[i].prompt)) for t in parts.train for i in range(len(t)))
-    result = plan(parts.policy.model, config, prompt=longest)
+    result = plan(parts.policy.model, config, prompt=longest, card=card_of(config, kind))
     steps = counted(parts.total_steps, "step") if parts.total_steps else "an unknown number of steps"
     width = min(shutil.get_terminal_size().columns, 120)
     print(
@@ -56,7 +107,9 @@ def dry_run(config: schema.RL, parts: Parts) -> dict[str, Any]:
     return {"memory": result, "prompt_tokens": len(prompt), "steps": parts.total_steps}
 
 
-def plan(model: nn.Module, config: schema.RL, *, prompt: int, available: float | None = None) -> dict[str, Any]:
+def plan(
+    model: nn.Module, config: schema.RL, *, prompt: int, available: float | None = None, card: Card | None = None
+) -> dict[str, Any]:
     """`prompt`: tokens of the longest prompt."""
     context = min(config.model.max_length or context_limit(model), context_limit(model))
     answer = config.rollout.max_tokens
@@ -64,16 +117,18 @@ def plan(model: nn.Module, config: schema.RL, *, prompt: int, available: float |
         raise BirlError(f"rollout.max_tokens={answer} leaves no room for a prompt in the context of {context} tokens.")
     longest = min(prompt + max(answer, config.validation.max_tokens), context)
     step = memory.load_of(config, min(prompt, context - answer), longest)
-    phases = memory.predict(model, config, step)
-    free = usable() if available is None else int(available * GIB)
+    free = (card.memory if card else usable()) if available is None else int(available * GIB)
+    size = free if card else 0
+    phases = memory.predict(model, config, step, size)
     return {
         "model": config.model.path,
         "parameters": sum(p.numel() for p in model.parameters()),
         "step": asdict(step),
         "phases": phases,
-        "peak": memory.peak(phases),
+        "device": card.name if card else "cpu",
+        "peak": memory.peak(phases, size),
         "available": free,
-        "largest": memory.largest(model, config, step, free) if free else {},
+        "largest": memory.largest(model, config, step, free, size) if free else {},
     }
 
 
@@ -87,7 +142,7 @@ def render(plan: dict[str, Any], config: schema.RL) -> list[str]:
     """The lines that `birl plan` and `birl rl --dry-run` print."""
     step, rollout, ranks = plan["step"], config.rollout, grid_of(config).size
     lines = [
-        f"{plan['model']}: {plan['parameters'] / 1e6:,.1f} million parameters, {config.model.dtype}, cpu",
+        f"{plan['model']}: {plan['parameters'] / 1e6:,.1f} million parameters, {config.model.dtype}, {plan['device']}",
         f"A step: {rollout.prompts} prompts of up to {step['prompt']} tokens x {rollout.group_size} answers of up to "
         f"{rollout.max_tokens}; {step['sequences']} sequences at once, micro-batches of up to {step['microbatch']:,} "
         "tokens.",
@@ -102,7 +157,7 @@ def render(plan: dict[str, Any], config: schema.RL) -> list[str]:
     lines.append(f"{'available':<28}{plan['available'] / GIB:10.2f} GiB")
     if plan["peak"] > plan["available"]:
         lines.append("This does not fit.")
-    elif ranks * plan["peak"] > plan["available"]:
+    elif plan["device"] == "cpu" and ranks * plan["peak"] > plan["available"]:
         lines.append(f"Fewer than {ranks} processes fit on this machine.")
     tokens, batch = plan["largest"].values()
     return [

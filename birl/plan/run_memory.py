@@ -9,6 +9,10 @@ In one process generation and training share one thread and alternate. The peak 
                  run answers are under way meanwhile, so their keys and values are there too
     servers      where the run starts some: a process, weights and generation each; the peak is theirs and training's
 
+On a GPU (`card`) all of the cache is there from the first step on, beside the training, and with fused kernels so are
+the copies of joined weights; a checkpoint that is written, earlier versions and what `optimizer.offload=cpu` moves are
+in the machine's memory. Each server has a GPU of its own, so the peak is the largest phase; the figures are of one GPU.
+
 Where several processes train, the figures are one's, and each has as much (`parallel`): weights, gradients and the
 optimizer's state are split over fsdp x cp x tp, micro-batches and answers over ddp x fsdp.
 
@@ -31,7 +35,7 @@ from birl.learner.comparison import KEPT
 from birl.learner.lora import targets
 from birl.learner.policy import DTYPES
 from birl.models.decoder import shaped
-from birl.models.fused_decoder import fused_for
+from birl.models.fused_layers import fused_layers
 from birl.models.logprobs import CHUNK, GPU_CHUNK
 from birl.models.shape import Shape
 from birl.models.slots import slots_of
@@ -39,11 +43,14 @@ from birl.models.tree_attention import SCORES
 from birl.train.objective import keeps_reference, surrogate_of
 
 GIB = 2**30
+CONTEXT = GIB  # CUDA's context, libraries and workspaces of a process on a card; assumed
 PROCESS = int(0.52 * GIB)  # interpreter, torch and transformers with their libraries; measured
 LOST = 0.08  # of everything: what the C library keeps in holes between blocks; measured
 SPLIT_LOST = 0.25  # the same where FSDP gathers and gives back; 0.21 to 0.32 with four models on two and four ranks
 
 SAVED = 12  # bytes of a parameter in a checkpoint: its float32 weight and AdamW's two moments
+
+JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 Phases = dict[str, dict[str, int]]  # phase -> purpose -> bytes
 
@@ -75,12 +82,16 @@ class Module:
     on_kernels: bool
     paged_kernels: bool  # whether at least attention over the cache does
     on_fused: bool  # the kernels for CUDA
+    joined: int  # parameters of the products that these join
 
     @classmethod
-    def of(cls, model: nn.Module, dtype: str) -> "Module":
+    def of(cls, model: nn.Module, dtype: str, gpu: bool = False) -> "Module":
         slots, kind = slots_of(model), DTYPES[dtype]
         size = max(s.key for s in slots)
-        compiled = not next(model.parameters()).is_cuda and kernels.load(kind, size) is not None
+        gpu = gpu or next(model.parameters()).is_cuda
+        compiled = not gpu and kernels.load(kind, size) is not None
+        fused = gpu and fused_layers(model)
+        joined = [m for n, m in model.named_modules() if n.rpartition(".")[2] in JOINED and isinstance(m, nn.Linear)]
         return cls(
             shape=Shape.of_model(model),
             parameters=sum(p.numel() for p in model.parameters()),
@@ -90,8 +101,9 @@ class Module:
             cached=sum(s.elements for s in slots),
             wide=kind.itemsize,
             on_kernels=compiled and shaped(model),
-            paged_kernels=compiled,
-            on_fused=fused_for(model) is not None,
+            paged_kernels=compiled or gpu,
+            on_fused=fused,
+            joined=sum(m.weight.numel() for m in joined) if fused else 0,
         )
 
     @property
@@ -160,9 +172,10 @@ def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
     )
 
 
-def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
-    """Bytes of one process by phase and purpose; of several, that of the first. `model` may be on the meta device."""
-    module = Module.of(model, config.model.dtype)
+def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> Phases:
+    """Bytes of one process by phase and purpose; of several, that of the first. `model` may be on the meta device.
+    `card`: memory of the GPU [bytes]; 0: a CPU."""
+    module, gpu = Module.of(model, config.model.dtype, card > 0), card > 0
     split = config.parallel.fsdp * config.parallel.cp * config.parallel.tp
     sampled, trained, lora = module, Trained.of(model, config.lora), config.lora.rank > 0
     if split > 1:  # the learner's layers are transformers', and it has a part of each weight
@@ -172,14 +185,17 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
     separate = module.wide == 2 and split == 1  # from the float32 masters
     # of LoRA: the base weights beside the merged ones, in the compute type, and A and B
     beside = module.wide * trained.gradient + 4 * trained.stepped if lora else 0
-    laid_out = module.wide * module.linear
+    laid_out = module.wide * (module.joined if gpu else module.linear)
     always = {
-        "process": PROCESS,
+        "process": CONTEXT if gpu else PROCESS,
         "weights, float32": beside + (0 if lora and separate else 4 * parameters),
         "weights, bfloat16": module.wide * module.parameters if separate else 0,
         "optimizer state, float32": 8 * trained.stepped,
     }
-    if earlier := min(config.rollout.max_staleness, KEPT):
+    if gpu and config.optimizer.offload == "cpu":
+        always |= {"weights, float32": 0, "optimizer state, float32": 0}
+        trained = replace(trained, gradient=0)
+    if not gpu and (earlier := min(config.rollout.max_staleness, KEPT)):
         always["weights of earlier versions"] = earlier * (module.wide if split == 1 else 4) * trained.gradient
     if split > 1 and config.engine.kind == "embedded":
         always["the engine's own weights"] = module.wide * module.parameters
@@ -189,27 +205,29 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
     if config.algorithm.teacher and "://" not in config.algorithm.teacher:
         always["teacher, if as large"] = frozen
     critic = config.algorithm.advantage in CRITIC and not config.critic.shared
-    if config.checkpoint.asynchronous:
+    if config.checkpoint.asynchronous and not gpu:
         always["checkpoint being written"] = SAVED * trained.stepped * (1 + critic)
     if critic:
         state = 8 * trained.stepped + (beside if lora else 4 * parameters + 4 * trained.gradient)
         always["critic and its optimizer"] = frozen + state
-    generating, stale = generation(sampled, config.engine, load), config.rollout.max_staleness > 0
+    room = card - sum(always.values()) if gpu else 0
+    generating, stays = generation(sampled, config.engine, load, room), gpu or config.rollout.max_staleness > 0
     computing = training(module, trained, load, config.learner.gradient_checkpointing)
     if split > config.parallel.tp:
         computing["gathered weights and gradients"] = gathered(module) // config.parallel.tp
     phases = {"training": always | {"weights laid out": laid_out if module.on_kernels else 0} | computing}
     if config.engine.kind == "embedded":
         phases = {"generation": always | {"weights laid out": laid_out} | generating} | phases
-        if stale:
+        if stays:
             phases["training"] |= {"weights laid out": laid_out, "keys and values": generating["keys and values"]}
     elif not config.engine.attach:
         weights = {f"weights, {config.model.dtype}": module.wide * module.parameters, "weights laid out": laid_out}
-        server = {"process": PROCESS} | weights | generating
-        phases["servers"] = {name: config.engine.count * size for name, size in server.items()}
+        server = {"process": always["process"]} | weights | generating
+        each = config.engine.tensor_parallel * config.engine.pipeline_parallel
+        phases["servers"] = {n: size // each if gpu else config.engine.count * size for n, size in server.items()}
     for phase, purposes in phases.items():
         lost = SPLIT_LOST if split > 1 and phase != "servers" else LOST
-        purposes["between blocks"] = int(LOST * PROCESS + lost * (sum(purposes.values()) - PROCESS))
+        purposes["between blocks"] = int(lost * sum(purposes.values()) - (lost - LOST) * always["process"])
     return phases
 
 
@@ -221,14 +239,18 @@ def gathered(module: Module) -> int:
     return module.wide * (2 * layer + ends) + (module.wide + 4) * max(layer, ends)
 
 
-def generation(module: Module, engine: schema.Engine, load: Load) -> dict[str, int]:
+def generation(module: Module, engine: schema.Engine, load: Load, room: int = 0) -> dict[str, int]:
+    """`room`: what a GPU has beside the weights [bytes], where the cache is taken at once; 0: a CPU."""
     own = pages_for(load.longest) - load.prompt // PAGE  # pages that no other answer has
     prompts = -(-load.sequences // load.group)
     cache = module.page * (load.sequences * own + prompts * (load.prompt // PAGE))
-    if not module.paged_kernels:  # zeros are written into all of it; otherwise it is taken page by page
+    if room or not module.paged_kernels:  # zeros are written into all of it; otherwise it is taken page by page
         cache = module.page * engine.max_batch * pages_for(load.longest)
+    if room and not engine.kv_cache_gb:
+        cache = min(cache, max(int(SHARE * room), 0))
     if engine.kv_cache_gb:
-        cache = min(int(engine.kv_cache_gb * GIB), cache)
+        given = int(engine.kv_cache_gb * GIB)
+        cache = given if room else min(given, cache)
     rows = load.sequences + min(PREFILL, prompts * load.prompt)
     row = 4 * module.shape.hidden + module.wide * (4 * module.shape.hidden + 3 * module.shape.inner)
     if not module.paged_kernels:  # PyTorch's attention gets its keys and values in copies, for each row
@@ -257,26 +279,32 @@ def training(module: Module, trained: Trained, load: Load, checkpointing: bool) 
     return {"activations, then gradient": max(activations + head + max(chunk, layer), gradient + layer)}
 
 
-def peak(phases: Phases) -> int:
-    """What is there at once: servers beside the learner, generation and training in turns."""
+def peak(phases: Phases, card: int = 0) -> int:
+    """What is there at once: servers beside the learner, generation and training in turns; on one GPU (`card`)."""
     sizes = {phase: sum(purposes.values()) for phase, purposes in phases.items()}
+    if card:
+        return max(sizes.values())
     return max(sizes["training"], sizes.get("generation", 0)) + sizes.get("servers", 0)
 
 
-def largest(model: nn.Module, config: schema.RL, load: Load, memory: int) -> dict[str, int]:
+def largest(model: nn.Module, config: schema.RL, load: Load, memory: int, card: int = 0) -> dict[str, int]:
     """The largest values of two keys, each alone, with which the peak stays within `memory` [bytes]; 0 where none
     does. Every micro-batch and every batch is full, and a cache holds the whole batch: no request is preempted."""
 
+    page = Module.of(model, config.model.dtype, card > 0).page
+
     def microbatch_fits(tokens: int) -> bool:
-        return peak(predict(model, config, replace(load, microbatch=tokens, several=True))) <= memory
+        return peak(predict(model, config, replace(load, microbatch=tokens, several=True), card), card) <= memory
 
     def batch_fits(sequences: int) -> bool:
         whole = replace(config, engine=replace(config.engine, max_batch=sequences, kv_cache_gb=0.0))
-        phases = predict(model, whole, replace(load, sequences=sequences))
+        phases = predict(model, whole, replace(load, sequences=sequences), card)
         sizes = phases.get("generation") or phases.get("servers") or phases["training"]
         cache = sizes.get("keys and values", 0)
         loaded = sum(sizes.values()) - cache - sizes.get("hidden states and logits", 0)
-        return peak(phases) <= memory and cache <= SHARE * (memory - loaded)
+        if card and cache < page * sequences * pages_for(load.longest):  # it takes less than the batch needs
+            return False
+        return peak(phases, card) <= memory and cache <= SHARE * (memory - loaded)
 
     return {"learner.tokens_per_microbatch": _last(microbatch_fits), "engine.max_batch": _last(batch_fits)}
 

@@ -28,9 +28,10 @@ from birl.learner.open import make_learner, other_model, replays
 from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.rewards import make_rewards, started
-from birl.models.device import device_of
+from birl.models.device import choose, device_of
 from birl.models.heads import add_score_head
 from birl.parallel.crew import RankGroup
+from birl.parallel.grid import ranks_here
 from birl.parallel.machine import total_memory
 from birl.rollout.assemble import Usage
 from birl.rollout.evaluate import EvaluationPlan, plan
@@ -62,7 +63,7 @@ async def run(setup: Setup[schema.RL]) -> dict[str, Any]:
         if setup.dry_run:
             from birl.plan import run as planning
 
-            return planning.dry_run(config, parts)
+            return planning.dry_run(config, parts, setup.dry_run if isinstance(setup.dry_run, str) else "")
         validates = parts.plan_validation is not None
         state = setup.run(parts.worker, parts.tracker, validates, parts.resume_from)
         loop = Loop(parts=parts, run=state, schedule=schedule_of(config))
@@ -83,10 +84,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
     config, run, given, compute = setup.config, setup.folder, setup.given, setup.compute
     resume_from = find_checkpoint(config, run)
     check_world(config.env, given.env)
-    if config.engine.kind != "embedded":
-        from birl.engines.kinds import check_engine
-
-        check_engine(config.engine, trains=True)
+    check_gpus(config, setup.dry_run if isinstance(setup.dry_run, str) else "")
     in_thread = partial(asyncio.get_running_loop().run_in_executor, setup.compute)
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute, given.rewards)
@@ -140,6 +138,21 @@ async def training(setup: Setup[schema.RL]) -> Parts:
         )
 
 
+def check_gpus(config: schema.RL, kind: str) -> None:
+    """Before anything is loaded: engines that are not what they must be, too few GPUs, and a GPU that is too small, or
+    the `kind` that a dry run names. Raises `BirlError`."""
+    if config.engine.kind != "embedded":
+        from birl.engines.gpus import shares
+        from birl.engines.kinds import check_engine
+
+        check_engine(config.engine, trains=True)
+        shares(config.engine, config.model.device, ranks_here(config))
+    if kind or choose(config.model.device).type == "cuda":
+        from birl.plan import run as planning
+
+        planning.check(config, kind)
+
+
 def schedule_of(config: schema.RL) -> Schedule:
     rollout, algorithm = config.rollout, config.algorithm
     return Schedule(
@@ -176,7 +189,8 @@ async def servers_of(setup: Setup[schema.RL], policy: Policy, data: Loaded, open
         prompt, longest = max(p for p, _ in data.asked), min(max(map(sum, data.asked)), data.context)
         total = total_memory(device_of(policy.model))
         fraction = fraction_of(policy.model, config, prompt, longest, total)
-    servers = await open_servers(config.engine, wanted(config, policy, data.context, data.asked, run, fraction))
+    needs = wanted(config, policy, data.context, data.asked, run, fraction)
+    servers = await open_servers(config.engine, needs, ranks_here(config))
     opened.push_async_callback(servers.close)
     return servers
 

@@ -34,11 +34,11 @@ from birl.train.setup import Setup
 def train(
     config: schema.RL | schema.Stage,
     choices: dict[str, str] | None = None,
-    dry_run: bool = False,
+    dry_run: bool | str = False,
     given: Given | None = None,
 ) -> dict[str, Any]:
-    """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary that is also in the run folder. Raises
-    `BirlError` for anything the user can mend."""
+    """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary that is also in the run folder. `dry_run`
+    may name the kind of GPU that is planned for. Raises `BirlError` for anything the user can mend."""
     keep_memory()
     try:
         with foreign.undone():
@@ -48,7 +48,7 @@ def train(
 
 
 async def _main(
-    config: schema.RL | schema.Stage, choices: dict[str, str], dry_run: bool, given: Given
+    config: schema.RL | schema.Stage, choices: dict[str, str], dry_run: bool | str, given: Given
 ) -> dict[str, Any]:
     stop = Stop()
     folder = Path(run_folder(config, choices)).absolute()

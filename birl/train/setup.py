@@ -33,7 +33,7 @@ class Setup(Generic[C]):
     config: C
     folder: Path
     given: Given
-    dry_run: bool
+    dry_run: bool | str  # the kind of GPU that is planned for, where one is named
     compute: Executor
     crew: RankGroup
     stop: Stop

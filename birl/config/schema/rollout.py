@@ -170,7 +170,8 @@ class Generation(Section):
     """When the weights change in the middle of an answer, compute its keys and values anew, so that the log-prob of
     each token is exactly that of the version it names. False: keep the old ones (faster, approximate)."""
     max_batch: Count = 64
-    """Most sequences decoded at once."""
+    """Most sequences decoded at once. Servers of vLLM and SGLang take more than the default where a run asks more of
+    each at once, up to 1024."""
     kv_cache_gb: Size = 0.0
     """Memory for keys and values [GiB]. 0: what max_batch of the longest possible sequences need, at most half of the
     memory that is free once the model is loaded. When it is full, sequences wait for one another."""

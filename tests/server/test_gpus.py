@@ -1,0 +1,125 @@
+"""Servers of a run have GPUs of their own, those that the learner leaves; the cards are faked."""
+
+import asyncio
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from birl.config import schema
+from birl.config.load import load
+from birl.engines import servers as engines
+from birl.engines.gpus import shares
+from birl.errors import BirlError
+from birl.launch.job import derive
+from birl.launch.modal_plan import Keys, prepare
+from birl.learner.policy import load_policy
+from birl.parallel.grid import ranks_here
+from tests.parallel.test_devices import cards
+
+RECIPE = Path(__file__).parents[2] / "recipes/gpu/areal_gsm8k.yaml"
+
+
+@pytest.mark.parametrize(
+    ("visible", "keys", "learner", "expected"),
+    [
+        (None, {"count": 2}, 1, [("1",), ("2",)]),
+        ("7,GPU-5f,3,1", {"count": 1, "tensor_parallel": 2}, 2, [("3", "1")]),
+        (None, {"count": 2, "tensor_parallel": 1, "pipeline_parallel": 2}, 0, [("0", "1"), ("2", "3")]),  # birl eval
+        (None, {"count": 4, "sleep": True}, 4, [("0",), ("1",), ("2",), ("3",)]),  # they take turns with the learner
+        ("6,5,4,3,2", {"count": 1}, 3, [("3",)]),  # of which four are there
+    ],
+)
+def test_servers_have_gpus_behind_the_learners(
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    keys: dict[str, int],
+    learner: int,
+    expected: list[tuple[str, ...]],
+) -> None:
+    cards(monkeypatch, 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert shares(schema.Engine(kind="vllm", **keys), "auto", learner) == expected  # type: ignore[arg-type]
+
+
+def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards(monkeypatch, 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    config = schema.Engine(kind="vllm", count=2, tensor_parallel=2)
+    with pytest.raises(BirlError) as caught:
+        shares(config, "auto", 1)
+    assert "2 x 2 GPUs for vllm servers beside the learner's 1 are 5" in str(caught.value)
+    assert "this machine shows 4 (CUDA_VISIBLE_DEVICES=0,1,2,3)" in str(caught.value)
+    assert "engine.sleep=true" in str(caught.value)
+    assert shares(config, "cpu", 1) == [(), ()]
+    cards(monkeypatch, 0)
+    assert shares(config, "auto", 1) == [(), ()]
+
+
+def test_the_recipe_with_servers_fits_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(schema.RL, [str(RECIPE)])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cards(monkeypatch, 8)  # as its expected.yaml says
+    assert shares(config.engine, config.model.device, ranks_here(config)) == [("4",), ("5",), ("6",), ("7",)]
+    cards(monkeypatch, 7)
+    with pytest.raises(BirlError, match=r"4 x 1 GPUs for sglang servers beside the learner's 4 are 8, .* shows 7"):
+        shares(config.engine, config.model.device, ranks_here(config))
+
+
+def test_a_container_with_servers_inside_has_their_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    keys = Keys(engines="inside", vllm="vllm==0.32.0")
+    words = ["data.train=my.jsonl", "run=runs/demo", "engine.kind=vllm"]
+    gpu = [
+        prepare(derive("rl", [*words, *more], keys), keys).settings.learner.gpu for more in ([], ["engine.sleep=true"])
+    ]
+    assert gpu == ["A100:2", "A100"]
+
+
+def test_each_server_process_sees_its_own(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:
+    """Real servers, which see no card here and compute on the CPU."""
+    cards(monkeypatch, 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # torchrun's
+    config = schema.Engine(kind="birl", count=2, threads=1, max_batch=2)
+    limits = {"context": 64, "longest": 64, "kv_cache_gb": 0.01, "end_ids": frozenset({2})}
+    wanted = engines.Wanted(folder=tiny, dtype="float32", device="auto", logs=tmp_path, **limits)  # type: ignore[arg-type]
+
+    async def environments() -> list[dict[str, str]]:
+        servers = await engines.open_servers(config, wanted, learner=1)
+        try:
+            texts = [Path(f"/proc/{child.pid}/environ").read_text() for child in servers.children]
+        finally:
+            await servers.close()
+        return [dict(word.split("=", 1) for word in text.split("\0") if "=" in word) for text in texts]
+
+    found = asyncio.run(environments())
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["GPU-b", "GPU-c"]
+    assert not any("LOCAL_RANK" in one for one in found)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), 64),
+        (("rollout.prompts=128", "rollout.group_size=8"), 512),  # over two servers
+        (("rollout.prompts=64", "rollout.group_size=4", "rollout.max_staleness=2"), 384),  # of three steps
+        (("rollout.prompts=128", "rollout.group_size=8", "engine.max_batch=16"), 16),
+        (("rollout.prompts=512", "rollout.group_size=16"), 1024),
+    ],
+)
+@pytest.mark.parametrize(("kind", "flag"), [("vllm", "--max-num-seqs"), ("sglang", "--max-running-requests")])
+def test_servers_decode_what_the_run_asks_at_once(
+    tiny: Path, tmp_path: Path, kind: str, flag: str, words: tuple[str, ...], expected: int
+) -> None:
+    asked = ["data.train=x.jsonl", f"model.path={tiny}", "rollout.prompts=4", "rollout.group_size=4", *words]
+    config = load(schema.RL, [*asked, f"engine.kind={kind}", "engine.count=2", f"engine.python={sys.executable}"])
+    with ThreadPoolExecutor(1) as compute:
+        wanted = engines.wanted(config, load_policy(config.model, compute), 512, [(30, 30)], tmp_path)
+    remote = engines.speak(config.engine, wanted, "http://127.0.0.1:5555", "")
+    command = engines.child(config.engine, wanted, remote, 5555, "", 0).command
+    assert command[command.index(flag) + 1] == str(expected)
