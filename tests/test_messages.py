@@ -126,6 +126,16 @@ def test_a_folder_of_another_command(
     assert "here belongs to a run of another command than `birl rm`" in error and len(error.splitlines()) == 1
 
 
+def test_a_run_without_a_compiler_says_that_it_is_slower(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("birl.train.run.compiler", lambda: None)
+    Path("my.jsonl").write_text(json.dumps({"prompt": "?", "response": "7"}) + "\n")
+    assert main(["sft", f"model.path={tiny}", "data.train=my.jsonl", "steps=1", "threads=1", "track.report=false"]) == 0
+    assert "No C compiler: training is slower" in "".join(capsys.readouterr())
+
+
 REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from birl.errors import BirlError
+from birl.kernels import compiler
 from birl.learner import checkpoint
 from birl.signals import Stop
 from birl.spans import done
@@ -141,6 +142,10 @@ class Run:
                 self.tracker.message(
                     f"{round(100 * share, 2):g} % of the weights were rounded to {self.dtype}, in which "
                     "the model computes, before training."
+                )
+            if self.worker.learner.device.type == "cpu" and compiler() is None:
+                self.tracker.message(
+                    "No C compiler: training is slower without birl's kernels. Install gcc, or set CC."
                 )
             await self.trace(0.0)
             return
