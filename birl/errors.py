@@ -66,9 +66,17 @@ def tell_traceback(kind: type[BaseException], error: BaseException, trace: Trace
     print(visible("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says; nothing where that raises, as an exception of foreign code may."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def first_line(error: BaseException) -> str:
     """Of what an error says, with the next one where it ends in a colon; its type where it says nothing."""
-    first, *more = (str(error).strip() or type(error).__name__).splitlines()
+    first, *more = (text_of(error).strip() or type(error).__name__).splitlines()
     return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from birl.blocked import Blocked
+from birl.errors import text_of
 
 GRACE = 5.0  # seconds that code may take to end once it is cancelled
 
@@ -42,7 +43,7 @@ def harmless(error: BaseException) -> Exception:
     hand on StopIteration."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    return RuntimeError(f"{type(error).__name__}: {text_of(error)}").with_traceback(error.__traceback__)
 
 
 class Late(Exception):

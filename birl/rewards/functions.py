@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from birl.errors import BirlError
+from birl.errors import BirlError, text_of
 from birl.named import make_importable
 from birl.types import LARGEST, Outcome
 
@@ -263,7 +263,7 @@ def describe(error: BaseException, file: str = "") -> str:
     inside = [frame for frame in frames if file and os.path.realpath(frame[0]) == os.path.realpath(file)]
     place = (inside or frames)[-1:]
     where = "".join(f"{os.path.relpath(name) if _below(name) else name}:{line}: " for name, line in place)
-    message = next(iter(str(error).splitlines()), "")
+    message = next(iter(text_of(error).splitlines()), "")
     return f"{where}{type(error).__name__}{': ' if message else ''}{message}"[:400]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import birl
 from birl.envs.calls import AGENTS, CLOSING, called
-from birl.errors import Aborted, BirlError, EngineFailed, TooLong
+from birl.errors import Aborted, BirlError, EngineFailed, TooLong, text_of
 from birl.foreign import Late, within
 from birl.rollout.session import Session, following
 from birl.types import LARGEST, Agent, Conversation, Env, Feedback, Message, Outcome, Stop, Trajectory
@@ -205,5 +205,5 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(OTHERS) and "site-packages" not in f.filename]
     place = "".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}: " for f in (own or frames)[-1:])
-    text = str(error) if isinstance(error, BirlError | TooLong) else f"{place}{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, BirlError | TooLong) else f"{place}{type(error).__name__}: {text_of(error)}"
     return (text.splitlines() or [""])[0]

@@ -429,6 +429,16 @@ def test_wrong_results(function: Any, detail: str) -> None:
 
 
 def test_local_functions_that_fail() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    def mute(completions: list[str], **_: Any) -> list[float]:
+        raise Mute
+
+    (alone,) = score([mute], ["a"])
+    assert alone.outcome is Outcome.ENV_ERROR and alone.detail.endswith("Mute")
+
     def raises(completions: list[str], **_: Any) -> list[float]:
         return [float({"bad": "x"}.get(c, len(completions))) for c in completions]
 

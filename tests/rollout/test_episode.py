@@ -148,7 +148,18 @@ class Own(BaseException):
     pass
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, Own])
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+class MuteExit(SystemExit):
+    __str__ = Mute.__str__
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, Own, Mute, MuteExit]
+)
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("where", ["start", "step", "close"])
 def test_no_exception_of_an_environment_ends_the_run(error: type[BaseException], plain: bool, where: str) -> None:
