@@ -173,6 +173,20 @@ def launch_rotary(qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int, sign:
     return result
 
 
+def launch_heads(
+    qkv: Tensor, weights: tuple[Tensor, Tensor], cosine: Tensor, sine: Tensor, kv_heads: int, eps: float, form: Form
+) -> Tensor:
+    """Queries and keys normed by head, with weights [D] for each, and turned: [T, heads + 2 kv_heads, D] -> the same.
+    Has no backward pass."""
+    rows, every, size = qkv.shape
+    result = torch.empty_like(qkv)
+    triton_kernels().heads_kernel[(rows, every)](
+        qkv, result, *weights, cosine, sine, every - 2 * kv_heads, kv_heads, eps,
+        HALF=cosine.shape[1], SIZE=size, BLOCK=power_of_two(size), WIDE=form.wide, ONE=form.one, num_warps=1,
+    )  # fmt: skip
+    return result
+
+
 def swiglu(gate_up: Tensor, gelu: bool = False) -> Tensor:
     """silu(gate) * up, or gelu(gate) * up by tanh: [T, 2 I] -> [T, I]."""
     if not on_gpu(gate_up):

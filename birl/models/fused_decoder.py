@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from birl.models.attention import Layout
-from birl.models.fused import has_triton, rotary
-from birl.models.fused_layers import Layer, fused_layers, headwise, normed
+from birl.models.fused import has_triton
+from birl.models.fused_layers import Layer, fused_layers, normed, placed
 from birl.models.slots import watched
 
 MADE: "WeakKeyDictionary[nn.Module, FusedDecoder | None]" = WeakKeyDictionary()
@@ -71,10 +71,7 @@ class FusedDecoder:
         before, behind, before_mlp, behind_mlp = layer.norms
         x, h = normed(before, x, delta)
         qkv = layer.qkv(h, self.copied).view(len(x), -1, self.size)
-        if layer.head_norms is not None:
-            qkv = headwise(layer.head_norms, qkv, layer.heads, layer.kv_heads)
-        if layer.rope is not None:
-            qkv = rotary(qkv, cosine, sine, layer.heads + layer.kv_heads, layer.pairs)
+        qkv = placed(layer, qkv, cosine, sine)
         q, k, v = (part.transpose(0, 1)[None] for part in qkv.split([layer.heads, layer.kv_heads, layer.kv_heads], 1))
         attended = layout.attend(layer.index, q, k, v, layer.scale, layer.window)[0].flatten(1)
         delta = normed(behind, layer.output(attended))[1]

@@ -99,6 +99,45 @@ def rotary_kernel(
 
 
 @triton.jit
+def heads_kernel(
+    source_ptr, target_ptr, query_weight_ptr, key_weight_ptr, cosine_ptr, sine_ptr, heads, kv_heads, eps,
+    HALF: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: queries and keys are normed, then turned; values are copied."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < SIZE
+    start = (row * (heads + 2 * kv_heads) + head) * SIZE
+    raw = tl.load(source_ptr + start + at, mask=inside, other=0.0)
+    kind = raw.dtype
+    if head >= heads + kv_heads:
+        tl.store(target_ptr + start + at, raw, mask=inside)
+    else:
+        turning = at < 2 * HALF
+        other = tl.where(at < HALF, at + HALF, tl.where(turning, at - HALF, at))  # what it is turned with
+        weight_ptr = query_weight_ptr if head < heads else key_weight_ptr
+        x = raw.to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+        y = tl.load(source_ptr + start + other, mask=inside, other=0.0).to(tl.float32) * rstd
+        x *= rstd
+        if not WIDE:
+            x, y = x.to(kind).to(tl.float32), y.to(kind).to(tl.float32)
+        scale = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        scale_y = tl.load(weight_ptr + other, mask=inside, other=0.0).to(tl.float32)
+        if ONE:
+            scale += 1.0
+            scale_y += 1.0
+        x, y = (x * scale).to(kind).to(tl.float32), (y * scale_y).to(kind).to(tl.float32)
+        i = tl.where(at < HALF, at, at - HALF)
+        cosine = tl.load(cosine_ptr + row * HALF + i, mask=turning, other=1.0)
+        step = cosine.dtype
+        sine = tl.load(sine_ptr + row * HALF + i, mask=turning, other=0.0).to(tl.float32)
+        sine = tl.where(at < HALF, -sine, sine)
+        turned = (x * cosine.to(tl.float32)).to(step).to(tl.float32) + (y * sine).to(step).to(tl.float32)
+        tl.store(target_ptr + start + at, tl.where(turning, turned, x).to(kind), mask=inside)
+
+
+@triton.jit
 def activated(g, GELU: tl.constexpr):
     """silu(g), or gelu(g) by tanh; and its derivative."""
     if GELU:

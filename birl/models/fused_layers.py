@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from birl.models.fused import GEMMA, LLAMA, OLMO, add_norm, swiglu
+from birl.models.fused import GEMMA, LLAMA, OLMO, Form, add_norm, launch_heads, on_gpu, rotary, swiglu
 from birl.models.slots import Witness
 
 #: names of the norms before and behind attention, and before and behind the feed-forward part
@@ -148,23 +148,36 @@ class Layer:
         return [p for p in parts if p is not None and len(p.linears) > 1]
 
 
+def constants(norm: Any) -> tuple[float, Form]:
+    """Of an RMS norm, its epsilon and its form."""
+    return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon, FORMS.get(type(norm).__name__, LLAMA)
+
+
 def normed(norm: Any, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """s = x + delta and its norm; s twice where there is none. [T, S]."""
     if norm is not None and not isinstance(norm, nn.LayerNorm):
-        eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-        return add_norm(x, delta, norm.weight, eps, FORMS.get(type(norm).__name__, LLAMA))
+        return add_norm(x, delta, norm.weight, *constants(norm))
     total = x if delta is None else x + delta
     return total, total if norm is None else norm(total)
 
 
-def headwise(norms: tuple[Any, Any], qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Queries and keys normed, each head or all of a row at once: [T, heads + 2 kv_heads, D] -> the same."""
-    q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
-    parts = []
-    for norm, part in zip(norms, (q, k), strict=True):
-        rows = part.reshape(-1, norm.weight.numel())
-        parts.append(normed(norm, rows)[1].view(part.shape))
-    return torch.cat([*parts, v], 1)
+def placed(layer: Layer, qkv: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Queries and keys normed, where they are, each head or all of a row at once, and turned by their positions:
+    [T, heads + 2 kv_heads, D] -> the same."""
+    heads, kv_heads, norms = layer.heads, layer.kv_heads, layer.head_norms
+    if norms is not None:
+        by_head = norms[0].weight.numel() == qkv.shape[2] and layer.rope is not None and not layer.pairs
+        if by_head and on_gpu(qkv) and not torch.is_grad_enabled():
+            weights = norms[0].weight, norms[1].weight
+            return launch_heads(qkv, weights, cosine, sine, kv_heads, *constants(norms[0]))
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+        rows = [part.reshape(-1, norm.weight.numel()) for norm, part in zip(norms, (q, k), strict=True)]
+        q, k = (
+            normed(norm, x)[1].view(-1, n, qkv.shape[2])
+            for norm, x, n in zip(norms, rows, (heads, kv_heads), strict=True)
+        )
+        qkv = torch.cat([q, k, v], 1)
+    return qkv if layer.rope is None else rotary(qkv, cosine, sine, heads + kv_heads, layer.pairs)
 
 
 def fused_layers(model: nn.Module) -> bool:

@@ -1,7 +1,9 @@
 """A step of decoding on a card that is not there: nothing waits, leaves the card, or is wider than it should be."""
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,18 +12,20 @@ from torch import Tensor, nn
 
 from birl.engine.runner import Runner
 from birl.engine.sampler import draw
+from birl.models import forward
 from birl.models.fused_decoder import fused_for
 from birl.models.paged import Cache
 from birl.models.slots import slots_of
 from tests.families import FAMILIES, family
+from tests.gpu import test_decode
 from tests.gpu.card import CUDA, Step, card
 
 ROUTERS = {"glm4_moe": 2}  # whose products are meant to be float32
 
 
-def decoded(step: Step, kind: str, change: Callable[[nn.Module], object] = lambda model: None) -> None:
+def decoded(step: Step, kind: str, change: Callable[[nn.Module], object] = lambda model: None, **options: Any) -> None:
     """One step for eight sequences, as a graph captures it."""
-    model = family(kind, torch.bfloat16, "cuda")
+    model = family(kind, torch.bfloat16, "cuda", **options)
     change(model)
     runner = Runner(model)
     runner.cache = Cache.make(9, slots_of(model), torch.bfloat16, CUDA)
@@ -72,3 +76,26 @@ def test_what_a_graph_cannot_hold_is_seen(problem: str, monkeypatch: pytest.Monk
     step = Step()
     with card(monkeypatch, step.launched), pytest.raises(Exception, match=problem):
         decoded(step, "qwen3", change)
+
+
+def by_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Launches of one more layer."""
+    counts = []
+    for layers in (2, 3):
+        shorter: dict[str, Any] = {
+            name: value[:layers] for name, value in FAMILIES[kind].items() if isinstance(value, list)
+        }
+        step = Step(ROUTERS.get(kind, 0))
+        with monkeypatch.context() as patch, card(patch, step.launched):
+            decoded(step, kind, **shorter, num_hidden_layers=layers)
+        counts.append(step.launches.total())
+    return counts[1] - counts[0]
+
+
+def test_the_table_of_launches_is_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs/gpu.md").read_text(encoding="utf-8")
+    table = {kind: (int(a), int(b)) for kind, a, b in re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|$", text, re.M)}
+    fused = {kind: by_layer(kind, monkeypatch) for kind in FAMILIES}
+    for module in (forward, test_decode):
+        monkeypatch.setattr(module, "fused_for", lambda model: None)
+    assert table == {kind: (by_layer(kind, monkeypatch), fused[kind]) for kind in FAMILIES}

@@ -4,18 +4,20 @@ plain forms of the fused operations; with Triton (a GPU, or TRITON_INTERPRET=1) 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Qwen3Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from birl.kernels import PAGE
 from birl.models import fused
+from birl.models import fused_layers as fused_layers_file
 from birl.models.attention import Packed, Tree
 from birl.models.forward import hidden_states
 from birl.models.fused_decoder import FusedDecoder
-from birl.models.fused_layers import fused_layers, normed
+from birl.models.fused_layers import Layer, fused_layers, normed, placed
 from birl.models.paged import Cache, Paged
-from birl.models.slots import slots_of
+from birl.models.slots import slots_of, watched
 from tests.families import FAMILIES, family
 from tests.models.test_fused import DEVICE, triton
 
@@ -39,8 +41,7 @@ def results(model: torch.nn.Module, decoder: FusedDecoder | None) -> tuple[torch
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=triton)])
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_layers_are_the_module(kind: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model: torch.nn.Module = family(kind)
-    model.to(DEVICE)
+    model = family(kind, device=DEVICE.type)
     assert fused_layers(model)
     expected, wanted = results(model, None)
     monkeypatch.setattr(fused, "on_gpu", lambda x: kernels)
@@ -54,8 +55,7 @@ def test_fused_layers_are_the_module(kind: str, kernels: bool, monkeypatch: pyte
 @pytest.mark.parametrize("kind", FUSED)
 @torch.no_grad()
 def test_over_pages_too(kind: str) -> None:
-    model: torch.nn.Module = family(kind)
-    model.to(DEVICE)
+    model = family(kind, device=DEVICE.type)
     decoder, tokens = FusedDecoder(model), torch.arange(3, 48, device=DEVICE)
     expected = hidden_states(model, tokens, tokens - 3, Packed([Tree(45)], DEVICE))
     cache, rows = Cache.make(-(-45 // PAGE), slots_of(model), torch.float32, DEVICE), []
@@ -105,6 +105,28 @@ def test_the_rotary_kernel_turns_a_part_of_a_head(turning: int, pairs: bool) -> 
     torch.testing.assert_close(fused.launch_rotary(qkv.detach(), cosine, sine, 4, 1.0, pairs), expected)
     expected.backward(grad)
     torch.testing.assert_close(fused.launch_rotary(grad, cosine, sine, 4, -1.0, pairs), qkv.grad)
+
+
+@triton
+@pytest.mark.parametrize("kind", [Qwen3RMSNorm, Gemma3RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("turning", [16, 12])
+@torch.no_grad()
+def test_the_heads_kernel_norms_and_turns(
+    kind: type[torch.nn.Module], dtype: torch.dtype, turning: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As norms of all heads and the rotary kernel's plain forms do, one after the other."""
+    layer = Layer.of(0, family("qwen3").base_model.layers[0], Qwen3Config(), watched(family("qwen3")))  # pyright: ignore
+    layer.head_norms = kind(16, 1e-6).to(DEVICE, dtype), kind(16, 1e-6).to(DEVICE, dtype)
+    for norm in layer.head_norms:
+        norm.weight.add_(torch.randn(16).to(norm.weight))
+    qkv, cosine, sine = (torch.randn(*s).to(DEVICE, dtype) for s in ((7, 8, 16), (7, turning // 2), (7, turning // 2)))
+    monkeypatch.setattr(fused_layers_file, "on_gpu", lambda x: False)
+    monkeypatch.setattr(fused, "on_gpu", lambda x: False)
+    expected = placed(layer, qkv, cosine, sine)
+    monkeypatch.setattr(fused_layers_file, "on_gpu", lambda x: True)
+    atol, rtol = (1e-5, 1e-4) if dtype == torch.float32 else (0.05, 0.02)
+    torch.testing.assert_close(placed(layer, qkv, cosine, sine), expected, atol=atol, rtol=rtol)
 
 
 @triton
