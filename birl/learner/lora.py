@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.errors import BirlError
-from birl.learner.optimizer import MasterWeights, move_grad_to
+from birl.learner.optimizer import MasterWeights, bring, move_grad_to
 from birl.models.heads import HEADS, score_head
 from birl.models.slices import values
 
@@ -212,13 +212,14 @@ class Adapters:
         }
         for adapter in self.adapters.values():
             adapter.parameter.requires_grad_(True)
-            adapter.parameter.register_post_accumulate_grad_hook(move_grad_to(adapter.gradient))
+            adapter.parameter.register_post_accumulate_grad_hook(move_grad_to(adapter.gradient, self.heads.gradients))
             if not offload:
                 adapter.parameter.master = adapter.gradient  # pyright: ignore  birl's kernels add to it directly
         matrices = {f"{name}.{key}": t for name, x in self.adapters.items() for key, t in x.tensors().items()}
         self.tensors = self.heads.tensors | matrices
 
     def gather(self) -> None:
+        self.heads.gather()  # those of the merged weights, too
         for adapter in self.adapters.values():
             adapter.gather()
 
@@ -227,7 +228,10 @@ class Adapters:
         self.heads.publish()
         with torch.no_grad():
             for adapter in self.adapters.values():
-                adapter.parameter.copy_(adapter.merged())
+                if self.heads.gradients is not None:
+                    bring(adapter.parameter, adapter.merged())
+                else:
+                    adapter.parameter.copy_(adapter.merged())
 
     def loaded(self) -> None:
         """New values were written into `tensors` and `marks`. Raises `BirlError` where they belong to another base."""

@@ -11,6 +11,7 @@ AdamW on bfloat16 weights would not move them at all at the learning rates of re
 smaller than half a unit in the last place (measured; `tests/learner/test_optimizer.py`).
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from math import cos, pi
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class MasterWeights:
         self.tensors: dict[str, Tensor] = {}
         self.marks: dict[str, Tensor] = {}  # what else a checkpoint must agree with: nothing
         self.separate = offload or dtype != torch.float32
+        self.gradients = Gradients() if offload else None
         for name, parameter in self.parameters.items():
             if not self.separate:
                 self.tensors[name] = parameter
@@ -44,18 +46,24 @@ class MasterWeights:
             master = _on_cpu(parameter.data) if offload else parameter.data.float()
             self.tensors[name] = master
             parameter.data = parameter.data.to(dtype)
-            parameter.register_post_accumulate_grad_hook(move_grad_to(master))
+            parameter.register_post_accumulate_grad_hook(move_grad_to(master, self.gradients))
             if not offload:
                 parameter.master = master  # pyright: ignore  birl's kernels add gradients to it directly
 
     def gather(self) -> None:
-        """Before the step: every gradient is in its master already."""
+        """Before the step: every gradient is in its master, or on its way there."""
+        if self.gradients is not None:
+            self.gradients.arrive()
 
     def publish(self) -> None:
         """Round the masters into the module's own parameters, and have every copy of them made anew."""
         weights_changed(self.model)
         if self.separate and self.tensors:
             with torch.no_grad():
+                if self.gradients is not None:
+                    for name, parameter in self.parameters.items():
+                        bring(parameter, self.tensors[name])
+                    return
                 torch._foreach_copy_(list(self.parameters.values()), list(self.tensors.values()))
 
     def loaded(self) -> None:
@@ -129,17 +137,71 @@ def _on_cpu(weight: Tensor) -> Tensor:
     return copy.pin_memory() if weight.is_cuda else copy
 
 
-def move_grad_to(master: Any):
-    """After each backward pass of a parameter: its gradient goes to where `master.grad` is summed in float32."""
+class Gradients:
+    """Gradients on their way to CPU memory (`optimizer.offload=cpu`), pinned and beside the backward pass where that is
+    on a GPU; on a CPU the same steps copy plainly. `send` begins a copy behind what computes them, and `arrive` adds
+    what has come to the masters' float32 gradients, in the order in which it was sent."""
+
+    def __init__(self) -> None:
+        self.under_way: deque[tuple[Tensor, Any, Any]] = deque()
+        self.stream: torch.cuda.Stream | None = None
+
+    def send(self, grad: Tensor, master: Any) -> None:
+        host, sent = staging(grad, grad.dtype), None
+        if grad.is_cuda:
+            self.stream = self.stream or torch.cuda.Stream(grad.device)
+            self.stream.wait_stream(torch.cuda.current_stream(grad.device))
+            with torch.cuda.stream(self.stream):
+                host.copy_(grad, non_blocking=True)
+                sent = self.stream.record_event()
+            grad.record_stream(self.stream)  # its memory is not given to others before
+        else:
+            host.copy_(grad)
+        self.under_way.append((host, master, sent))
+        self.arrive(wait=False)
+
+    def arrive(self, wait: bool = True) -> None:
+        """Without `wait` only what is there already, and the last one stays: it was just sent."""
+        while len(self.under_way) > (0 if wait else 1):
+            host, master, sent = self.under_way[0]
+            if sent is not None:
+                if not wait and not sent.query():
+                    return
+                sent.synchronize()
+            self.under_way.popleft()
+            if master.grad is None:
+                master.grad = host.to(torch.float32)
+            else:
+                master.grad += host
+
+
+def staging(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """CPU memory for a copy to or from the device of `like`; PyTorch keeps pinned memory for the next one, and does not
+    give it away before a copy that was begun on it is over."""
+    return torch.empty(like.shape, dtype=dtype, pin_memory=like.is_cuda)
+
+
+def bring(parameter: Tensor, master: Tensor) -> None:
+    """Round a master into the parameter; the next one is rounded while this one is copied."""
+    host = staging(parameter, parameter.dtype)
+    host.copy_(master)
+    parameter.copy_(host, non_blocking=True)
+
+
+def move_grad_to(master: Any, gradients: Gradients | None = None):
+    """After each backward pass of a parameter: its gradient goes to where `master.grad` is summed in float32, over
+    `gradients` where that is in CPU memory."""
 
     def hook(parameter: Tensor) -> None:
         grad = parameter.grad
         if grad is None:  # the kernels have put it where it belongs
             return
-        if master.grad is None:
-            master.grad = grad.to(master.device, torch.float32)
+        if gradients is not None:
+            gradients.send(grad.detach(), master)
+        elif master.grad is None:
+            master.grad = grad.to(torch.float32)
         else:
-            master.grad += grad.to(master.device)
+            master.grad += grad
         parameter.grad = None
 
     return hook
