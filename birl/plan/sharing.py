@@ -8,27 +8,26 @@ from torch import nn
 
 from birl.config import schema
 from birl.errors import BirlError
-from birl.plan.run_memory import GIB, Module, load_of, predict
+from birl.plan.run_memory import CONTEXT, GIB, Module, load_of, predict
 
-CONTEXT = int(1.5 * GIB)  # what CUDA, its libraries and graphs take of a GPU beside tensors, in each process; assumed
-PASSING = ("activations, then gradient", "activations", "gradient, float32", "gathered weights and gradients")
-ON_CPU = ("process", "between blocks", "weights laid out", "checkpoint being written")
-OFFLOADED = ("weights, float32", "optimizer state, float32")
+# what the learner has while it trains, and gives back before a server wakes
+PASSING = (
+    *("activations, then gradient", "activations", "gradient, float32", "gathered weights and gradients"),
+    *("between blocks", "weights laid out"),
+)
 
 
 def fraction_of(model: nn.Module, config: schema.RL, prompt: int, longest: int, total: int) -> float:
     """The part of a GPU of `total` bytes that a server may take while it is awake: at most engine.memory_fraction. For
     prompts and sequences of so many tokens. Raises `BirlError` where the learner leaves too little for the server's
     weights, or a training step has no room even while the server sleeps."""
-    phases = predict(model, config, load_of(config, prompt, longest))
-    away = {*ON_CPU, *(OFFLOADED if config.optimizer.offload == "cpu" else ())}
-    kept = {name: size for name, size in phases["training"].items() if name not in away}
-    step = sum(kept.values()) + 2 * CONTEXT
+    kept = predict(model, config, load_of(config, prompt, longest), card=total)["training"]
+    step = sum(kept.values()) + CONTEXT
     state = sum(size for name, size in kept.items() if name not in PASSING)
     split = config.engine.tensor_parallel * config.engine.pipeline_parallel
     module = Module.of(model, config.model.dtype)
     weights = module.wide * module.parameters // split
-    room = total - state - 2 * CONTEXT
+    room = total - state - CONTEXT
     fix = "Take LoRA (lora.rank), more GPUs, or a smaller model"
     if config.optimizer.offload == "none" and not config.lora.rank:
         fix = f"Set optimizer.offload=cpu. {fix}"
@@ -40,7 +39,7 @@ def fraction_of(model: nn.Module, config: schema.RL, prompt: int, longest: int, 
     if room < weights:
         raise BirlError(
             f"engine.sleep=true: of the GPU's {total / GIB:.1f} GiB the learner keeps {state / GIB:.1f} while a server "
-            f"samples (weights, AdamW's state), and CUDA takes {2 * CONTEXT / GIB:.1f}; {max(room, 0) / GIB:.1f} are "
-            f"left, and the server's weights alone are {weights / GIB:.1f}. {fix}."
+            f"samples (weights, AdamW's state, CUDA), and CUDA takes {CONTEXT / GIB:.1f} of the server; "
+            f"{max(room, 0) / GIB:.1f} are left, and the server's weights alone are {weights / GIB:.1f}. {fix}."
         )
     return min(config.engine.memory_fraction, (room + CONTEXT) // (total // 1000) / 1000)
