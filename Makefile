@@ -31,8 +31,8 @@ AXE := axe-core@4.14.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-browser setup-axe setup-slurm setup-ray setup-modal setup-cloud setup-skypilot setup-trackers
-.PHONY: setup-agents setup-packages demo test test-all lint format bench-setup bench check-peers check-engines chaos drill-ray clean
-.PHONY: docs api notices sbom lint-docker check-install check-extras
+.PHONY: setup-agents setup-gpu setup-packages demo test test-all lint format bench-setup bench check-peers check-engines chaos drill-ray
+.PHONY: clean docs api notices sbom lint-docker check-install check-extras check-gpu
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -50,6 +50,8 @@ help:
 	@echo "make setup-skypilot  install SkyPilot into .venv-skypilot, for the tests of birl launch skypilot"
 	@echo "make setup-trackers  install W&B, MLflow, Trackio and SwanLab into .venv-trackers, for their tests"
 	@echo "make setup-agents  install agent packages and lm-eval into .venv-agents, for the tests of agents"
+	@echo "make setup-gpu  install Triton into .venv-gpu, for make check-gpu"
+	@echo "make check-gpu  compile every Triton kernel for five GPUs, and run them in Triton's interpreter: no GPU needed"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    build the site of the documentation into site/"
 	@echo "make api     write the list of the public API anew; make notices: the third-party licences; make sbom: sbom.json"
@@ -178,13 +180,27 @@ setup-agents: .venv-agents/setup.done
 	@.venv-agents/bin/python $(PIP) --no-deps -r tests/server/requirements.txt
 	@touch $@
 
+setup-gpu: .venv-gpu/setup.done
+
+# Triton alone, on top of .venv; from 3.7.1 on its interpreter takes NumPy 2.4.
+.venv-gpu/setup.done: .venv/dev.done
+	@echo "Installing Triton into .venv-gpu (once)"
+	@test -x .venv-gpu/bin/python || $(BIN)/python -m venv .venv-gpu
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$(.venv-gpu/bin/python -c 'import site; print(site.getsitepackages()[0])')/birl.pth"
+	@.venv-gpu/bin/python $(PIP) --no-deps triton==3.7.1
+	@touch $@
+
+check-gpu: setup-gpu
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/models/test_gpu_kernels.py
+
 demo: setup
 	$(BIN)/$(DEMO) $(DEMO_FLAGS)
 
 test: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
-test-all: setup-packages setup-dev setup-browser setup-axe setup-trackers setup-agents
+test-all: setup-packages setup-dev setup-browser setup-axe setup-trackers setup-agents setup-gpu
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: setup-dev

@@ -125,7 +125,8 @@ def launch_norm_backward(
     other = by_y if by_total is None else by_total.contiguous()
     triton_kernels().norm_backward_kernel[(step,)](
         total, weight, rstd, by_y, other, by_x, parts, rows, size, step,
-        ADD=by_total is not None, ONE=form.one, BLOCK=block, num_warps=warps(block),
+        ADD=by_total is not None, ONE=form.one, BLOCK=block,
+        num_warps=warps(2 * block),  # with half of them registers spill
     )  # fmt: skip
     return by_x, parts.sum(0).to(weight.dtype)
 

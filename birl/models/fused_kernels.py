@@ -45,11 +45,11 @@ def norm_backward_kernel(
     pid = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
-    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if ONE:
-        weight += 1.0
     part = tl.zeros([BLOCK], dtype=tl.float32)
     for row in range(pid, rows, step):
+        weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if ONE:
+            weight += 1.0
         x = tl.load(x_ptr + row * size + at, mask=inside, other=0.0)
         grad = tl.load(grad_y_ptr + row * size + at, mask=inside, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row)

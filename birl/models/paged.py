@@ -11,6 +11,7 @@ layer, or run a layer several times. A page holds 32 positions. For each slot: k
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +97,7 @@ class Paged:
     starts: Tensor
     shared: Tensor
     apart: bool = False  # every row belongs to another sequence
+    rows: paged_triton.Rows = field(default_factory=paged_triton.Rows)
     masks: dict[int | None, Tensor] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # of each layer so far
 
@@ -117,16 +119,20 @@ class Paged:
     def repeated(
         cls, cache: Cache, tables: Sequence[Sequence[int]], counts: Sequence[int], lengths: Sequence[int]
     ) -> "Paged":
-        """The same without groups, which only the kernels on CPU make use of: counts[i] rows have tables[i]."""
+        """The same without groups, which only the kernels on CPU make use of: counts[i] rows, which follow each other,
+        have tables[i]."""
         device = cache.keys[0].device
         width = max(map(len, tables))
         table = torch.tensor([[*t, *[0] * (width - len(t))] for t in tables], dtype=torch.int32).to(device)
         sequence = torch.tensor([i for i, n in enumerate(counts) for _ in range(n)], dtype=torch.int64).to(device)
-        return cls.plain(cache, table[sequence], torch.tensor(lengths, dtype=torch.int32).to(device))
+        firsts = [0, *accumulate(counts)][:-1]
+        spans = [(row, n, lengths[row] - 1) for row, n in zip(firsts, counts, strict=True)]
+        given = torch.tensor(lengths, dtype=torch.int32).to(device)
+        return cls.plain(cache, table[sequence], given, paged_triton.Rows(spans))
 
     @classmethod
-    def plain(cls, cache: Cache, table: Tensor, lengths: Tensor) -> "Paged":
-        return cls(cache, table, lengths, starts=lengths, shared=lengths)
+    def plain(cls, cache: Cache, table: Tensor, lengths: Tensor, rows: paged_triton.Rows | None = None) -> "Paged":
+        return cls(cache, table, lengths, starts=lengths, shared=lengths, rows=rows or paged_triton.Rows())
 
     @cached_property
     def pages(self) -> Tensor:
@@ -179,8 +185,9 @@ class Paged:
             return out.view(1, rows, heads, size)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         keys, values = self.slot(layer, k, v)
-        if size == wide and paged_triton.usable(query):
-            return paged_triton.paged_attention(q, k, v, keys, values, self.table, self.lengths, scale, window)[None]
+        if paged_triton.usable(query, value):
+            pages = paged_triton.Pages(keys, values, self.table, self.lengths)
+            return paged_triton.paged_attention(q, k, v, pages, scale, window, self.rows)[None]
         pages, places = self.pages.long(), self.places.long()
         by_row = keys if self.cache.positions_first else keys.transpose(2, 3)
         by_row[pages, :, places] = k

@@ -10,9 +10,8 @@ import torch
 
 from birl.data.pack import pack
 from birl.engine import sampler
-from birl.kernels import PAGE
 from birl.learner.learner import Learner
-from birl.models import attention, fused, fused_decoder, logprobs, paged_triton
+from birl.models import attention, fused, fused_decoder, logprobs
 from birl.models.attention import Packed, Tree
 from birl.models.fused_decoder import FusedDecoder
 from birl.types import Sample
@@ -153,35 +152,6 @@ def test_the_sampling_kernel_draws_the_same() -> None:
     lower = upper - logps.double().exp()
     u = uniforms.to(DEVICE).double()
     assert ((u >= lower - 1e-5) & (u <= upper + 1e-5))[~greedy].all()
-
-
-@triton
-@pytest.mark.parametrize("window", [None, 5, 300])
-@pytest.mark.parametrize("shape", [(4, 2, 16), (3, 1, 32), (14, 2, 64)])
-def test_attention_over_pages(shape: tuple[int, int, int], window: int | None) -> None:
-    heads, kv_heads, size = shape
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([1, 32, 33, 257, 400], dtype=torch.int32)
-    order = torch.randperm(5 * 14, generator=generator).view(5, 14).int()
-    shared = order.clone()
-    shared[4, :3] = order[3, :3]  # full pages in common
-    stores = [torch.randn(70, kv_heads, PAGE, size, generator=generator) for _ in range(2)]
-    ours = [store.clone().to(DEVICE) for store in stores]
-    q, k, v = torch.randn(5, heads + 2 * kv_heads, size, generator=generator).split([heads, kv_heads, kv_heads], 1)
-    found = paged_triton.paged_attention(
-        *(x.to(DEVICE) for x in (q, k, v)), *ours, shared.to(DEVICE), lengths.to(DEVICE), 0.3, window
-    )  # type: ignore[call-arg]
-    for row, length in enumerate(lengths.tolist()):
-        page, place = shared[row, (length - 1) // PAGE], (length - 1) % PAGE
-        stores[0][page, :, place], stores[1][page, :, place] = k[row], v[row]
-    for row, length in enumerate(lengths.tolist()):
-        n = torch.arange(0 if window is None else max(0, length - window), length)
-        keys, values = (
-            s[shared[row, n // PAGE].long(), :, n % PAGE].repeat_interleave(heads // kv_heads, 1) for s in stores
-        )
-        p = (torch.einsum("hd,nhd->hn", q[row], keys) * 0.3).softmax(-1)
-        torch.testing.assert_close(found[row].cpu(), torch.einsum("hn,nhd->hd", p, values), atol=1e-5, rtol=1e-4)
-    assert all((a.cpu() == b).all() for a, b in zip(ours, stores, strict=True))
 
 
 @pytest.mark.skipif(not CUDA, reason="no GPU")
