@@ -79,10 +79,12 @@ class Rows:
     def fresh(self, device: torch.device) -> tuple[Tensor, varlen.Segments] | None:
         """The rows of prompts without a context, int64 [n], and their segments."""
         if "fresh" not in self.made:
+            self.made["fresh"] = None
             spans = [range(row, row + n) for row, n, start in self.spans or () if n > 1 and not start]
-            rows = torch.tensor([i for span in spans for i in span], dtype=torch.int64).to(device)
-            cut = varlen.cut([(len(span), [span]) for span in spans], device, gathered=False)
-            self.made["fresh"] = (rows, cut) if spans else None
+            if spans:
+                rows = torch.tensor([i for span in spans for i in span], dtype=torch.int64).to(device)
+                cut = varlen.cut([(len(span), [span]) for span in spans], device, gathered=False)
+                self.made["fresh"] = (rows, cut)
         return self.made["fresh"]
 
     def _tiles(self, key: Any, pieces: Iterable[tuple[int, int]], device: torch.device) -> Tensor | None:
