@@ -66,7 +66,10 @@ def launches(kind: torch.dtype) -> Iterator[Callable[[], Any]]:
             yield lambda x=x, r=rstd, other=other, form=form: fused.launch_norm_backward(x, x[0], r, x, other, form)
     for heads, kv_heads, size, wide in ATTENTION:
         qkv, turned = tensor(kind, rows, heads + 2 * kv_heads, size), heads + kv_heads
-        for half, pairs in ((size // 2, False), (size // 4, size == 128)):  # whole; partial, as in Phi and GLM
+        halves = (
+            () if size != wide else (size // 2, size // 4)
+        )  # whole; partial, as in Phi and GLM; not fused: DeepSeek
+        for half, pairs in zip(halves, (False, size == 128), strict=False):
             angles = tensor(kind, rows, half)
             yield lambda q=qkv, a=angles, n=turned, p=pairs: fused.launch_rotary(q, a, a, n, 1.0, p)
         yield lambda h=heads, k=kv_heads, d=size, e=wide: attention(kind, h, k, d, e)
