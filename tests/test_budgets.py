@@ -57,7 +57,7 @@ def reading_path() -> list[Path]:
 
 @pytest.mark.parametrize(
     ("what", "bound"),
-    [("lines", 63_570), ("files", 478), ("lines of train/", 2_800), ("lines to read", 8_500), ("files to read", 40)],
+    [("lines", 63_720), ("files", 478), ("lines of train/", 2_800), ("lines to read", 8_500), ("files to read", 40)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())

@@ -66,13 +66,14 @@ def launches(kind: torch.dtype) -> Iterator[Callable[[], Any]]:
             yield lambda x=x, r=rstd, other=other, form=form: fused.launch_norm_backward(x, x[0], r, x, other, form)
     for heads, kv_heads, size, wide in ATTENTION:
         qkv, turned = tensor(kind, rows, heads + 2 * kv_heads, size), heads + kv_heads
-        halves = (
-            () if size != wide else (size // 2, size // 4)
-        )  # whole; partial, as in Phi and GLM; not fused: DeepSeek
+        halves = () if size != wide else (size // 2, size // 4)  # no fused layer has unequal widths
         for half, pairs in zip(halves, (False, size == 128), strict=False):
             angles = tensor(kind, rows, half)
             yield lambda q=qkv, a=angles, n=turned, p=pairs: fused.launch_rotary(q, a, a, n, 1.0, p)
         yield lambda h=heads, k=kv_heads, d=size, e=wide: attention(kind, h, k, d, e)
+    for size, form in ((64, fused.LLAMA), (128, fused.LLAMA), (256, fused.GEMMA)):
+        qkv, weight, angles = tensor(kind, rows, 48, size), tensor(kind, size), tensor(kind, rows, size // 2)
+        yield lambda q=qkv, w=weight, a=angles, f=form: fused.launch_heads(q, (w, w), a, a, 8, 1e-6, f)
     for gelu in (False, True):
         yield lambda g=gelu: fused.launch_swiglu(tensor(kind, rows, 2 * 4864), g)
         yield lambda g=gelu: fused.launch_swiglu_backward(tensor(kind, rows, 2 * 4864), tensor(kind, rows, 4864), g)
