@@ -34,7 +34,9 @@ def test_an_engine_that_slept_keeps_no_joined_or_laid_out_copy(tiny: Path, compu
         await own.generate((1, 9, 4), SamplingParams(max_tokens=3))
         joined = FusedDecoder(own.runner.model)
         with joined.steady():
-            copies: list[Any] = [weakref.ref(x.weight) for layer in joined.layers for x in (layer.qkv, layer.gate_up)]
+            parts = [x for layer in joined.layers for x in (layer.qkv, layer.feed_forward.gate_up) if x]
+            copies: list[Any] = [weakref.ref(x.weight) for x in parts]
+            del parts
         fused_decoder.MADE[own.runner.model] = joined
         if decoder := decoder_for(own.runner.model):
             copies.append(weakref.ref(decoder))

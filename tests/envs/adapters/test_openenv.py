@@ -78,7 +78,7 @@ def sleepers(seconds: int) -> list[psutil.Process]:
 
 def test_what_a_server_that_died_had_started_ends_too() -> None:
     assert "ended with status 3" in mistake("openenv", command="sh -c 'sleep 4711 & exit 3' {port}")
-    assert not sleepers(4711)
+    assert not psutil.wait_procs(sleepers(4711), 20)[1]
 
 
 def test_no_proxy_is_between_here_and_here(words: World, monkeypatch: pytest.MonkeyPatch) -> None:
