@@ -1,14 +1,15 @@
 """LoRA (arXiv:2106.09685) and DoRA (arXiv:2402.09353): train small matrices A and B instead of the weights.
 
 The module keeps its ordinary linear layers, and these always hold the merged weight W + s B A, rounded to the compute
-type. So engine, kernels and learner know nothing of adapters. A forward and backward pass gives the gradient G of the
-merged weight, summed in float32 over micro-batches as for any weight; the optimizer step begins by turning it into
-those of A and B (dB = s G A', dA = s B' G), steps them, and merges anew. A merge begins with W, never with the last
-merge, so nothing drifts.
+type. So engine, kernels and learner know nothing of adapters. A backward pass gives the gradient G of one merged weight
+after the other; each is turned into those of A and B (dB = s G A', dA = s B' G), which are summed in float32 over
+micro-batches, and is gone before the next. The optimizer steps A and B and merges anew. A merge begins with W, never
+with the last merge, so nothing drifts.
 
 Memory: W is kept beside the merged weight as the nearest numbers of the compute type, in bfloat16 where that is exact,
-else in float32; G is a float32 matrix of W's size from the first backward pass to the optimizer step. What is saved is
-AdamW's state, and the masters and gradients of all that is no target: embeddings, head, norms and biases are frozen.
+else in float32; on a GPU in CPU memory, from where every merge reads it once (not with DoRA, whose gradients need it).
+What is saved is the gradients, AdamW's state and the masters of all weights; embeddings, head, norms
+and biases are frozen.
 
 Shapes: a weight is [N, K]; A [R, K], B [N, R], magnitude [N].
 """
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.errors import BirlError
-from birl.learner.optimizer import MasterWeights, bring, move_grad_to
+from birl.learner.optimizer import MasterWeights, bring
 from birl.models.heads import HEADS, score_head
 from birl.models.slices import values
 
@@ -83,16 +84,8 @@ def targets(model: nn.Module, wanted: Sequence[str]) -> list[str]:
 
 
 @dataclass(slots=True, eq=False)
-class Sum:
-    """Where kernels and autograd add up the float32 gradient of a merged weight: what they see as its master."""
-
-    device: torch.device
-    grad: Tensor | None = None
-
-
-@dataclass(slots=True, eq=False)
 class Adapter:
-    """One weight, and what it is made of."""
+    """One weight, and what it is made of. Kernels and autograd see it as the weight's master."""
 
     parameter: nn.Parameter  # holds the merged weight
     weight: Tensor  # W
@@ -100,7 +93,6 @@ class Adapter:
     b: Tensor
     magnitude: Tensor | None
     scale: float
-    gradient: Sum
     total: Total | None = None
 
     @classmethod
@@ -108,7 +100,7 @@ class Adapter:
         cls, parameter: nn.Parameter, lora: Lora, random: torch.Generator, dtype: torch.dtype, offload: bool
     ) -> "Adapter":
         weight = parameter.detach()
-        base = kept(weight, dtype, offload)
+        base = kept(weight, dtype, offload or (weight.is_cuda and not lora.dora))
         a = first_a(lora, weight.shape[1], random)
         device = torch.device("cpu") if offload else weight.device
         return cls(
@@ -118,7 +110,6 @@ class Adapter:
             b=torch.zeros(weight.shape[0], lora.rank, device=device, dtype=torch.float32),
             magnitude=lengths(base.to(device, torch.float32)) if lora.dora else None,
             scale=lora.alpha / lora.rank,
-            gradient=Sum(device),
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -127,20 +118,29 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        return merged(self.weight.float(), self.a, self.b, self.magnitude, self.scale, self.total)
+        weight = self.weight.to(self.a.device, non_blocking=True).float()
+        return merged(weight, self.a, self.b, self.magnitude, self.scale, self.total)
 
-    def gather(self) -> None:
-        """The gradient of the merged weight becomes those of A, B and the magnitude, and is dropped."""
-        whole, self.gradient.grad = self.gradient.grad, None
-        if whole is None:
-            return
-        leaves = [t.detach().requires_grad_() for t in self.tensors().values()]
-        a, b, magnitude = (*leaves, None)[:3]
-        assert a is not None and b is not None
-        with torch.enable_grad():
-            value = merged(self.weight.float(), a, b, magnitude, self.scale, self.total)
-        for tensor, grad in zip(self.tensors().values(), torch.autograd.grad(value, leaves, whole), strict=True):
-            tensor.grad = grad if tensor.grad is None else tensor.grad + grad
+    def absorb(self, grad: Tensor) -> None:
+        """A gradient of the merged weight, added to those of A, B and the magnitude."""
+        whole = grad.float()
+        if self.magnitude is None:  # on the device of the gradient, which is large; what comes of it is small
+            a, b = self.a.to(whole.device), self.b.to(whole.device)
+            grads = [(b.T @ whole).mul_(self.scale).to(self.a.device), (whole @ a.T).mul_(self.scale).to(self.a.device)]
+        else:
+            whole = whole.to(self.a.device)
+            leaves = a, b, m = [t.detach().requires_grad_() for t in (self.a, self.b, self.magnitude)]
+            with torch.enable_grad():
+                value = merged(self.weight.float(), a, b, m, self.scale, self.total)
+            grads = torch.autograd.grad(value, leaves, whole)
+        for tensor, each in zip(self.tensors().values(), grads, strict=True):
+            tensor.grad = each if tensor.grad is None else tensor.grad.add_(each)
+
+    def absorb_from(self, parameter: Tensor) -> None:
+        """After autograd's backward pass of the merged weight; the kernels have called `absorb`, and left nothing."""
+        if parameter.grad is not None:
+            self.absorb(parameter.grad)
+            parameter.grad = None
 
 
 def first_a(lora: Lora, width: int, random: torch.Generator) -> Tensor:
@@ -212,16 +212,13 @@ class Adapters:
         }
         for adapter in self.adapters.values():
             adapter.parameter.requires_grad_(True)
-            adapter.parameter.register_post_accumulate_grad_hook(move_grad_to(adapter.gradient, self.heads.gradients))
-            if not offload:
-                adapter.parameter.master = adapter.gradient  # pyright: ignore  birl's kernels add to it directly
+            adapter.parameter.register_post_accumulate_grad_hook(adapter.absorb_from)
+            adapter.parameter.master = adapter  # pyright: ignore  birl's kernels hand their gradient to it
         matrices = {f"{name}.{key}": t for name, x in self.adapters.items() for key, t in x.tensors().items()}
         self.tensors = self.heads.tensors | matrices
 
     def gather(self) -> None:
-        self.heads.gather()  # those of the merged weights, too
-        for adapter in self.adapters.values():
-            adapter.gather()
+        self.heads.gather()  # those of the merged weights are where they belong already
 
     def publish(self) -> None:
         """Merge into the module's own parameters, and have every copy of them made anew."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from birl.learner.lora import Adapter, Lora, Origin, Sum, Total, digest, first_a, kept, lengths, targets
+from birl.learner.lora import Adapter, Lora, Origin, Total, digest, first_a, kept, lengths, targets
 from birl.learner.optimizer import ShardedMasterWeights
 from birl.models.heads import HEADS, score_head
 from birl.parallel.layout import Layout, local
@@ -81,8 +81,8 @@ class SplitAdapters:
         for adapter in self.adapters.values():
             merged: Any = adapter.parameter
             if merged.grad is not None:
-                adapter.gradient.grad, merged.grad = merged.grad.to_local(), None
-                adapter.gather()
+                adapter.absorb(merged.grad.to_local())
+                merged.grad = None
         sums: dict[dist.ProcessGroup, list[Tensor]] = {}
         for name, adapter in self.adapters.items():
             layout = self.layouts[f"{name}.weight"]
@@ -139,7 +139,6 @@ def adapter_of(
         b=torch.zeros(len(weight), lora.rank, device=weight.device, dtype=torch.float32),
         magnitude=lengths(base.to(weight.device, torch.float32), total) if lora.dora else None,
         scale=lora.alpha / lora.rank,
-        gradient=Sum(weight.device),
         total=total,
     )
 

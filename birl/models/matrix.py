@@ -1,6 +1,7 @@
 """Weights for products on birl's kernels: laid out once and again when they have changed, and where their gradients go.
 
-A learner's parameter in bfloat16 has a float32 master (`parameter.master`); its gradient is summed right there.
+A learner's parameter in bfloat16 has a float32 master (`parameter.master`); its gradient is summed right there. Where
+the parameter is made of others, its master keeps none of this size (`absorb`, learner/lora.py).
 Shapes: T rows, N outputs, K inputs.
 """
 
@@ -128,6 +129,8 @@ def deposit(parameter: Tensor, grad: Tensor) -> Tensor | None:
     master = getattr(parameter, "master", None)
     if master is None:
         return grad.to(parameter.dtype)
+    if hasattr(master, "absorb"):
+        return master.absorb(grad)
     master.grad = grad.clone() if master.grad is None else master.grad.add_(grad)
     return None
 
@@ -143,13 +146,16 @@ def outer(k: Kernels, parameter: Tensor, grad: Tensor, x: PackedWeight) -> Tenso
 
 def unless_placed(parameter: Tensor, into: Tensor) -> Tensor | None:
     """What autograd gets as a gradient in `gradient_place`: nothing where that is a master's."""
-    return None if hasattr(parameter, "master") else into.to(parameter.dtype)
+    master = getattr(parameter, "master", None)
+    if master is None:
+        return into.to(parameter.dtype)
+    return master.absorb(into) if hasattr(master, "absorb") else None
 
 
 def gradient_place(parameter: Tensor) -> tuple[Tensor, bool]:
     """Where a parameter's float32 gradient is, and whether there is something in it already."""
     master = getattr(parameter, "master", None)
-    if master is None:
+    if master is None or hasattr(master, "absorb"):
         return torch.empty(parameter.shape, dtype=torch.float32), False
     add = master.grad is not None
     if not add:

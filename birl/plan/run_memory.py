@@ -136,8 +136,10 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Parameters whose gradient is summed, and those that AdamW steps. The same, but with LoRA."""
+    """Parameters that change, those whose gradient is summed, and those that AdamW steps. The same, but with LoRA: of
+    the merged weights only the largest has a whole gradient at once."""
 
+    weights: int
     gradient: int
     stepped: int
     head: bool  # has a gradient
@@ -146,10 +148,11 @@ class Trained:
     def of(cls, model: nn.Module, config: schema.Lora) -> "Trained":
         if config.rank == 0:
             everything = sum(p.numel() for p in model.parameters())
-            return cls(gradient=everything, stepped=everything, head=True)
+            return cls(weights=everything, gradient=everything, stepped=everything, head=True)
         weights = [model.get_submodule(name).weight for name in targets(model, config.targets)]
         stepped = sum(config.rank * sum(w.shape) + config.dora * w.shape[0] for w in weights)  # pyright: ignore
-        return cls(gradient=sum(w.numel() for w in weights), stepped=stepped, head=False)  # pyright: ignore
+        sizes: list[int] = [w.numel() for w in weights]  # pyright: ignore
+        return cls(weights=sum(sizes), gradient=stepped + max(sizes), stepped=stepped, head=False)
 
 
 def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
@@ -180,11 +183,13 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
     sampled, trained, lora = module, Trained.of(model, config.lora), config.lora.rank > 0
     if split > 1:  # the learner's layers are transformers', and it has a part of each weight
         module = replace(module, on_kernels=False, on_fused=False)
-        trained = replace(trained, gradient=trained.gradient // split, stepped=trained.stepped // split)
+        weights = trained.weights // split
+        trained = replace(trained, weights=weights, gradient=weights, stepped=trained.stepped // split)
     parameters = module.parameters // split
     separate = module.wide == 2 and split == 1  # from the float32 masters
-    # of LoRA: the base weights beside the merged ones, in the compute type, and A and B
-    beside = module.wide * trained.gradient + 4 * trained.stepped if lora else 0
+    # of LoRA: the base weights beside the merged ones, in the compute type, on a GPU in CPU memory; and A and B
+    base = 0 if gpu and split == 1 and not config.lora.dora else module.wide * trained.weights
+    beside = base + 4 * trained.stepped if lora else 0
     laid_out = module.wide * (module.joined if gpu else module.linear)
     always = {
         "process": CONTEXT if gpu else PROCESS,
@@ -196,7 +201,7 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
         always |= {"weights, float32": 0, "optimizer state, float32": 0}
         trained = replace(trained, gradient=0)
     if not gpu and (earlier := min(config.rollout.max_staleness, KEPT)):
-        always["weights of earlier versions"] = earlier * (module.wide if split == 1 else 4) * trained.gradient
+        always["weights of earlier versions"] = earlier * (module.wide if split == 1 else 4) * trained.weights
     if split > 1 and config.engine.kind == "embedded":
         always["the engine's own weights"] = module.wide * module.parameters
     frozen = module.wide * parameters + (laid_out if module.on_kernels else 0)
