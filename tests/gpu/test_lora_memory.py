@@ -21,7 +21,13 @@ def test_seven_billion_parameters_train_within_24_gib(
     words: tuple[str, ...], fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DoRA's gradients need the base weights, 2 bytes a parameter more."""
-    keys = ("data.train=x.jsonl", "engine.kind=vllm", "engine.sleep=true", "learner.gradient_checkpointing=true", "learner.tokens_per_microbatch=8192")
+    keys = (
+        "data.train=x.jsonl",
+        "engine.kind=vllm",
+        "engine.sleep=true",
+        "learner.gradient_checkpointing=true",
+        "learner.tokens_per_microbatch=8192",
+    )
     config: schema.RL = load(schema.RL, [*keys, *words])
     with card(monkeypatch, lambda name, args: None), CUDA:
         model = AutoModelForCausalLM.from_config(QWEN_7B, attn_implementation=attention.NAME, dtype=torch.bfloat16)

@@ -8,7 +8,6 @@ import torch
 
 from birl.data.pack import pack
 from birl.learner.learner import Learner, Stats
-from birl.learner.lora import Sum
 from birl.learner.optimizer import Gradients, MasterWeights
 from birl.models import attention
 from tests.data.test_pack import groups
@@ -31,7 +30,7 @@ def test_gradients_come_to_the_cpu_beside_the_backward_pass() -> None:
     assert not sent.under_way and all(t.grad is not None for t in learner.masters.tensors.values())
 
     waited: list[int] = []
-    gradients, master = Gradients(), Sum(torch.device("cpu"))
+    gradients, master = Gradients(), torch.zeros(1)
     for number, value in enumerate((1.0, 2.0**-9, 2.0**-9)):
         event: Any = SimpleNamespace(query=lambda: False, synchronize=partial(waited.append, number))
         gradients.under_way.append((torch.tensor([value], dtype=torch.bfloat16), master, event))
