@@ -118,7 +118,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                 c.run and (not c.run.strip() or "\0" in c.run)
             ),
             "run={c.run}: is a file, or a link to no folder; name a folder.": lambda c: (
-                os.path.lexists(c.run) and not os.path.isdir(c.run)
+                "\0" not in c.run and not (p := Path(c.run)).is_dir() and (p.exists() or p.is_symlink())
             ),
             "resume is empty: use auto, never, or the folder of a checkpoint or run.": lambda c: not c.resume,
             "checkpoint.store={c.checkpoint.store}: expected a URL, as in s3://bucket/prefix.": lambda c: (
