@@ -1,6 +1,7 @@
 """`benchmarks/gpu.py` runs to its end on a CPU: what is left for the card is the figures."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,8 @@ def test_a_section_that_fails_does_not_stop_the_others(
     run = subprocess.run
 
     def instead(command: list[str], **more: Any) -> Any:
-        return run([command[0], str(tmp_path / "program.py"), *command[3:]], **more)
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        return run([command[0], str(tmp_path / "program.py"), *command[3:]], **(more | {"env": env}))
 
     monkeypatch.setattr(gpu.subprocess, "run", instead)
     monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--tiny", "--sections", "decode,machine"])
