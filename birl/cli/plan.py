@@ -7,6 +7,7 @@ from birl.config.load import load
 from birl.config.schema import RL
 from birl.flags import JSON, Flag, taken
 from birl.hub import check_model, is_model
+from birl.plan.cluster import split_device
 
 
 def gib(text: str) -> float:
@@ -37,9 +38,9 @@ def run(words: Sequence[str]) -> int:
     else:
         flags, words = taken("plan", words, (MEMORY, JSON, SIMULATE, CLUSTER))
         words = [f"model={word}" if is_model(word) else word for word in words]
-        keys = [word for word in words if not word.startswith("device=")]
-        check_model("model.path", load(RL, ["data.train=unread.jsonl", *keys]).model.path, whole=False)
+        words, kind = split_device(words)
+        check_model("model.path", load(RL, ["data.train=unread.jsonl", *words]).model.path, whole=False)
         from birl.plan import run as plan
 
-        plan.run(words, as_json=JSON.name in flags, available=flags.get(MEMORY.name))
+        plan.run(words, kind, as_json=JSON.name in flags, available=flags.get(MEMORY.name))
     return 0

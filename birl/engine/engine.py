@@ -32,7 +32,7 @@ from birl.engine.sampler import given, likeliest, sample
 from birl.engine.scheduler import ScheduledTokens, Scheduler
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
-from birl.models.forward import head
+from birl.models.forward import head, logits
 from birl.models.slots import page_bytes
 from birl.parallel.machine import check_returned, give_back, held_memory
 from birl.spans import answered, done
@@ -370,10 +370,10 @@ class EmbeddedEngine:
             return
         scored: dict[Request, list[tuple[int, float]]] = {}
         if any(r.forced or r.guide for work in plan for r in work.samplers):
-            logits = self.runner.logits(hidden)
-            scored = self.score(plan, logits)
-            self.restrict(plan, logits)
-            tokens, logprobs = sample(logits, params, uniforms, self.runner.kernels)
+            scores = logits(self.runner.model, hidden)
+            scored = self.score(plan, scores)
+            self.restrict(plan, scores)
+            tokens, logprobs = sample(scores, params, uniforms, self.runner.kernels)
         else:
             tokens, logprobs = self.runner.sample(hidden, params, uniforms)
         drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)

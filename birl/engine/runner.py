@@ -75,13 +75,9 @@ class Runner:
         """Hidden states [B, H] -> tokens [B], logprobs [B] float32, as `sampler.sample` draws them."""
         decoder = decoder_for(self.model)
         if decoder is None or not all(plain(p) for p in params):
-            return sample(self.logits(hidden), params, uniforms, self.kernels)
+            return sample(logits(self.model, hidden), params, uniforms, self.kernels)
         temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
         return checked(*decoder.head.sample(hidden, temperatures, torch.tensor(uniforms, dtype=torch.float32)))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[B, H] -> [B, V] float32."""
-        return logits(self.model, hidden)
 
     def bursts(self, plan: Sequence[ScheduledTokens]) -> bool:
         """Is this plan for captured graphs: single next tokens, drawn from the whole distribution or greedy?"""

@@ -82,9 +82,8 @@ def common(engine: schema.Engine, wanted: Wanted, one: Start) -> dict[str, Any]:
 def most_at_once(engine: schema.Engine, asked: int) -> int:
     """Sequences that a server of vLLM or SGLang decodes at once: engine.max_batch, which, left at its default, does not
     keep what is `asked` of it waiting."""
-    return (
-        max(engine.max_batch, min(asked, MOST)) if engine.max_batch == schema.Engine().max_batch else engine.max_batch
-    )
+    default = engine.max_batch == schema.Engine().max_batch
+    return max(engine.max_batch, min(asked, MOST)) if default else engine.max_batch
 
 
 def spoken(engine: schema.Engine, wanted: Wanted) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def gpus() -> list[str]:
         return [word.strip() for word in given.split(",") if word.strip()]
     try:
         listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace", timeout=20, check=True
+            ["nvidia-smi", "-L"], capture_output=True, errors="replace", timeout=20, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return []

@@ -38,9 +38,7 @@ class Seen:
 def ask(words: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm. Raises `BirlError` where there is none, or no answer."""
     try:
-        return subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=DEADLINE, env=env, check=False
-        )
+        return subprocess.run(words, capture_output=True, errors="replace", timeout=DEADLINE, env=env, check=False)
     except FileNotFoundError:
         raise BirlError(
             f"{words[0]} is not here: `birl launch slurm` needs Slurm's commands; type it where you would type sbatch"

@@ -169,10 +169,15 @@ class Gradients:
                     return
                 sent.synchronize()
             self.under_way.popleft()
-            if master.grad is None:
-                master.grad = host.to(torch.float32)
-            else:
-                master.grad += host
+            add_grad(master, host)
+
+
+def add_grad(master: Any, grad: Tensor) -> None:
+    """To the float32 sum in `master.grad`, where `grad` may be in another type."""
+    if master.grad is None:
+        master.grad = grad.to(torch.float32)
+    else:
+        master.grad += grad
 
 
 def staging(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -198,10 +203,8 @@ def move_grad_to(master: Any, gradients: Gradients | None = None):
             return
         if gradients is not None:
             gradients.send(grad.detach(), master)
-        elif master.grad is None:
-            master.grad = grad.to(torch.float32)
         else:
-            master.grad += grad
+            add_grad(master, grad)
         parameter.grad = None
 
     return hook

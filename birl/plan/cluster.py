@@ -1,5 +1,6 @@
 """Machines: what a GPU computes, holds and reads in a second, and what goes between GPUs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,3 +65,9 @@ def cluster_of(kind: str, gpus: int, changes: dict[str, float] | None = None, ke
         raise BirlError(f"{key}={kind}: there is no such kind; {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
     result = Cluster(gpus=gpus, **KINDS[kind])
     return replace(result, **(changes or {}))
+
+
+def split_device(words: Sequence[str]) -> tuple[list[str], str]:
+    """device=KIND is a word of `birl plan` and --dry-run, no key of a run: the other words, and the kind or nothing."""
+    kinds = [word.partition("=")[2] for word in words if word.startswith("device=")]
+    return [word for word in words if not word.startswith("device=")], (kinds or [""])[-1].lower()

@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -50,15 +49,9 @@ def card_of(config: schema.RL, kind: str = "") -> Card | None:
     return Card(name=facts.name, memory=int(USABLE * facts.total_memory))
 
 
-def split_device(words: Sequence[str]) -> tuple[list[str], str]:
-    """device=KIND is a word of `birl plan` and --dry-run, no key of a run: the other words, and the kind or nothing."""
-    kinds = [word.partition("=")[2] for word in words if word.startswith("device=")]
-    return [word for word in words if not word.startswith("device=")], (kinds or [""])[-1].lower()
-
-
-def run(words: list[str], *, as_json: bool = False, available: float | None = None) -> dict[str, Any]:
-    """Print the plan for the configuration that `birl rl` would take; `available` [GiB] replaces the free memory."""
-    words, kind = split_device(words)
+def run(words: list[str], kind: str = "", *, as_json: bool = False, available: float | None = None) -> dict[str, Any]:
+    """Print the plan for the configuration that `birl rl` would take, on a GPU of that `kind` where one is named;
+    `available` [GiB] replaces the free memory."""
     config = load(schema.RL, ["data.train=unread.jsonl", *words])  # it asks for data, of which nothing is read
     card = card_of(config, kind)
     check_device(config, torch.device("cuda" if card else "cpu"))

@@ -63,7 +63,7 @@ async def run(setup: Setup[schema.RL]) -> dict[str, Any]:
         if setup.dry_run:
             from birl.plan import run as planning
 
-            return planning.dry_run(config, parts, setup.dry_run if isinstance(setup.dry_run, str) else "")
+            return planning.dry_run(config, parts, setup.card)
         validates = parts.plan_validation is not None
         state = setup.run(parts.worker, parts.tracker, validates, parts.resume_from)
         loop = Loop(parts=parts, run=state, schedule=schedule_of(config))
@@ -84,7 +84,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
     config, run, given, compute = setup.config, setup.folder, setup.given, setup.compute
     resume_from = find_checkpoint(config, run)
     check_world(config.env, given.env)
-    check_gpus(config, setup.dry_run if isinstance(setup.dry_run, str) else "")
+    check_gpus(config, setup.card)
     in_thread = partial(asyncio.get_running_loop().run_in_executor, setup.compute)
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute, given.rewards)

@@ -34,21 +34,22 @@ from birl.train.setup import Setup
 def train(
     config: schema.RL | schema.Stage,
     choices: dict[str, str] | None = None,
-    dry_run: bool | str = False,
+    dry_run: bool = False,
     given: Given | None = None,
+    card: str = "",
 ) -> dict[str, Any]:
-    """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary that is also in the run folder. `dry_run`
-    may name the kind of GPU that is planned for. Raises `BirlError` for anything the user can mend."""
+    """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary that is also in the run folder. `card`:
+    the kind of GPU that a `dry_run` is for. Raises `BirlError` for anything the user can mend."""
     keep_memory()
     try:
         with foreign.undone():
-            return asyncio.run(_main(config, choices or {}, dry_run, given or Given()))
+            return asyncio.run(_main(config, choices or {}, dry_run, given or Given(), card))
     except BaseExceptionGroup as group:
         raise innermost(group) from None
 
 
 async def _main(
-    config: schema.RL | schema.Stage, choices: dict[str, str], dry_run: bool | str, given: Given
+    config: schema.RL | schema.Stage, choices: dict[str, str], dry_run: bool, given: Given, card: str
 ) -> dict[str, Any]:
     stop = Stop()
     folder = Path(run_folder(config, choices)).absolute()
@@ -60,8 +61,9 @@ async def _main(
         compute_thread(threads, choose(config.model.device)) as compute,
     ):
         setup = Setup(
-            config=config, folder=folder, given=given, dry_run=dry_run, compute=compute, crew=group, stop=stop
-        )
+            config=config, folder=folder, given=given, dry_run=dry_run, card=card,
+            compute=compute, crew=group, stop=stop,
+        )  # fmt: skip
         try:
             return await _builder(config).run(setup)
         finally:

@@ -33,7 +33,8 @@ class Setup(Generic[C]):
     config: C
     folder: Path
     given: Given
-    dry_run: bool | str  # the kind of GPU that is planned for, where one is named
+    dry_run: bool
+    card: str  # the kind of GPU that a dry run is for; empty: what there is
     compute: Executor
     crew: RankGroup
     stop: Stop

@@ -12,15 +12,21 @@ from birl.weights import publish
 from tests.weights.test_weights import sender, train
 
 
+async def published(tiny: Path, tmp_path: Path, compute: ThreadPoolExecutor) -> tuple[Any, Any]:
+    """A sender with one engine that sleeps, and has the first weights."""
+    found, local = sender(tiny, tmp_path, compute, "reload")
+    found.sleeping = cast(Any, [local])
+    await found.publish()
+    return found, local
+
+
 def test_servers_that_sleep_and_keep_their_memory_stop_the_run(
     tiny: Path, tmp_path: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM without --enable-sleep-mode says that it sleeps, and keeps everything."""
 
     async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload")
-        found.sleeping = cast(Any, [local])
-        await found.publish()
+        found, local = await published(tiny, tmp_path, compute)
         free = iter([10 * 2**30, 11 * 2**30, 10 * 2**30, 14 * 2**30])
         monkeypatch.setattr(publish, "free_memory", lambda device: next(free))
         found.owed = 4 * 2**30
@@ -37,9 +43,7 @@ def test_what_the_learner_does_not_need_is_there_before_a_server_wakes(
     tiny: Path, tmp_path: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload")
-        found.sleeping = cast(Any, [local])
-        await found.publish()
+        found, local = await published(tiny, tmp_path, compute)
         await found.rest()
         order: list[str] = []
         wake = local.wake
