@@ -40,9 +40,10 @@ def run(command: str, words: list[str]) -> int:
     if "--multirun" in flags:
         return _multirun(command, schema, overrides, flags)
     config: Any
-    card = ""
+    named: dict[str, str] = {}
     if "--dry-run" in flags and command == "rl":
         overrides, card = load("birl.plan.cluster").split_device(overrides)
+        named = {"card": card} if card else {}
     config, choices = load_with_choices(schema, overrides)
     if "--print-config" in flags:
         print("# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()))
@@ -62,7 +63,7 @@ def run(command: str, words: list[str]) -> int:
         loop = load(RUNS[command])
         config, choices = _over_ranks(schema, overrides, config, choices)
         if _ranks().leads():
-            return exit_code(loop.train(config, choices, dry_run="--dry-run" in flags, card=card))
+            return exit_code(loop.train(config, choices, dry_run="--dry-run" in flags, **named))
         else:
             loop.follow(config)
     return 0
