@@ -135,6 +135,7 @@ async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Pat
         folder=folder,
         given=Given(),
         dry_run=False,
+        card="",
         compute=compute,
         crew=alone,
         stop=Stop(),
