@@ -62,7 +62,7 @@ def header(name: str) -> str:
 
     parts = [f"PyTorch {torch.__version__}", f"transformers {transformers.__version__}"]
     if has_triton():
-        import triton
+        import triton  # pyright: ignore[reportMissingImports]
 
         parts.append(f"Triton {triton.__version__}")
     return ", ".join([date.today().isoformat(), name, *parts])

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from statistics import median
+from typing import Any
 
 from benchmarks.peers import peak_rss_gb, rows, sampling_options, versions
 
@@ -34,7 +35,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.precision)).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.precision))
+    model = model.to(device).eval()
     data = rows(args.data)
     prompts = [data[i // args.group % len(data)]["prompt"] for i in range(args.batch)]
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]

@@ -87,7 +87,7 @@ def main() -> None:
         raise SystemExit(f"--group {args.group} does not divide --batch {args.batch}")
     threads = settings(args)
     from transformers import AutoTokenizer
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     data = rows(args.data)

@@ -21,16 +21,14 @@ from birl.models import attention
 from birl.models.shape import Shape
 from birl.parallel.ranks import Grid, Ranks, join
 
-SIZES = {  # SmolLM2-135M but for the number of layers
+SIZES: dict[str, Any] = {  # SmolLM2-135M but for the number of layers
     **{"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
     **{"vocab_size": 49152, "tie_word_embeddings": True},
 }
-TINY = {
+TINY: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"vocab_size": 512, "tie_word_embeddings": True},
 }
-
-
 EVEN = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}  # 9 and 3 cannot be split in two
 
 
@@ -65,8 +63,9 @@ def seconds_of(learner: Learner, batches: list[Batch]) -> float:
 def main() -> None:
     args, size = arguments(), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
-    ranks = join(Grid(**{args.form: size}), torch.device("cpu"), 600.0)
-    sizes = TINY if args.tiny else SIZES | (EVEN if args.form == "tp" else {})
+    form: dict[str, Any] = {args.form: size}
+    ranks = join(Grid(**form), torch.device("cpu"), 600.0)
+    sizes: dict[str, Any] = TINY if args.tiny else SIZES | (EVEN if args.form == "tp" else {})
     config = LlamaConfig(num_hidden_layers=args.layers, **sizes)
     model = LlamaForCausalLM(config)
     model.set_attn_implementation(attention.NAME)

@@ -28,7 +28,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +43,7 @@ PARTS = ("digest", "expect", "write", "load", "settle", "canary")
 DATA = "recipes/data/arithmetic/train.jsonl"
 
 
-def timed(spent: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def timed(spent: dict[str, float], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, whose seconds are added to `spent`."""
 
     async def waits(*args: Any, **keys: Any) -> Any:
@@ -64,11 +64,11 @@ def timed(spent: Counter[str], name: str, function: Callable[..., Any]) -> Calla
 
 
 @contextmanager
-def watched(sender: Any) -> Iterator[Counter[str]]:
+def watched(sender: Any) -> Iterator[dict[str, float]]:
     """Seconds of the parts of `sender.publish`."""
     from birl.weights import folder, publish
 
-    spent: Counter[str] = Counter()
+    spent: dict[str, float] = defaultdict(float)
     fleet, canary = sender.fleet, type(sender.canary)
     places = [(publish, "digests", "digest"), (canary, "compute", "expect"), (folder, "write", "write")]
     places += [(fleet, "load", "load"), (fleet, "settle", "settle"), (canary, "check", "canary")]
@@ -164,10 +164,6 @@ async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Pat
             task.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
         await parts.close()
-        if method == "shared":
-            from birl.weights import folder as places
-
-            places.remove(sender.root)
     return {"method": method, "dtype": dtype, "rounds": rows[1:]}
 
 

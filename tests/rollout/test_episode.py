@@ -157,8 +157,12 @@ class MuteExit(SystemExit):
     __str__ = Mute.__str__
 
 
+class Both(Exception, SystemExit):
+    pass
+
+
 @pytest.mark.parametrize(
-    "error", [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, Own, Mute, MuteExit]
+    "error", [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, Own, Mute, MuteExit, Both]
 )
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("where", ["start", "step", "close"])
