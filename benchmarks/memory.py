@@ -17,10 +17,10 @@ from benchmarks.peers import ROOT, environment, machine, run
 GOAL = 15.0  # per cent
 DATA = "recipes/data/arithmetic/train.jsonl"
 PROMPT = 37  # tokens of each of its prompts
-FULL = {"group": 8, "tokens": 120}  # 3,988 tokens: one full micro-batch
+FULL: dict[str, object] = {"group": 8, "tokens": 120}  # 3,988 tokens: one full micro-batch
 SETTINGS: dict[str, dict[str, object]] = {  # options of benchmarks.our_grpo
     "bfloat16, 4 x 4 x 64": {},
-    "bfloat16, 4 x 8 x 120": {**FULL},
+    "bfloat16, 4 x 8 x 120": FULL,
     "bfloat16, 4 x 8 x 120, tokens_per_microbatch=1024": {**FULL, "more": "learner.tokens_per_microbatch=1024"},
     "bfloat16, 4 x 8 x 120, gradient_checkpointing": {**FULL, "more": "learner.gradient_checkpointing=true"},
     "bfloat16, 4 x 4 x 64, reference model": {"more": "algorithm.kl_coef=0.1"},

@@ -11,7 +11,7 @@ from typing import Any
 from birl.blocked import Blocked
 from birl.errors import text_of
 
-ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # a class may be one of them and an Exception besides
+ENDS = (SystemExit, KeyboardInterrupt)  # a task that raises them ends its loop
 GRACE = 5.0  # seconds that code may take to end once it is cancelled
 
 
@@ -41,7 +41,7 @@ def hook() -> None:
 
 def harmless(error: BaseException) -> Exception:
     """The error as an `Exception` that neither ends the run (SystemExit) nor is lost in asyncio (StopIteration)."""
-    if isinstance(error, Exception) and not isinstance(error, (StopIteration, *ENDS)):
+    if isinstance(error, Exception) and not isinstance(error, (StopIteration, GeneratorExit, *ENDS)):
         return error
     return RuntimeError(f"{type(error).__name__}: {text_of(error)}").with_traceback(error.__traceback__)
 

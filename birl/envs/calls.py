@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from birl.foreign import harmless
+from birl.foreign import ENDS, harmless
 
 IDLE = 10.0  # seconds that a thread waits for more work
 
@@ -104,5 +104,5 @@ async def called(function: Callable[..., Any], *args: Any, threads: Threads = ST
             threads.leave(future)
             raise
         return await result if inspect.isawaitable(result) else result
-    except (SystemExit, KeyboardInterrupt) as error:  # a task that raises them ends its loop
+    except ENDS as error:
         raise harmless(error) from error
