@@ -31,7 +31,7 @@ AXE := axe-core@4.14.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-browser setup-axe setup-slurm setup-ray setup-modal setup-cloud setup-skypilot setup-trackers
-.PHONY: setup-agents setup-gpu setup-packages demo test test-all lint format bench-setup bench check-peers check-engines chaos drill-ray
+.PHONY: setup-agents setup-gpu setup-packages demo test test-all lint format bench-setup bench models check-peers check-engines chaos drill-ray
 .PHONY: clean docs api notices sbom lint-docker check-install check-extras check-gpu
 
 help:
@@ -59,6 +59,7 @@ help:
 	@echo "make check-extras   resolve every extra on Python 3.11, 3.12 and 3.13"
 	@echo "make lint-docker    hadolint on docker/Dockerfile"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
+	@echo "make models  measure what every architecture of transformers does with birl, into docs/models.md: four minutes"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
 	@echo "make check-engines  compare the adapter of vLLM with vLLM itself and transformers (installs it into .venv-vllm)"
 	@echo "make chaos   kill, freeze and cut off the processes of real runs at random, for ten minutes"
@@ -198,10 +199,10 @@ demo: setup
 	$(BIN)/$(DEMO) $(DEMO_FLAGS)
 
 test: setup-dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(TEST_FLAGS)
 
 test-all: setup-packages setup-dev setup-browser setup-axe setup-trackers setup-agents setup-gpu
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(TEST_FLAGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .
@@ -224,6 +225,9 @@ docs: .venv/docs.done
 
 api: setup-dev
 	@$(BIN)/python -m tests.packaging.public_api --write
+
+models: setup-dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.models.sweep --write
 
 notices: .venv-notices/setup.done
 	@PYTHONPATH=. .venv-notices/bin/python -m tests.packaging.licences --write

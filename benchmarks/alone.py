@@ -50,6 +50,8 @@ async def engine(args: argparse.Namespace, policy: Any) -> dict[str, Any]:
 
 
 def batch(policy: Any, args: argparse.Namespace, groups: int) -> list[Any]:
+    import numpy as np
+
     from birl.types import Message, Sample
 
     found = []
@@ -60,10 +62,10 @@ def batch(policy: Any, args: argparse.Namespace, groups: int) -> list[Any]:
             answer = tuple(3 + (7 * episode + 11 * group + 5 * i) % 200 for i in range(args.tokens))
             found.append(
                 Sample(
-                    tokens=prompt + answer,
-                    mask=(False,) * len(prompt) + (True,) * len(answer),
-                    logprobs=(0.0,) * len(prompt) + (-2.0,) * len(answer),
-                    versions=(-1,) * len(prompt) + (0,) * len(answer),
+                    tokens=np.array(prompt + answer, np.int32),
+                    mask=np.repeat([False, True], [len(prompt), len(answer)]),
+                    logprobs=np.repeat(np.array([0, -2], np.float32), [len(prompt), len(answer)]),
+                    versions=np.repeat(np.array([-1, 0], np.int32), [len(prompt), len(answer)]),
                     advantage=1.0 if episode % 2 else -1.0,
                     group=group,
                     episode=episode,

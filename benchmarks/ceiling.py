@@ -88,6 +88,8 @@ def measure(args: argparse.Namespace, compute: Any) -> tuple[list[dict[str, Any]
     decoder = there(decoder_for, policy.model)
     if decoder is None:
         raise SystemExit("the ceiling is measured with birl's kernels, which do not run here: `birl doctor` says why")
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        raise SystemExit("the ceiling is measured beside oneDNN's bfloat16, which needs AVX-512")
     vocabulary = policy.model.get_output_embeddings().weight.shape[0]
     sizes = args.group, args.prompt_tokens, args.tokens, vocabulary
     work = training.batches([s for i in range(args.prompts) for s in training.group(i, *sizes)])

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.scheduler import ScheduledTokens, sharing
+from birl.engine.pages import sharing
+from birl.engine.scheduler import ScheduledTokens
 from birl.kernels import PAGE
 from birl.models.slots import page_bytes
 from birl.types import SamplingParams
@@ -70,7 +71,7 @@ def watch(engine: EmbeddedEngine, asked: Prompts, tokens: int) -> Seen:
 
     def run(plan: Sequence[ScheduledTokens]) -> Tensor:
         pages = engine.scheduler.pages
-        seen.pages = max(seen.pages, pages.total - len(pages.free))
+        seen.pages = max(seen.pages, pages.total - pages.room)
         if len(plan) == len(asked) and all(w.request.tokens for w in plan):
             lengths = [w.start + 1 for w in plan]
             groups, shared = sharing([w.request.pages for w in plan], lengths)

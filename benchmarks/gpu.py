@@ -1,8 +1,8 @@
-"""Everything about one GPU in three commands of at most 10 minutes: decoding, training, a whole GRPO step.
+"""Everything about one GPU in three commands of at most 10 minutes: decoding, training, whole GRPO steps.
 
-    python -m benchmarks.gpu --sections machine,decode --out benchmarks/results/gpu-decode
-    python -m benchmarks.gpu --sections training       --out benchmarks/results/gpu-training
-    python -m benchmarks.gpu --sections grpo,trl       --out benchmarks/results/gpu-step
+    python -m benchmarks.gpu --sections machine,decode,contexts,prefill --out benchmarks/results/gpu-decode
+    python -m benchmarks.gpu --sections training,sampler,sleep          --out benchmarks/results/gpu-training
+    python -m benchmarks.gpu --sections grpo,trl,workload               --out benchmarks/results/gpu-step
     python -m benchmarks.gpu --predict --card h200     what bytes and FLOPs allow, without a card
     python -m benchmarks.gpu --device cpu --tiny       the same code on a CPU: figures mean nothing
 
@@ -29,6 +29,7 @@ import torch
 from benchmarks.gpu_bench import SHAPES, Bench, Row
 from benchmarks.gpu_decode import decode
 from benchmarks.gpu_predicted import CPU, card, predictions
+from benchmarks.gpu_serving import contexts, prefill, sampler, sleep, workload
 from benchmarks.gpu_step import grpo, trl
 from benchmarks.gpu_training import training
 from birl.models.device import choose
@@ -53,7 +54,8 @@ def limits(bench: Bench) -> None:
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "machine": limits, "decode": decode, "training": training, "grpo": grpo, "trl": trl,
+    "machine": limits, "decode": decode, "contexts": contexts, "prefill": prefill, "training": training,
+    "sampler": sampler, "grpo": grpo, "trl": trl, "workload": workload, "sleep": sleep,
 }  # fmt: skip
 
 
@@ -106,6 +108,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--card", default="", help="whose data sheet predicts, such as h200; by default this device's")
     parser.add_argument("--predict", action="store_true", help="print the predictions for --card and end")
+    parser.add_argument("--roofline", action="store_true", help="write the predictions of docs/gpu.md and end")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and tiny sizes")
     parser.add_argument("--models", default="qwen2-0.5b,qwen2-1.5b", help=f"some of {', '.join(SHAPES)}")
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"some of {', '.join(SECTIONS)}")
@@ -118,6 +121,11 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
+    if args.roofline:
+        from benchmarks import gpu_roofline  # which needs pytest
+
+        gpu_roofline.write()
+        return 0
     on_card = not args.predict and choose(args.device).type == "cuda"
     device = torch.cuda.get_device_name() if on_card else CPU
     predicted = predictions(args, card(args.card or device))

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from birl.engine.engine import EmbeddedEngine
 from birl.learner.learner import Learner
 from birl.models import attention
 from birl.models.device import choose
+from birl.models.slots import page_bytes
 from birl.types import Completion, Sample, SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -28,6 +30,23 @@ SHAPES: dict[str, dict[str, Any]] = {
                    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936},
     "qwen2-1.5b": {"kind": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
                    "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936},
+    "qwen2-7b": {"kind": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                 "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+                 "tie_word_embeddings": False},
+    "qwen3-0.6b": {"kind": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                   "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    "qwen3-1.7b": {"kind": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+                   "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    "qwen3-8b": {"kind": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                 "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+                 "tie_word_embeddings": False},
+    "qwen3-30b-a3b": {"kind": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+                      "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+                      "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                      "norm_topk_prob": True, "tie_word_embeddings": False},
+    "llama-8b": {"kind": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                 "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+                 "tie_word_embeddings": False},
     "llama-1b": {"kind": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
                  "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
     "tiny": {"kind": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -68,10 +87,14 @@ class Sizes:
     matrix: int = 8192
     copied: int = 2**32  # bytes
     repeats: int = 5
+    long: tuple[int, ...] = (8192, 32768)  # of a prompt
+    few: int = 8  # sequences behind the longest
+    requests: int = 256
+    mixed: tuple[int, int] = (100, 1024)  # tokens of a request, in and out
 
 
 TINY = Sizes(prompt=40, new=24, batches=(4, 6), packed=(256, 512), answer=32, step_prompt=20, prompts=2, group=4,
-             matrix=256, copied=2**22, repeats=2)  # fmt: skip
+             matrix=256, copied=2**22, repeats=2, long=(48, 96), few=2, requests=6, mixed=(8, 24))  # fmt: skip
 
 
 Predicted = dict[tuple[str, str], tuple[float, str]]  # section and case -> a figure and its unit
@@ -124,41 +147,51 @@ class Bench:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
-    def model(self, name: str, implementation: str = attention.NAME) -> nn.Module:
+    def model(self, name: str, implementation: str = attention.NAME, dtype: torch.dtype = torch.float32) -> nn.Module:
         torch.manual_seed(0)
-        return made(name, self.device, implementation)
+        return made(name, self.device, implementation, dtype)
+
+    def words(self, name: str) -> int:
+        return SHAPES[name]["vocab_size"]
 
     def engine(self, learner: Learner, batch: int, context: int) -> EmbeddedEngine:
-        shape: Any = learner.model.config
-        size = shape.hidden_size // shape.num_attention_heads
-        page = 2 * 32 * shape.num_hidden_layers * shape.num_key_value_heads * size * 2
         context += 64  # the scheduler admits only while there is some room to spare
-        gigabytes = (batch * (context // 32 + 2) + 64) * page / 2**30
+        gigabytes = (batch * (context // 32 + 2) + 64) * page_bytes(learner.model) / 2**30
         return EmbeddedEngine(
             learner.model, None, end_ids=frozenset(), context=context, compute=self.compute,  # type: ignore[arg-type]
             version=lambda: learner.version, max_batch=batch, kv_cache_gb=gigabytes,
         )  # fmt: skip
 
-    def generate(self, engine: EmbeddedEngine, prompts: list[tuple[int, ...]], new: int, seed: int) -> list[Completion]:
+    def generate(
+        self, engine: EmbeddedEngine, prompts: list[tuple[int, ...]], new: int | list[int], seed: int
+    ) -> list[Completion]:
+        """`new`: tokens of each answer."""
+        counts = [new] * len(prompts) if isinstance(new, int) else new
+
         async def together() -> list[Completion]:
-            params = [SamplingParams(max_tokens=new, ignore_eos=True, seed=seed + i) for i in range(len(prompts))]
+            params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=seed + i) for i, n in enumerate(counts)]
             return await asyncio.gather(*(engine.generate(p, q) for p, q in zip(prompts, params, strict=True)))
 
         return asyncio.run(together())
 
 
-def made(name: str, device: torch.device, implementation: str = attention.NAME) -> nn.Module:
-    """Random float32 weights, made on the device."""
+def made(
+    name: str,
+    device: torch.device,
+    implementation: str = attention.NAME,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> nn.Module:
+    """Random weights, made on the device. `changes`: of the shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = dict(SHAPES[name])
+    shape = {"tie_word_embeddings": True, **SHAPES[name], **changes}
     config = AutoConfig.for_model(
-        shape.pop("kind"), **shape, tie_word_embeddings=True, max_position_embeddings=32768, eos_token_id=None,
-        bos_token_id=None, pad_token_id=0,
+        shape.pop("kind"), **shape, max_position_embeddings=65536, eos_token_id=None, bos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-    return model.float().eval()
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
+    return model.eval()
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
@@ -183,9 +216,17 @@ def samples(groups: int, group: int, prefix: int, answer: int, words: int) -> li
         head = prompt(g, prefix, words)
         for e in range(group):
             tokens = head + prompt(1000 * g + e + 7, answer, words)
-            mask = (False,) * prefix + (True,) * answer
-            made.append(Sample(tokens=tokens, mask=mask, logprobs=(-1.0,) * len(tokens), versions=(0,) * len(tokens),
-                               advantage=(-1.0) ** e, group=g, episode=e))  # fmt: skip
+            made.append(
+                Sample(
+                    tokens=np.array(tokens, np.int32),
+                    mask=np.repeat([False, True], [prefix, answer]),
+                    logprobs=np.full(len(tokens), -1, np.float32),
+                    versions=np.zeros(len(tokens), np.int32),
+                    advantage=(-1.0) ** e,
+                    group=g,
+                    episode=e,
+                )
+            )
     return made
 
 

@@ -4,6 +4,8 @@ import asyncio
 import time
 from typing import Any
 
+import torch
+
 from benchmarks.gpu_bench import Bench, prompt, shape_of
 from birl.engine.engine import EmbeddedEngine
 from birl.learner.learner import Learner
@@ -14,7 +16,7 @@ DECODE_GOAL = 0.6
 def decode(bench: Bench) -> None:
     """Steps in which all sequences decode and none is prefilled."""
     for name in bench.models:
-        learner = Learner(bench.model(name), trainable=False)
+        learner = Learner(bench.model(name, dtype=torch.bfloat16), trainable=False)
         for batch in bench.sizes.batches:
             if bench.left < 30:
                 bench.add("decode", f"{name}, {batch} sequences", note="left out: no time")
@@ -23,10 +25,17 @@ def decode(bench: Bench) -> None:
             bench.clean()
 
 
-def decode_batch(bench: Bench, learner: Learner, name: str, batch: int) -> None:
+def decode_batch(
+    bench: Bench, learner: Learner, name: str, batch: int, row: tuple[str, str] = ("", ""), length: int = 0,
+    eager: bool = False,
+) -> None:  # fmt: skip
+    """`row`: section and case; `length`: of the prompts. `eager`: without graphs."""
     sizes, shape = bench.sizes, shape_of(learner.model)
-    engine = bench.engine(learner, batch, sizes.prompt + sizes.new)
-    prompts = [prompt(i, sizes.prompt, shape.vocab_size) for i in range(batch)]
+    length = length or sizes.prompt
+    engine = bench.engine(learner, batch, length + sizes.new)
+    if eager:
+        engine.runner.eager = "to measure what launching takes"
+    prompts = [prompt(i, length, shape.vocab_size) for i in range(batch)]
     timed: list[tuple[float, int]] = []  # seconds, tokens
     watch(engine, batch, timed)
     bench.generate(engine, prompts, sizes.new, 0)  # compiles and captures
@@ -35,7 +44,8 @@ def decode_batch(bench: Bench, learner: Learner, name: str, batch: int) -> None:
     asyncio.run(engine.close())
     seconds, tokens = (sum(column) for column in zip(*timed, strict=True))
     note = f"{1e3 * seconds * batch / tokens:.2f} ms a token"
-    bench.add("decode", f"{name}, {batch} sequences", tokens / seconds, goal=DECODE_GOAL, note=note)
+    section, case = row if row[0] else ("decode", f"{name}, {batch} sequences")
+    bench.add(section, case, tokens / seconds, goal=DECODE_GOAL, note=note)
 
 
 def watch(engine: EmbeddedEngine, batch: int, timed: list[tuple[float, int]]) -> None:

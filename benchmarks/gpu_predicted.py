@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu_bench import Predicted, Sizes, made, models_of, sizes_of
+from benchmarks.gpu_bench import SHAPES, Predicted, Sizes, made, models_of, sizes_of
+from benchmarks.gpu_serving import requests
 from benchmarks.gpu_training import flops, rows
 from birl.config import schema
+from birl.models.shape import Shape
 from birl.plan.cluster import KINDS, Cluster, cluster_of
 from birl.plan.run_memory import GIB, load_of, predict
 from birl.plan.step import ADAMW
@@ -40,6 +42,7 @@ def predictions(args: argparse.Namespace, gpu: Cluster) -> Predicted:
         for batch in sizes.batches:
             seconds = token_seconds(model, batch, sizes.prompt + sizes.new / 2, gpu)
             result["decode", f"{name}, {batch} sequences"] = batch / seconds, "tok/s"
+        result |= serving(name, model, sizes, gpu)
         for tokens in sizes.packed:
             batch = rows(tokens, sizes, shape.vocab_size)
             speed = len(batch.tokens) * gpu.flops / flops(model, batch)
@@ -51,17 +54,53 @@ def predictions(args: argparse.Namespace, gpu: Cluster) -> Predicted:
         result["mismatch", name] = 2**-8, "nats"  # a unit in bfloat16's last place of 1
         result["memory", name] = memory(model, sizes, 0 if on_cpu else int(gpu.memory)), "GiB"
     first = models_of(args)[0]
+    logits = 4 * sizes.batches[-1] * SHAPES[first]["vocab_size"]
+    for case in ("", ", top-p"):
+        case = f"{sizes.batches[-1]} x {SHAPES[first]['vocab_size']}{case}"
+        result["sampler", case] = 1e3 * 3 * logits / gpu.hbm, "ms"  # copied, and read once
+    weights = 2 * Shape.of_model(made(first, torch.device("meta"))).parameters
+    for what in ("sleep", "wake"):
+        result["sleep", f"{first}, {what}"] = 1e3 * weights / gpu.hbm, "ms"  # as long as writing them would take
     result["TRL", first] = result["GRPO step", f"{first}, birl"]
     return result
 
 
 def token_seconds(model: nn.Module, batch: int, context: float, gpu: Cluster) -> float:
-    """One token for each of `batch` sequences of so many: bfloat16 weights (the embedding is the head), keys and values
-    read once, or the products, whichever takes longer."""
-    shape: Any = model.config
-    parameters = sum(p.numel() for p in model.parameters())
-    keys = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.hidden_size // shape.num_attention_heads
-    return max((2 * parameters + batch * context * 2 * keys) / gpu.hbm, 2 * parameters * batch / gpu.flops)
+    """One token for each of `batch` sequences of so many: the bytes that must be read, or the products, whichever takes
+    longer."""
+    shape = Shape.of_model(model)
+    products = 2 * (shape.active + shape.embedding) * batch
+    return max(decode_bytes(shape, batch, context) / gpu.hbm, products / gpu.flops)
+
+
+def decode_bytes(shape: Shape, batch: int, context: float) -> float:
+    """What a step for `batch` sequences of so many tokens must read: keys and values, and the weights in bfloat16, of
+    which an embedding that is not the head is looked up, and of experts those that some token has, chosen at random."""
+    keys = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    weights = shape.parameters - (0 if shape.tied else shape.embedding)
+    if shape.experts:
+        weights -= shape.expert_parameters * (1 - shape.chosen / shape.experts) ** batch
+    return 2 * weights + batch * context * 2 * keys
+
+
+def serving(name: str, model: nn.Module, sizes: Sizes, gpu: Cluster) -> Predicted:
+    """Prompts by their products, long contexts and mixed requests by what their steps must read."""
+    shape = Shape.of_model(model)
+    longest, few, batch = sizes.long[-1], sizes.few, sizes.batches[0]
+    plain = batch / token_seconds(model, batch, sizes.prompt + sizes.new / 2, gpu)
+    behind = few / token_seconds(model, few, longest + sizes.new / 2, gpu)
+    work = requests(sizes)
+    seconds = sum(n * shape.flops(n, factor=1.0) for n, _ in work) / gpu.flops
+    for place in range(max(n for _, n in work)):
+        going = [a + place for a, n in work if n > place]
+        seconds += token_seconds(model, len(going), sum(going) / len(going), gpu)
+    mixed = sum(n for _, n in work) / seconds
+    return {
+        **{("prefill", f"{name}, {n} tokens"): (gpu.flops / shape.flops(n, factor=1.0), "tok/s") for n in sizes.long},
+        ("contexts", f"{name}, {few} sequences of {longest}"): (behind, "tok/s"),
+        ("contexts", f"{name} without graphs, {batch} sequences"): (plain, "tok/s"),
+        **{("workload", f"{name}, {who}"): (mixed, "tok/s") for who in ("birl", "vLLM")},
+    }
 
 
 def sampling(model: nn.Module, sizes: Sizes, gpu: Cluster) -> float:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,8 +68,9 @@ def ours(
     middle = time.perf_counter()
     data = [
         Sample(
-            tokens=p + c.tokens, mask=(False,) * len(p) + (True,) * len(c.tokens),
-            logprobs=(0.0,) * len(p) + c.logprobs, versions=(0,) * len(p) + c.versions,
+            tokens=np.array(p + c.tokens, np.int32), mask=np.repeat([False, True], [len(p), len(c.tokens)]),
+            logprobs=np.array((0.0,) * len(p) + c.logprobs, np.float32),
+            versions=np.array((0,) * len(p) + c.versions, np.int32),
             advantage=(-1.0) ** i, group=i // bench.sizes.group, episode=i,
         )
         for i, (p, c) in enumerate(zip(prompts, completions, strict=True))

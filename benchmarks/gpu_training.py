@@ -1,13 +1,13 @@
 """Training on packed tokens, for `benchmarks.gpu`."""
 
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from benchmarks.gpu_bench import Bench, Sizes, loss, samples, shape_of
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
+from birl.models.shape import Shape
 
 TRAIN_GOAL = 0.5
 
@@ -15,12 +15,10 @@ TRAIN_GOAL = 0.5
 def flops(model: nn.Module, batch: Batch) -> float:
     """Of a forward and backward pass that computes nothing twice: 6 a weight and token, 12 a head's element and visible
     pair of tokens."""
-    config: Any = model.config
-    layers = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "head" not in n)
-    head = config.vocab_size * config.hidden_size
+    shape = Shape.of_model(model)
     pairs = sum(p * (p + 1) / 2 + sum(n * (n + 1) / 2 + n * p for n in branches) for p, branches in batch.trees)
-    seen = 12 * config.num_hidden_layers * config.hidden_size * pairs
-    return 6.0 * (layers * len(batch.tokens) + head * len(batch.targets)) + seen
+    products = shape.active * len(batch.tokens) + shape.embedding * len(batch.targets)
+    return 6.0 * products + 3 * shape.pair_flops * pairs
 
 
 def training(bench: Bench) -> None:

@@ -68,6 +68,8 @@ class Sampler:
         self.prompts = [policy.chat.render(m) for m in messages]
 
     async def batch(self, number: int) -> list[Any]:
+        import numpy as np
+
         from birl.types import Sample, SamplingParams
 
         args = self.args
@@ -82,10 +84,10 @@ class Sampler:
         )
         return [
             Sample(
-                tokens=prompt + answer.tokens,
-                mask=(False,) * len(prompt) + (True,) * len(answer.tokens),
-                logprobs=(0.0,) * len(prompt) + answer.logprobs,
-                versions=(-1,) * len(prompt) + answer.versions,
+                tokens=np.array(prompt + answer.tokens, np.int32),
+                mask=np.repeat([False, True], [len(prompt), len(answer.tokens)]),
+                logprobs=np.array((0.0,) * len(prompt) + answer.logprobs, np.float32),
+                versions=np.array((-1,) * len(prompt) + answer.versions, np.int32),
                 advantage=1.0 if episode % 2 else -1.0,
                 group=group,
                 episode=episode,

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from birl.kernels import ADD, KEEP, ROUND, Kernels, PackedWeight
 from birl.models.decoder import Decoder
-from birl.models.logprobs import CHUNK
 from birl.models.matrix import Matrix
+from birl.models.shape import CHUNK
 
 SIDES = ("birl", "oneDNN", "torch.mm")
 MODES = {"qkv": ROUND, "output": ADD, "gate_up": ROUND, "down": ADD, "head": KEEP}  # forward, see `Kernels.gemm`

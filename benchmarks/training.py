@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,10 +30,10 @@ def group(number: int, answers: int, prompt: int, tokens: int, vocabulary: int) 
     length = prompt + tokens
     return [
         Sample(
-            tokens=(*ids[:prompt], *ids[prompt + i * tokens : prompt + (i + 1) * tokens]),
-            mask=(False,) * prompt + (True,) * tokens,
-            logprobs=(0.0,) * length,
-            versions=(-1,) * prompt + (0,) * tokens,
+            tokens=np.array(ids[:prompt] + ids[prompt + i * tokens : prompt + (i + 1) * tokens], np.int32),
+            mask=np.repeat([False, True], [prompt, tokens]),
+            logprobs=np.zeros(length, np.float32),
+            versions=np.repeat(np.array([-1, 0], np.int32), [prompt, tokens]),
             advantage=(-1.0) ** i,
             group=number,
             episode=i,

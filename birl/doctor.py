@@ -277,12 +277,22 @@ def _spins() -> bool:
 def _devices(torch: Any) -> list[Finding]:
     if torch is None:
         return []
+    from birl.models.device import unused
+    from birl.models.fused import has_triton
+
     if not torch.cuda.is_available():
-        return [Finding("ok", "device", "cpu")]
+        why = unused()
+        return (
+            [Finding("warn", "device", why, "update the driver, or `pip install torch` in a build for it")]
+            if why
+            else [Finding("ok", "device", "cpu")]
+        )
     findings = []
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         findings.append(Finding("ok", "device", f"cuda:{index}  {facts.name}  {facts.total_memory / GIB:.0f} GiB"))
+    if not has_triton():
+        findings.append(Finding("warn", "triton", "none, so no kernel of birl runs on a GPU", "pip install triton"))
     return findings
 
 

@@ -17,7 +17,7 @@ class BirlError(Exception):
 class WeightsFailed(BirlError):
     """New weights did not arrive at an engine, which then holds what it held before. `cause` is one of: stale (another
     version than asked for), missing (a tensor, or an adapter, is not there), truncated, mismatch (other bytes), numbers
-    (the engine computes other log-probs with them), unreachable."""
+    (NaN, infinity, or the engine computes other log-probs with them), unreachable."""
 
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(message)
@@ -80,10 +80,11 @@ def first_line(error: BaseException) -> str:
     return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
 
 
-def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """` Did you mean grpo?`, or nothing where no option is close."""
+def did_you_mean(word: str, options: Iterable[str], prefix: str = "") -> str:
+    """` Did you mean grpo?`, or nothing where no option is close. `prefix`: a section, such as `env.`, that the answer
+    shows and the comparison leaves out."""
     result = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)
-    return f" Did you mean {result[0]}?" if result else ""
+    return f" Did you mean {prefix}{result[0]}?" if result else ""
 
 
 def innermost(group: BaseExceptionGroup) -> BaseException:

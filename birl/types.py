@@ -1,4 +1,4 @@
-"""Every noun that crosses a stage boundary, in the order in which a prompt meets them. Standard library only.
+"""Every noun that crosses a stage boundary, in the order in which a prompt meets them. A sample alone loads numpy.
 
     Task -> Env | Agent -> Completion -> Turn -> Trajectory -> Group -> Sample
     (then data/pack.py: Batch; learner/: StepStats)
@@ -7,12 +7,21 @@ Each stage has its own frozen type; nothing is filled in later. Tokens are the t
 becomes tokens once, in `birl/text/`, and a mask comes from who produced a token, never from comparing with a pad id.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from math import inf
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:  # numpy is loaded by those that make samples: the process of rewards is light
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int32]
+    Bools = NDArray[np.bool_]
+    Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,42 +219,69 @@ class Group:
     agent: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One flat list of ids for the learner, and parallel lists. `mask` is True where the model itself produced the
+    """One flat list of ids for the learner, and parallel arrays [T]. `mask` is True where the model itself produced the
     token: only those are trained. `logprobs` and `versions` are the engine's; they are 0.0 and -1 where mask is False.
-    `advantage` is one number for all trained tokens, or a list beside the others, as are `returns` and `values`, what a
-    critic aims at and what it predicts (empty without one), and `proximal`, the learner's own log-probs before the
-    batch's first update (empty where they are not asked for). `routes`: which experts computed each token, equally
+    `advantage` is one number for all trained tokens, or an array beside the others, as are `returns` and `values`, what
+    a critic aims at and what it predicts (None without one), and `proximal`, the learner's own log-probs before the
+    batch's first update (None where they are not asked for). `routes`: which experts computed each token, equally
     many bytes for each; empty where not asked for. `group` and `episode` say where the sample comes from.
+
+    Columns may be given as any sequence of numbers; they become arrays: int32, bool or float32. Raises `ValueError`
+    where they are not equally long, or the first token is trained.
 
     Example: Sample(tokens=(1, 9, 4, 45, 2), mask=(False, False, False, True, True), logprobs=(0., 0., 0., -.1, -.02),
                     versions=(-1, -1, -1, 3, 3), advantage=0.5, group=12, episode=0)
     """
 
-    tokens: tuple[int, ...]
-    mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    advantage: float | tuple[float, ...]
+    tokens: "Ints"
+    mask: "Bools"
+    logprobs: "Floats"
+    versions: "Ints"
+    advantage: "float | Floats"
     group: int
     episode: int
-    returns: tuple[float, ...] = ()
-    values: tuple[float, ...] = ()
-    proximal: tuple[float, ...] = ()
+    returns: "Floats | None" = None
+    values: "Floats | None" = None
+    proximal: "Floats | None" = None
     routes: bytes = b""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.tokens), len(self.mask), len(self.logprobs), len(self.versions)}
-        lengths |= {
-            len(x) for x in (self.advantage, self.returns, self.values, self.proximal) if isinstance(x, tuple) and x
-        }
+        import numpy as np
+
+        lengths = set[int]()
+        for name, dtype in COLUMNS.items():
+            column = getattr(self, name)
+            if column is not None and not isinstance(column, float | int):
+                column = np.asarray(column, dtype)
+                object.__setattr__(self, name, column)
+                lengths.add(len(column))
         if len(lengths) != 1:
-            raise ValueError(f"a Sample's lists must be equally long, got {sorted(lengths)}")
+            raise ValueError(f"a Sample's columns must be equally long, got {sorted(lengths)}")
         if self.routes and len(self.routes) % len(self.tokens):
             raise ValueError(f"{len(self.routes)} bytes of routes for {len(self.tokens)} tokens")
-        if self.mask and self.mask[0]:
+        if len(self.mask) and self.mask[0]:
             raise ValueError("the first token of a Sample has no context to be predicted from, so it cannot be trained")
+
+    def by_version(self) -> Counter[int]:
+        """Trained tokens by the version of the weights that sampled them."""
+        import numpy as np
+
+        versions, counts = np.unique(self.versions[self.versions >= 0], return_counts=True)
+        return Counter(dict(zip(versions.tolist(), counts.tolist(), strict=True)))
+
+
+COLUMNS = {
+    "tokens": "int32",
+    "mask": "bool",
+    "logprobs": "float32",
+    "versions": "int32",
+    "advantage": "float32",
+    "returns": "float32",
+    "values": "float32",
+    "proximal": "float32",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,40 @@ from tests.tiny import tiny_model_folder
 torch.set_num_threads(1)
 
 SLOW = {line for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if line and line[0] != "#"}
+#: folders whose tests depend on programs of the system, which may have been installed since they passed
+AGAIN = {"docs", "envs", "kernels", "launch", "rewards", "sandbox", "view"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--passed", type=Path, help="a new file for the names of the tests that pass")
+    parser.addoption("--without", type=Path, help=f"leave out what --passed wrote, but for {', '.join(sorted(AGAIN))}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.passed is not None and not hasattr(config, "workerinput"):  # of pytest-xdist: the first process
+        config.pluginmanager.register(Passed(config.option.passed))
+
+
+class Passed:
+    """Writes down the tests that pass."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}\n")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of slow.txt: folders, files, functions, or single cases."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of slow.txt: folders, files, functions, or single cases. Leave out those of --without."""
+    if config.option.without is not None:
+        passed = set(config.option.without.read_text(encoding="utf-8").splitlines())
+        left = {i for i in items if i.nodeid in passed and i.nodeid.split("/")[1] not in AGAIN}
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [i for i in items if i not in left]
     for item in items:
         case = item.nodeid.removeprefix("tests/")
         function = case.partition("[")[0]

@@ -20,7 +20,7 @@ from typing import Any
 from tests.tiny import tiny_model_folder
 
 #: figures that no two runs share
-MEASURED = ("time", "speed/", "memory/", "wait/", "queue/", "sync/", "engine/busy", "load/", "cache/", "weights/paused")
+MEASURED = ("time", "speed/", "memory/", "wait/", "queue/", "sync/", "engine/", "load/", "cache/", "weights/paused")
 
 CODE = """
 def length(completions, **_):

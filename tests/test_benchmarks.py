@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from birl import kernels
 
@@ -17,8 +18,13 @@ def run(module: str, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+ONEDNN = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN's bfloat16 needs AVX-512")
+
+
 @pytest.mark.skipif(bool(kernels.problem()), reason="needs birl's kernels")
-@pytest.mark.parametrize(("module", "tables", "verdicts"), [("shared_prefix", 2, 1), ("ceiling", 1, 2)])
+@pytest.mark.parametrize(
+    ("module", "tables", "verdicts"), [("shared_prefix", 2, 1), pytest.param("ceiling", 1, 2, marks=ONEDNN)]
+)
 def test_it_prints_tables_and_verdicts(module: str, tables: int, verdicts: int, tiny: Path, tmp_path: Path) -> None:
     done = run(module, "--tiny", "--model", tiny, "--threads", 1, "--json", tmp_path / "figures.json")
     lines = done.stdout.splitlines()

@@ -57,7 +57,8 @@ def reading_path() -> list[Path]:
 
 @pytest.mark.parametrize(
     ("what", "bound"),
-    [("lines", 63_720), ("files", 478), ("lines of train/", 2_800), ("lines to read", 8_500), ("files to read", 40)],
+    # 63,720 lines before weights over NCCL and IPC, quantised LoRA, layers fused on ranks and truncation in graphs
+    [("lines", 67_300), ("files", 492), ("lines of train/", 2_800), ("lines to read", 8_500), ("files to read", 40)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())
@@ -72,7 +73,9 @@ def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loop", "bound"), [("sft", 62), ("rm", 62), ("dpo", 64), ("rl", 150), ("build_rows", 128), ("build", 186)]
+    ("loop", "bound"),
+    # 4 for the rules of layers, the proof of a model and what follows its head, which were in one file, and for states
+    [("sft", 67), ("rm", 67), ("dpo", 69), ("rl", 153), ("build_rows", 131), ("build", 191)],
 )
 def test_a_loop_imports_what_it_needs(loop: str, bound: int) -> None:
     """And what builds it: the files of birl that a run of the command loads."""

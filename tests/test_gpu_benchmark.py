@@ -16,12 +16,16 @@ from benchmarks.gpu_training import flops
 from birl.data.pack import pack
 from birl.models.device import choose
 
-SECTIONS = ["machine", "decode", "training", "GRPO step", "mismatch", "memory"]
+SECTIONS = [
+    *("machine", "decode", "contexts", "prefill", "training", "sampler", "GRPO step", "mismatch", "memory"),
+    *("workload", "sleep"),
+]
 
 
 def test_every_section_fills_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a process of its own, with a prediction that was stated before."""
-    words = ["gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--sections", "machine,decode,training,grpo"]
+    words = ["gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--sections"]
+    words.append(",".join(name for name in gpu.SECTIONS if name != "trl"))
     monkeypatch.setattr(sys, "argv", words)
     assert gpu.main() == 0
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]

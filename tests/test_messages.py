@@ -40,6 +40,20 @@ ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
         ("ledger nowhere", ["nowhere has no ledger.jsonl", "birl runs"]),
         ("checkpoints nowhere", ["There is no folder nowhere", "birl runs"]),
         ("status nowhere", ["there is no folder nowhere", "birl runs"]),
+        ("rl env=guess_number env.hihg=3", ["env.hihg=3: there is no such key. Did you mean env.high?"]),
+        ("plan --simulate run.gpu=4", ["Did you mean run.gpus?"]),
+        ("rl data.train=folder/typed.jsonl", ["folder/typed.jsonl, row 1: prompt is a number"]),
+        ("completion csh", ["There is no completion for csh. Name one shell", "bash, zsh, fish."]),
+        ("cache foo", ["foo: `birl cache` has list, verify, clear NAME and clear --all."]),
+        ("cache clear", ["birl cache clear NAME", "birl cache clear --all"]),
+        ("checkpoints nowhere export", ["`birl checkpoints RUN export STEP FOLDER [--shard-gb N]`"]),
+        ("checkpoints nowhere prnue 1", ["`birl checkpoints RUN` has verify, export,", "Did you mean prune?"]),
+        ("launch", ["Name a place and a command", "Places: local, torchrun,"]),
+        ("launch locl", ["There is no place 'locl'", "Did you mean local?"]),
+        ("launch local", ["Name what to start", "Commands: sft, rm, dpo, rl;"]),
+        ("chat folder/seed=1", ["folder/seed=1"]),
+        ("chat model=folder", ["folder"]),
+        ("chat folder nowhere", ["birl chat takes one model or run, not 2: folder nowhere."]),
     ],
 )
 def test_a_slip_is_answered_with_the_fix(
@@ -48,14 +62,14 @@ def test_a_slip_is_answered_with_the_fix(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BIRL_TOKEN", "secret")
     Path("good.jsonl").write_text(ROW)
-    Path("folder").mkdir()
+    Path("folder/seed=1").mkdir(parents=True)  # as --multirun names them
+    Path("folder/typed.jsonl").write_text('{"prompt": 5, "answer": "5"}\n')
     Path("bad.yaml").write_text("seed: 1\n  steps: 3\n")
     Path("list.yaml").write_text("- a\n")
     assert main(words.split()) == 2
     error = capsys.readouterr().err
     assert all(text in error for text in said), error
-    if "steps" in words:
-        assert len(error.splitlines()) == 1
+    assert len(error.splitlines()) == (2 if "mlflow" in words else 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -42,6 +42,7 @@ PARTS: dict[str, list[str]] = {
     **{f"env {name}": files(place.partition(":")[0]) for name, place in BUILT_IN.items()},
     **{f"dialect {name}": files(*filter(None, (d.server, d.gateway))) for name, d in DIALECTS.items()},
     "transport nccl": ["birl/weights/broadcast.py"],
+    "transport ipc": ["birl/weights/lending.py"],
 }
 ALL = sorted({name for part in PARTS.values() for name in part})
 

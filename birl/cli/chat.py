@@ -8,7 +8,7 @@ from typing import Any
 
 from birl.config import schema
 from birl.errors import BirlError
-from birl.hub import check_model
+from birl.hub import check_model, is_model
 from birl.text.bounds import cannot_fit
 from birl.types import Message, SamplingParams
 
@@ -27,7 +27,10 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_tokens": (lambda x: x >= 1, "a whole number of at least 1"),
     "seed": (lambda x: x >= 0, "a whole number of at least 0"),
     "dtype": (lambda x: x in ("bfloat16", "float32"), "bfloat16 | float32"),
-    "device": (lambda x: x in ("auto", "cpu", "cuda"), "auto | cpu | cuda"),
+    "device": (
+        lambda x: x in ("auto", "cpu", "cuda") or (x[:5] == "cuda:" and x[5:].isdigit()),
+        "auto | cpu | cuda | cuda:1",
+    ),
     "system": (lambda x: True, "text"),
 }
 
@@ -35,15 +38,22 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
 def run(words: list[str]) -> int:
     """`birl chat [MODEL or RUN] [key=value ...]`: a run folder, a checkpoint of a run, or anything that `model.path`
     takes; then keys of `SETTINGS`."""
-    named = bool(words) and "=" not in words[0]
-    settings = read_settings(words[named:])
-    if named:
-        check_model("model.path", words[0])
+    named = [word.removeprefix("model=") for word in words if is_target(word)]
+    if len(named) > 1:
+        raise BirlError(f"birl chat takes one model or run, not {len(named)}: {' '.join(named)}.")
+    settings, target = read_settings([word for word in words if not is_target(word)]), (named or ["smollm2"])[0]
+    check_model("model.path", target)
+    from birl.models.device import choose
     from birl.parallel.machine import compute_thread
 
-    with compute_thread() as compute:
-        asyncio.run(_converse(words[0] if named else "smollm2", settings, compute))
+    with compute_thread(device=choose(str(settings["device"]))) as compute:
+        asyncio.run(_converse(target, settings, compute))
     return 0
+
+
+def is_target(word: str) -> bool:
+    """Whether a word names the model: the folder of a run of --multirun has an = in its name."""
+    return "=" not in word or word.startswith("model=") or is_model(word)
 
 
 def read_settings(overrides: list[str]) -> dict[str, float | int | str]:
@@ -51,7 +61,7 @@ def read_settings(overrides: list[str]) -> dict[str, float | int | str]:
     for word in overrides:
         key, _, value = word.partition("=")
         if key not in SETTINGS:
-            raise BirlError(f"birl chat has no key {key!r}; it has {', '.join(SETTINGS)}.")
+            raise BirlError(f"birl chat has no key {key!r}; it has model, {', '.join(SETTINGS)}.")
         kind, (fits, needed) = type(SETTINGS[key]), ALLOWED[key]
         try:
             settings[key] = kind(value)

@@ -25,6 +25,7 @@ from birl.envs.open import check_world, open_world
 from birl.errors import BirlError, innermost
 from birl.learner.policy import DTYPES, Policy, Reader, load_policy, load_reader
 from birl.learner.rewards import make_rewards, started
+from birl.models.device import choose
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
@@ -39,6 +40,7 @@ from birl.server.gateway import Gateway
 from birl.track.console import Terminal
 from birl.track.log import encode
 from birl.track.progress import source
+from birl.track.units import counted
 from birl.types import Group
 from birl.visible import visible
 
@@ -154,7 +156,8 @@ async def served(
 
 def run(config: schema.Eval) -> None:
     """`birl eval`."""
-    with compute_thread(config.threads) as compute:
+    here = config.engine.kind == "embedded" or "model" in schema.reward_functions(config)
+    with compute_thread(config.threads, choose(config.model.device) if here else None) as compute:
         try:
             asyncio.run(_run(config, compute))
         except BaseExceptionGroup as group:
@@ -173,6 +176,8 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
     parts = await evaluation(config, compute)
     if warning := parts.plan.greedy_repeats:
         print(f"birl: warning: {warning}", file=sys.stderr)
+    asked, longest = counted(len(parts.plan.tasks), "question"), parts.plan.params.max_tokens
+    print(f"birl: {asked}, answers of at most {longest} tokens ...", file=sys.stderr)
     try:
         with interrupting(config.env.timeout):
             metrics, groups = await evaluate(parts.plan, parts.rollout)

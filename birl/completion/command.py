@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from birl.completion import bash, fish, zsh
 from birl.completion.vocabulary import vocabulary
-from birl.errors import BirlError, did_you_mean
+from birl.errors import BirlError
 
 SHELLS = {"bash": bash.script, "zsh": zsh.script, "fish": fish.script}
 USAGE = """\
@@ -23,8 +23,8 @@ make it anew:
 def run(words: Sequence[str], texts: Mapping[str, str], flags: Mapping[str, tuple[str, ...]]) -> int:
     """`texts`: one line on each command of birl. `flags`: the words that each takes. Raises `BirlError`."""
     if len(words) != 1 or words[0] not in SHELLS:
-        near = did_you_mean(words[0], SHELLS) if words else ""
-        raise BirlError(f"Name your shell: {', '.join(SHELLS)}.{near}\n{USAGE.splitlines()[0]}")
+        unknown = f"There is no completion for {' '.join(words)}. " if words else ""
+        raise BirlError(f"{unknown}Name one shell, as in `birl completion bash`: {', '.join(SHELLS)}.")
     from birl.envs.open import BUILT_IN
     from birl.launch.launcher import WHERE
 

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from birl.config.keys import Doc, documentation, presets
-from birl.config.load import SHORTHANDS
+from birl.config.keys import SHORTHANDS, Doc, documentation, presets
 from birl.config.schema import COMMANDS
 
 NOTHING = ("int", "float")  # types of keys that only the user knows the value of

@@ -37,11 +37,11 @@ ENGINES: dict[str, Kind] = {
     "embedded": Kind(methods=("memory",)),
     "birl": Kind(
         module="birl.engines.birl",
-        methods=("reload", "shared", "volume", "direct", "nccl", "checkpoint"),
+        methods=("reload", "shared", "volume", "direct", "nccl", "ipc", "checkpoint"),
         own=True,
     ),
-    "vllm": Kind(module="birl.engines.vllm", package="vllm", methods=FOLDERS),
-    "sglang": Kind(module="birl.engines.sglang", package="sglang", methods=FOLDERS),
+    "vllm": Kind(module="birl.engines.vllm", package="vllm", methods=(*FOLDERS, "nccl")),
+    "sglang": Kind(module="birl.engines.sglang", package="sglang", methods=(*FOLDERS, "nccl")),
     OWN: Kind(methods=("reload", "shared", "direct")),
 }
 SERVERS = tuple(name for name, kind in ENGINES.items() if kind.module)

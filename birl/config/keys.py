@@ -16,6 +16,7 @@ from birl.errors import BirlError
 
 PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESETS = {"algorithm": "dr_grpo", "model": "smollm2"}
+SHORTHANDS = {"reward": "reward.functions", "env": "env.kind", "benchmark": "env.kind"}
 TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "object": "dict"}
 BOUNDS = {
     "minimum": "at least",

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from birl.config import file
 from birl.config.check import configured, refusal, wrong_type
-from birl.config.keys import DEFAULT_PRESETS, PRESETS, Doc, documentation, presets, written
+from birl.config.keys import DEFAULT_PRESETS, PRESETS, SHORTHANDS, Doc, documentation, presets, written
 from birl.config.nearest import meant, suggest
 from birl.config.rules import rules
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage
@@ -37,7 +37,6 @@ from birl.hub import is_model, is_run
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)
 Section = TypeVar("Section")
 
-SHORTHANDS = {"reward": "reward.functions", "env": "env.kind", "benchmark": "env.kind"}
 EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
@@ -318,7 +317,7 @@ def read_section(schema: type[Section], written: Mapping[str, Any], prefix: str)
     for key, value in written.items():
         settings[key] = setting = Setting(key=key, value=value, source=f"{prefix}{key}={value}")
         if key not in docs:
-            hint = did_you_mean(key, docs) or f" It has: {', '.join(docs) or 'none'}."
+            hint = did_you_mean(key, docs, prefix) or f" It has: {', '.join(prefix + k for k in docs) or 'none'}."
             errors.append(f"{setting.source}: there is no such key.{hint}")
             continue
         try:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from birl.config import peers
-from birl.config.keys import documentation, written
+from birl.config.keys import SHORTHANDS, documentation, presets, written
 from birl.config.schema import COMMANDS, Eval
 
 
@@ -45,7 +45,8 @@ def _in_terminal(note: str) -> str:
 
 
 def nearest_keys(key: str, schema: type) -> list[str]:
-    """At most three keys that `key` may stand for: its name in another system, same last part, similar spelling."""
+    """At most three keys that `key` may stand for: its name in another system, same last part, similar spelling, of a
+    section too."""
     key = peers.plain(key)
     keys = list(documentation(schema))
     section, _, last = key.rpartition(".")
@@ -56,7 +57,7 @@ def nearest_keys(key: str, schema: type) -> list[str]:
     result = [*same, *_keys(theirs, keys)]
     if not result and len({one or row.keys for row, one in peers.ends_like(key)}) == 1:
         result = _keys(peers.ends_like(key), keys)
-    if result or (result := _spelt_like(key, keys)):
+    if result or (result := _sections_like(key, keys, schema) or _spelt_like(key, keys)):
         return _few(result)
     words = [key, last] if any(name.startswith(f"{section}.") for name in keys) else [key]
     return _few([k for word in words for w in peers.spelt_like(word) for k in _keys(peers.named(w), keys)])
@@ -64,6 +65,15 @@ def nearest_keys(key: str, schema: type) -> list[str]:
 
 def _few(names: list[str]) -> list[str]:
     return list(dict.fromkeys(names))[:3]
+
+
+def _sections_like(word: str, keys: list[str], schema: type) -> list[str]:
+    """What `word=...` sets, for a word that is nearly a section, as in `rewards=math`: the section's kind, its path, or
+    a preset."""
+    groups = {name.rpartition(".")[0]: name for name in keys if name.endswith(".kind")}
+    groups |= {name: f"{name}.path" if f"{name}.path" in keys else name for name in presets(schema)}
+    groups |= {name: key for name, key in SHORTHANDS.items() if key in keys}
+    return [groups[name] for name in difflib.get_close_matches(word, groups, n=1, cutoff=0.85)]
 
 
 def _spelt_like(key: str, keys: list[str]) -> list[str]:

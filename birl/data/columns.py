@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,20 +21,17 @@ def by_sample(batches: Sequence[Batch], outputs: Sequence[Tensor], count: int) -
 
 
 def behaviour(sample: Sample) -> Tensor:
-    """Log-probs of the trained tokens under the weights that sampled them."""
-    return torch.tensor(trained(sample, sample.logprobs), dtype=torch.float32)
+    """[N] float32: log-probs of the trained tokens under the weights that sampled them."""
+    return torch.from_numpy(sample.logprobs[sample.mask])
 
 
-def trained(sample: Sample, column: Sequence[float]) -> list[float]:
-    """Of one value for each token those of the trained ones."""
-    return [value for value, m in zip(column, sample.mask, strict=True) if m]
+def per_token(sample: Sample) -> np.ndarray:
+    """[T]: advantages."""
+    return np.broadcast_to(np.asarray(sample.advantage, np.float32), len(sample.tokens))
 
 
-def per_token(sample: Sample) -> tuple[float, ...]:
-    return sample.advantage if isinstance(sample.advantage, tuple) else (sample.advantage,) * len(sample.tokens)
-
-
-def spread(sample: Sample, values: Tensor) -> tuple[float, ...]:
+def spread(sample: Sample, values: Tensor) -> np.ndarray:
     """One value for each trained token -> one for each token, 0 where nothing is trained."""
-    each = iter(values.tolist())
-    return tuple(next(each) if m else 0.0 for m in sample.mask)
+    result = np.zeros(len(sample.tokens), np.float32)
+    result[sample.mask] = values.numpy()
+    return result

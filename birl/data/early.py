@@ -27,7 +27,7 @@ def check_data(config: Any) -> None:
             if local.is_dir() and not any(p.suffix.lower() in FORMATS for p in local.rglob("*")):
                 raise BirlError(f"The folder {path} holds no data files ({' '.join(FORMATS)}).")
             if local.is_file() and (table := _parsed(local)) is not None:
-                _check(Rows(str(local), [part(local.name, local.stem, table)], limit), config)
+                _check(Rows(str(local), [part(local.name, local.stem, table, str(local))], limit), config)
 
 
 def _parsed(path: Path) -> list[dict[str, Any]] | None:

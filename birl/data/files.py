@@ -37,7 +37,7 @@ def read_file(path: Path, label: str = "", text: Callable[[str], bool] = no_colu
             table = {"json": _read_json}.get(kind, _read_binary)(path, kind)
     except OSError as error:
         raise BirlError(f"{path} cannot be read: {error.strerror or error}.") from error
-    result = part(label or path.name, SHARD.sub("", path.stem), table)
+    result = part(label or path.name, SHARD.sub("", path.stem), table, str(path))
     check_columns(path, len(result.columns))
     return result
 

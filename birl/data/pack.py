@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,9 +24,9 @@ NOTHING = ((1, ()),)  # the trees of a micro-batch without samples: a model want
 class Branching:
     """A prefix and the samples that start with it; `tail` of sample i is everything behind the prefix."""
 
-    prefix: tuple[int, ...]
+    prefix: np.ndarray
     samples: tuple[int, ...]  # indices
-    tails: tuple[tuple[int, ...], ...]
+    tails: tuple[np.ndarray, ...]
 
     def __len__(self) -> int:
         return len(self.prefix) + sum(map(len, self.tails))
@@ -69,8 +70,9 @@ class Batch:
     @property
     def copies(self) -> Tensor:
         """[T] float32: how many samples each packed token stands for; 0 where there is nothing to compute."""
-        trees = ((prefix, len(tails), sum(tails)) for prefix, tails in self.trees)
-        return _floats(n for p, b, t in trees for n in (*(b,) * p, *(1,) * t)).to(self.tokens.device)
+        runs = [(n, size) for prefix, tails in self.trees for n, size in ((len(tails), prefix), (1, sum(tails)))]
+        numbers, sizes = np.array(runs).T
+        return torch.from_numpy(np.repeat(numbers.astype(np.float32), sizes)).to(self.tokens.device)
 
     def to(self, device: torch.device | str) -> "Batch":
         tensors = [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor) and f.name != "predicted"]
@@ -122,7 +124,7 @@ def branchings(numbered: Sequence[tuple[int, Sample]], max_tokens: int) -> list[
     """Samples of one group -> as few trees as fit into max_tokens each."""
     prefix = shared_prefix([s for _, s in numbered])
     trees: list[Branching] = []
-    members: list[tuple[int, tuple[int, ...]]] = []
+    members: list[tuple[int, np.ndarray]] = []
     size = len(prefix)
 
     def close() -> None:
@@ -139,59 +141,75 @@ def branchings(numbered: Sequence[tuple[int, Sample]], max_tokens: int) -> list[
     return trees
 
 
-def shared_prefix(samples: Sequence[Sample]) -> tuple[int, ...]:
+def shared_prefix(samples: Sequence[Sample]) -> np.ndarray:
     """The longest start that all samples share and none trains: a trained token has its own advantage, so it stays
     apart.
 
     At least one token of each sample is left over, as a branch must not be empty.
     """
-    first = samples[0]
-    end = min(min((s.mask.index(True) if True in s.mask else len(s.tokens)) for s in samples), len(first.tokens) - 1)
-    end = min(end, *(len(s.tokens) - 1 for s in samples)) if len(samples) > 1 else end
-    n = 0
-    while n < end and all(s.tokens[n] == first.tokens[n] for s in samples):
-        n += 1
-    return first.tokens[:n]
+    first = samples[0].tokens
+    for sample in samples:
+        end = min(len(first), len(sample.tokens) - 1)
+        if sample.mask[:end].any():
+            end = int(sample.mask.argmax())
+        apart = sample.tokens[:end] != first[:end]
+        first = first[: int(apart.argmax()) if apart.any() else end]
+    return first
 
 
 def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Sequence[float]) -> Batch:
-    tokens: list[int] = []
-    positions: list[int] = []
-    source: list[int] = []
-    trained: list[tuple[int, int]] = []  # (sample, place in the sample)
+    tokens, positions, source, taken, turn, size = [], [], [], [], [], 0
     for tree in trees:
-        start, prefix = len(tokens), len(tree.prefix)
-        tokens += tree.prefix
-        positions += range(prefix)
+        prefix, last = len(tree.prefix), size + len(tree.prefix) - 1  # packed place of the prefix's last token
+        tokens.append(tree.prefix)
+        positions.append(np.arange(prefix))
+        size += prefix
         for index, tail in zip(tree.samples, tree.tails, strict=True):
-            offset = len(tokens) - prefix  # packed place of sample token i >= prefix is offset + i
-            tokens += tail
-            positions += range(prefix, prefix + len(tail))
-            for i in range(prefix, prefix + len(tail)):
-                if samples[index].mask[i]:
-                    source.append(offset + i - 1 if i > prefix else start + prefix - 1)
-                    trained.append((index, i))
-    rows = [(samples[s], s, i) for s, i in trained]
+            tokens.append(tail)
+            positions.append(np.arange(prefix, prefix + len(tail)))
+            own = np.flatnonzero(samples[index].mask[prefix:])  # a trained token's place in the tail
+            source.append(np.where(own > 0, size + own - 1, last))
+            taken.append((index, own + prefix))
+            turn.append((np.diff(own, prepend=own[:1]) > 1).cumsum())
+            size += len(tail)
+
+    def column(name: str, otherwise: str = "") -> Tensor:
+        """[N] float32 of one of the samples' columns; where a sample has none, of the other one or zeros."""
+        parts = []
+        for index, places in taken:
+            values = getattr(samples[index], name)
+            if values is None:
+                values = getattr(samples[index], otherwise) if otherwise else 0.0
+            parts.append(values[places] if isinstance(values, np.ndarray) else np.full(len(places), values))
+        return _joined(parts, torch.float32)
+
+    def each(values: Iterable[float], dtype: torch.dtype) -> Tensor:
+        """[N]: one value for each sample."""
+        return _joined([np.full(len(p), value) for value, (_, p) in zip(values, taken, strict=True)], dtype)
+
+    numbers = [index for index, _ in taken]
     return Batch(
-        tokens=torch.tensor(
-            tokens or [0], dtype=torch.int64
-        ),  # a model wants a token where there is nothing to compute
-        positions=torch.tensor(positions or [0], dtype=torch.int64),
+        tokens=_joined(tokens or [np.zeros(1)], torch.int64),  # a model wants a token where there is nothing to compute
+        positions=_joined(positions or [np.zeros(1)], torch.int64),
         trees=tuple((len(t.prefix), tuple(map(len, t.tails))) for t in trees) or NOTHING,
-        source=torch.tensor(source, dtype=torch.long),
-        targets=torch.tensor([s.tokens[i] for s, _, i in rows], dtype=torch.long),
-        logprobs=_floats(s.logprobs[i] for s, _, i in rows),
-        proximal=_floats((s.proximal or s.logprobs)[i] for s, _, i in rows),
-        versions=torch.tensor([s.versions[i] for s, _, i in rows], dtype=torch.long),
-        advantages=_floats(_advantage(s, i) for s, _, i in rows),
-        returns=_floats(s.returns[i] if s.returns else 0.0 for s, _, i in rows),
-        values=_floats(s.values[i] if s.values else 0.0 for s, _, i in rows),
-        weights=_floats(weights[n] for _, n, _ in rows),
-        sample=torch.tensor([n for _, n, _ in rows], dtype=torch.long),
-        group=torch.tensor([s.group for s, _, _ in rows], dtype=torch.long),
-        turn=torch.tensor(_turns(trained), dtype=torch.long),
+        source=_joined(source, torch.int64),
+        targets=_joined([samples[i].tokens[places] for i, places in taken], torch.int64),
+        logprobs=column("logprobs"),
+        proximal=column("proximal", "logprobs"),
+        versions=_joined([samples[i].versions[places] for i, places in taken], torch.int64),
+        advantages=column("advantage"),
+        returns=column("returns"),
+        values=column("values"),
+        weights=each((weights[i] for i in numbers), torch.float32),
+        sample=each(numbers, torch.int64),
+        group=each((samples[i].group for i in numbers), torch.int64),
+        turn=_joined(turn, torch.int64),
         routes=_routes(trees, samples),
     )
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(dtype) if parts else torch.empty(0, dtype=dtype)
 
 
 def _routes(trees: Sequence[Branching], samples: Sequence[Sample]) -> Tensor | None:
@@ -205,21 +223,3 @@ def _routes(trees: Sequence[Branching], samples: Sequence[Sample]) -> Tensor | N
         cut = len(tree.prefix) * size
         result += b"".join((known[0][:cut], *(routes[cut:] for routes in known)))
     return torch.frombuffer(result, dtype=torch.uint8).view(-1, size)
-
-
-def _floats(values: Iterable[float]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.float32)
-
-
-def _advantage(sample: Sample, place: int) -> float:
-    return sample.advantage[place] if isinstance(sample.advantage, tuple) else sample.advantage
-
-
-def _turns(trained: Sequence[tuple[int, int]]) -> list[int]:
-    """(sample, place) of each trained token -> number of its stretch within the sample."""
-    result: list[int] = []
-    for n, (sample, place) in enumerate(trained):
-        before = trained[n - 1] if n else (-1, -1)
-        same = before[0] == sample
-        result.append((result[-1] + (before[1] + 1 != place)) if same else 0)
-    return result

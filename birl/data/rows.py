@@ -17,9 +17,11 @@ PEEK = 100  # rows in which a nested field is looked for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """The rows of one file. `label` is its name in messages and ids, which no other part of its source has."""
+    """The rows of one file. `label` is its name in ids, which no other part of its source has; `place` its path, for
+    messages."""
 
     label: str
+    place: str
     stem: str
     table: Sequence[Mapping[str, Any]]
     columns: tuple[str, ...]
@@ -58,7 +60,7 @@ class Rows(Sequence[dict[str, Any]]):
     def where(self, index: int) -> str:
         """For messages; counts from 1."""
         part, i = self._find(index)
-        return f"{part.label}, row {i + 1}"
+        return f"{part.place}, row {i + 1}"
 
     def id(self, index: int) -> str:
         part, i = self._find(index)
@@ -134,9 +136,9 @@ def given(rows: Any, name: str, limit: int = 0) -> Rows:
     raise BirlError(f"{name}: a {type(rows).__name__}; it takes a path, a datasets.Dataset or a list of dicts.")
 
 
-def part(label: str, stem: str, table: Any) -> SourceFile:
+def part(label: str, stem: str, table: Any, place: str = "") -> SourceFile:
     columns = table.column_names if hasattr(table, "column_names") else dict.fromkeys(c for row in table for c in row)
-    return SourceFile(label=label, stem=stem, table=table, columns=tuple(map(str, columns)))
+    return SourceFile(label=label, place=place or label, stem=stem, table=table, columns=tuple(map(str, columns)))
 
 
 def reason(error: BaseException) -> str:

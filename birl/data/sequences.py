@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from birl.config import schema
 from birl.errors import BirlError
 from birl.text.bounds import beginning, cannot_fit
@@ -36,10 +38,10 @@ class Tokens:
     def sample(self, group: int, advantage: float = 1.0) -> Sample:
         n = len(self.ids)
         return Sample(
-            tokens=tuple(self.ids),
-            mask=tuple(map(bool, self.mask)),
-            logprobs=(0.0,) * n,
-            versions=(-1,) * n,
+            tokens=np.array(self.ids, np.int32),
+            mask=np.frombuffer(self.mask, np.bool_),
+            logprobs=np.zeros(n, np.float32),
+            versions=np.full(n, -1, np.int32),
             advantage=advantage,
             group=group,
             episode=0,
@@ -153,8 +155,8 @@ def scored(tokens: Tokens, group: int) -> Sample:
     n = len(sample.tokens)
     return replace(
         sample,
-        tokens=(*sample.tokens, sample.tokens[-1]),
-        mask=(False,) * n + (True,),
-        logprobs=(0.0,) * (n + 1),
-        versions=(-1,) * (n + 1),
+        tokens=np.append(sample.tokens, sample.tokens[-1]),
+        mask=np.arange(n + 1) == n,
+        logprobs=np.append(sample.logprobs, np.float32(0)),
+        versions=np.append(sample.versions, np.int32(-1)),
     )

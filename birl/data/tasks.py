@@ -124,7 +124,7 @@ class Tasks(Sequence[Task]):
 
 
 def load_tasks(config: Data, which: Literal["train", "validation"], *, chat: bool, given: Any = None) -> list[Tasks]:
-    """One `Tasks` for each source of data.train or data.validation; `given` rows take their place.
+    """One `Tasks` for each source of data.train or data.validation; `given` rows, or such by name, take their place.
 
     `chat`: the tokenizer has a chat template. What is wrong with a source as a whole raises `BirlError` at once, what
     is wrong with a row raises when that row is asked for.
@@ -147,7 +147,8 @@ def read_sources(
     `text`: see `read`."""
     if given is not None:
         limit = config.max_samples if which == "train" else config.max_validation_samples
-        sources = [handed_over(given, which, limit)]
+        named = given if isinstance(given, dict) else {which: given}
+        sources = [handed_over(rows, name, limit) for name, rows in named.items()]
     elif which == "train":
         sources = [
             read(p, subset=config.subset, splits=(config.split,), limit=config.max_samples, text=text)

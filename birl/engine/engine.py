@@ -33,7 +33,7 @@ from birl.engine.scheduler import ScheduledTokens, Scheduler
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
 from birl.models.forward import head, logits
-from birl.models.slots import page_bytes
+from birl.models.slots import page_bytes, state_bytes
 from birl.parallel.machine import check_returned, give_back, held_memory
 from birl.spans import answered, done
 from birl.text.chat import StopChecker
@@ -47,7 +47,8 @@ class Counters:
     tokens: int = 0  # sampled
     scored: int = 0  # given ones that only got their log-prob
     dropped: int = 0  # sampled in vain: the caller was cancelled
-    prefilled: int = 0  # prompt tokens that were computed: those of a group once
+    prefilled: int = 0  # prompt tokens that were computed: those of a group once,
+    reused: int = 0  # and tokens that were not, as their pages were there
     drafted: int = 0  # tokens that were guessed (`engine/drafts.py`),
     accepted: int = 0  # and those of them that were right
     seconds: float = 0.0  # spent computing
@@ -89,10 +90,15 @@ class EmbeddedEngine:
         self._version = version or (lambda: self.weights.version if self.weights else 0)
         self._seen = self._version()  # version of the keys and values in the cache
         self.paused = self.asleep = False
-        self.runner = Runner(model, routes)
-        pages = min(int(kv_cache_gb * 2**30) // page_bytes(model), max_batch * pages_for(context))
+        self.runner = Runner(model, routes, sequences=max_batch)
+        keeps = state_bytes(model)  # what pages do not hold can be neither found again by tokens nor taken back
+        room = max(0, int(kv_cache_gb * 2**30) - max_batch * keeps)
+        pages = min(room // page_bytes(model), max_batch * pages_for(context))
         on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU launches captured graphs instead of guessing
-        self.scheduler = Scheduler(max_batch=max_batch, pages=Pages(pages), drafts=Drafts(draft_rows if on_cpu else 0))
+        drafts = Drafts(draft_rows if on_cpu and not keeps else 0)
+        self.scheduler = Scheduler(
+            max_batch=max_batch, pages=Pages(pages), cache=not keeps, early=not (routes or keeps), drafts=drafts
+        )
         self.counters = Counters()
         self._arrivals: list[Request] = []
         self._open: set[Request] = set()  # requests that wait for a completion
@@ -244,6 +250,13 @@ class EmbeddedEngine:
             raise BirlError("This engine samples from the learner's own weights: there is nothing to load.")
         return self.weights
 
+    def rest(self) -> None:
+        """(compute thread) Before training, which may have the memory of the cache unless requests run, or graphs know
+        its address: capturing them again would take longer than a step."""
+        if not self.scheduler.running and self.runner.graphs is None:
+            self.scheduler.pages.forget()
+            self.runner.release(cache=True)
+
     async def close(self) -> None:
         """For good: waiting and later callers get `EngineDown`."""
         self._closed = EngineDown("the engine was closed")
@@ -271,6 +284,8 @@ class EmbeddedEngine:
                     self.runner.release()
                     # where bits depend on a step's rows, these must not depend on what a resumed run has not seen
                     self.scheduler.drafts.trim(REMEMBERED if self.runner.same_bits else 0)
+                    if self.runner.repeats:
+                        self.scheduler.pages.forget()
                     return
                 for request in await loop.run_in_executor(self.compute, self._compute):
                     self._finish(request)
@@ -325,9 +340,9 @@ class EmbeddedEngine:
             self._seen = self.version
             if not self.recompute_kv:
                 self.scheduler.outdate()
-            elif self.scheduler.running:
+            else:
+                self.counters.restarts += bool(self.scheduler.running)
                 self.scheduler.restart()
-                self.counters.restarts += 1
         finished = self.scheduler.retire()
         with torch.no_grad(), self.runner.steady(self.version, self.scheduler.pages):
             while not finished and self.scheduler.busy:
@@ -340,16 +355,19 @@ class EmbeddedEngine:
         done("generate", start, ended=ended, process="engine", lane="compute", version=self._seen, tokens=tokens)
         alive()
         self.counters.running, self.counters.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        self.counters.reused = self.scheduler.reused
         return finished
 
     def step(self) -> list[Request]:
         """One token for every running request; more where guesses were right, or where that needs no decision of ours.
-        Returns those that ended."""
+        What cannot be captured, prompts above all, runs before the graphed rows, not instead. Returns those that
+        ended."""
         plan = self.scheduler.plan()
-        if self.runner.bursts(plan):
-            self.burst(plan)
-        elif plan:
-            self.single(plan)
+        graphed = [self.runner.captures(work) for work in plan]
+        if not all(graphed):
+            self.single([work for work, captured in zip(plan, graphed, strict=True) if not captured])
+        if any(graphed):
+            self.burst([work for work, captured in zip(plan, graphed, strict=True) if captured])
         finished = self.scheduler.retire()
         self.counters.finished += len(finished)
         return finished

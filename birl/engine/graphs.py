@@ -25,8 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from birl.engine.sampler import draw
+from birl.engine.truncation import limits_of
 from birl.kernels import PAGE
 from birl.models.fused import power_of_two
+from birl.types import SamplingParams
 
 AHEAD = 16  # tokens in a row; a sequence that ends earlier wastes the rest of its row
 NARROWEST = 8  # pages of a row
@@ -40,7 +42,8 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 @dataclass(slots=True)
 class Graph:
     """The tensors of one size. `host` is uploaded as one piece into `device`, of which the inputs are views:
-    [rows, width] pages, [rows] tokens, [rows] lengths, and as float32 [rows] temperatures, [AHEAD, rows] uniforms."""
+    [rows, width] pages, [rows] tokens, [rows] lengths, and as float32 [rows] temperatures, [rows, 3] limits (top-k,
+    top-p and min-p, which only `limited` graphs look at), [AHEAD, rows] uniforms."""
 
     host: Tensor
     device: Tensor
@@ -48,25 +51,30 @@ class Graph:
     lengths: Tensor
     tokens: Tensor
     temperatures: Tensor
+    limits: Tensor
     uniforms: Tensor
+    limited: bool
     place: Tensor  # [1] int64: which token of the burst comes next
     results: Tensor  # [AHEAD, 2, rows] float32: tokens (exact up to 2^24) and log-probs
     replay: Callable[[], None] = lambda: None
 
     @classmethod
-    def make(cls, rows: int, width: int, device: torch.device) -> "Graph":
-        size = rows * (width + 3 + AHEAD)
+    def make(cls, rows: int, width: int, limited: bool, device: torch.device) -> "Graph":
+        size = rows * (width + 6 + AHEAD)
         host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         there = torch.zeros(size, dtype=torch.int32, device=device)
-        table, numbers, floats = there.split([rows * width, 2 * rows, rows * (1 + AHEAD)])
+        table, numbers, floats = there.split([rows * width, 2 * rows, rows * (4 + AHEAD)])
+        floats = floats.view(torch.float32)
         return cls(
             host=host,
             device=there,
             table=table.view(rows, width),
             tokens=numbers[:rows],
             lengths=numbers[rows:],
-            temperatures=floats[:rows].view(torch.float32),
-            uniforms=floats[rows:].view(torch.float32).view(AHEAD, rows),
+            temperatures=floats[:rows],
+            limits=floats[rows : 4 * rows].view(rows, 3),
+            uniforms=floats[4 * rows :].view(AHEAD, rows),
+            limited=limited,
             place=torch.zeros(1, dtype=torch.int64, device=device),
             results=torch.zeros(AHEAD, 2, rows, dtype=torch.float32, device=device),
         )
@@ -81,7 +89,7 @@ class Graphs:
     scratch: int
     addresses: tuple[int, ...] = ()
     capture: Capture | None = None
-    made: dict[tuple[int, int], Graph] = field(default_factory=dict)
+    made: dict[tuple[int, int, bool], Graph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.capture = self.capture or captured(self.where)
@@ -92,16 +100,17 @@ class Graphs:
         tokens: Sequence[int],
         lengths: Sequence[int],
         tables: Sequence[Sequence[int]],
-        temperatures: Sequence[float],
+        params: Sequence[SamplingParams],
         uniforms: Sequence[Sequence[float]],
         count: int,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """`count` tokens for each of B sequences, whose last tokens and lengths (these included) are given: tokens and
         log-probs, [B][count]."""
+        limits = limits_of(params)
         rows = len(tokens)
         last = (max(lengths) + count - 2) // PAGE  # a sequence that ends within the burst writes on, to `scratch`
-        graph = self.graph(power_of_two(rows), max(power_of_two(last + 1), NARROWEST))
-        fill(graph, self.scratch, tokens, lengths, tables, temperatures, uniforms)
+        graph = self.graph(power_of_two(rows), max(power_of_two(last + 1), NARROWEST), limits is not None)
+        fill(graph, self.scratch, tokens, lengths, tables, [p.temperature for p in params], uniforms, limits)
         graph.device.copy_(graph.host, non_blocking=True)
         graph.place.zero_()
         for _ in range(count):
@@ -109,19 +118,19 @@ class Graphs:
         result = graph.results[:count, :, :rows].permute(1, 2, 0).cpu()  # waits, so `host` may be written again
         return result[0].long().tolist(), result[1].tolist()
 
-    def graph(self, rows: int, width: int) -> Graph:
-        if (rows, width) not in self.made:
+    def graph(self, rows: int, width: int, limited: bool) -> Graph:
+        if (rows, width, limited) not in self.made:
             assert self.capture is not None
-            graph = Graph.make(rows, width, self.where)
+            graph = Graph.make(rows, width, limited, self.where)
             fill(graph, self.scratch, (), (), (), (), ())  # captured on the scratch page alone
             graph.device.copy_(graph.host)
             graph.replay = self.capture(lambda: self.once(graph))
-            self.made[rows, width] = graph
-        return self.made[rows, width]
+            self.made[rows, width, limited] = graph
+        return self.made[rows, width, limited]
 
     def problem(self) -> str:
         """What keeps a step from being captured, or nothing."""
-        graph = Graph.make(1, NARROWEST, self.where)
+        graph = Graph.make(1, NARROWEST, False, self.where)
         fill(graph, self.scratch, (), (), (), (), ())
         graph.device.copy_(graph.host)
         with watched_syncs(self.where) as syncs, Watch(self.where) as watch:
@@ -132,7 +141,7 @@ class Graphs:
         """One token for each row, and everything ready for the next."""
         logits = self.step(graph.tokens.long(), graph.lengths, graph.table)
         uniforms = graph.uniforms.index_select(0, graph.place)[0]
-        tokens, logprobs = draw(logits, graph.temperatures, uniforms)
+        tokens, logprobs = draw(logits, graph.temperatures, uniforms, graph.limits if graph.limited else None)
         graph.results.index_copy_(0, graph.place, torch.stack([tokens.float(), logprobs])[None])
         graph.tokens.copy_(tokens)
         graph.lengths.add_(1)
@@ -188,7 +197,7 @@ def watched_syncs(device: torch.device) -> Iterator[list[warnings.WarningMessage
 
 def fill(
     graph: Graph, scratch: int, tokens: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]],
-    temperatures: Sequence[float], uniforms: Sequence[Sequence[float]],
+    temperatures: Sequence[float], uniforms: Sequence[Sequence[float]], limits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the inputs of B sequences and of the rows that fill up: greedy, one token long, on the scratch page."""
     rows, width = graph.table.shape
@@ -203,7 +212,11 @@ def fill(
     numbers[1, : len(lengths)] = lengths
     floats.fill(0.0)
     floats[: len(temperatures)] = temperatures
-    later = floats[rows:].reshape(AHEAD, rows)
+    own = floats[rows : 4 * rows].reshape(rows, 3)
+    own[:] = 0.0, 1.0, -np.inf  # off
+    if limits is not None:
+        own[: len(limits)] = limits
+    later = floats[4 * rows :].reshape(AHEAD, rows)
     for i, u in enumerate(uniforms):
         later[: len(u), i] = u
 

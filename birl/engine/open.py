@@ -14,7 +14,8 @@ from birl.kernels import PAGE
 from birl.learner.policy import Policy
 from birl.models.forward import head
 from birl.models.load import end_ids
-from birl.models.slots import page_bytes
+from birl.models.quantized import quantized_layers
+from birl.models.slots import page_bytes, state_bytes
 from birl.parallel.machine import free_memory
 
 SHARE = 0.5  # of the free memory, for keys and values
@@ -52,10 +53,13 @@ def cache_bytes(
     model: nn.Module, sequences: int, longest: int, among: int = 1, device: torch.device | None = None
 ) -> int:
     """engine.kv_cache_gb=0: room for so many sequences of `longest` tokens, but at most `SHARE` of what is free now,
-    with the weights and the optimizer in memory. While something is trained there is no cache, so the activations may
-    have the same memory."""
-    need = sequences * pages_for(longest) * page_bytes(model)
-    free = free_memory(device or head(model).weight.device)
+    with the weights and the optimizer in memory, and on a GPU beside the copies of what is quantised. While something
+    is trained there is no cache, so the activations may have the same memory."""
+    need = sequences * (pages_for(longest) * page_bytes(model) + state_bytes(model))
+    device = device or head(model).weight.device
+    free = free_memory(device)
+    if device.type == "cuda":
+        free = max(free - sum(layer.weight.nbytes for layer in quantized_layers(model).values()), int(free > 0))
     return min(need, int(SHARE * free / among)) if free else need
 
 
@@ -64,10 +68,12 @@ def check_cache(config: schema.Generation, engine: EmbeddedEngine, prompt: int, 
     longest = min(prompt + answer, engine.context)
     pages, have = pages_for(longest), engine.scheduler.pages.total
     if pages > have:
-        size = pages * page_bytes(engine.runner.model) / 2**30
+        model = engine.runner.model
+        size = (pages * page_bytes(model) + config.max_batch * state_bytes(model)) / 2**30
         what = f"engine.kv_cache_gb={config.kv_cache_gb:g}" if config.kv_cache_gb else "Half of the free memory"
+        beside = f" beside the states of engine.max_batch={config.max_batch} sequences" if state_bytes(model) else ""
         raise BirlError(
-            f"{what} holds the keys and values of {have * PAGE} tokens, but one sequence may have {longest} (a prompt "
-            f"of {prompt} and an answer of {answer}). Set engine.kv_cache_gb={math.ceil(size * 1000) / 1000:g} or "
-            "more, or ask for shorter answers."
+            f"{what} holds the keys and values of {have * PAGE} tokens{beside}, but one sequence may have "
+            f"{longest} (a prompt of {prompt} and an answer of {answer}). Set engine.kv_cache_gb="
+            f"{math.ceil(size * 1000) / 1000:g} or more, or ask for shorter answers."
         )

@@ -1,9 +1,20 @@
-"""Which pages of the KV cache are free, and how many sequences use each of the others. Numbers only."""
+"""Pages of the KV cache: which are free, how many sequences use each of the others, and which are found again by their
+tokens. Numbers only.
+
+A full page is known by its tokens and the page before it, and so by every token up to its end: tokens are compared, not
+hashes of them. It stays known when its last user has gone, until its room is needed: the least recently used goes
+first, and of a sequence the last page. So the page before a known one is known, too, and a number names one beginning.
+"""
 
 import heapq
 from dataclasses import dataclass, field
 
 from birl.kernels import PAGE
+
+FIRST = -1  # in place of the page before the first
+
+#: the page before, and a page's tokens
+Key = tuple[int, tuple[int, ...]]
 
 
 def pages_for(positions: int) -> int:
@@ -17,21 +28,90 @@ class Pages:
     total: int
     free: list[int] = field(default_factory=list)
     users: list[int] = field(default_factory=list)
+    known: dict[Key, int] = field(default_factory=dict)
+    keys: dict[int, Key] = field(default_factory=dict)  # of each known page
+    idle: dict[int, None] = field(default_factory=dict)  # known ones that nobody uses, the least recently used first
+    routes: dict[int, list[bytes]] = field(default_factory=dict)  # of known pages, where they are recorded
 
     def __post_init__(self) -> None:
         self.free = list(range(self.total))  # sorted, so a heap
         self.users = [0] * self.total
 
+    @property
+    def room(self) -> int:
+        """How many can be taken."""
+        return len(self.free) + len(self.idle)
+
     def take(self) -> int:
-        page = heapq.heappop(self.free)
+        if self.free:
+            page = heapq.heappop(self.free)
+        else:
+            page = next(iter(self.idle))
+            del self.idle[page], self.known[self.keys.pop(page)]
+            self.routes.pop(page, None)
         self.users[page] = 1
         return page
 
     def share(self, page: int) -> int:
+        self.idle.pop(page, None)
         self.users[page] += 1
         return page
 
     def release(self, page: int) -> None:
+        """Of a sequence the last page first."""
         self.users[page] -= 1
-        if not self.users[page]:
+        if self.users[page]:
+            return
+        if page in self.keys:
+            self.idle[page] = None
+        else:
             heapq.heappush(self.free, page)
+
+    def keep(self, key: Key, page: int) -> int:
+        """The known page of these tokens: from now on `page`, unless there is one."""
+        result = self.known.setdefault(key, page)
+        if result == page:
+            self.keys[page] = key
+        return result
+
+    def find(self, ids: tuple[int, ...]) -> list[int]:
+        """The known pages that `ids` begin with."""
+        result: list[int] = []
+        for end in range(PAGE, len(ids) + 1, PAGE):
+            page = self.known.get((result[-1] if result else FIRST, ids[end - PAGE : end]))
+            if page is None:
+                break
+            result.append(page)
+        return result
+
+    def forget(self) -> None:
+        """No page is known any more."""
+        for page in self.idle:
+            heapq.heappush(self.free, page)
+        for each in (self.known, self.keys, self.idle, self.routes):
+            each.clear()
+
+
+def sharing(tables: list[list[int]], lengths: list[int], most: int = 8) -> tuple[list[int], list[int]]:
+    """Neighbouring rows with common first pages, as (rows of each group, pages they share): full pages only."""
+    groups: list[int] = []
+    shared: list[int] = []
+    first: list[int] = []
+    for table, length in zip(tables, lengths, strict=True):
+        if groups and groups[-1] < most:
+            same = common_start(first, table, min(shared[-1], length // PAGE))
+            if same and (same == shared[-1] or groups[-1] == 1 or 2 * same > shared[-1]):
+                groups[-1] += 1
+                shared[-1] = same
+                continue
+        first = table
+        groups.append(1)
+        shared.append(length // PAGE)
+    return groups, shared
+
+
+def common_start(a: list[int], b: list[int], limit: int) -> int:
+    n = 0
+    while n < limit and a[n] == b[n]:
+        n += 1
+    return n

@@ -35,6 +35,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # of the KV cache, in order of position
+    known: int = 0  # so many of them are found by their tokens
+    place: int = -1  # of its layers' states, where they keep such, among those of running requests
     computed: int = 0  # positions whose keys and values are there,
     older: bool = False  # some of them with weights that were replaced since
     daring: int = 2  # tokens to guess ahead (`Drafts`),
@@ -54,6 +56,11 @@ class Request:
     @property
     def ids(self) -> tuple[int, ...]:
         return (*self.prompt, *self.tokens)
+
+    def span(self, start: int, end: int) -> tuple[int, ...]:
+        """`ids[start:end]`, without the rest."""
+        n = len(self.prompt)
+        return (*self.prompt[start:end], *self.tokens[max(start - n, 0) : max(end - n, 0)])
 
     def pending(self) -> list[int]:
         """Tokens whose keys and values are not there yet; the last one's logits give the next token."""

@@ -3,15 +3,17 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from birl import kernels
 from birl.engine.graphs import Graphs
-from birl.engine.pages import Pages
-from birl.engine.sampler import checked, plain, sample
-from birl.engine.scheduler import ScheduledTokens, sharing
+from birl.engine.pages import Pages, sharing
+from birl.engine.sampler import checked, sample
+from birl.engine.scheduler import ScheduledTokens
+from birl.engine.truncation import plain
 from birl.kernels import PAGE
 from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states, logits
@@ -19,16 +21,18 @@ from birl.models.fused_decoder import fused_for
 from birl.models.packed import PackedLinears
 from birl.models.paged import Cache, Paged
 from birl.models.routing import routing_for
-from birl.models.slots import slots_of
+from birl.models.slots import slots_of, state_bytes
+from birl.models.states import Stretch
 from birl.types import SamplingParams
 
 
 class Runner:
     """Prompts and single tokens go through the model together, as rows over a paged cache."""
 
-    def __init__(self, model: nn.Module, routes: bool = False) -> None:
-        """`routes`: record in each request which experts computed its tokens."""
-        self.model = model
+    def __init__(self, model: nn.Module, routes: bool = False, sequences: int = 1) -> None:
+        """`routes`: record in each request which experts computed its tokens. `sequences`: whose states are kept, where
+        layers keep such."""
+        self.model, self.sequences = model, sequences
         self.routing = routing_for(model) if routes else None
         self.packed = PackedLinears(model)
         self.cache: Cache | None = None
@@ -48,6 +52,9 @@ class Runner:
             layout = Paged.of(self.cache, tables, lengths, *sharing(tables, lengths), apart=max(counts) == 1)
         else:
             layout = Paged.repeated(self.cache, [w.request.pages for w in plan], counts, lengths)
+        ends = list(accumulate(counts))
+        each = zip(plan, counts, ends, strict=True)
+        layout.stretches.extend(Stretch(w.request.place, end - n, n, begun=w.start > 0) for w, n, end in each)
         with nullcontext({}) if self.routing is None else self.routing.watching() as seen:
             hidden = hidden_states(
                 self.model, tokens, torch.tensor(lengths, device=device, dtype=torch.int64) - 1, layout
@@ -56,15 +63,14 @@ class Runner:
             record(plan, self.routing.routes(seen))
         rows: list[int] = []
         copies: list[tuple[int, int]] = []
-        end = 0
-        for work, count in zip(plan, counts, strict=True):
-            end += count
+        for work, end in zip(plan, ends, strict=True):
             for _ in work.samplers:
                 rows += range(end - len(work.drafts) - 1, end)
             for follower in work.followers:  # a page that is not full yet becomes its own
                 if len(follower) % PAGE:
                     copies.append((work.request.pages[len(follower) // PAGE], follower.pages[-1]))
         self.cache.copy_pages(copies)
+        self.cache.states.copy([(w.request.place, follower.place) for w in plan for follower in w.followers])
         if rows != list(range(len(hidden))):
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=device)]
         return hidden
@@ -79,22 +85,22 @@ class Runner:
         temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
         return checked(*decoder.head.sample(hidden, temperatures, torch.tensor(uniforms, dtype=torch.float32)))
 
-    def bursts(self, plan: Sequence[ScheduledTokens]) -> bool:
-        """Is this plan for captured graphs: single next tokens, drawn from the whole distribution or greedy?"""
-        if self.graphs is None or not plan or any(w.request.forced or w.request.guide for w in plan):
-            return False
-        return all(len(w.tokens) == 1 and w.complete and not w.followers and plain(w.request.params) for w in plan)
+    def captures(self, work: ScheduledTokens) -> bool:
+        """Is it for captured graphs: a single next token, which nothing but its distribution decides?"""
+        request = work.request
+        alone = len(work.tokens) == 1 and work.complete and not work.followers
+        return self.graphs is not None and alone and not (request.forced or request.guide)
 
     def burst(self, plan: Sequence[ScheduledTokens], count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The next `count` tokens of each request and their log-probs, one list each. The host waits for the device
         once."""
-        assert self.graphs is not None, "`bursts` says no"
+        assert self.graphs is not None, "`captures` says no"
         requests = [w.request for w in plan]
         return self.graphs.run(
             tokens=[w.tokens[0] for w in plan],
             lengths=[w.start + 1 for w in plan],
             tables=[r.pages for r in requests],
-            temperatures=[r.params.temperature for r in requests],
+            params=[r.params for r in requests],
             uniforms=[r.uniforms(count) for r in requests],
             count=count,
         )
@@ -107,14 +113,12 @@ class Runner:
         if self.cache is None:
             # one page more than the scheduler knows, which rows that only fill a graph up are written to
             extra = int(graphed(device))
-            self.cache = Cache.make(pages.total + extra, slots_of(self.model), head(self.model).weight.dtype, device)
-        if decoder is not None:
-            manager = decoder.steady(self.cache)
-        else:
-            manager = self.packed.active(version) if fused is None else fused.steady()
-        with manager:
+            kind = head(self.model).weight.dtype
+            self.cache = Cache.make(pages.total + extra, slots_of(self.model), kind, device, self.sequences)
+        with decoder.steady(self.cache) if decoder is not None else self.packed.active(version):
             if graphed(device) and self.routing is None and not self.eager:  # routes are recorded by single steps
-                self.use_graphs(fused.addresses() if fused else places(self.model), scratch=pages.total)
+                own = fused.addresses() if fused else places(self.model)
+                self.use_graphs((*own, *self.packed.addresses()), scratch=pages.total)
             yield
 
     def use_graphs(self, addresses: tuple[int, ...], scratch: int) -> None:
@@ -123,7 +127,8 @@ class Runner:
         if self.graphs is not None and self.graphs.addresses == addresses:
             return
         graphs = Graphs(self.step_of_graph, self.cache.keys[0].device, scratch=scratch, addresses=addresses)
-        self.eager = graphs.problem() if self.graphs is None else ""
+        if self.graphs is None:
+            self.eager = "its layers keep states" if state_bytes(self.model) else graphs.problem()
         self.graphs = None if self.eager else graphs
         if self.eager:
             name = type(self.model).__name__
@@ -136,10 +141,9 @@ class Runner:
         return logits(self.model, hidden_states(self.model, tokens, lengths.long() - 1, layout))
 
     def release(self, cache: bool = False) -> None:
-        """Give back what is only needed while generating. On a GPU the cache stays, unless `cache`: graphs know its
-        address, and capturing them again would take longer than a step."""
+        """Give back what is laid out again for the next step; with `cache` also that and what knows its address."""
         self.packed.release()
-        if self.graphs is None or cache:
+        if cache:
             self.graphs = self.cache = None
 
     @property
@@ -147,6 +151,11 @@ class Runner:
         """Is a row bit-identical in every batch?"""
         decoder = decoder_for(self.model)
         return decoder is not None and decoder.kernels.dtype == torch.bfloat16
+
+    @property
+    def repeats(self) -> bool:
+        """Is a step that is repeated bit-identical as long as its rows are the same, and only then?"""
+        return not self.same_bits and head(self.model).weight.device.type == "cpu"
 
     @property
     def kernels(self) -> kernels.Kernels | None:

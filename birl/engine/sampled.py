@@ -12,7 +12,6 @@ from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import open_engine
 from birl.learner.learner import Learner
 from birl.learner.policy import DTYPES, Policy
-from birl.models.device import device_of
 from birl.models.forward import weights_changed
 from birl.models.load import cast
 from birl.models.slices import fill, sketched
@@ -20,13 +19,15 @@ from birl.models.slices import fill, sketched
 
 @dataclass(slots=True, kw_only=True)
 class Sampled:
-    """`copy`: None where the engine has the learner's module; `version`: of the learner, that the copy is of."""
+    """`copy`: None where the engine has the learner's module; `version`: of the learner, that the copy is of; `own`:
+    the engine of this process."""
 
     policy: Policy
     learner: Learner
     dtype: str
     copy: nn.Module | None = None
     version: int = 0
+    own: EmbeddedEngine | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -35,14 +36,16 @@ class Sampled:
     def engine(self, keys: schema.Engine, context: int, longest: int, routes: bool) -> EmbeddedEngine:
         """An engine that samples from these weights; arguments as those of `open_engine`."""
         policy, learner = self.policy, self.learner
-        ranks, device = learner.ranks, device_of(policy.model)
+        ranks, device = learner.ranks, learner.device
         among = ranks.shares if device.type == "cpu" else 1
         if not ranks.sharded:
-            return open_engine(policy, keys, context, lambda: learner.version, longest, routes, among)
+            self.own = open_engine(policy, keys, context, lambda: learner.version, longest, routes, among)
+            return self.own
         self.copy = cast(sketched(policy.folder, device), DTYPES[self.dtype])
         fill(self.copy.requires_grad_(False))
-        own = replace(policy, model=self.copy)
-        return open_engine(own, keys, context, lambda: self.version, longest, routes, among)
+        copied = replace(policy, model=self.copy)
+        self.own = open_engine(copied, keys, context, lambda: self.version, longest, routes, among)
+        return self.own
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -5,13 +5,15 @@ noise needs one for each word of the vocabulary, and the number can be counted i
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from birl.engine.truncation import limits_of, plain, restrict
 from birl.errors import BirlError
 from birl.kernels import Kernels
-from birl.models.fused import on_gpu, triton_kernels
+from birl.models.fused import on_gpu
 from birl.types import SamplingParams
 
 
@@ -23,13 +25,17 @@ def sample(
     A row with temperature 0 is greedy; its log-prob is that of the model itself (temperature 1), since greedy choice
     has none. Raises `BirlError` where a row on a CPU has NaN.
     """
-    temperatures = [p.temperature for p in params]
-    for row, p in enumerate(params):
-        if not plain(p):
-            logits[row] = restrict(logits[row] / p.temperature, p)
-            temperatures[row] = 1.0
-    numbers = (torch.tensor(x, dtype=torch.float32, device=logits.device) for x in (temperatures, uniforms))
-    return checked(*(draw if kernels is None else kernels.sample)(logits, *numbers))
+    numbers = ([p.temperature for p in params], uniforms)
+    temperatures, points = (torch.tensor(x, dtype=torch.float32, device=logits.device) for x in numbers)
+    limits = limits_of(params)
+    if kernels is None:
+        limits = None if limits is None else limits.to(logits.device)
+        return checked(*draw(logits, temperatures, points, limits))
+    if limits is not None:
+        rows = [row for row, p in enumerate(params) if not plain(p)]
+        logits[rows] = restrict(logits[rows] / temperatures[rows, None], limits[rows])
+        temperatures[rows] = 1.0
+    return checked(*kernels.sample(logits, temperatures, points))
 
 
 def checked(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,13 +46,16 @@ def checked(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels: Kernels | None = None) -> Tensor:
-    """logits [B, V] float32, tokens [B] -> log-probs [B] float32 of these tokens under what `sample` draws from, with
+    """logits [B, V] float32, tokens [B] -> log-probs [B] float32 of these tokens under what `sample` draws from,
     bit-identical where there are kernels."""
     targets = torch.tensor(tokens, device=logits.device, dtype=torch.int64)
     temperature = params.temperature or 1.0
-    if not plain(params):
-        logits = torch.stack([restrict(row / temperature, params) for row in logits])
-        temperature = 1.0
+    limits = limits_of([params])
+    if limits is not None and on_gpu(logits):
+        temperatures = logits.new_full((len(logits),), temperature)
+        return launch_sample(logits, temperatures, None, limits.expand(len(logits), 3).to(logits.device), targets)[1]
+    if limits is not None:
+        logits, temperature = restrict(logits / temperature, limits.to(logits.device)), 1.0
     if kernels is not None:
         return kernels.logprobs(logits.contiguous(), targets, temperature)[0]
     logits = logits.float() / temperature
@@ -62,18 +71,15 @@ def likeliest(logits: Tensor, drawn: Sequence[tuple[int, float]]) -> list[tuple[
     return [own if own[0] == token else (token, logprob) for token, logprob, own in result]
 
 
-def plain(params: SamplingParams) -> bool:
-    """From the whole distribution, or greedy?"""
-    return not params.temperature or not (params.top_k or params.top_p < 1 or params.min_p)
-
-
-def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [B, V], temperatures and uniforms float32 [B] -> tokens [B] int64, logprobs [B] float32. Never waits for
-    the device. Logits may be overwritten."""
+def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, limits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """logits [B, V], temperatures and uniforms float32 [B], limits as `limits_of` gives them -> tokens [B] int64,
+    logprobs [B] float32. Never waits for the device. Logits may be overwritten."""
     if on_gpu(logits):
-        return launch_sample(logits, temperatures, uniforms)
+        return launch_sample(logits, temperatures, uniforms, limits)
     greedy = temperatures == 0
     logits = logits.float().div_(torch.where(greedy, 1.0, temperatures)[:, None])
+    if limits is not None:
+        logits = restrict(logits, limits)
     best = logits.argmax(-1)
     shifted = logits.sub_(logits.amax(-1, keepdim=True))
     cumulative = shifted.exp().cumsum(-1)
@@ -86,28 +92,22 @@ def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor
     return tokens, shifted.gather(1, tokens[:, None])[:, 0] - shifted.logsumexp(-1)
 
 
-def launch_sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by one kernel that reads the logits three times and writes two numbers a row."""
+def launch_sample(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor | None, limits: Tensor | None = None,
+    given: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same by one kernel that reads the logits three times and writes two numbers a row; with limits once
+    more for each step of the search. Tokens that are `given` [B] are not drawn."""
+    from birl.models import sample_kernels
+
+    kernels: Any = sample_kernels  # type-checked without Triton
     rows, words = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if given is None else given
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    triton_kernels().sample_kernel[(rows,)](
-        logits.contiguous(), temperatures, uniforms, tokens, logprobs, words, BLOCK=8192, num_warps=16
-    )
+    kernels.sample_kernel[(rows,)](
+        logits.contiguous(), temperatures, temperatures if uniforms is None else uniforms,
+        temperatures if limits is None else limits.contiguous(), tokens, logprobs, words,
+        LIMITS=limits is not None, GIVEN=given is not None,
+        BLOCK=8192 if limits is None else 2048, num_warps=16,  # in larger blocks registers spill
+    )  # fmt: skip
     return tokens, logprobs
-
-
-def restrict(logits: Tensor, params: SamplingParams) -> Tensor:
-    """-inf outside the support: the top_k likeliest, then of these the smallest set with mass top_p, then those with at
-    least min_p times the likeliest one's probability. logits [V] -> [V]."""
-    order = logits.argsort(descending=True, stable=True)
-    ranked = logits[order]
-    keep = torch.ones_like(ranked, dtype=torch.bool)
-    if params.top_k:
-        keep[params.top_k :] = False
-    if params.top_p < 1:
-        probability = torch.where(keep, ranked, float("-inf")).softmax(-1)
-        keep &= probability.cumsum(-1) - probability < params.top_p  # the mass before a token, so one always remains
-    if params.min_p:
-        keep &= ranked >= ranked[0] + torch.tensor(params.min_p, dtype=torch.float32).log()
-    return torch.full_like(logits, float("-inf")).scatter(0, order[keep], ranked[keep])

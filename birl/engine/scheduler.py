@@ -1,22 +1,24 @@
 """Who computes what next. Pure Python: no tensors, no time, no threads, so that it can be tested with numbers alone.
 
-A running request owns the pages of its positions; full pages of a common prompt belong to all its answers. Requests are
-admitted in order of arrival, those that are only scored first, while there are pages for what they have. When
-a next token finds no free page, the youngest is preempted: it goes back to the head of the queue with what it
-has sampled, and is computed again later, with the same result.
+A running request owns the pages of its positions; full pages belong to all requests that begin with the same tokens,
+whether these run, have ended, or come later: turns, groups, prompts with one system text (`pages.py`). New weights make
+all of them unknown. Requests are admitted in order of arrival, those that are only scored first, while there are pages
+for what they have. When a next token finds no page, the youngest is preempted: it goes back to the head of the queue
+with what it has sampled, and is computed again later, with the same result.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
 from birl.engine.drafts import Drafts
-from birl.engine.pages import Pages, pages_for
+from birl.engine.pages import FIRST, Pages, pages_for
 from birl.engine.request import Request
 from birl.errors import BirlError
 from birl.kernels import PAGE
 from birl.types import Stop
 
 PREFILL = 2048  # prompt tokens in one step, about
+SOON = 4  # tokens in a row while others wait: new ones for theirs, or for the place of a sequence that ends
 FORCED = 128  # given tokens in one step: each needs logits of its own
 
 
@@ -43,15 +45,26 @@ class ScheduledTokens:
 
 @dataclass(slots=True)
 class Scheduler:
-    """At most `max_batch` running requests, and about `prefill` prompt tokens in one step."""
+    """At most `max_batch` running requests, and about `prefill` prompt tokens in one step. `cache`: pages are found by
+    their tokens; `early`: those of a prompt already in the step that computes it, where every layer writes all keys and
+    values before it reads any, and nothing else of a position is kept. Both are False where layers keep
+    states, which pages do not hold."""
 
     max_batch: int
     pages: Pages
     prefill: int = PREFILL
+    cache: bool = True
+    early: bool = True
     drafts: Drafts = field(default_factory=lambda: Drafts(0))
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in order of admission
+    places: list[int] = field(default_factory=list)  # free ones for layers' states
     preempted: int = 0
+    reused: int = 0  # positions that an admitted request had for nothing
+    prompts: int = 0  # tokens of prompts in the newest plan
+
+    def __post_init__(self) -> None:
+        self.places = list(reversed(range(self.max_batch)))
 
     def add(self, request: Request) -> None:
         """Raises `BirlError` when the request could not run even alone."""
@@ -79,10 +92,12 @@ class Scheduler:
         plan: list[ScheduledTokens] = []
         scored = False
         for request in self.running:
+            self.keep(request, request.computed)
+        for request in self.running:
             pending = request.pending()[:budget] if len(request) - request.computed > 1 else request.pending()
             budget -= len(pending) if len(pending) > 1 else 0
             if pending:
-                plan.append(ScheduledTokens(request=request, start=request.computed, tokens=pending))
+                plan.append(self.scheduled(request, pending))
         while self.waiting and len(self.running) < self.max_batch and budget > 0:
             request = self.waiting[0]
             if scored and not request.only_scored:
@@ -95,20 +110,44 @@ class Scheduler:
             if leader is not None:
                 leader.followers.append(request)
             else:
-                plan.append(ScheduledTokens(request=request, start=request.computed, tokens=request.pending()[:budget]))
+                plan.append(self.scheduled(request, request.pending()[:budget]))
                 budget -= len(plan[-1].tokens)
+        self.prompts = self.prefill - budget
         for work in plan:
             self.force(work)
-        if plan and budget == self.prefill:
+        if not self.prompts:
             self.guess(plan)
         return plan
+
+    def scheduled(self, request: Request, tokens: list[int]) -> ScheduledTokens:
+        """A prompt's pages are known to those that are admitted behind it."""
+        if self.early and len(tokens) > 1:
+            self.keep(request, request.computed + len(tokens))
+        return ScheduledTokens(request=request, start=request.computed, tokens=tokens)
+
+    def keep(self, request: Request, end: int) -> None:
+        """Full pages before position `end` are found by others from now on. Where there is another with the same
+        tokens, it takes the place of the request's own, if that is computed."""
+        if request.older or not self.cache:
+            return
+        for place in range(request.known, end // PAGE):
+            own, before = request.pages[place], request.pages[place - 1] if place else FIRST
+            page = self.pages.keep((before, request.span(place * PAGE, (place + 1) * PAGE)), own)
+            if page != own:
+                if end > request.computed:
+                    return
+                request.pages[place] = self.pages.share(page)
+                self.pages.release(own)
+            elif request.routes:
+                self.pages.routes[page] = request.routes[place * PAGE : (place + 1) * PAGE]
+            request.known = place + 1
 
     def force(self, work: ScheduledTokens) -> None:
         """Given tokens are computed like guesses, as many at once as there are pages for."""
         request = work.request
         if request.forced and work.complete:
             work.drafts = list(request.forced[:FORCED])[:-1]
-            while len(request.pages) < pages_for(len(request) + len(work.drafts)) and self.pages.free:
+            while len(request.pages) < pages_for(len(request) + len(work.drafts)) and self.pages.room:
                 request.pages.append(self.pages.take())
             del work.drafts[len(request.pages) * PAGE - len(request) :]
 
@@ -123,18 +162,21 @@ class Scheduler:
             if request.forced or request.guide or work.followers:
                 continue
             guesses = self.drafts.guess(request, -(-spare // (len(plan) - place)))
-            while len(request.pages) < pages_for(len(request) + len(guesses)) and self.pages.free:
+            while len(request.pages) < pages_for(len(request) + len(guesses)) and self.pages.room:
                 request.pages.append(self.pages.take())
             work.drafts = guesses[: len(request.pages) * PAGE - len(request)]
             spare -= len(work.drafts)
 
     def look_ahead(self, plan: list[ScheduledTokens], most: int) -> int:
         """How many tokens in a row each request in `plan`, all of it next tokens, can be given without a decision of
-        ours, at most `most`: pages for them are taken here. 1 where pages are too few."""
+        ours, at most `most`: pages for them are taken here. 1 where pages are too few, or more prompts are left than
+        one step computes; few while others wait."""
+        if self.prompts or self.waiting:
+            most = min(most, SOON if self.prompts < self.prefill else 1)
         most = min(most, max((w.request.left for w in plan), default=1))
         while most > 1:
             wanted = [(w.request, pages_for(len(w.request) + min(most, w.request.left) - 1)) for w in plan]
-            if sum(max(n - len(r.pages), 0) for r, n in wanted) <= len(self.pages.free):
+            if sum(max(n - len(r.pages), 0) for r, n in wanted) <= self.pages.room:
                 for request, n in wanted:
                     request.pages += [self.pages.take() for _ in range(n - len(request.pages))]
                 break
@@ -148,7 +190,7 @@ class Scheduler:
             request = self.running[place]
             if len(request.pages) >= pages_for(len(request)):
                 place += 1
-            elif self.pages.free:
+            elif self.pages.room:
                 request.pages.append(self.pages.take())
             else:
                 lost = self.running.pop()
@@ -157,27 +199,23 @@ class Scheduler:
                 self.preempted += 1
 
     def admit(self, request: Request, leader: ScheduledTokens | None) -> bool:
-        """Pages for what the request has, some of them those of a running one with the same prompt."""
+        """Pages for what the request has, of which some may be there; at least one token is left to compute, but where
+        a leader computes all."""
         if leader is not None:
-            known, computed, routes = leader.request.pages[: len(request) // PAGE], len(request), []
+            known, computed = leader.request.pages[: len(request) // PAGE], len(request)
         else:
-            known, routes = self.known_pages(request)
+            known = self.pages.find(request.ids[:-1])
             computed = len(known) * PAGE
         need = pages_for(len(request)) - len(known)
         spare = min(len(self.running), self.pages.total // 8)  # so that it is not preempted at once
-        if need + spare > len(self.pages.free):
+        if need + spare > self.pages.room - sum(page in self.pages.idle for page in known):
             return False
         request.pages = [*map(self.pages.share, known), *(self.pages.take() for _ in range(need))]
-        request.computed, request.routes = computed, routes  # a leader's are recorded when they are computed
+        request.computed, request.known = computed, 0 if leader else len(known)
+        request.place = self.places.pop()
+        request.routes = [route for page in known for route in self.pages.routes.get(page, ())]  # a leader's come later
+        self.reused += computed
         return True
-
-    def known_pages(self, request: Request) -> tuple[list[int], list[bytes]]:
-        """Full pages of a running request with the same prompt, and their routes; at least one token is left to
-        compute."""
-        full = min(len(request.prompt), len(request) - 1) // PAGE
-        same = (r for r in self.running if r.computed >= full * PAGE and not r.older and r.prompt == request.prompt)
-        donor = next(same, None)
-        return (donor.pages[:full], donor.routes[: full * PAGE]) if donor is not None else ([], [])
 
     def retire(self) -> list[Request]:
         """Take out finished and aborted requests."""
@@ -198,51 +236,31 @@ class Scheduler:
             self.give_back(request)
             self.waiting.appendleft(request)
         self.running.clear()
+        self.pages.forget()
 
     def outdate(self) -> None:
         """The weights have changed, and requests keep their keys and values: no new request may share them."""
         for request in self.running:
             request.older = True
+        self.pages.forget()
 
     def clear(self) -> None:
         """Forget all requests."""
         for request in self.running:
             self.give_back(request)
+        self.pages.forget()
         self.waiting.clear()
         self.running.clear()
         self.drafts.lookups.clear()
 
     def give_back(self, request: Request) -> None:
-        for page in request.pages:
+        self.keep(request, request.computed)
+        for page in reversed(request.pages):
             self.pages.release(page)
-        request.pages, request.computed, request.older = [], 0, False
+        self.places += [request.place] if request.place >= 0 else []
+        request.pages, request.known, request.computed, request.older, request.place = [], 0, 0, False, -1
 
 
 def leads(work: ScheduledTokens, request: Request) -> bool:
     """Does `request` go on from the very tokens whose logits `work` gives?"""
-    return work.complete and not work.request.forced and work.request.ids == request.ids
-
-
-def sharing(tables: list[list[int]], lengths: list[int], most: int = 8) -> tuple[list[int], list[int]]:
-    """Neighbouring rows with common first pages, as (rows of each group, pages they share): full pages only."""
-    groups: list[int] = []
-    shared: list[int] = []
-    first: list[int] = []
-    for table, length in zip(tables, lengths, strict=True):
-        if groups and groups[-1] < most:
-            same = common_start(first, table, min(shared[-1], length // PAGE))
-            if same and (same == shared[-1] or groups[-1] == 1 or 2 * same > shared[-1]):
-                groups[-1] += 1
-                shared[-1] = same
-                continue
-        first = table
-        groups.append(1)
-        shared.append(length // PAGE)
-    return groups, shared
-
-
-def common_start(a: list[int], b: list[int], limit: int) -> int:
-    n = 0
-    while n < limit and a[n] == b[n]:
-        n += 1
-    return n
+    return work.complete and not (work.request.forced or work.request.older) and work.request.ids == request.ids

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from birl.errors import BirlError, WeightsFailed, first_line
-from birl.models.digests import digests, whole
+from birl.models.digests import digests, nonfinite, whole
 from birl.models.forward import forget, weights_changed
 from birl.regular import check, inside
 from birl.types import Held, Update
@@ -48,6 +48,9 @@ class Weights:
                 raise WeightsFailed(
                     "mismatch", _told(f"Version {update.version} arrived with other bytes than were sent", problems)
                 )
+        if broken := nonfinite(result):
+            problems = [f"{name} holds NaN or infinity" for name in broken]
+            raise WeightsFailed("numbers", _told(f"Version {update.version} of the weights", problems))
         return result
 
     def swap(self, staged: Mapping[str, Tensor], update: Update) -> Held:

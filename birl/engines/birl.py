@@ -21,7 +21,8 @@ def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str],
 
 def serve_words(engine: schema.Engine, wanted: Wanted) -> list[str]:
     """The arguments of `birl serve`, except its address."""
-    words = [f"model.path={wanted.folder}", f"model.dtype={wanted.dtype}", f"model.device={wanted.device}"]
+    device = wanted.device.partition(":")[0]  # it sees its own GPUs alone, from 0 on
+    words = [f"model.path={wanted.folder}", f"model.dtype={wanted.dtype}", f"model.device={device}"]
     words += [f"model.max_length={wanted.context}", f"engine.max_batch={engine.max_batch}"]
     words += [f"engine.kv_cache_gb={wanted.kv_cache_gb:.4f}", f"engine.draft_rows={engine.draft_rows}"]
     words += [f"engine.recompute_kv={str(engine.recompute_kv).lower()}", f"threads={server_threads(engine)}"]

@@ -86,7 +86,8 @@ class Client:
     async def load(self, update: Update) -> Held:
         body: dict[str, Any] = {"version": update.version, "digests": dict(update.digests), "anew": update.anew}
         try:
-            for bucket in buckets(update.tensors, self.bucket_mb):
+            sent = buckets(update.tensors, self.bucket_mb)
+            while bucket := await asyncio.to_thread(next, sent, None):  # it may wait for the learner
                 data = await asyncio.to_thread(packed, bucket)
                 await self._json("PUT", f"/stage/{update.version}", content=data, seconds=self.load_timeout)
             if not update.tensors:
@@ -97,15 +98,24 @@ class Client:
         except EngineDown as error:
             raise WeightsFailed("unreachable", f"Version {update.version} of the weights: {error}") from error
 
+    async def ranks(self) -> int:
+        """That it needs in a group (`Transfer.ranks`)."""
+        return 1
+
     async def join(self, invitation: Invitation) -> None:
         """Returns when every rank has come. Raises `EngineDown`, `WeightsFailed`, `BirlError`."""
         await self._json("POST", "/join", json=asdict(invitation), seconds=self.load_timeout)
 
-    async def receive(self, update: Update, group: str) -> Held:
-        """As `load`, from rank 0 of a group that was joined. Raises `EngineDown` where the engine is gone itself, and
-        `WeightsFailed` "unreachable" where it says that others are."""
-        body = {"version": update.version, "digests": dict(update.digests), "anew": update.anew, "group": group}
-        return await self._loaded(body)
+    async def lend(self, version: int, memory: Mapping[str, Any], tensors: list[list[Any]]) -> None:
+        """Returns when the engine has copied a bucket (`handles.py`). Raises `EngineDown`, `BirlError`."""
+        body = {"memory": memory, "tensors": tensors}
+        await self._json("POST", f"/stage/{version}", json=body, seconds=self.load_timeout)
+
+    async def receive(self, update: Update, group: str = "") -> Held:
+        """As `load`, of what was staged, or from rank 0 of a group that was joined. Raises `EngineDown` where the
+        engine is gone itself, and `WeightsFailed` "unreachable" where it says that others are."""
+        body = {"version": update.version, "digests": dict(update.digests), "anew": update.anew}
+        return await self._loaded(body | ({"group": group} if group else {}))
 
     async def leave(self) -> None:
         await self._json("POST", "/leave", json={}, seconds=self.control_timeout)

@@ -12,11 +12,11 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,15 @@ GLOO, NCCL = "gloo", "nccl"
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
+class Source(Protocol):
+    """What rank 0 sends. `flat`: tensors of one type, one behind the other, 1-D; it may block, and is called in the
+    group's thread."""
+
+    @property
+    def shapes(self) -> Shapes: ...
+    def flat(self, names: Sequence[str]) -> Tensor: ...
+
+
 class BroadcastGroup:
     """One rank of a group. `device`: where its buckets are.
 
@@ -38,7 +47,12 @@ class BroadcastGroup:
     caller that waits for it waits no longer when it is closed, or after the invitation's timeout; the thread itself may
     need that long once more. Gloo broadcasts along a tree: where one rank hangs, those below it hang too.
     Every failure is `WeightsFailed` "unreachable", and the group is of no use after it: close it.
+
+    `called_back`: the other ranks stop waiting for a broadcast when they are told to (`leave`). Those that do not get
+    all buckets, whatever is in them, before `send` raises.
     """
+
+    called_back = True
 
     def __init__(self, invitation: Invitation, device: torch.device) -> None:
         self.invitation, self.device = invitation, device
@@ -49,6 +63,11 @@ class BroadcastGroup:
         self._thread = threading.Thread(target=self._work, name=f"broadcast {invitation.group}", daemon=True)
         self._thread.start()
 
+    @staticmethod
+    def host(address: str, timeout: float) -> tuple[Any, str]:
+        """Where ranks meet: what has to stay alive for it, and the `store` of an invitation."""
+        return host_store(address, timeout)
+
     @property
     def name(self) -> str:
         return self.invitation.group
@@ -57,13 +76,22 @@ class BroadcastGroup:
         """Returns when all ranks are there."""
         await self._do(self._open)
 
-    async def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Rank 0."""
+    async def send(self, source: Source) -> None:
+        """Rank 0. One bucket at a time is there beside the source's own tensors."""
 
         def work() -> None:
-            for names in pieces(shapes_of(tensors), self.invitation.bucket_mb):
-                flat = torch.cat([tensors[name].detach().reshape(-1) for name in names])
-                self._broadcast(flat.to(self.device).view(torch.uint8))
+            failure = None
+            for names in pieces(source.shapes, self.invitation.bucket_mb):
+                try:
+                    flat = source.flat(names).view(torch.uint8)
+                except Exception as error:
+                    if self.called_back:
+                        raise
+                    failure = failure or error
+                    flat = torch.zeros(nbytes(names, source.shapes), dtype=torch.uint8, device=self.device)
+                self._broadcast(flat)
+            if failure is not None:
+                raise failure
 
         await self._do(work)
 
@@ -139,7 +167,14 @@ class BroadcastGroup:
         host, port = store_address(given.store)
         client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=span)
         make = _nccl if given.backend == NCCL else _gloo
-        self._group = make(dist.PrefixStore(given.group, client), given, self.device, own_address(host))
+        self._group = make(self._named(client), given, self.device, own_address(host))
+        self._greet()
+
+    def _named(self, store: Any) -> Any:
+        """The group's own part of a store."""
+        return dist.PrefixStore(self.name, store)
+
+    def _greet(self) -> None:
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects at its first operation
 
     def _broadcast(self, flat: Tensor) -> None:
@@ -195,14 +230,23 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...],
     return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
 
+def shapes_in(invitation: Invitation) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Of what rank 0 will send."""
+    return {name: (shape, getattr(torch, kind)) for name, shape, kind in invitation.tensors}
+
+
+def nbytes(names: Iterable[str], shapes: Shapes) -> int:
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in map(shapes.__getitem__, names))
+
+
 def pieces(shapes: Shapes, bucket_mb: float) -> list[list[str]]:
     """Names of the tensors of each bucket, the same on every rank: of one type, sorted, at most `bucket_mb` [MiB],
     unless one tensor alone is larger."""
     result: list[list[str]] = []
     room, last = 0.0, None
     for name in sorted(shapes, key=lambda n: (str(shapes[n][1]), n)):
-        shape, dtype = shapes[name]
-        size = prod(shape) * dtype.itemsize
+        dtype = shapes[name][1]
+        size = nbytes([name], shapes)
         if dtype != last or size > room:
             result.append([])
             room, last = bucket_mb * 2**20, dtype

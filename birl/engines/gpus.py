@@ -7,7 +7,7 @@ import torch
 from birl.config import schema
 from birl.config.decided import SERVERS
 from birl.errors import BirlError
-from birl.models.device import visible
+from birl.models.device import choose, visible
 
 
 def shares(engine: schema.Engine, device: str, learner: int) -> list[tuple[str, ...]]:
@@ -20,6 +20,8 @@ def shares(engine: schema.Engine, device: str, learner: int) -> list[tuple[str, 
     if engine.attach or engine.kind not in SERVERS or device == "cpu" or not torch.cuda.is_available():
         return [()] * engine.count
     names, size = named(), engine.tensor_parallel * engine.pipeline_parallel
+    if ":" in device:  # the learner's own comes first
+        names.insert(0, names.pop(choose(device).index))
     first = 0 if engine.sleep else learner
     needed = first + engine.count * size
     if needed > len(names):

@@ -18,7 +18,7 @@ from birl.engines.bounded import fetch
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.models.digests import digests
-from birl.types import Completion, SamplingParams, Stop, Update
+from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 CONNECTIONS = 2048  # requests at the same time; more wait for their turn
 QUICK = 60.0  # deadline of a question that needs no computing [s]
@@ -120,6 +120,21 @@ class Adapter:
     async def info(self) -> Info:
         """Raises `EngineDown`."""
         raise NotImplementedError
+
+    async def take(self, update: Update, change: Callable[[], Awaitable[Any]]) -> None:
+        """Pause, put the new weights in place by `change`, go on. Raises `WeightsFailed`; then it is broken."""
+        raise NotImplementedError
+
+    async def replaced(self, update: Update, change: Callable[[], Awaitable[Any]], size: int) -> Held:
+        """`take`, and nothing else meanwhile. `size` [bytes]. Raises `WeightsFailed`."""
+        async with self._control:
+            check_age(update, self.version)
+            return await self._replaced(update, change, size)
+
+    async def _replaced(self, update: Update, change: Callable[[], Awaitable[Any]], size: int) -> Held:
+        began = time.perf_counter()
+        await self.take(update, change)
+        return Held(version=update.version, seconds=time.perf_counter() - began, bytes=size)
 
     async def longest(self) -> int:
         """The context [tokens], asked for once."""

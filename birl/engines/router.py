@@ -1,11 +1,13 @@
 """Many engines as one: every request is answered once, by an engine whose weights are proven, as long as there is one.
 
-    generate -> pick (least loaded; a session stays) -> attempt -> joined with what was there -> answer
-                  ^                                       | failed, gone, or cut short: again, elsewhere
+    generate -> pick -> attempt -> joined with what was there -> answer
+                  ^        | failed, gone, or cut short: again, elsewhere
     a watch per engine: look every `interval`, bring it up to date, start it again
 
-Load is counted in requests. A step of an engine costs about the same for each of its running requests, so that is what
-they compete for; how long one still takes is unknown, as `max_tokens` is a bound that most answers do not reach.
+A session stays with its engine. Otherwise a request goes to an engine that has computed the beginning of its prompt, if
+that is about as loaded as the least loaded one, else to that one. Load is counted in requests: a step costs about the
+same for each of its running requests, so that is what they compete for. How long one still takes is unknown, as
+`max_tokens` is a bound that most answers do not reach.
 """
 
 import asyncio
@@ -19,11 +21,14 @@ from birl.engines.fleet import Fleet
 from birl.engines.inflight import Asked
 from birl.engines.loads import Loads
 from birl.engines.member import Member, Row, State, check_versions
+from birl.engines.prefixes import Prefixes
 from birl.engines.remote import Remote
 from birl.engines.sessions import Sessions
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.spans import answered, engine_name
 from birl.types import Completion, Held, SamplingParams, Stop, Update
+
+UNEVEN = 0.25  # more requests than the least loaded engine has, and one, where a prompt's beginning is computed already
 
 
 class Router:
@@ -80,6 +85,7 @@ class Router:
         self.fleet.on_ready = self._loads.put
         self._open: set[Asked] = set()
         self._sessions = Sessions[Member]()
+        self._prefixes = Prefixes[Member]()
 
     @property
     def version(self) -> int:
@@ -126,6 +132,7 @@ class Router:
         longest of their times and the sum of what they read. Raises the first `WeightsFailed` where none takes them;
         then the version is the old one. What is being answered goes on."""
         self.fleet.watch()
+        self._prefixes.forget()
         return await self.fleet.load(update)
 
     async def settle(self, timeout: float) -> None:
@@ -247,9 +254,24 @@ class Router:
         known = self._sessions.get(asked.session)
         if known is None or not known.free(now) or known in asked.avoid:
             known = self._loads.least(now, asked.avoid)
+            if known is not None and known not in asked.avoid:
+                known = self._with_beginning(asked, now, known.in_flight * (1 + UNEVEN) + 1) or known
         if known is not None:
             self._sessions.keep(asked.session, known)
         return known
+
+    def _with_beginning(self, asked: Asked, now: float, most: float) -> Member | None:
+        """An engine that has computed at least half of the prompt, with at most so many requests in flight."""
+
+        def cost(member: Member) -> int | None:
+            free = member.free(now) and member.in_flight <= most and member not in asked.avoid
+            return member.in_flight if free else None
+
+        return self._prefixes.best(asked.prompt, cost)
+
+    def _computes(self, ids: tuple[int, ...], member: Member) -> None:
+        if len(self.fleet.members) > 1:  # one engine is no choice
+            self._prefixes.add(ids, member)
 
     async def _attempt(self, member: Member, asked: Asked) -> Completion:
         """The answer so far, with what this engine adds to it."""
@@ -259,6 +281,7 @@ class Router:
         member.in_flight += 1
         member.sent += 1
         self._loads.put(member)
+        self._computes(prompt, member)
         began = time.perf_counter()
         task = asyncio.ensure_future(member.remote.generate(prompt, params, asked.session))
         task.add_done_callback(lambda t: t.cancelled() or t.exception())  # retrieved, even without a caller
@@ -273,6 +296,7 @@ class Router:
                 raise EngineDown(f"session {asked.session!r} had no answer within {self.attempt_timeout:g} s")
             answered(task.result(), began, asked.session, engine_name(member.remote.address))
             result = asked.join(engine, task.result())
+            self._computes(asked.prompt + result.tokens, member)
             await self._admit(member, gone, task.result(), lowest)
             member.served += 1
             member.row = 0

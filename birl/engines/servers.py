@@ -37,7 +37,8 @@ from birl.types import Completion, SamplingParams
 from birl.waits import event
 from birl.weights.canary import Canary
 from birl.weights.publish import Sender, Volume, shared_memory
-from birl.weights.publisher import published, released
+from birl.weights.publisher import published
+from birl.weights.released import released
 
 if TYPE_CHECKING:  # weights.method=nccl loads it
     from birl.weights.broadcast import Broadcast
@@ -117,6 +118,8 @@ class Servers(Counting):
 async def open_servers(engine: schema.Engine, wanted: Wanted, learner: int = 0) -> Servers:
     """Start or find them; returns when each answers. `learner`: GPUs of this machine that it has. Raises `BirlError`,
     and then none is left running."""
+    if wanted.method == "nccl" and engine.kind == "vllm" and choose(wanted.device).type != "cuda":
+        raise BirlError("weights.method=nccl: vLLM's workers know NCCL alone, and the learner is on a CPU; use reload.")
     if engine.attach:
         token = os.environ.get("BIRL_TOKEN", "")
         remotes, children = await look_up(engine, wanted, token), []
@@ -142,10 +145,7 @@ async def open_servers(engine: schema.Engine, wanted: Wanted, learner: int = 0) 
             raise BirlError(f"{key}: {error}{hint}") from error
         raise
     plain = {remote.address: remote for remote in remotes}
-    broadcast = None
-    if wanted.method == "nccl":
-        transport = module("weights.method=nccl", "birl.weights.broadcast")
-        broadcast = transport.Broadcast(list(plain), timeout=wanted.timeout, bucket_mb=wanted.bucket_mb)
+    broadcast = broadcast_to(remotes, wanted) if wanted.method == "nccl" else None
     wrap = partial(wrapped, wanted=wanted, broadcast=broadcast)
     servers = Servers(
         router=Router(
@@ -174,10 +174,19 @@ async def open_servers(engine: schema.Engine, wanted: Wanted, learner: int = 0) 
     return servers
 
 
+def broadcast_to(remotes: Sequence[Remote], wanted: Wanted) -> "Broadcast":
+    transport = module("weights.method=nccl", "birl.weights.broadcast")
+    own = getattr(remotes[0], "transfer", None)  # of vLLM or SGLang
+    limits = {"timeout": wanted.timeout, "bucket_mb": wanted.bucket_mb} | ({"group": own.group} if own else {})
+    return transport.Broadcast([remote.address for remote in remotes], **limits)
+
+
 def wrapped(remote: Remote, wanted: Wanted, broadcast: "Broadcast | None") -> Remote:
     """With what the method of the weights needs around it."""
     if broadcast is not None:
         return broadcast.joined(remote)  # pyright: ignore[reportArgumentType, reportReturnType]
+    if wanted.method == "ipc":
+        return module("weights.method=ipc", "birl.weights.lending").Lent(remote, wanted.bucket_mb)
     return Volume(remote, wanted.timeout) if wanted.method == "volume" else remote  # pyright: ignore[reportReturnType]
 
 
@@ -278,6 +287,7 @@ def sender(
         timeout=config.weights.timeout,
         tensors=published if ENGINES[kind_of(config.engine)].own else released,
         broadcast=servers.broadcast,
+        keeps=config.weights.sync_every > 1,
         sleeping=servers.remotes.values() if config.engine.sleep else (),  # as they are then
         owed=owed(config.engine, learner) if config.engine.sleep else 0,
         recreate=servers.renew if weights_method(config) == "checkpoint" else None,

@@ -35,12 +35,12 @@ class ServedTeacher:
             return list(pool.map(self._one, samples))
 
     def _one(self, sample: Sample) -> Tensor:
-        result = self._ask({"prompt": list(sample.tokens), "max_tokens": 1, "prompt_logprobs": 0})
+        result = self._ask({"prompt": sample.tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0})
         try:
             places = result["choices"][0]["prompt_logprobs"]
             each = [
                 entry[str(token)]["logprob"]
-                for entry, token, mask in zip(places, sample.tokens, sample.mask, strict=True)
+                for entry, token, mask in zip(places, sample.tokens.tolist(), sample.mask.tolist(), strict=True)
                 if mask
             ]
         except (KeyError, IndexError, TypeError, ValueError) as error:

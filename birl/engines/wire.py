@@ -5,6 +5,7 @@ exactly (a float is written with all its digits).
                                                                of an engine that says which experts computed them
     POST /load       {version, digests, folder, anew}       -> {version, digest, seconds, bytes}
     PUT  /stage/{version}   safetensors bytes, a bucket of tensors; then /load without a folder
+    POST /stage/{version}   {memory, tensors}   the same, read from memory that is lent (`handles.py`)
     POST /join      {store, group, rank, size, ...}         -> {group, rank}   when all are there (`Invitation`)
     POST /load      {version, digests, anew, group}         the tensors come from rank 0 of that group
     POST /leave     {}                                      -> {}              who waits for the group fails

@@ -45,6 +45,7 @@ BUILT_IN: dict[str, str] = {
     "miniwob": "birl.envs.browser.env:MiniWob",
     "webarena": "birl.envs.browser.env:WebArena",
     "program": "birl.envs.program:Program",
+    "mixture": "birl.envs.mixture:Mixture",
     "gem": "birl.envs.adapters.gem:Gem",
     "gymnasium": "birl.envs.adapters.gymnasium:Gymnasium",
     "openenv": "birl.envs.adapters.openenv:OpenEnv",
@@ -58,12 +59,12 @@ BUILT_IN: dict[str, str] = {
 
 @dataclass(slots=True, kw_only=True)
 class World:
-    """Where episodes take place. `rows(split)`: its own tasks, None where they come from data. `turns`: an episode may
-    have several. `agent`: it needs an address where the model is."""
+    """Where episodes take place. `rows(split)`: its own tasks, or those of several sets by name; None where they come
+    from data. `turns`: an episode may have several. `agent`: it needs an address where the model is."""
 
     kind: str
     open: Callable[[Task], Env | Agent]
-    rows: Callable[[str], list[dict[str, Any]]] | None = None
+    rows: Callable[[str], list[dict[str, Any]] | dict[str, list[dict[str, Any]]]] | None = None
     turns: bool = True
     agent: bool = False
     shared: Any = field(default=None)
@@ -92,6 +93,10 @@ async def open_world(
     if not isinstance(named, type):
         return _function(config, named, vars(settings), text)
     made: Any = named
+    if hasattr(named, "parts"):
+        parts = await made.parts(settings, config, partial(open_world, text=text, folder=folder))
+        agent = any(world.agent for world in parts.worlds.values())
+        return World(kind=config.kind, open=parts.open, rows=parts.rows, agent=agent, shared=parts)
     agent = hasattr(named, "run")
     shared = await _shared(config, made.shared, settings, folder) if hasattr(named, "shared") else None
     offered = {"config": settings, "shared": shared, "text": text}
@@ -117,7 +122,7 @@ def own_section(kind: str) -> type:
 def _named(config: schema.Env, given: Any) -> tuple[Any, Any]:
     """What `env.kind` names, and its own keys."""
     kind, named = config.kind, given or _found(config.kind)
-    plays = hasattr(named, "run") or (hasattr(named, "start") and hasattr(named, "step"))
+    plays = hasattr(named, "run") or hasattr(named, "parts") or (hasattr(named, "start") and hasattr(named, "step"))
     if inspect.isclass(named) and not plays:
         raise BirlError(f"env.kind={kind}: {named.__name__} has neither start and step nor run.")
     return named, read_section(_section(kind, named), config.options, "env.")

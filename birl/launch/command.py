@@ -18,6 +18,7 @@ from birl.preflight import check_names
 PREFIX = "launch."
 HERE = ("local", "torchrun")  # what a configuration names must be on this machine
 DRY, HELP, FOLLOW = Flag(name="--dry-run"), Flag(name="--help"), Flag(name="--follow")
+EXAMPLE, MORE = "`birl launch local rl data.train=my.jsonl`", "`birl launch --help` explains them"
 TRUST = Flag(name="--trust")  # a run folder that was launched on another account
 
 
@@ -29,9 +30,11 @@ def run(words: list[str]) -> int:
     if HELP.name in flags:
         print(usage(where))
         return 0
-    if not where or not command:
-        raise BirlError(f"{usage('')}\n\nName a place and a command, as in `birl launch local rl data.train=my.jsonl`")
+    if not where:
+        raise BirlError(f"Name a place and a command, as in {EXAMPLE}. Places: {', '.join(WHERE)}; {MORE}.")
     place = launcher(where)
+    if not command:
+        raise BirlError(f"Name what to start, as in {EXAMPLE}. Commands: {', '.join(TRAINING)}; {MORE}.")
     keys, others = keys_of(place.Keys, rest)
     job = derive(command, others, keys)
     if DRY.name in flags:
@@ -56,7 +59,7 @@ def keys_of(schema: type[Any], words: Sequence[str]) -> tuple[Any, list[str]]:
             continue
         key, equals, value = word.removeprefix(PREFIX).partition("=")
         if key not in docs:
-            near = did_you_mean(key, docs)
+            near = did_you_mean(key, docs, PREFIX)
             raise BirlError(f"{word}: there is no such key; there are {', '.join(PREFIX + k for k in docs)}.{near}")
         if not equals:
             raise BirlError(f"{word}: has no value; write {PREFIX}{key}=VALUE")

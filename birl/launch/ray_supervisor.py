@@ -294,11 +294,12 @@ class Supervisor:
             port = self.ray.get(first.host.port.remote(), timeout=GRACE)
             common = {"WORLD_SIZE": str(len(spots)), "MASTER_ADDR": first.seen.ip, "MASTER_PORT": str(port)}
         generation = max(s.generation for s in spots) + 1
-        nodes: dict[str, int] = {}
+        nodes = [spot.seen.node for spot in spots if spot.seen is not None]
         for rank, spot in enumerate(spots):
-            assert spot.seen is not None
-            local = nodes[spot.seen.node] = nodes.get(spot.seen.node, -1) + 1
-            place = {"RANK": str(rank), "LOCAL_RANK": str(0 if spot.role.gpus else local)} if common else {}
+            node, place = nodes[rank], dict[str, str]()
+            if common:
+                local = 0 if spot.role.gpus else nodes[:rank].count(node)
+                place = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(nodes.count(node))}
             self._begin(spot, generation, spot.role.command, "", {**common, **place})
         self.began = time.monotonic()
 

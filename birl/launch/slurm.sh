@@ -58,7 +58,9 @@ declare -A pids
 common=(--export=ALL --exact --input=none --open-mode=append)
 srun "${common[@]}" --job-name=learner --kill-on-bad-exit=1 "${learner_step[@]}" \
     --nodelist="$(IFS=,; echo "${hosts[*]:0:$learner_nodes}")" --output="$out/learner-%t.log" \
-    bash -c 'if [ "$0" -gt 1 ]; then export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$0; fi; exec "$@"' \
+    bash -c 'if [ "$0" -gt 1 ]; then
+        export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$0 LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
+    fi; exec "$@"' \
     "$ranks" "${learner[@]}" &
 pids[learner]=$!
 for i in "${!engine_nodes[@]}"; do

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -173,9 +173,10 @@ def fill(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> 
     ]
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise BirlError(f"The checkpoint {path} does not belong to this model: {'; '.join(problems[:5])}{more}.")
-    with _quiet():
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=ranks is None or ranks.alone)
+        kind = any(k.endswith(".exp_avg_scale") for k in wanted.keys() ^ result.keys())
+        fix = " Its moments are in other bits: set optimizer.kind as it was." if kind else ""
+        raise BirlError(f"The checkpoint {path} does not belong to this model: {'; '.join(problems[:5])}{more}.{fix}")
+    _read(reader, tensors, ranks is None or ranks.alone)
     return read_state(path)
 
 
@@ -190,9 +191,16 @@ def read_some(reader: Reader, prefix: str, names: Sequence[str]) -> dict[str, Te
     """The tensors PREFIX + name, by name."""
     wanted = {prefix + name: reader.tensors[prefix + name] for name in names}
     tensors = {name: torch.empty(tuple(m.size), dtype=m.properties.dtype) for name, m in wanted.items()}
-    with _quiet():
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+    _read(reader, tensors, True)
     return {name.removeprefix(prefix): t for name, t in tensors.items()}
+
+
+def _read(reader: Reader, tensors: Mapping[str, Tensor], alone: bool) -> None:
+    try:
+        with _quiet():
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=alone)
+    except CheckpointException as error:  # of any rank, on all
+        raise BirlError(f"{reader.path.parent} cannot be read: {_reason(error)}") from error
 
 
 def shapes(reader: Reader, prefix: str = "") -> dict[str, tuple[int, ...]]:

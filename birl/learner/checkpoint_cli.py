@@ -5,8 +5,15 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 
+FORMS = {
+    "verify": "verify [STEP]",
+    "export": "export STEP FOLDER [--shard-gb N]",
+    "export-adapter": "export-adapter STEP FOLDER",
+    "prune": "prune N",
+    "convert": "convert",
+}
 SCORES = ("validation/all/score", "validation/accuracy", "validation/nll")
 
 
@@ -28,8 +35,11 @@ def run(words: Sequence[str]) -> int:
             return _convert(_root(folder))
         case [folder, "prune", count] if count.isdecimal() and int(count) > 0:
             return _prune(_root(folder), int(count))
+        case [_, action, *_] if action in FORMS:
+            raise BirlError(f"Write it so: `birl checkpoints RUN {FORMS[action]}`.")
         case _:
-            raise BirlError(f"{' '.join(words)}: `birl checkpoints --help` says what can be asked")
+            near = did_you_mean(words[1], FORMS)
+            raise BirlError(f"{words[1]}: `birl checkpoints RUN` has {', '.join(FORMS)}.{near}")
 
 
 def _root(folder: str) -> Path:
@@ -127,7 +137,7 @@ def _size(word: str) -> float:
 
 
 def _export(root: Path, step: str, target: Path, adapter: bool, shard_gb: float = 5.0) -> int:
-    from birl.learner.export import export, export_adapter
+    from birl.learner.export import export, export_adapter, quantized_as
 
     source = find(root, step)
     if adapter:
@@ -135,6 +145,14 @@ def _export(root: Path, step: str, target: Path, adapter: bool, shard_gb: float 
     else:
         export(source, root.parent, target, shard_gb=shard_gb)
     print(f"{source} -> {target}")
+    if kind := quantized_as(root.parent):
+        as_theirs = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")' if kind == "nf4" else "8 bits"
+        what = f"the base model in {kind} (lora.quantize)"
+        print(
+            f"It belongs to {what}, as transformers loads it with {as_theirs}."
+            if adapter
+            else f"Its weights are those of the codes of {what}, with the adapter merged in, and not quantised."
+        )
     return 0
 
 

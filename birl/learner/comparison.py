@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from birl.data.pack import pack
 from birl.errors import BirlError
 from birl.learner.past import Past
@@ -31,8 +33,8 @@ def compare(past: Past, samples: Sequence[Sample], computed: int, done: Collecti
     """(every rank) The versions among the samples' tokens but those of `done`, of `computed` tokens in the step; a
     sequence has at most `size` tokens."""
     learner = past.learner
-    count = Counter(v for s in samples for v in s.versions)
-    present = sorted((v for v in count if v >= 0 and v not in done), reverse=True)  # the weights of now come first
+    count = sum((s.by_version() for s in samples), Counter[int]())
+    present = sorted((v for v in count if v not in done), reverse=True)  # the weights of now come first
     held = [v for v in present if v == learner.version or v in past.versions]
     chosen = {v: few(samples, v, int(SHARE * computed) // len(held), start=learner.version) for v in held}
     gaps: dict[int, tuple[float, int]] = {}
@@ -71,20 +73,20 @@ def few(samples: Sequence[Sample], version: int, room: int, start: int = 0) -> l
             room -= end
     if not result:
         first = [upto(s, version, end_of(s, version, FEWEST)) for s in own]
-        result = [min(first, key=lambda s: (-sum(s.mask), len(s.tokens)))]
+        result = [min(first, key=lambda s: (-int(s.mask.sum()), len(s.tokens)))]
     return [replace(s, group=number) for number, s in enumerate(result)]  # nothing in common
 
 
 def end_of(sample: Sample, version: int, most: int | None = None) -> int:
     """Where its last token of this version ends, or the `most`-th."""
-    return [n for n, v in enumerate(sample.versions) if v == version][:most][-1] + 1
+    return int(np.flatnonzero(sample.versions == version)[:most][-1]) + 1
 
 
 def upto(sample: Sample, version: int, end: int) -> Sample:
     """Its first `end` tokens, of which those of this version alone are trained."""
     return Sample(
         tokens=sample.tokens[:end],
-        mask=tuple(v == version for v in sample.versions[:end]),
+        mask=sample.versions[:end] == version,
         logprobs=sample.logprobs[:end],
         versions=sample.versions[:end],
         advantage=0.0,

@@ -24,6 +24,8 @@ from birl.learner.optimizer import on_grid
 from birl.learner.tensors import Reader
 from birl.models.heads import HEADS
 from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleton
+from birl.models.quantized import BITS, QuantizedLinear
+from birl.models.slices import quantizable
 from birl.regular import clear, inside, open_regular, read_json
 
 
@@ -119,11 +121,21 @@ def write_shards(
 
 def computed_in(run: Path) -> torch.dtype:
     """The type that the run's model computed in; bfloat16 where its configuration does not tell."""
+    return {"float32": torch.float32, "float16": torch.float16}.get(configured(run, "model.dtype"), torch.bfloat16)
+
+
+def quantized_as(run: Path) -> str:
+    """nf4 or int8, where the run's base model was quantised (`lora.quantize`); else empty."""
+    name = configured(run, "lora.quantize")
+    return name if name in BITS else ""
+
+
+def configured(run: Path, key: str) -> str:
+    """A value of the run's configuration; empty where that does not tell."""
     try:
-        name = read_json(run / "config.json")["model.dtype"]
+        return str(read_json(run / "config.json")[key])
     except (OSError, ValueError, KeyError, TypeError):
-        name = ""
-    return {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
+        return ""
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -158,7 +170,7 @@ def whole_of_adapters(path: Path, run: Path) -> dict[str, Tensor]:
     computed in. Heads as they are."""
     weights = checkpoint.read_tensors(path, "model.")
     heads = {f"{name}.weight": weights[f"{name}.weight"] for name in HEADS if f"{name}.weight" in weights}
-    base = base_model(path, run)
+    base = base_model(path, run)  # of a quantised one what its codes say
     on_grid((p.data for p in base.parameters()), computed_in(run))
     whole = merged_weights(base, adapters(weights), alpha_of(path))
     own = {name for name, _ in base.named_parameters()} | {name for name, _ in base.named_buffers()}
@@ -177,8 +189,9 @@ def padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def export_adapter(path: Path, run: Path, target: Path) -> None:
-    """The LoRA matrices alone, for `peft.PeftModel.from_pretrained(base, target)`. Raises `BirlError` where `target`
-    exists, and for a checkpoint that holds whole weights."""
+    """The LoRA matrices alone, for `peft.PeftModel.from_pretrained(base, target)`. The metadata of the safetensors file
+    says how the base was quantised (`base_quantized`). Raises `BirlError` where `target` exists, and for a checkpoint
+    that holds whole weights."""
     from peft import LoraConfig
 
     checkpoint.check(path)
@@ -206,7 +219,8 @@ def export_adapter(path: Path, run: Path, target: Path) -> None:
         tensors["base_model.model.score.weight"] = score
     with written(target) as part:
         config.save_pretrained(str(part))
-        save_file(tensors, part / "adapter_model.safetensors", metadata={"format": "pt"})
+        base = {"base_quantized": kind} if (kind := quantized_as(run)) else {}
+        save_file(tensors, part / "adapter_model.safetensors", metadata={"format": "pt"} | base)
 
 
 @contextmanager
@@ -260,8 +274,9 @@ def merged_weights(base: nn.Module, adapters: dict[str, dict[str, Tensor]], alph
 
 
 def base_model(path: Path, run: Path) -> nn.Module:
-    """The model that the run began with. Raises `BirlError` where it is gone or has changed."""
-    name = began_with(run)
+    """The model that the run began with, and of a quantised one the numbers that its codes say, in float32. Raises
+    `BirlError` where it is gone or has changed."""
+    name, kind = began_with(run), quantized_as(run)
     try:
         model = load_model(resolved(name))
     except BirlError as error:
@@ -269,6 +284,9 @@ def base_model(path: Path, run: Path) -> nn.Module:
             f"{path} holds LoRA matrices, and the model that they belong to is needed as well: {error} Export from the "
             f"folder where the run was started, or only the adapter: `birl checkpoints {run} export-adapter`."
         ) from error
+    for linear in quantizable(model).values() if kind else ():
+        weight = linear.weight.detach()
+        weight.copy_(QuantizedLinear(linear, weight, kind, weight.device).values())
     if digest(model) != bytes(checkpoint.read_tensors(path, "lora.")["base"].tolist()):
         raise BirlError(
             f"{path} holds LoRA matrices for other weights than model.path={name} has now. Put the model back that the "

@@ -16,7 +16,9 @@ from birl.data.pack import Batch
 from birl.learner.lora import Adapters, Lora
 from birl.learner.optimizer import MasterWeights, ShardedMasterWeights, adamw, on_grid
 from birl.learner.outputs import Outputs
+from birl.models.device import device_of
 from birl.models.forward import forget, head
+from birl.models.fused_decoder import apart
 from birl.models.heads import score_head
 from birl.models.load import cast
 from birl.models.routing import Seen, balance, load_counts, routing_for
@@ -99,6 +101,7 @@ class Learner:
         *,
         dtype: torch.dtype = torch.bfloat16,
         temperature: float = 1.0,
+        optimizer: str = "adamw",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -114,10 +117,10 @@ class Learner:
         """`router_aux_coef`: weight of the balance of a mixture-of-experts model's experts (`routing.balance`) beside
         every loss. `router_replay`: tokens take the routes that their batch names."""
         self.model = model
+        self.device = device_of(model)  # where it computes: with `offload` FSDP keeps the parts in CPU memory
         self.ranks = ranks = ranks or Ranks()
         self.max_grad_norm = max_grad_norm
-        self.version = 0
-        self.rounded = 0
+        self.version = self.rounded = 0
         self.router_aux_coef = router_aux_coef
         self.replays = routing_for(model) if router_replay else None
         self.watched = routing_for(model) if router_aux_coef > 0 else None
@@ -151,17 +154,12 @@ class Learner:
             cast(model, dtype)  # what is frozen, too
         if lora is None and dtype != torch.float32:
             self.rounded = on_grid(self.masters.tensors.values(), dtype)
-        self.optimizer = adamw(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._make_optimizer_state()
+        self.optimizer = adamw(self.masters, kind=optimizer, betas=betas, eps=eps, weight_decay=weight_decay)
 
     @property
     def rounded_share(self) -> float:
         """Of the trained weights; those of a checkpoint, which are read later, are not rounded."""
         return self.rounded / max(1, sum(t.numel() for t in self.masters.tensors.values())) if self.rounded else 0.0
-
-    @property
-    def device(self) -> torch.device:
-        return head(self.model).weight.device
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
@@ -304,24 +302,22 @@ class Learner:
 
     def _shard(self, dtype: torch.dtype, offload: bool) -> list[str]:
         """Names of the parameters whose gradients have to be summed over the ranks of tp."""
+        from birl.parallel.regions import Regions
         from birl.parallel.shard import settle, shard
         from birl.parallel.tensor import split
 
-        summands = split(self.model, self.ranks) if self.ranks.grid.tp > 1 else []
+        forget(self.model)
+        ways, summands = self.ranks.grid.tp, list[str]()
+        if ways > 1:
+            regions = Regions(self.ranks.groups["tp"], self.ranks.grid.sequence)
+            apart(self.model, ways, regions.enter, regions.end)
+            summands = split(self.model, self.ranks, regions)
+        else:
+            apart(self.model, ways)
         shard(self.outputs, self.model, self.ranks, dtype, offload=offload)
         if fill(self.model, offload):
             settle(self.outputs)
-        forget(self.model)
         return summands
-
-    def _make_optimizer_state(self) -> None:
-        """AdamW makes its state at the first step; a checkpoint needs the tensors to exist before that."""
-        for master in self.masters.tensors.values():
-            self.optimizer.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),  # where fused AdamW wants it
-                "exp_avg": torch.zeros_like(master.data),
-                "exp_avg_sq": torch.zeros_like(master.data),
-            }
 
 
 def recompute(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ with the last merge, so nothing drifts.
 
 Memory: W is kept beside the merged weight as the nearest numbers of the compute type, in bfloat16 where that is exact,
 else in float32; on a GPU in CPU memory, from where every merge reads it once (not with DoRA, whose gradients need it).
+A base that is quantised (`models/quantized.py`) is its codes: there is no merged weight, each product merges anew.
 What is saved is the gradients, AdamW's state and the masters of all weights; embeddings, head, norms
 and biases are frozen.
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from birl.errors import BirlError
 from birl.learner.optimizer import MasterWeights, bring
 from birl.models.heads import HEADS, score_head
+from birl.models.quantized import QuantizedLinear, quantized_layers
 from birl.models.slices import values
 
 ALL = "all-linear"
@@ -87,8 +89,8 @@ def targets(model: nn.Module, wanted: Sequence[str]) -> list[str]:
 class Adapter:
     """One weight, and what it is made of. Kernels and autograd see it as the weight's master."""
 
-    parameter: nn.Parameter  # holds the merged weight
-    weight: Tensor  # W
+    parameter: nn.Parameter  # holds the merged weight, unless W is quantised
+    weight: Tensor | QuantizedLinear  # W
     a: Tensor
     b: Tensor
     magnitude: Tensor | None
@@ -96,30 +98,38 @@ class Adapter:
     total: Total | None = None
 
     @classmethod
-    def of(
-        cls, parameter: nn.Parameter, lora: Lora, random: torch.Generator, dtype: torch.dtype, offload: bool
-    ) -> "Adapter":
-        weight = parameter.detach()
-        base = kept(weight, dtype, offload or (weight.is_cuda and not lora.dora))
-        a = first_a(lora, weight.shape[1], random)
-        device = torch.device("cpu") if offload else weight.device
-        return cls(
-            parameter=parameter,
+    def of(cls, linear: nn.Linear, lora: Lora, random: torch.Generator, dtype: torch.dtype, offload: bool) -> "Adapter":
+        rows, width = linear.weight.shape
+        if isinstance(linear, QuantizedLinear):
+            base, device = linear, linear.codes.device
+        else:
+            weight = linear.weight.detach()
+            base = kept(weight, dtype, offload or (weight.is_cuda and not lora.dora))
+            device = torch.device("cpu") if offload else weight.device
+        result = cls(
+            parameter=linear.weight,  # pyright: ignore
             weight=base,
-            a=a.to(device),
-            b=torch.zeros(weight.shape[0], lora.rank, device=device, dtype=torch.float32),
-            magnitude=lengths(base.to(device, torch.float32)) if lora.dora else None,
+            a=first_a(lora, width, random).to(device),
+            b=torch.zeros(rows, lora.rank, device=device, dtype=torch.float32),
+            magnitude=None,
             scale=lora.alpha / lora.rank,
         )
+        result.magnitude = lengths(result.base()) if lora.dora else None
+        return result
 
     def tensors(self) -> dict[str, Tensor]:
         result = {"lora_A": self.a, "lora_B": self.b}
         return result if self.magnitude is None else result | {"lora_magnitude": self.magnitude}
 
+    def base(self) -> Tensor:
+        """W in float32, where A and B are."""
+        if isinstance(self.weight, QuantizedLinear):
+            return self.weight.base()
+        return self.weight.to(self.a.device, non_blocking=True).float()
+
     @torch.no_grad()
     def merged(self) -> Tensor:
-        weight = self.weight.to(self.a.device, non_blocking=True).float()
-        return merged(weight, self.a, self.b, self.magnitude, self.scale, self.total)
+        return merged(self.base(), self.a, self.b, self.magnitude, self.scale, self.total)
 
     def absorb(self, grad: Tensor) -> None:
         """A gradient of the merged weight, added to those of A, B and the magnitude."""
@@ -131,8 +141,21 @@ class Adapter:
             whole = whole.to(self.a.device)
             leaves = a, b, m = [t.detach().requires_grad_() for t in (self.a, self.b, self.magnitude)]
             with torch.enable_grad():
-                value = merged(self.weight.float(), a, b, m, self.scale, self.total)
+                value = merged(self.base(), a, b, m, self.scale, self.total)
             grads = torch.autograd.grad(value, leaves, whole)
+        self.add(grads)
+
+    def absorb_product(self, x: Tensor, grad: Tensor) -> None:
+        """The same for y = x V', of x [T, K] and the gradient by y [T, N]; that by V, [N, K], is only there with a
+        magnitude."""
+        if self.magnitude is not None:
+            self.absorb(grad.T @ x)
+            return
+        x, grad = x.float(), grad.float()
+        self.add([((grad @ self.b).T @ x).mul_(self.scale), (grad.T @ (x @ self.a.T)).mul_(self.scale)])
+
+    def add(self, grads: Sequence[Tensor]) -> None:
+        """To those of A, B and the magnitude."""
         for tensor, each in zip(self.tensors().values(), grads, strict=True):
             tensor.grad = each if tensor.grad is None else tensor.grad.add_(each)
 
@@ -180,7 +203,7 @@ class Origin:
         if base != self.base:
             raise BirlError(
                 "The checkpoint holds LoRA matrices for another base model: the weights of model.path are not those "
-                "that the run began with. Set model.path to that model."
+                "that the run began with, or lora.quantize is another. Set model.path and lora.quantize as they were."
             )
         if alpha != self.alpha:
             raise BirlError(
@@ -207,7 +230,7 @@ class Adapters:
         self.heads = MasterWeights(model, dtype, offload)  # new ones, which are trained whole
         random = torch.Generator().manual_seed(lora.seed)
         self.adapters = {
-            name: Adapter.of(model.get_submodule(name).weight, lora, random, dtype, offload)  # pyright: ignore
+            name: Adapter.of(model.get_submodule(name), lora, random, dtype, offload)  # pyright: ignore
             for name in targets(model, lora.targets)
         }
         for adapter in self.adapters.values():
@@ -221,10 +244,13 @@ class Adapters:
         self.heads.gather()  # those of the merged weights are where they belong already
 
     def publish(self) -> None:
-        """Merge into the module's own parameters, and have every copy of them made anew."""
+        """Merge into the module's own parameters, and have every copy of them made anew; of what is quantised there are
+        copies only."""
         self.heads.publish()
         with torch.no_grad():
             for adapter in self.adapters.values():
+                if adapter.parameter.is_meta:
+                    continue
                 if self.heads.gradients is not None:
                     bring(adapter.parameter, adapter.merged())
                 else:
@@ -238,7 +264,8 @@ class Adapters:
     def weights(self) -> dict[str, Tensor]:
         """All float32 weights by the model's own names: merged where something is trained, elsewhere what the module
         computes with."""
-        result = {name: p.detach().float() for name, p in self.model.named_parameters()}
+        result = {name: p.detach().float() for name, p in self.model.named_parameters() if not p.is_meta}
+        result |= {name: layer.matrix().float() for name, layer in quantized_layers(self.model).items()}
         return result | self.heads.weights() | {f"{name}.weight": x.merged() for name, x in self.adapters.items()}
 
     def whole(self, name: str, value: Tensor) -> Tensor:

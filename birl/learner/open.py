@@ -36,6 +36,7 @@ def make_learner(
         model,
         dtype=DTYPES[config.model.dtype],
         temperature=config.rollout.temperature if isinstance(config, schema.RL) else 1.0,
+        optimizer=optimizer.kind,
         betas=(optimizer.beta1, optimizer.beta2),
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,

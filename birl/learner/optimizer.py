@@ -114,7 +114,7 @@ class ShardedMasterWeights:
 
     def whole(self, name: str, value: Tensor) -> Tensor:
         """A part as the DTensor that it is a part of; a step count is no part of anything."""
-        return value if value.ndim == 0 else Layout.of(self.parameters[name]).whole(value)
+        return value if value.ndim == 0 else Layout.of(self.parameters[name]).whole(value, self.tensors[name].shape)
 
     def copies(self, name: str) -> int:
         return Layout.of(self.parameters[name]).copies()
@@ -213,17 +213,34 @@ def move_grad_to(master: Any, gradients: Gradients | None = None):
 def adamw(
     masters: "MasterWeights | ShardedMasterWeights | Adapters | SplitAdapters",
     *,
+    kind: str = "adamw",
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    """Weight decay is for matrices; norms and biases have none."""
+    """Weight decay is for matrices; norms and biases have none. `kind`: adamw | adamw8bit. AdamW makes its state at the
+    first step; a checkpoint needs the tensors to exist before that."""
     tensors = list(masters.tensors.values())
     groups = [
         {"params": [t for t in tensors if t.ndim >= 2], "weight_decay": weight_decay},
         {"params": [t for t in tensors if t.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, eps=eps, fused=True)
+    groups = [g for g in groups if g["params"]]
+    if kind == "adamw8bit":
+        from birl.learner.adamw8bit import AdamW8bit, first_state
+
+        optimizer = AdamW8bit(groups, betas=betas, eps=eps)
+        optimizer.state.update({t: first_state(t, masters.whole(n, t.data).shape) for n, t in masters.tensors.items()})
+        return optimizer
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
+    optimizer.state.update({t: wide_state(t) for t in tensors})
+    return optimizer
+
+
+def wide_state(master: Tensor) -> dict[str, Tensor]:
+    """Float32 moments of 0, as fused AdamW has them."""
+    step = torch.zeros((), dtype=torch.float32, device=master.device)
+    return {"step": step, "exp_avg": torch.zeros_like(master.data), "exp_avg_sq": torch.zeros_like(master.data)}
 
 
 def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, total: int | None, min_ratio: float) -> float:

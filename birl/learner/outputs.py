@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.data.pack import Batch
+from birl.models.after_head import after_head
 from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states
 from birl.models.fused_decoder import fused_for
@@ -37,7 +38,8 @@ class Outputs(nn.Module):
         if score := score_head(model):
             (values,) = part.joined(scores(hidden, score))
             return values, torch.zeros_like(values), None
-        figures = list(token_logprobs(hidden, head(model), part.targets, self.temperature, decoder=decoder))
+        given = hidden, head(model), part.targets, self.temperature
+        figures = list(token_logprobs(*given, decoder=decoder, after=after_head(model)))
         if value := score_head(model, "value"):
             figures.append(scores(hidden, value))
         logp, entropy, *predicted = part.joined(*figures)

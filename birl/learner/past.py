@@ -22,7 +22,9 @@ class Past:
     def __init__(self, learner: Learner, most: int) -> None:
         self.learner, self.most = learner, most
         self.versions: dict[int, list[Tensor]] = {}
-        self.parameters = [p for p in learner.model.parameters() if p.requires_grad]
+        trained = [p for p in learner.model.parameters() if p.requires_grad]
+        # of what is quantised only what LoRA trains changes
+        self.parameters = [t for p in trained for t in (p.master.tensors().values() if p.is_meta else (p,))]  # pyright: ignore
         # where parameters may point to other memory, without a copy
         self.plain = not learner.ranks.sharded and learner.device.type == "cpu"
 

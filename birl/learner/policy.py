@@ -13,7 +13,6 @@ from birl.config import schema
 from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.models.device import choose
-from birl.models.forward import verify
 from birl.models.load import (
     check_vocabulary,
     context_limit,
@@ -23,7 +22,9 @@ from birl.models.load import (
     skeleton,
 )
 from birl.models.shape import Shape
-from birl.models.slices import sketched, verify_small
+from birl.models.slices import quantize, sketched, verify_small
+from birl.models.verify import verify
+from birl.parallel.machine import free_memory
 from birl.parallel.ranks import Ranks
 from birl.text.chat import PROBE, Chat
 
@@ -70,10 +71,10 @@ def load_reader(config: schema.Model) -> Reader:
     return Reader(folder=folder, chat=chat, context=context_limit(model))
 
 
-def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = None) -> Policy:
+def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = None, quantized: str = "none") -> Policy:
     """The model is verified in float32 on the device that it will run on, so with that device's kernels, and a small
     one like it in the run's own type. Where `ranks` will have parts of it, it gets no weights yet (`models/slices.py`),
-    and only the small one is verified."""
+    and only the small one is verified. `quantized`: nf4 or int8, in which it is loaded, one weight after the other."""
     device = choose(config.device)
     folder = resolved(config.path)
     tokenizer = load_tokenizer(folder, config.chat_template)
@@ -88,8 +89,25 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
         if ranks.rank == 0:
             verify_small(folder, device, DTYPES[config.dtype])
     else:
-        model = load_model(folder).to(device)
+        if quantized == "none":
+            check_room(config.path, folder, device)
+            model = load_model(folder).to(device)
+        else:
+            model = quantize(sketched(folder, device), quantized)
         verify(model, DTYPES[config.dtype])
     check_vocabulary(model, tokenizer)
     chat.end_ids = end_ids(model, tokenizer)
     return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)
+
+
+def check_room(path: str, folder: Path, device: torch.device) -> None:
+    """Raises `BirlError` where a GPU cannot hold the weights in float32, as which they are loaded and verified."""
+    if device.type == "cpu":
+        return
+    needed, free = 4 * sum(p.numel() for p in skeleton(folder).parameters()), free_memory(device)
+    if needed > free:
+        raise BirlError(
+            f"model.path={path}: is loaded in float32, which takes {needed / 2**30:.1f} GiB, and {device} has "
+            f"{free / 2**30:.1f} GiB free. Take a smaller model, another GPU (model.device=cuda:1, say), or "
+            "model.device=cpu."
+        )

@@ -19,8 +19,8 @@ from birl.learner.export import resolved
 from birl.learner.learner import Learner
 from birl.learner.policy import DTYPES
 from birl.models.device import choose
-from birl.models.forward import verify
 from birl.models.load import context_limit, end_ids, load_reward_model, load_tokenizer
+from birl.models.verify import verify
 from birl.text.chat import Chat
 
 

@@ -113,7 +113,7 @@ class SplitAdapters:
     def whole(self, name: str, value: Tensor) -> Tensor:
         if name in self.heads.tensors:
             return self.heads.whole(name, value)
-        return value if value.ndim == 0 else self.layouts[name].whole(value)
+        return value if value.ndim == 0 else self.layouts[name].whole(value, self.tensors[name].shape)
 
     def copies(self, name: str) -> int:
         return self.heads.copies(name) if name in self.heads.tensors else self.layouts[name].copies()

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from birl.errors import BirlError
+from birl.models.digests import nonfinite
 from birl.regular import inside, open_regular, read_json
 
 INDEX = "index.json"
@@ -141,7 +142,9 @@ class Reader(StorageReader):
                     part = torch.empty(shape, dtype=dtype)
                     file.seek(offset)
                     if file.readinto(memory(part)) != part.nbytes:
-                        raise BirlError(f"{self.path / name} ends within {item.storage_index.fqn}.")
+                        raise BirlError(f"{name} ends within {item.storage_index.fqn}.")
+                    if nonfinite({item.storage_index.fqn: part}):
+                        raise BirlError(f"{name}: {item.storage_index.fqn} holds NaN or infinity.")
                     for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                         part = part.narrow(dimension, start, length)
                     into = planner.resolve_tensor(item).detach()

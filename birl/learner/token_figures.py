@@ -8,22 +8,23 @@ computation, and take 6 to 14 bytes a token in the file. Samples without a gradi
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from birl.data.columns import by_sample, per_token, trained
+from birl.data.columns import by_sample, per_token
 from birl.data.pack import Batch
 from birl.learner.learner import Loss
 from birl.parallel.ranks import Ranks
 from birl.types import Sample
 
 #: which sample of which episode: two samples of one episode differ in their tokens
-Key = tuple[int, int, tuple[int, ...]]
+Key = tuple[int, int, bytes]
 DIGITS = 4
 
 
 def key(sample: Sample) -> Key:
-    return sample.group, sample.episode, sample.tokens
+    return sample.group, sample.episode, sample.tokens.tobytes()
 
 
 class Watch:
@@ -52,17 +53,17 @@ class Watch:
 def token_figures(samples: Sequence[Sample], seen: Mapping[Key, Tensor]) -> Callable[[Sample], dict[str, Any]]:
     """What the record of a sample says besides its tokens; values are of the trained tokens alone. `samples` have
     advantages, `seen`: the learner's figures."""
-    credited = {key(s): s for s in samples if isinstance(s.advantage, tuple)}
+    credited = {key(s): s for s in samples if isinstance(s.advantage, np.ndarray)}
 
     def of(sample: Sample) -> dict[str, Any]:
         result: dict[str, Any] = {}
         place = key(sample)
         if place in credited:
             own = credited[place]
-            result["advantages"] = trained(own, per_token(own))
-        if place in seen and len(seen[place]) == sum(sample.mask):
+            result["advantages"] = per_token(own)[own.mask].tolist()
+        if place in seen and len(seen[place]) == sample.mask.sum():
             logp, entropy = seen[place].double().T.tolist()
-            gaps = [now - then for now, then in zip(logp, trained(sample, sample.logprobs), strict=True)]
+            gaps = [now - then for now, then in zip(logp, sample.logprobs[sample.mask].tolist(), strict=True)]
             result["gaps"] = [_short(gap) for gap in gaps] if any(gaps) else 0.0
             result["entropies"] = [_short(value) for value in entropy]
         return result

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from birl.errors import BirlError
 from birl.kernels import Kernels
 from birl.models import varlen
+from birl.models.states import Step, by_trees
 from birl.models.tree_attention import Area, tree_attention
 
 NAME = "birl"
@@ -35,8 +36,25 @@ IGNORED = {
 }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant:
+    """What some architectures add to softmax(scale q k') v. None of birl's kernels computes it.
+
+    cap     scores s become cap tanh(s / cap): Gemma 2, arXiv:2408.00118
+    sinks   [H], one more score in each softmax of a head, without a value: gpt-oss, arXiv:2508.10925
+    chunk   positions see those of their own chunk alone, position // chunk: Llama 4
+    """
+
+    cap: float | None = None
+    sinks: Tensor | None = None
+    chunk: int | None = None
+
+
 class Layout(Protocol):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
+        variant: Variant | None = None,
+    ) -> Tensor:  # fmt: skip
         """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
         ...
 
@@ -73,9 +91,15 @@ class Packed:
 
     trees: Sequence[Tree]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    masks: dict[tuple[Tree, int | None], Tensor] = field(default_factory=dict)  # made once, used by every layer
+    masks: dict[Any, Tensor] = field(default_factory=dict)  # made once, used by every layer
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
+        variant: Variant | None = None,
+    ) -> Tensor:  # fmt: skip
+        if variant is not None:
+            areas = self.areas(window, variant.chunk)
+            return tree_attention(query[0], key[0], value[0], areas, scale, variant.cap, variant.sinks)[None]
         if query.device.type == "cpu":
             return tree_attention(query[0], key[0], value[0], self.areas(window), scale)[None]
         if len(query) == 1 and varlen.takes(query, value) and (window is None or varlen.windows()):
@@ -105,6 +129,10 @@ class Packed:
     ) -> tuple[Tensor, Tensor]:
         return kernels.tree_attention(query, key, value, self.segments, scale)
 
+    def carry(self, layer: int, rows: Tensor, step: Step) -> Tensor:
+        """For layers that keep a state (`models/states.py`)."""
+        return by_trees([(tree.prefix, tree.branches) for tree in self.trees], rows, step)
+
     @cached_property
     def segments(self) -> Tensor:
         """Each tree's prefix and branches as the kernels want them: rows (first, count, prefix's first, prefix's count,
@@ -132,18 +160,21 @@ class Packed:
             self.masks[tree, window] = tree_mask(tree, window).to(self.device)
         return self.masks[tree, window]
 
-    def areas(self, window: int | None) -> list[Area]:
+    def areas(self, window: int | None, chunk: int | None = None) -> list[Area]:
         """Each tree with its mask as 0 and -inf."""
         result, start = [], 0
         for tree in self.trees:
-            if (tree, window) not in self.masks:
-                self.masks[tree, window] = bias(tree_mask(tree, window))
-            result.append((start, start, self.masks[tree, window]))
+            kind = tree, window, chunk, "areas"
+            if kind not in self.masks:
+                self.masks[kind] = bias(tree_mask(tree, window, chunk=chunk)).to(self.device)
+            result.append((start, start, self.masks[kind]))
             start += len(tree)
         return result
 
 
-def tree_mask(tree: Tree, window: int | None, first: int = 0, last: int | None = None) -> Tensor:
+def tree_mask(
+    tree: Tree, window: int | None, first: int = 0, last: int | None = None, chunk: int | None = None
+) -> Tensor:
     """mask[i, j] = token first + i may attend to token j: j is not later, and belongs to the prefix or to i's own
     branch. bool [last - first, last]; without `last` to the tree's end."""
     branch = torch.tensor(
@@ -151,9 +182,11 @@ def tree_mask(tree: Tree, window: int | None, first: int = 0, last: int | None =
     )[:last]
     order = torch.arange(len(branch))
     mask = (order[first:, None] >= order) & ((branch == -1) | (branch[first:, None] == branch))
+    position = torch.tensor(tree.positions(), dtype=torch.int64)[:last]
     if window is not None:
-        position = torch.tensor(tree.positions(), dtype=torch.int64)[:last]
         mask &= position[first:, None] - position < window
+    if chunk is not None:
+        mask &= position[first:, None] // chunk == position // chunk
     return mask
 
 
@@ -173,24 +206,38 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = UNTOLD,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls. Raises `BirlError` for anything it would otherwise leave out silently."""
-    unknown = sorted(name for name, value in options.items() if value is not None and name not in IGNORED)
-    if unknown or dropout or attention_mask is not None or not getattr(module, "is_causal", True):
-        raise BirlError(
-            f"{type(module).__name__} wants attention that birl does not implement "
-            f"({', '.join(unknown) or 'dropout or a mask'}); this architecture is not supported."
-        )
+    name = type(module).__name__
+    unknown = sorted(option for option, value in options.items() if value is not None and option not in IGNORED)
+    unknown += ["dropout"] if dropout else []
+    unknown += ["a mask of its own"] if attention_mask is not None else []
+    unknown += [] if getattr(module, "is_causal", True) else ["later tokens are seen, too"]
+    if unknown:
+        raise BirlError(f"{name} wants attention that birl has no rule for: {', '.join(unknown)}.")
     if layout is None:  # a plain call, such as model(input_ids): every row is one sequence
         layout = Packed([Tree(prefix=query.shape[2])], query.device)
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise BirlError(f"{type(module).__name__} does not say which layer it is; this architecture is not supported.")
+        raise BirlError(f"{name} does not say which layer it is; this architecture is not supported.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sliding_window == UNTOLD:  # Qwen2-MoE's is in its mask alone
         sliding_window = getattr(module, "sliding_window", None)
-    return layout.attend(layer, query, key, value, scale, sliding_window), None
+    chunk = chunk_of(module, layer)
+    if softcap is None and s_aux is None and chunk is None:
+        return layout.attend(layer, query, key, value, scale, sliding_window), None
+    variant = Variant(softcap, s_aux, chunk)
+    return layout.attend(layer, query, key, value, scale, sliding_window, variant), None
+
+
+def chunk_of(module: torch.nn.Module, layer: int) -> int | None:
+    """Llama 4's chunks are in its mask alone."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    return config.attention_chunk_size if layer < len(kinds) and kinds[layer] == "chunked_attention" else None
 
 
 AttentionInterface.register(NAME, attention)

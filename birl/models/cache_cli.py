@@ -15,7 +15,7 @@ def run(words: Sequence[str]) -> int:
         case [] | ["list"]:
             return _list(entries)
         case ["verify"]:
-            problems = {p.name: verify(p, digests=True) for p in entries}
+            problems = {p.name: verify(p, digests=True) for p in entries if not _unfinished(p)}
             for name, result in problems.items():
                 print(f"{name}: {'; '.join(result) or 'intact'}")
             return 1 if any(problems.values()) else 0
@@ -27,16 +27,27 @@ def run(words: Sequence[str]) -> int:
             raise BirlError(
                 f"There is no {name!r} in {cache_root()}; there are: {', '.join(p.name for p in entries) or 'none'}."
             )
+        case ["clear"]:
+            raise BirlError(
+                "Name the model to delete, as in `birl cache clear NAME`, or all: `birl cache clear --all`."
+            )
         case _:
-            raise BirlError(f"{' '.join(words)}: `birl cache --help` says what can be asked")
+            raise BirlError(f"{words[0]}: `birl cache` has list, verify, clear NAME and clear --all.")
+
+
+def _unfinished(folder: Path) -> bool:
+    return ".part-" in folder.name
 
 
 def _list(entries: Sequence[Path]) -> int:
-    print(f"{cache_root()}: {len(entries)} model{'s' if len(entries) != 1 else ''}")
+    models = [p for p in entries if not _unfinished(p)]
+    print(f"{cache_root()}: {len(models)} model{'s' if len(models) != 1 else ''}")
     for path in entries:
         size = sum(f.stat().st_size for f in path.iterdir()) / 2**20
         when = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-        result = verify(path, digests=False)
+        result = ["being converted, or left by a conversion that was killed"]
+        if not _unfinished(path):
+            result = verify(path, digests=False)
         print(f"  {path.name}  {size:,.0f} MiB  {when}  {result[0] if result else 'complete'}")
     return 0
 

@@ -24,6 +24,7 @@ from birl.kernels import Kernels
 from birl.models.attention import Packed, RowLayout
 from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
 from birl.models.paged import Cache, Paged
+from birl.models.quantized import LINEAR
 
 MADE: "WeakKeyDictionary[nn.Module, tuple[tuple[torch.dtype, torch.device], Decoder | None]]" = WeakKeyDictionary()
 LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "MistralDecoderLayer"}
@@ -300,12 +301,13 @@ def head_dim(model: nn.Module) -> int:
 
 def fits(model: nn.Module) -> bool:
     """Can `Decoder` compute this model, where and as its weights are?"""
-    return shaped(model) and all(p.device.type == "cpu" for p in model.parameters())
+    places = {p.device.type for p in model.parameters()}  # on meta: what is quantised
+    return shaped(model) and "cpu" in places and places <= {"cpu", "meta"}
 
 
 def shaped(model: nn.Module) -> bool:
     """Is this exactly the shape that `Decoder` computes? Of a model without weights, too. What looks alike but differs
-    is caught by `forward.verify`."""
+    is caught by `verify.verify`."""
     config = cast(Any, model).config.get_text_config()
     return (
         llama_shaped(model)
@@ -325,7 +327,7 @@ def llama_shaped(model: nn.Module) -> bool:
     return (
         all(type(m).__name__ in LAYERS for m in body.layers)
         and {name for name, _ in body.named_children()} == {"embed_tokens", "layers", "norm", "rotary_emb"}
-        and all(type(m) is nn.Linear for m in body.layers.modules() if isinstance(m, nn.Linear))
+        and all(type(m) in LINEAR for m in body.layers.modules() if isinstance(m, nn.Linear))
         and all(p.dtype == layer.mlp.up_proj.weight.dtype for p in model.parameters())
         and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)

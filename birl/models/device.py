@@ -1,32 +1,71 @@
 """Where a model computes, and in which precision there."""
 
+import functools
 import os
+import shutil
+import sys
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
+from birl.models.fused import has_triton
+
+DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel has NVIDIA's driver
 
 
 def choose(name: str) -> torch.device:
-    """auto | cpu | cuda -> a device, a GPU with its index: that of LOCAL_RANK where this process sees several, 0 where
-    it sees one, as ranks do that Slurm or Ray gave one each. Raises `BirlError` where there is no such device."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    """auto | cpu | cuda | cuda:N -> a device, a GPU with its index: N, else that of LOCAL_RANK where this process sees
+    several, 0 where it sees one, as ranks do that Slurm or Ray gave one each. Raises `BirlError` where there is no such
+    device; warns where auto takes the CPU of a machine with a GPU, or a GPU has no Triton."""
+    if name == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        built = "sees no GPU" if torch.version.cuda else "is a build without CUDA"
-        raise BirlError(
-            f"model.device={name}: PyTorch {torch.__version__} {built}. Set model.device=cpu or leave it at auto."
-        )
-    index = int(os.environ.get("LOCAL_RANK", "0")) if count > 1 else 0
+        if name != "auto":
+            raise BirlError(f"model.device={name}: {no_gpu()}. Set model.device=cpu or leave it at auto.")
+        if why := unused():
+            warn(f"model.device=auto: {why}. So the CPU computes; model.device=cpu says that it should.")
+        return torch.device("cpu")
+    given, rank = name.partition(":")[2], os.environ.get("LOCAL_RANK", "0")
+    index = int(given or (rank if count > 1 else 0))
     if index >= count:
-        raise BirlError(
-            f"model.device={name}: LOCAL_RANK={index} wants GPU {index}, and this process sees {count}{visible()}. "
-            f"Start {count} ranks on this machine at most, or let every rank see one GPU, its own."
-        )
+        fix = f"Start {count} ranks on this machine at most, or let every rank see one GPU, its own."
+        if given:
+            fix = f"The first is cuda:0, the last cuda:{count - 1}."
+        whose = "" if given else f"LOCAL_RANK={rank} wants GPU {index}, and "
+        raise BirlError(f"model.device={name}: {whose}this process sees {count}{visible()}. {fix}")
     exact()
+    if not has_triton():
+        warn("there is no Triton, so all runs through transformers' forward, slowly: pip install triton")
     return torch.device("cuda", index)
+
+
+def no_gpu() -> str:
+    """Why PyTorch has no GPU, in its own words: a driver that is too old, say."""
+    name = f"PyTorch {torch.__version__}"
+    if not (torch.version.cuda or torch.version.hip):
+        return f"{name} is a build without CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"{name} sees no GPU{visible()}: {first_line(error).rstrip('.')}"
+    return f"{name} sees no GPU{visible()}"
+
+
+def unused() -> str:
+    """Why PyTorch has no GPU on a machine with NVIDIA's driver; empty where there is none, or where it was hidden."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or not (DRIVER.exists() or shutil.which("nvidia-smi")):
+        return ""
+    return f"this machine has NVIDIA's driver, and {no_gpu()}"
+
+
+@functools.cache
+def warn(line: str) -> None:
+    """Once in a process."""
+    print(f"birl: {line}", file=sys.stderr, flush=True)
 
 
 def use(device: torch.device) -> None:

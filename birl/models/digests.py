@@ -1,4 +1,4 @@
-"""What weights are, in 32 letters: the same bytes give the same digest on every machine."""
+"""What weights are: a digest of 32 letters, which the same bytes give on every machine; and whether they are finite."""
 
 from collections.abc import Iterable, Mapping
 
@@ -17,6 +17,16 @@ def digest(tensor: Tensor) -> str:
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Of each tensor, by name."""
     return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of those that hold NaN or infinity. The extremes tell, and need no memory of the tensor's size."""
+    extremes = {
+        name: tensor.detach().aminmax()
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel()
+    }
+    return [name for name, (low, high) in extremes.items() if not (low.isfinite() and high.isfinite())]
 
 
 def whole(digests: Mapping[str, str]) -> str:

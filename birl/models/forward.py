@@ -1,27 +1,18 @@
-"""The model's forward passes, as both the engine and the learner use them, and the proof that they mean what we
-think."""
+"""The model's forward passes, as both the engine and the learner use them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import pairwise
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from birl.errors import BirlError, first_line
-from birl.kernels import PAGE
 from birl.models import decoder, fused_decoder
+from birl.models.after_head import after_head
 from birl.models.attention import Layout, Packed, RowLayout, Tree
 from birl.models.decoder import decoder_for
 from birl.models.fused_decoder import fused_for
 from birl.models.logprobs import float_logits
-from birl.models.paged import Cache, Paged
-from birl.models.shape import Shape
-from birl.models.slots import computed_by, slots_of
-
-BOUND = 1e-3  # nats between two ways to compute a log-prob in float32
-ROUNDING = 4.0  # in other types: times what transformers' own forward loses
+from birl.models.slots import body_of
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
@@ -31,7 +22,7 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: L
         return decoder.hidden_states(tokens, positions, cast(RowLayout, layout))  # sharded models have no decoder
     if fused := fused_for(model):
         return fused.hidden_states(tokens, positions, layout)
-    body = cast(Any, model).base_model
+    body = body_of(model)
     ids = tokens[None]
     mask = torch.ones_like(ids)  # without one, transformers waits for the device to look for packed sequences
     output = body(input_ids=ids, attention_mask=mask, position_ids=positions[None], layout=layout, use_cache=False)
@@ -41,7 +32,6 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: L
 def weights_changed(model: nn.Module) -> None:
     """New values are in the parameters: forget every laid-out copy of them."""
     decoder.weights_changed(model)
-    fused_decoder.weights_changed(model)
 
 
 def forget(model: nn.Module) -> None:
@@ -59,194 +49,11 @@ def logits(model: nn.Module, hidden: Tensor) -> Tensor:
     """[T, H] -> [T, V] float32, never rounded to the weights' type."""
     if decoder := decoder_for(model):
         return decoder.head.floats(hidden)
-    layer = head(model)
-    if layer.weight.dtype == torch.float32:
-        return layer(hidden)  # on the engine's laid-out copy, where there is one
-    return float_logits(hidden, layer.weight, layer.bias)
+    layer, after = head(model), after_head(model)
+    whole = layer.weight.dtype == torch.float32  # then on the engine's laid-out copy, where there is one
+    x = layer(hidden) if whole else float_logits(hidden, layer.weight, layer.bias)
+    return x if after is None else after.apply(x)
 
 
 def packed(trees: Sequence[tuple[int, tuple[int, ...]]], device: torch.device) -> Packed:
     return Packed([Tree(prefix, branches) for prefix, branches in trees], device)
-
-
-def verify(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Refuse an architecture for which birl's forward passes would be silently wrong: recurrent layers, logit scaling,
-    biases by absolute place, masks that attention does not get. Log-probs of short sequences, packed into one
-    row and one after another over pages of the cache, are compared with those of transformers' own forward, which has
-    its own attention and masks; of this model, and once for each architecture of a small one with windows shorter than
-    the sequences (`models/twin.py`). For float32 weights; the small one also in `dtype`, the type of the run, which has
-    kernels of its own.
-
-    Raises `BirlError`.
-    """
-    check_positions(model)
-    compare(model, Tree(5, (4, 3)), Tree(5))
-    prove(cast(Any, model).config, head(model).weight.device, type(model), dtype)
-
-
-def prove(config: Any, device: torch.device, kind: type | None = None, dtype: torch.dtype = torch.float32) -> None:
-    """`verify`'s second half, by a model's config; remembered in the cache. `kind`: the model's class, where a config
-    could mean several."""
-    from birl.models import twin  # which loads models, and that needs `head`
-
-    try:
-        small = twin.twin(config)
-    except Exception as error:
-        raise BirlError(
-            f"birl cannot verify {config.model_type}: a small model of its config cannot be built "
-            f"({first_line(error)})."
-        ) from error
-    check_positions(small)
-    if kind is not None and type(small) is not kind:
-        return
-    proof = twin.proved(small, device, dtype)
-    if proof.exists():
-        return
-    trees = Tree(21, (14, 9)), Tree(30)
-    compare(small.to(device), *trees)
-    if dtype != torch.float32:
-        compare_rounded(small, *trees, dtype)
-    with suppress(OSError):
-        proof.parent.mkdir(parents=True, exist_ok=True)
-        proof.touch()
-
-
-class Ways:
-    """Log-probs [T, V] of the same three short sequences, `tree`'s two and `other`, by each forward pass."""
-
-    def __init__(self, model: nn.Module, tree: Tree, other: Tree) -> None:
-        self.model, self.tree, self.other = model, tree, other
-        self.device, n = head(model).weight.device, tree.prefix
-        generator = torch.Generator().manual_seed(0)
-        words = head(model).weight.shape[0]
-        self.ids = torch.randint(0, words, (len(tree) + len(other),), generator=generator).to(self.device)
-        first, _ = tree.branches
-        branches = self.ids[: n + first], torch.cat([self.ids[:n], self.ids[n + first : len(tree)]])
-        self.sequences = [*branches, self.ids[len(tree) :]]
-
-    def alone(self) -> Tensor:
-        """By transformers' own."""
-        with computed_by(self.model, "eager"):
-            each = [cast(Any, self.model)(input_ids=s[None], use_cache=False).logits[0].float() for s in self.sequences]
-        return torch.cat(each).log_softmax(-1)
-
-    def packed(self) -> Tensor:
-        tree, other = self.tree, self.other
-        positions = torch.tensor(tree.positions() + other.positions(), device=self.device, dtype=torch.int64)
-        hidden = hidden_states(self.model, self.ids, positions, Packed([tree, other], self.device))
-        rows = logits(self.model, hidden).log_softmax(-1)
-        stem, one, two, rest = rows.split([tree.prefix, *tree.branches, len(other)])
-        return torch.cat([stem, one, stem, two, rest])
-
-    def paged(self) -> Tensor:
-        """Of the first sequence alone."""
-        return decoded(self.model, self.sequences[0])
-
-    @property
-    def own(self) -> tuple[tuple[str, Callable[[], Tensor]], ...]:
-        return ("packed", self.packed), ("over the cache", self.paged)
-
-
-@torch.no_grad()
-def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
-    """`tree` has two branches. Raises `BirlError` where log-probs differ by more than `BOUND`."""
-    kind, ways = type(model).__name__, Ways(model, tree, other)
-    with supported(kind):
-        slots_of(model)
-        expected = ways.alone()
-        if expected.isnan().any():
-            broken = [name for name, p in model.named_parameters() if not p.isfinite().all()]
-            why = f"its weights hold NaN or infinity: {broken[0]}" if broken else "look for it in its config.json"
-            raise BirlError(f"{kind} computes NaN: {why}.")
-        for name, way in ways.own:
-            result = way()
-            gap = (result - expected[: len(result)]).abs().max().item()
-            if gap <= BOUND:
-                continue
-            again = [(way() - result).abs().max().item(), (ways.alone() - expected).abs().max().item()]
-            raise BirlError(
-                f"{kind} gives other log-probs {name} than alone by transformers' own forward (difference {gap:.2g}, "
-                f"allowed {BOUND}): "
-                + (
-                    "its layers look across packed sequences, its masks are not passed to its attention, or its "
-                    "logits are post-processed. birl cannot train this architecture."
-                    if not any(again)
-                    else f"computed again, the same numbers come out otherwise ({name} by {again[0]:.2g}, alone by "
-                    f"{again[1]:.2g}), so this machine or a library computes wrongly. Try again; BIRL_KERNELS=0 leaves "
-                    "out birl's own kernels."
-                )
-            )
-
-
-@torch.no_grad()
-def compare_rounded(model: nn.Module, tree: Tree, other: Tree, dtype: torch.dtype) -> None:
-    """The same in another type (the model stays in it), whose rounding no constant bounds: what transformers' own
-    forward loses by it is the measure. Mean differences of each token's log-probs from those of the rounded weights in
-    float32; a token may have `ROUNDING` times the largest of transformers'. Where experts are chosen one token in ten
-    may have more: the last bit decides which. Raises `BirlError`."""
-    kind, ways = type(model).__name__, Ways(model, tree, other)
-    with supported(kind):
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype).float()
-        exact = ways.alone()
-        for parameter in model.parameters():  # not what rotary angles are computed from
-            parameter.data = parameter.data.to(dtype)
-        forget(model)
-        limit = ROUNDING * (ways.alone() - exact).abs().mean(1).max().item()
-        spared = 0.1 if Shape.of_model(model).sparse_layers else 0.0
-        for name, way in ways.own:
-            result = way()
-            gaps = (result - exact[: len(result)]).abs().mean(1)
-            beyond = ~(gaps <= limit)
-            if beyond.float().mean().item() > spared:
-                raise BirlError(
-                    f"{kind} in {str(dtype).removeprefix('torch.')} gives other log-probs {name} than in float32: "
-                    f"{int(beyond.sum())} of {len(gaps)} tokens differ by more than {limit:.2g} on average, which is "
-                    f"{ROUNDING:g} times what transformers' own forward loses (the most: {gaps.max().item():.2g}). A "
-                    f"kernel for {ways.device.type} is wrong here: take model.dtype=float32, and report it."
-                )
-
-
-@contextmanager
-def supported(kind: str) -> Iterator[None]:
-    """Whatever fails within is a `BirlError`."""
-    try:
-        yield
-    except BirlError:
-        raise
-    except Exception as error:
-        raise BirlError(
-            f"birl does not support {kind}: its forward pass fails with birl's attention ({type(error).__name__}: "
-            f"{first_line(error)})."
-        ) from error
-
-
-def decoded(model: nn.Module, ids: Tensor) -> Tensor:
-    """Log-probs [T, V] of one sequence over the cache: its first two thirds in two pieces, then token by token."""
-    device, length = head(model).weight.device, len(ids)
-    cache = Cache.make(-(-length // PAGE), slots_of(model), head(model).weight.dtype, device)
-    table, rows = [list(reversed(range(len(cache.keys[0]))))], []
-    cuts = [0, length // 3, 2 * length // 3, *range(2 * length // 3 + 1, length + 1)]
-    for begin, end in pairwise(cuts):
-        places = list(range(begin, end))
-        layout = Paged.of(cache, table * len(places), [i + 1 for i in places], [len(places)], [0])
-        hidden = hidden_states(model, ids[begin:end], torch.tensor(places, device=device, dtype=torch.int64), layout)
-        rows.append(logits(model, hidden))
-    return torch.cat(rows).log_softmax(-1)
-
-
-def check_positions(model: nn.Module) -> None:
-    """Raises `BirlError` where a token's angle depends on other sequences."""
-    if changing := rope_types(model) & {"dynamic", "longrope"}:
-        raise BirlError(
-            f"{type(model).__name__} has rotary positions of the kind {changing.pop()}: the angles of every token "
-            "depend on the longest sequence in the batch, so that no token has one log-prob. birl cannot train it; "
-            "where the sequences are short enough to do without, set rope_type to default in its config.json."
-        )
-
-
-def rope_types(model: nn.Module) -> set[str]:
-    """Kinds of rotary positions, which some architectures have one of for each kind of layer."""
-    result = getattr(cast(Any, model).config.get_text_config(), "rope_parameters", None) or {}
-    nested = [result, *(v for v in result.values() if isinstance(v, dict))]
-    return {p["rope_type"] for p in nested if "rope_type" in p}

@@ -4,65 +4,68 @@ Four products a layer (queries, keys and values in one; gate and up in one), and
 (`fused.py`); how families differ are options of one layer (`fused_layers.py`). Autograd does the backward pass. The
 engine and the learner both go through `FusedDecoder.hidden_states`, so they differ only where attention does: pages
 there, packed trees here. Any other architecture, and a machine without Triton, runs through transformers' forward
-(`forward.py` decides).
+(`forward.py` decides). A learner whose weights are split over ranks is told so before they are (`apart`): there each
+layer's module is called, so that FSDP gathers its weights, and its forward is the fused one.
 
 Shapes: T tokens, H hidden size, I inner size, D head size.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from birl.models.attention import Layout
+from birl.models.device import device_of
 from birl.models.fused import has_triton
 from birl.models.fused_layers import Layer, fused_layers, normed, placed
-from birl.models.slots import watched
+from birl.models.slots import seen, slots_of
 
 MADE: "WeakKeyDictionary[nn.Module, FusedDecoder | None]" = WeakKeyDictionary()
 
 
 class FusedDecoder:
-    """It owns no parameters, only the copies for generation. It must not hold the model itself: `MADE` would then keep
-    that alive for ever."""
+    """It owns no parameters. It must not hold the model itself: `MADE` would then keep that alive for ever."""
 
-    def __init__(self, model: nn.Module, checkpointing: bool = False) -> None:
+    def __init__(self, model: nn.Module, checkpointing: bool = False, ways: int = 1) -> None:
+        """`ways`: ranks that every layer is split over."""
         self.body: Any = cast(Any, model).base_model
         self.head: nn.Module = cast(Any, model).get_output_embeddings()
-        seen = watched(model)
+        witness = seen(model)
         config = cast(Any, model).config.get_text_config()
-        self.size = seen.slots[0].key
-        self.layers = [Layer.of(i, module, config, seen) for i, module in enumerate(self.body.layers)]
+        self.size = witness.slots[0].key
+        self.layers = [Layer.of(i, module, config, witness, ways) for i, module in enumerate(self.body.layers)]
+        self.calls: list[Callable[..., tuple[Tensor, Tensor]]] = [partial(self.layer, layer) for layer in self.layers]
         self.final = self.body.final_layernorm if hasattr(self.body, "final_layernorm") else self.body.norm
         self.checkpointing = checkpointing
-        self.copied = False  # within `steady`
-        self.fresh = False  # the copies are those of the present weights
+        self.apart = False  # the weights are split over ranks
+        self.enter: Callable[[Tensor], Tensor] = unchanged  # before a block that ranks share out (`regions.py`)
+        self.end: Callable[[Tensor], Tensor] = unchanged  # behind the last
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Last hidden state of each token, normed: tokens [T], positions [T] -> [T, H]."""
         x = self.embedded(tokens)
         angles = {kind: self.rotations(x, positions, kind) for kind in {layer.rope for layer in self.layers}}
         delta: Tensor | None = None
-        for layer in self.layers:
-            arguments = (layer, x, delta, *angles[layer.rope], layout)
-            if self.checkpointing and torch.is_grad_enabled():
-                x, delta = checkpoint(self.forward, *arguments, use_reentrant=False)  # pyright: ignore
-            else:
-                x, delta = self.forward(*arguments)
-        return normed(self.final, x, delta)[1]
+        self.join()
+        for layer, call in zip(self.layers, self.calls, strict=True):
+            x, delta = call(x, delta, *angles[layer.rope], layout)
+        return self.end(normed(self.final, x, delta)[1])
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, H]."""
-        embedding = self.body.embed_tokens
-        x = F.embedding(tokens, embedding.weight)
-        if hasattr(embedding, "embed_scale"):
-            return x * embedding.embed_scale.to(x.dtype)
+        x = self.body.embed_tokens(tokens)
         return x * self.body.embedding_multiplier if hasattr(self.body, "embedding_multiplier") else x
+
+    def layer(self, layer: Layer, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """`forward`, whose results the backward pass computes again if they are not kept."""
+        if self.checkpointing and torch.is_grad_enabled():
+            return cast(Any, checkpoint(self.forward, layer, *arguments, use_reentrant=False))
+        return self.forward(layer, *arguments)
 
     def forward(
         self, layer: Layer, x: Tensor, delta: Tensor | None, cosine: Tensor, sine: Tensor, layout: Layout
@@ -70,15 +73,15 @@ class FusedDecoder:
         """The residual stream is x + delta, in and out; the next norm adds them."""
         before, behind, before_mlp, behind_mlp = layer.norms
         x, h = normed(before, x, delta)
-        qkv = layer.qkv(h, self.copied).view(len(x), -1, self.size)
+        qkv = layer.qkv(self.enter(h)).unflatten(1, (-1, self.size))
         qkv = placed(layer, qkv, cosine, sine)
         q, k, v = (part.transpose(0, 1)[None] for part in qkv.split([layer.heads, layer.kv_heads, layer.kv_heads], 1))
         attended = layout.attend(layer.index, q, k, v, layer.scale, layer.window)[0].flatten(1)
         delta = normed(behind, layer.output(attended))[1]
         if layer.parallel:
-            return x, delta + layer.feed_forward(h, self.copied)
+            return x, delta + layer.feed_forward(h, self.enter)
         x, h = normed(before_mlp, x, self.scaled(layer, delta))
-        return x, self.scaled(layer, normed(behind_mlp, layer.feed_forward(h, self.copied))[1])
+        return x, self.scaled(layer, normed(behind_mlp, layer.feed_forward(h, self.enter))[1])
 
     def scaled(self, layer: Layer, delta: Tensor) -> Tensor:
         return delta if layer.multiplier == 1.0 else delta * layer.multiplier
@@ -91,31 +94,19 @@ class FusedDecoder:
         half = cosine.shape[-1] // 2
         return cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
 
-    @contextmanager
-    def steady(self) -> Iterator[None]:
-        """Within, the weights do not change: joined products read copies, which are renewed here if they must be."""
-        joined = [j for layer in self.layers for j in layer.copied()]
-        if not self.fresh or any(j.weight is None or j.weight.dtype != self.dtype for j in joined):
-            with torch.no_grad():
-                for j in joined:
-                    j.copy()
-            self.fresh = True
-        self.copied = True
-        try:
-            yield
-        finally:
-            self.copied = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.body.embed_tokens.weight.dtype
+    def join(self) -> None:
+        """Weights with one input become one tensor (`fused_layers.py`), which moves them the first time."""
+        for layer in () if self.apart else self.layers:
+            layer.join()
 
     def addresses(self) -> tuple[int, ...]:
-        """Of everything that a captured graph reads: all but the parameters that are copied."""
-        copies = [t for m in self.layers for j in m.copied() for t in (j.weight, j.bias) if t is not None]
-        modules = (self.body, self.head)
-        own = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-        return tuple(t.data_ptr() for t in (*copies, *own))
+        """Of everything that a captured graph reads."""
+        self.join()
+        return tuple(t.data_ptr() for m in (self.body, self.head) for t in (*m.parameters(), *m.buffers()))
+
+
+def unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def fused_for(model: nn.Module) -> FusedDecoder | None:
@@ -123,19 +114,34 @@ def fused_for(model: nn.Module) -> FusedDecoder | None:
     if model not in MADE:
         MADE[model] = FusedDecoder(model) if fits(model) else None
     result = MADE[model]
-    return result if result is not None and next(model.parameters()).is_cuda else None
+    return result if result is not None and (result.apart or on_card(model)) else None
 
 
-def weights_changed(model: nn.Module) -> None:
-    """The copies for generation are not those of the weights any more."""
-    result = MADE.get(model)
-    if result is not None:
-        result.fresh = False
+def apart(
+    model: nn.Module,
+    ways: int,
+    enter: Callable[[Tensor], Tensor] = unchanged,
+    end: Callable[[Tensor], Tensor] = unchanged,
+) -> None:
+    """Before the weights are split over ranks, every layer over `ways` of them: from now on the forward of each layer's
+    module is the fused one, where it fits; transformers' forward of the whole model is gone then."""
+    if not fits(model):
+        MADE[model] = None  # what layers are called then says nothing
+        return
+    slots_of(model)
+    MADE[model] = fused = FusedDecoder(model, ways=ways)
+    fused.apart, fused.enter, fused.end = True, enter, end
+    for i, module in enumerate(fused.body.layers):
+        module.forward, fused.calls[i] = fused.calls[i], module
+
+
+def on_card(model: nn.Module) -> bool:
+    return has_triton() and (next(model.parameters()).is_cuda or device_of(model).type == "cuda")
 
 
 def fits(model: nn.Module) -> bool:
     body: Any = cast(Any, model).base_model
-    if not (has_triton() and next(model.parameters()).is_cuda and hasattr(body, "layers") and len(body.layers)):
+    if not (on_card(model) and hasattr(body, "layers") and len(body.layers)):
         return False
     kinds = getattr(body.rotary_emb, "rope_type", "default") if hasattr(body, "rotary_emb") else ""
     kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}

@@ -6,15 +6,17 @@ and the same for the feed-forward part. Every norm may be missing; both parts ma
 norm is known by the layer's class; the rest is seen: heads, scales and windows in what the layer hands to attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from birl.models.fused import GEMMA, LLAMA, OLMO, Form, add_norm, launch_heads, on_gpu, rotary, swiglu
+from birl.models.quantized import LINEAR, QuantizedLinear
 from birl.models.slots import Witness
 
 #: names of the norms before and behind attention, and before and behind the feed-forward part
@@ -44,38 +46,103 @@ PAIRS = {"GlmDecoderLayer", "Glm4DecoderLayer"}  # neighbours are turned togethe
 ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Joined:
-    """Linear layers with one input as one product. While `steady`, from a copy whose address never changes; a single
-    one needs none."""
+    """Linear layers with one input, computed side by side. In one process their weights are the rows of one tensor,
+    which `join` makes once. FSDP gathers every weight into memory of its own; there each layer writes its columns of
+    the result, and nothing but these weights is kept for the backward pass. Quantised ones stay layers of their own.
+    T tokens, K inputs, N outputs of each."""
 
     linears: Sequence[nn.Linear]
-    weight: Tensor | None = None
-    bias: Tensor | None = None
 
-    def __call__(self, x: Tensor, copied: bool) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, sum of N]."""
         if len(self.linears) == 1:
             return self.linears[0](x)
-        if copied:
-            assert self.weight is not None
-            return F.linear(x, self.weight, self.bias)
-        weights: list[Tensor] = [m.weight for m in self.linears]
-        biases: list[Tensor] = [m.bias for m in self.linears if m.bias is not None]
-        return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+        if self.quantized:
+            return torch.cat([m(x) for m in self.linears], -1)
+        weights, biases = self.tensors()
+        if whole(weights) is None:
+            return cast(Tensor, _Products.apply(x, len(weights), *weights, *biases))
+        bias = torch.cat(biases) if biases and whole(biases) is None else _Whole.apply(*biases) if biases else None
+        return F.linear(x, cast(Tensor, _Whole.apply(*weights)), cast(Tensor | None, bias))
 
-    def copy(self) -> None:
-        weights = [m.weight.detach() for m in self.linears]
-        biases = [m.bias.detach() for m in self.linears if m.bias is not None]
-        if len(weights) == 1:
-            return
-        if self.weight is None or self.weight.dtype != weights[0].dtype:
-            self.weight = torch.cat(weights)
-            self.bias = torch.cat(biases) if biases else None
-            return
-        torch.cat(weights, out=self.weight)
-        if self.bias is not None:
-            torch.cat(biases, out=self.bias)
+    @property
+    def quantized(self) -> bool:
+        return any(isinstance(m, QuantizedLinear) for m in self.linears)
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and biases, of DTensors this rank's parts."""
+        weights: list[Tensor] = [local(m.weight) for m in self.linears]
+        return weights, [local(m.bias) for m in self.linears if m.bias is not None]  # pyright: ignore
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Move the weights, and the biases, to one tensor, if they are not there. The parameters stay the same
+        objects, at other addresses."""
+        for tensors in self.tensors() if len(self.linears) > 1 and not self.quantized else ():
+            if tensors and whole(tensors) is None:
+                rows = torch.cat([t.detach() for t in tensors]).split([len(t) for t in tensors])
+                for tensor, part in zip(tensors, rows, strict=True):
+                    tensor.data = part
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensor whose rows these are, one behind the other, or None."""
+    first, rows = tensors[0].detach(), 0
+    place = first.storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage()._cdata == first.untyped_storage()._cdata and tensor.dtype == first.dtype
+        if not same or tensor.storage_offset() != place or not tensor.is_contiguous():
+            return None
+        rows, place = rows + len(tensor), place + tensor.numel()
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+class _Whole(torch.autograd.Function):
+    """`torch.cat` of what is one tensor already."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.rows = [len(t) for t in tensors]
+        result = whole(tensors)
+        assert result is not None
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads[0].split(ctx.rows)
+
+
+class _Products(torch.autograd.Function):
+    """x W' + b of each weight, as columns of one result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        weights, biases = tensors[:count], tensors[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.columns, ctx.biased = [len(w) for w in weights], len(biases)
+        result = x.new_empty(len(x), sum(ctx.columns))
+        for i, (weight, part) in enumerate(zip(weights, result.split(ctx.columns, 1), strict=True)):
+            if biases:
+                torch.addmm(biases[i], x, weight.T, out=part)
+            else:
+                torch.mm(x, weight.T, out=part)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        parts = grads[0].split(ctx.columns, 1)
+        by_x = parts[0] @ weights[0]
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            by_x.addmm_(part, weight)
+        by_weight = [p.T @ x if ctx.needs_input_grad[2 + i] else None for i, p in enumerate(parts)]
+        return by_x, None, *by_weight, *(p.sum(0) for p in parts[: ctx.biased])
 
 
 @dataclass(slots=True)
@@ -94,11 +161,12 @@ class FeedForward:
         linears = [gated[0]] if gated[0] is not None else [module.gate_proj, module.up_proj]
         return cls(module, Joined(cast(Any, linears)), ACTIVATIONS[activation])
 
-    def __call__(self, h: Tensor, copied: bool) -> Tensor:
-        """[T, H] -> [T, H]."""
+    def __call__(self, h: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
+        """[T, H] -> [T, H]. `enter`: what comes before a product whose outputs ranks share out; the module itself does
+        it where it is called whole."""
         if self.gate_up is None:
             return self.module(h[None])[0]
-        return self.module.down_proj(swiglu(self.gate_up(h, copied), self.gelu))
+        return self.module.down_proj(swiglu(self.gate_up(enter(h)), self.gelu))
 
 
 @dataclass(slots=True)
@@ -119,7 +187,8 @@ class Layer:
     multiplier: float  # of what both parts add
 
     @classmethod
-    def of(cls, index: int, module: Any, config: Any, seen: Witness) -> "Layer":
+    def of(cls, index: int, module: Any, config: Any, seen: Witness, ways: int = 1) -> "Layer":
+        """`ways`: ranks that share out its heads."""
         attention, name, slot = module.self_attn, type(module).__name__, seen.slots[index]
         together = getattr(attention, "qkv_proj", None)
         norms = [getattr(module, n) if n else None for n in LAYERS[name]]
@@ -133,8 +202,8 @@ class Layer:
             head_norms=None if head_norms[0] is None else head_norms,
             output=attention.dense if name == "PhiDecoderLayer" else attention.o_proj,
             feed_forward=FeedForward.of(module.mlp, activation),
-            heads=slot.heads,
-            kv_heads=slot.kv_heads,
+            heads=slot.heads // ways,
+            kv_heads=slot.kv_heads // ways,
             scale=seen.scales[index],
             window=seen.windows[index],
             rope=None if not getattr(attention, "use_rope", True) else attention.layer_type if by_kind else "",
@@ -143,9 +212,11 @@ class Layer:
             multiplier=getattr(module, "residual_multiplier", 1.0),
         )
 
-    def copied(self) -> list[Joined]:
-        parts = [self.qkv, self.feed_forward.gate_up]
-        return [p for p in parts if p is not None and len(p.linears) > 1]
+    def join(self) -> None:
+        """Its joined weights become one tensor each."""
+        self.qkv.join()
+        if self.feed_forward.gate_up is not None:
+            self.feed_forward.gate_up.join()
 
 
 def constants(norm: Any) -> tuple[float, Form]:
@@ -189,7 +260,7 @@ def fused_layers(model: nn.Module) -> bool:
     return (
         all(type(m).__name__ in LAYERS for m in body.layers)
         and {name for name, _ in body.named_children()} <= known
-        and all(type(m) is nn.Linear for m in linears)
+        and all(type(m) in LINEAR for m in linears)
         and len({p.dtype for p in model.parameters()}) == 1
         and not getattr(config, "qk_layernorm", False)  # of Phi
         and getattr(config, "clip_qkv", None) is None  # of OLMoE

@@ -3,7 +3,9 @@
 The engine and the learner both end here: the same head, float32 softmax, the same temperature.
 The forward pass goes through the tokens in pieces, the backward pass through the vocabulary: then each piece of the
 weight's gradient is complete when it is written, and nothing of size [V, H] is added up again and again (measured: half
-of the backward pass of a small model).
+of the backward pass of a small model). The loss needs log-probs before it can say what their gradient is, so logits are
+computed a second time there; a piece of their gradient is made of them, used for both products, and gone before the
+next; `shape.py` says what that takes.
 
 Shapes: N trained tokens, H hidden size, V vocabulary.
 """
@@ -17,16 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from birl.kernels import CELL
+from birl.models import shape
+from birl.models.after_head import AfterHead
 from birl.models.decoder import Decoder
 from birl.models.fused import on_gpu, triton_kernels
 from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
-
-#: logits that exist at once: 24 MiB in float32, and about three times that with what is computed from them
-CHUNK = 6 * 2**20
-#: on a GPU: 512 MiB in float32, half as much for their gradient in bfloat16; fewer would be launches of tiny kernels
-GPU_CHUNK = 2**27
-#: elements of a weight that are widened to float32 at once where no product gives float32 by itself
-WIDENED = 2**22
 
 
 def float_product(a: Tensor, b: Tensor) -> Tensor:
@@ -37,7 +34,7 @@ def float_product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and torch.version.hip is None:
         return torch.mm(a, b, out_dtype=torch.float32)
     a, out = a.float(), torch.empty(len(a), b.shape[1], dtype=torch.float32, device=a.device)
-    for columns in _chunks(b.shape[1], WIDENED // len(b)):
+    for columns in _chunks(b.shape[1], shape.WIDENED // len(b)):
         torch.mm(a, b[:, columns].float(), out=out[:, columns])
     return out
 
@@ -49,9 +46,17 @@ def float_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits.add_(bias)
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """logits / temperature in float32, [C, V]."""
+def final_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, after: AfterHead | None) -> Tensor:
+    """With what the architecture does behind the head, [C, V]."""
     logits = float_logits(hidden, weight, bias)
+    return logits if after is None else after.apply(logits)
+
+
+def scaled_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, after: AfterHead | None = None
+) -> Tensor:
+    """logits / temperature in float32, [C, V]."""
+    logits = final_logits(hidden, weight, bias, after)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -62,24 +67,26 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int = 0,
     decoder: Decoder | None = None,
+    after: AfterHead | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(head(hidden) / temperature)[target], and the entropy of that distribution.
 
     hidden [N, H], targets [N] -> logprobs [N], entropy [N], both float32 and differentiable. With `decoder` its kernels
     compute them: what the engine samples with, bit for bit. `chunk`: logits that exist at once, 0 for the device's.
     A head whose weight is a DTensor has its words on several ranks, which must all be given the same tokens: each has
-    logits of its own words only.
+    logits of its own words only. `after`: what comes behind the head (`models/after_head.py`).
     """
-    chunk = chunk or (GPU_CHUNK if hidden.is_cuda else CHUNK)
+    chunk = chunk or (shape.GPU_CHUNK if hidden.is_cuda else shape.CHUNK)
     if isinstance(weight := head.weight, DTensor):
         targets, group = targets - first_row(weight), weight.device_mesh.get_group()
         bias = head.bias.to_local() if isinstance(head.bias, DTensor) else None
-        return _TokenLogprobs.apply(hidden, weight.to_local(), bias, targets, temperature, chunk, group)  # pyright: ignore
+        return _TokenLogprobs.apply(hidden, weight.to_local(), bias, targets, temperature, chunk, group, after)  # pyright: ignore
     if decoder is not None:
+        assert after is None, "the kernels know no factor or cap behind the head"
         return _KernelLogprobs.apply(  # pyright: ignore
             hidden, head.weight, head.bias, targets, temperature, chunk, decoder.head
         )
-    return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, temperature, chunk, None)  # pyright: ignore
+    return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, temperature, chunk, None, after)  # pyright: ignore
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -93,25 +100,18 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None, after: AfterHead | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
         chosen = targets if group is None else targets.clamp(0, len(weight) - 1)
         for rows in _chunks(len(hidden), chunk // len(weight)):
-            if on_gpu(hidden):
-                logits = float_logits(hidden[rows], weight, bias)
-                launch_logprobs(logits, chosen[rows], temperature, logprobs[rows], entropy[rows], norm[rows])
-                continue
-            logits = scaled_logits(hidden[rows], weight, bias, temperature)
-            norm[rows] = logits.logsumexp(-1)
-            logprobs[rows] = logits.gather(1, chosen[rows, None])[:, 0] - norm[rows]
-            logp = logits.sub_(norm[rows, None])
-            entropy[rows] = -(logp.exp().mul_(logp)).sum(-1)
+            figures = logprobs[rows], entropy[rows], norm[rows]
+            _figures(hidden[rows], weight, bias, chosen[rows], temperature, after, *figures)
         if group is not None:
             logprobs, entropy, norm = over_parts(logprobs, entropy, norm, chosen == targets, group)
         ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
-        ctx.temperature, ctx.chunk, ctx.group = temperature, chunk, group
+        ctx.temperature, ctx.chunk, ctx.group, ctx.after = temperature, chunk, group, after
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -120,29 +120,70 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
         grad_logp, grad_entropy = grads
         if grad_logp is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        into, add = gradient_place(weight, weight.dtype) if ctx.needs_input_grad[1] else (None, False)
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        context = (targets, norm, entropy, grad_logp, grad_entropy)
         for words in _chunks(len(weight), ctx.chunk // max(len(hidden), 1)):
             part_bias = None if bias is None else bias[words]
-            if on_gpu(hidden):
-                logits = float_logits(hidden, weight[words], part_bias)
-                grad = logits if weight.dtype == torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
-                context = (targets, norm, entropy, grad_logp, grad_entropy, words.start, ctx.temperature)
-                launch_logprobs_backward(logits, grad, *context)
-            else:
-                logp = scaled_logits(hidden, weight[words], part_bias, ctx.temperature).sub_(norm[:, None])
-                grad = logits_gradient(logp, targets, entropy, grad_logp, grad_entropy, words.start)
-                grad = grad.div_(ctx.temperature).to(weight.dtype)
+            grad = _by_logits(hidden, weight[words], part_bias, ctx.temperature, ctx.after, *context, words.start)
             grad_hidden += float_product(grad, weight[words])
-            if grad_weight is not None:
-                torch.mm(grad.T, hidden, out=grad_weight[words])
+            if into is not None and into.dtype == weight.dtype:
+                torch.mm(grad.T, hidden, out=into[words])
+            elif into is not None:
+                part = float_product(grad.T, hidden)
+                into[words] = part.add_(into[words]) if add else part
+                del part
             if grad_bias is not None:
                 grad_bias[words] = grad.sum(0, dtype=torch.float32)
+            del grad  # before the next logits
         if ctx.group is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None
+        grad_weight = None if into is None else unless_placed(weight, into)
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
+
+
+def _figures(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
+    after: AfterHead | None, logprobs: Tensor, entropy: Tensor, norm: Tensor,
+) -> None:  # fmt: skip
+    """Of some tokens, into the last three, [rows] each."""
+    if on_gpu(hidden):
+        return launch_logprobs(final_logits(hidden, weight, bias, after), targets, temperature, logprobs, entropy, norm)
+    logits = scaled_logits(hidden, weight, bias, temperature, after)
+    torch.logsumexp(logits, -1, out=norm)
+    torch.sub(logits.gather(1, targets[:, None])[:, 0], norm, out=logprobs)
+    logp = logits.sub_(norm[:, None])
+    torch.neg((logp.exp().mul_(logp)).sum(-1), out=entropy)
+
+
+def _by_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, after: AfterHead | None,
+    targets: Tensor, norm: Tensor, entropy: Tensor, by_logp: Tensor | None, by_entropy: Tensor | None, first: int,
+) -> Tensor:  # fmt: skip
+    """The gradient by what the head gives for the words from `first` on, [N, words] in the weight's type."""
+    if after is not None:  # behind the head: the chain rule
+        logits = final_logits(hidden, weight, bias, after)
+        slope = after.slope(logits)
+        if on_gpu(hidden):
+            launch_logprobs_backward(
+                logits, logits, targets, norm, entropy, by_logp, by_entropy, first, temperature
+            )  # fmt: skip
+            return logits.mul_(slope).to(weight.dtype)
+        logp = logits.div_(temperature).sub_(norm[:, None])
+        grad = logits_gradient(logp, targets, entropy, by_logp, by_entropy, first)
+        return grad.mul_(slope).div_(temperature).to(weight.dtype)
+    if not on_gpu(hidden):
+        grads = entropy, by_logp, by_entropy
+        grad = logits_gradient(
+            scaled_logits(hidden, weight, bias, temperature).sub_(norm[:, None]), targets, *grads, first
+        )  # without a name, what is given is gone by now
+        return grad.div_(temperature).to(weight.dtype)
+    logits = float_logits(hidden, weight, bias)
+    grad = logits if weight.dtype == torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
+    launch_logprobs_backward(logits, grad, targets, norm, entropy, by_logp, by_entropy, first, temperature)
+    return grad
 
 
 def over_parts(
@@ -174,14 +215,14 @@ def logits_gradient(
     logp: Tensor, targets: Tensor, entropy: Tensor, by_logp: Tensor | None, by_entropy: Tensor | None, first: int
 ) -> Tensor:
     """The gradient by logits / t of the words from `first` on, whose log-probs are logp [N, words] (overwritten)."""
-    p = logp.exp()
-    grad = torch.zeros_like(p) if by_logp is None else p * -by_logp[:, None]
+    grad, spread = (logp.exp_(), None) if by_entropy is None else (logp.exp(), logp)
+    if spread is not None and by_entropy is not None:
+        spread.add_(entropy[:, None]).mul_(grad).mul_(by_entropy[:, None])
+    grad.mul_(0.0 if by_logp is None else -by_logp[:, None])
     if by_logp is not None:
         inside = ((targets >= first) & (targets < first + logp.shape[1])).nonzero()[:, 0]
         grad[inside, targets[inside] - first] += by_logp[inside]
-    if by_entropy is not None:
-        grad -= p * logp.add_(entropy[:, None]) * by_entropy[:, None]
-    return grad
+    return grad if spread is None else grad.sub_(spread)
 
 
 def launch_logprobs(
@@ -255,6 +296,7 @@ class _KernelLogprobs(torch.autograd.Function):
             if bias is not None:
                 logits += bias[words, None]
             grad = k.logprobs_backward(logits, *context, words.start)
+            del logits  # before their gradient is laid out, and before the next
             if rounded:
                 if into is not None:
                     multiply = k.gemm if add else k.gemm_float
@@ -266,6 +308,7 @@ class _KernelLogprobs(torch.autograd.Function):
                 by_hidden.addmm_(part.T, grad)
             if by_bias is not None:
                 by_bias[words] = grad.sum(1, dtype=torch.float32)
+            del grad
         by_weight = None if into is None else unless_placed(weight, into)
         found_bias = None if bias is None or by_bias is None else deposit(bias, by_bias)
         return by_hidden.T[:count].to(hidden.dtype).contiguous(), by_weight, found_bias, None, None, None, None

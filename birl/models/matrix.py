@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.kernels import Kernels, PackedWeight
+from birl.models.quantized import matrix_of
 
 
 class Matrix:
@@ -27,7 +28,7 @@ class Matrix:
 
     @property
     def weights(self) -> list[Tensor]:
-        return [m.weight.detach() for m in self.linears]
+        return [matrix_of(m) for m in self.linears]
 
     def parameters(self) -> list[Tensor]:
         """Weights, then biases."""
@@ -110,11 +111,11 @@ class Matrix:
         elif self.kernels.dtype == torch.bfloat16:
             packed = self.kernels.pack([x], transposed=True)
             result = [outer(self.kernels, w, g, packed) for w, g in zip(weights, grad.split(sizes, 1), strict=True)]
-        elif all(trained):
+        elif all(trained) and not any(w.is_meta for w in weights):
             result = [*torch.mm(grad.T, x).split(sizes)]
         else:
-            parts = zip(trained, grad.split(sizes, 1), strict=True)
-            result = [torch.mm(g.T, x) if wanted else None for wanted, g in parts]
+            parts = zip(weights, grad.split(sizes, 1), strict=True)
+            result = [deposit(w, torch.mm(g.T, x)) if w.requires_grad else None for w, g in parts]
         if self.bias is not None:
             sums = grad.sum(0, dtype=torch.float32).split(sizes)
             result += [deposit(m.bias, g) for m, g in zip(self.linears, sums, strict=True)]
@@ -152,12 +153,14 @@ def unless_placed(parameter: Tensor, into: Tensor) -> Tensor | None:
     return master.absorb(into) if hasattr(master, "absorb") else None
 
 
-def gradient_place(parameter: Tensor) -> tuple[Tensor, bool]:
-    """Where a parameter's float32 gradient is, and whether there is something in it already."""
+def gradient_place(parameter: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, bool]:
+    """Where a parameter's gradient is, float32 in its master, and whether there is something in it already. Without a
+    master it is new, in `dtype`."""
     master = getattr(parameter, "master", None)
+    device = "cpu" if parameter.is_meta else parameter.device  # codes, whose products on a GPU need no such place
     if master is None or hasattr(master, "absorb"):
-        return torch.empty(parameter.shape, dtype=torch.float32), False
+        return torch.empty(parameter.shape, dtype=dtype, device=device), False
     add = master.grad is not None
     if not add:
-        master.grad = torch.empty(parameter.shape, dtype=torch.float32)
+        master.grad = torch.empty(parameter.shape, dtype=torch.float32, device=device)
     return master.grad, add

@@ -1,4 +1,4 @@
-"""Linear layers with weights laid out for oneDNN once, instead of at every call.
+"""Linear layers whose weights are laid out for oneDNN, or made of codes (`quantized.py`), once and not at every call.
 
 On CPU a matrix product with few rows spends most of its time bringing the weight into the blocked layout that AVX-512
 and AMX want. While something is generated the weights do not change, so the engine lays them out once for each version;
@@ -11,17 +11,22 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from birl.models.quantized import LINEAR, QuantizedLinear, matrix_of
 
 ROWS = 32  # the number of rows that the layout is chosen for
 
 
 class PackedLinears:
-    """Blocked copies of all linear layers of a module, made when they are first needed. In bfloat16 the head has none:
-    logits are float32 (`forward.logits`)."""
+    """Blocked copies of all linear layers of a module, made when they are first needed; where oneDNN is not used, plain
+    copies of the quantised ones. In bfloat16 the head has none: logits are float32 (`forward.logits`)."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.linears = [m for m in model.modules() if type(m) is nn.Linear] if usable(model) else []
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in LINEAR]
+        self.blocked = usable(model)
+        self.linears = linears if self.blocked else [m for m in linears if isinstance(m, QuantizedLinear)]
         self.head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
         self.layers: list[nn.Linear] = []
         self.copies: list[Tensor] = []
@@ -33,15 +38,24 @@ class PackedLinears:
         if self.version != version:
             self.release()
             self.layers = [m for m in self.linears if m is not self.head or m.weight.dtype == torch.float32]
-            self.copies = [torch.ops.mkldnn._reorder_linear_weight(m.weight.detach(), ROWS) for m in self.layers]
+            self.copies = [self.copy(m) for m in self.layers]
             self.version = version
         for layer, copy in zip(self.layers, self.copies, strict=True):
-            layer.forward = partial(_linear, copy, layer.bias)  # pyright: ignore[reportAttributeAccessIssue]
+            product = partial(_linear if self.blocked else _plain, copy, layer.bias)
+            layer.forward = product  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
         finally:
             for layer in self.layers:
                 del layer.forward
+
+    def copy(self, layer: nn.Linear) -> Tensor:
+        weight = matrix_of(layer)
+        return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if self.blocked else weight
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of the plain copies."""
+        return () if self.blocked else tuple(t.data_ptr() for t in self.copies)
 
     def release(self) -> None:
         """Give the memory back."""
@@ -54,9 +68,14 @@ def usable(model: nn.Module) -> bool:
         weight.device.type == "cpu"
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and (weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())  # needs AVX-512
     )
 
 
 def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "").view(*x.shape[:-1], -1)
+
+
+def _plain(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return F.linear(x, weight, bias)

@@ -21,19 +21,23 @@ from birl import kernels
 from birl.errors import BirlError
 from birl.kernels import PAGE, Kernels
 from birl.models import paged_triton
+from birl.models.attention import Variant
+from birl.models.states import States, Step, Stretch
+from birl.models.tree_attention import capped, softmax_beside
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
     """What one call of attention keeps of a token: its layer's number, key heads, and the width of a key and a value;
-    `heads` is the number of query heads that read it. `models/slots.py` takes them from what a model's layers hand
-    over."""
+    `heads` is the number of query heads that read it, `extras` what it adds to plain attention, as fields of
+    `attention.Variant`. `models/slots.py` takes them from what a model's layers hand over."""
 
     layer: int
     heads: int
     kv_heads: int
     key: int
     value: int
+    extras: tuple[str, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -48,9 +52,12 @@ class Cache:
     keys: list[Tensor]
     values: list[Tensor]
     slots_of: dict[int, list[int]]
+    states: States  # of layers that have such
 
     @classmethod
-    def make(cls, pages: int, slots: Sequence[Slot], dtype: torch.dtype, device: torch.device) -> "Cache":
+    def make(
+        cls, pages: int, slots: Sequence[Slot], dtype: torch.dtype, device: torch.device, sequences: int = 1
+    ) -> "Cache":
         options = {"dtype": dtype, "device": device}
         keys, values = [], []
         for s in slots:
@@ -63,11 +70,11 @@ class Cache:
         slots_of: dict[int, list[int]] = {}
         for i, s in enumerate(slots):
             slots_of.setdefault(s.layer, []).append(i)
-        return cls(keys, values, slots_of)
+        return cls(keys, values, slots_of, States(sequences))
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+        return sum(t.nbytes for t in (*self.keys, *self.values)) + self.states.nbytes
 
     @property
     def positions_first(self) -> bool:
@@ -98,8 +105,9 @@ class Paged:
     shared: Tensor
     apart: bool = False  # every row belongs to another sequence
     rows: paged_triton.Rows = field(default_factory=paged_triton.Rows)
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # of each layer so far
+    stretches: list[Stretch] = field(default_factory=list)  # whose state is whose, where layers keep one
 
     @classmethod
     def of(cls, cache: Cache, tables: Sequence[Sequence[int]], lengths: Sequence[int], groups: Sequence[int],
@@ -162,6 +170,9 @@ class Paged:
             )
         return keys, values
 
+    def carry(self, layer: int, rows: Tensor, step: Step) -> Tensor:
+        return self.cache.states.carry(layer, rows, self.stretches, step)
+
     def attend_rows(
         self, layer: int, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = 0
     ) -> tuple[Tensor, Tensor]:
@@ -172,10 +183,14 @@ class Paged:
         )
         return out, out
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
+        variant: Variant | None = None,
+    ) -> Tensor:  # fmt: skip
         """For models that run through transformers' own forward."""
         rows, heads, size, wide = query.shape[2], query.shape[1], query.shape[3], value.shape[3]
-        compiled = kernels.load(query.dtype, size) if query.device.type == "cpu" and size == wide else None
+        fits = query.device.type == "cpu" and size == wide and variant is None
+        compiled = kernels.load(query.dtype, size) if fits else None
         if compiled is not None:
             q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
             k = F.pad(k, (0, 0, 0, heads - k.shape[1])) if k.shape[1] < heads else k  # equal strides
@@ -185,7 +200,7 @@ class Paged:
             return out.view(1, rows, heads, size)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         keys, values = self.slot(layer, k, v)
-        if paged_triton.usable(query, value):
+        if variant is None and paged_triton.usable(query, value):
             pages = paged_triton.Pages(keys, values, self.table, self.lengths)
             return paged_triton.paged_attention(q, k, v, pages, scale, window, self.rows)[None]
         pages, places = self.pages.long(), self.places.long()
@@ -196,17 +211,28 @@ class Paged:
         all_keys = by_row[table].transpose(1, 2).reshape(rows, kv_heads, -1, size)
         all_values = values[table].transpose(1, 2).reshape(rows, kv_heads, -1, wide)
         grouped = q.reshape(rows, kv_heads, heads // kv_heads, size)
+        if variant is not None:
+            mask = self.mask(window, torch.float32, all_keys.shape[2], variant.chunk)
+            scores = (grouped.float() * scale) @ all_keys.float().transpose(2, 3)
+            scores = capped(scores, variant.cap)[0] + mask
+            if variant.sinks is None:
+                p = scores.softmax(-1)
+            else:
+                p = softmax_beside(scores, variant.sinks.float().view(kv_heads, -1, 1).expand(*scores.shape[:3], 1))
+            return (p @ all_values.float()).to(value.dtype).reshape(1, rows, heads, wide)
         mask = self.mask(window, query.dtype, all_keys.shape[2])
         out = F.scaled_dot_product_attention(grouped, all_keys, all_values, attn_mask=mask, scale=scale)
         return out.reshape(1, rows, heads, wide)
 
-    def mask(self, window: int | None, dtype: torch.dtype, width: int) -> Tensor:
+    def mask(self, window: int | None, dtype: torch.dtype, width: int, chunk: int | None = None) -> Tensor:
         """0 where a row may look, -inf elsewhere: [B, 1, 1, width]."""
-        if window not in self.masks:
+        if (window, chunk) not in self.masks:
             column = torch.arange(width, device=self.lengths.device)
             hidden = column >= self.lengths[:, None]
             if window is not None:
                 hidden |= column < self.lengths[:, None] - window
+            if chunk is not None:
+                hidden |= column // chunk < (self.lengths[:, None] - 1) // chunk
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self.masks[window] = mask[:, None, None]
-        return self.masks[window]
+            self.masks[window, chunk] = mask[:, None, None]
+        return self.masks[window, chunk]

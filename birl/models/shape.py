@@ -9,6 +9,13 @@ from birl.errors import BirlError, did_you_mean
 from birl.hub import run_of
 from birl.regular import read_json
 
+#: logits that exist at once: 24 MiB in float32, and at most as much again with what is computed from them
+CHUNK = 6 * 2**20
+#: on a GPU: 512 MiB in float32, half as much for their gradient in bfloat16; fewer would be launches of tiny kernels
+GPU_CHUNK = 2**27
+#: elements of a weight that are widened to float32 at once where no product gives float32 by itself
+WIDENED = 2**22
+
 #: model types whose MLPs have two matrices
 UNGATED = {
     *("apertus", "arcee", "falcon", "gpt_neox", "gpt_neox_japanese", "jais2", "nanochat", "nemotron", "opt"),
@@ -191,3 +198,20 @@ def shape_of(model: str) -> Shape:
         near = did_you_mean(model, KNOWN)
         raise BirlError(f"model={model}: neither a config.json nor one of {', '.join(KNOWN)}.{near}") from error
     return Shape.of(config)
+
+
+def backward_bytes(tokens: int, hidden: int, words: int, wide: int, *, gpu: bool = False, kernels: bool = False) -> int:
+    """The most that the backward pass of `token_logprobs` holds at once [bytes], beside what it is given and the
+    weight's gradient; the forward pass holds less. `words`: of this rank. `wide`: bytes of the weight's type, with a
+    float32 master where it is 2. `gpu`: on one, by Triton's kernels; `kernels`: by birl's for CPUs."""
+    size = (GPU_CHUNK if gpu else CHUNK) // max(tokens, 1)
+    piece = min(max(size // 32 * 32 or 32 if kernels else size, 1), words)  # words at once
+    count, rows = tokens * piece, 4 * tokens * hidden  # logits at once, and the gradient by `hidden` in float32
+    if kernels:
+        return 8 * count + 2 * rows if wide == 4 else 6 * count + 2 * rows + rows // 2  # hidden states, laid out twice
+    if gpu and wide == 4:
+        return 4 * count + 2 * rows
+    made = 6 if gpu else 8
+    widened = 0 if gpu or wide == 4 else 4 * count + 4 * min(WIDENED, piece * hidden)
+    products = wide * count + widened + max(rows, 4 * piece * hidden if wide == 2 else 0)
+    return rows + max(made * count, products)

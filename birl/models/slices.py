@@ -32,7 +32,8 @@ from transformers.core_model_loading import (
 
 from birl.errors import BirlError
 from birl.models import attention
-from birl.models.forward import prove
+from birl.models.device import device_of
+from birl.models.heads import HEADS
 from birl.models.load import (
     REWARD_MODEL,
     check_files,
@@ -43,6 +44,10 @@ from birl.models.load import (
     weight_files,
     with_head,
 )
+from birl.models.quantized import QuantizedLinear, quantized_layers
+from birl.models.verify import prove
+
+ROUTERS = {"gate", "router", "shared_expert_gate"}  # of experts: small, and the last bit decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ def fill(model: nn.Module, offload: bool = False) -> bool:
     with _opened() as read:
         for module in list(model.modules()):
             for name, old in list(module._parameters.items()):
-                if old is None or not old.is_meta:
+                if old is None or not old.is_meta or (name == "weight" and isinstance(module, QuantizedLinear)):
                     continue
                 if id(old) not in made:
                     made[id(old)] = _made(old, device, boxes.get(id(old), ()), read)
@@ -135,13 +140,16 @@ def fill(model: nn.Module, offload: bool = False) -> bool:
 
 def values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Name and whole value of each parameter, sorted by name and one at a time: gathered from the ranks, or, of a model
-    without weights, read from the files."""
+    without weights, read from the files; of what is quantised its numbers in float32."""
     pending: Pending | None = getattr(model, "pending", None)
     known = {} if pending is None else pending.boxes
     boxes = {id(t): known[n] for n, t in _targets(model).items() if n in known}
+    quantized = quantized_layers(model)
     with _opened() as read:
         for name, parameter in sorted(model.named_parameters()):
-            if isinstance(parameter, DTensor):
+            if name in quantized:
+                yield name, quantized[name].values()
+            elif isinstance(parameter, DTensor):
                 yield name, parameter.full_tensor()
             elif parameter.is_meta:
                 value = torch.zeros(parameter.shape, dtype=parameter.dtype)
@@ -151,8 +159,31 @@ def values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, parameter
 
 
+def quantizable(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of attention and feed-forward parts, by name: all but heads and routers."""
+    head = model.get_output_embeddings()  # pyright: ignore
+    return {
+        name: m
+        for name, m in model.named_modules()
+        if type(m) is nn.Linear and m is not head and name not in HEADS and name.rpartition(".")[2] not in ROUTERS
+    }
+
+
+def quantize(model: nn.Module, kind: str) -> nn.Module:
+    """Codes (`models/quantized.py`) in the place of these layers' weights, one after the other; a model without weights
+    is given all others. So no more than one of them is there in float32. Raises `BirlError`."""
+    linears, device = quantizable(model), device_of(model)
+    for name, value in values(model):
+        layer = name.removesuffix(".weight")
+        if layer in linears:
+            parent, _, own = layer.rpartition(".")
+            setattr(model.get_submodule(parent), own, QuantizedLinear(linears[layer], value, kind, device))
+    fill(model)
+    return model
+
+
 def verify_small(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-    """`forward.verify` of a small model of the same architecture. Raises `BirlError`."""
+    """`verify.verify` of a small model of the same architecture. Raises `BirlError`."""
     prove(AutoConfig.from_pretrained(folder, trust_remote_code=False), device, dtype=dtype)
 
 
@@ -202,6 +233,7 @@ def _boxes(folder: Path, model: Any, targets: dict[str, Tensor]) -> tuple[dict[s
             which = _source(converters, pattern)
             expert = int(re.findall(r"\.(\d+)\.", key)[-1])
             parts.setdefault(name, []).append((expert, which, file, key, shape))
+    model._weight_conversions = [m for m in mapping if m.was_used()]  # what transformers saves it with
     for name, tensors in parts.items():
         place = 0
         for expert, which, file, key, shape in sorted(tensors, key=lambda t: t[:2]):

@@ -4,7 +4,7 @@ by layer in yet others."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -16,8 +16,10 @@ from birl.kernels import PAGE
 from birl.models import attention
 from birl.models.decoder import llama_shaped
 from birl.models.paged import Slot
+from birl.models.states import State, Step, ask_layouts
 
 FOUND: "WeakKeyDictionary[nn.Module, tuple[Slot, ...]]" = WeakKeyDictionary()
+KEPT: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()  # bytes of a sequence's states
 
 
 @dataclass(slots=True)
@@ -27,19 +29,33 @@ class Witness:
     slots: list[Slot] = field(default_factory=list)
     windows: list[int | None] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
+    states: dict[int, int] = field(default_factory=dict)  # bytes of a sequence's state, by layer
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        self.slots.append(Slot(layer, query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
+        variant: attention.Variant | None = None,
+    ) -> Tensor:  # fmt: skip
+        extras = tuple(f.name for f in fields(attention.Variant) if getattr(variant, f.name, None) is not None)
+        self.slots.append(Slot(layer, query.shape[1], key.shape[1], key.shape[3], value.shape[3], extras))
         self.windows.append(window)
         self.scales.append(scale)
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def carry(self, layer: int, rows: Tensor, step: Step) -> Tensor:
+        state = State()
+        step(rows[:, :1], state)
+        if layer in self.states:
+            raise BirlError(f"Layer {layer} keeps two states. birl does not support this architecture.")
+        self.states[layer] = sum(t.nbytes for t in state.tensors.values())
+        return torch.zeros_like(rows)
 
 
 def slots_of(model: nn.Module) -> tuple[Slot, ...]:
     """One for each call of attention in a forward pass, layer by layer. The first time one token goes through the
     model. Raises `BirlError` for a model whose layers do not call birl's attention."""
     if model not in FOUND:
-        slots = _of_llama(model) if llama_shaped(model) else tuple(sorted(_seen(model), key=lambda s: s.layer))
+        witness = Witness(_of_llama(model)) if llama_shaped(model) else seen(model)
+        slots, KEPT[model] = tuple(sorted(witness.slots, key=lambda s: s.layer)), sum(witness.states.values())
         if not slots:
             raise BirlError(f"birl does not support {type(model).__name__}: it has no layer with attention.")
         FOUND[model] = slots
@@ -52,17 +68,25 @@ def page_bytes(model: nn.Module) -> int:
     return PAGE * kind.itemsize * sum(s.elements for s in slots_of(model))
 
 
-def _of_llama(model: nn.Module) -> tuple[Slot, ...]:
+def state_bytes(model: nn.Module) -> int:
+    """Bytes that layers keep of a sequence beside its pages."""
+    slots_of(model)
+    return KEPT[model]
+
+
+def _of_llama(model: nn.Module) -> list[Slot]:
     modules = [layer.self_attn for layer in cast(Any, model).base_model.layers]
     rows = [(m.q_proj.out_features, m.k_proj.out_features, m.head_dim) for m in modules]
-    return tuple(Slot(i, q // size, k // size, size, size) for i, (q, k, size) in enumerate(rows))
+    return [Slot(i, q // size, k // size, size, size) for i, (q, k, size) in enumerate(rows)]
 
 
-def _seen(model: nn.Module) -> list[Slot]:
-    plain = all(type(p.data) is Tensor and not p.is_meta for p in model.parameters())
+def seen(model: nn.Module) -> Witness:
+    """What attention is given when one token goes through the model, whether or not it has its weights. Raises
+    `BirlError` for a model whose layers do not call birl's attention."""
+    plain = all(type(p.data) is Tensor for p in model.parameters()) and not next(model.parameters()).is_meta
     try:
         with computed_by(model, attention.NAME):
-            return watched(model).slots if plain else _on_meta(model)
+            return watched(model) if plain else _on_meta(model)
     except BirlError:
         raise
     except Exception as error:
@@ -87,6 +111,28 @@ def computed_by(model: nn.Module, name: str) -> Iterator[None]:
         any_model.set_attn_implementation(before)
 
 
+@contextmanager
+def experts_by_shape(model: nn.Module) -> Iterator[None]:
+    """Within, experts are computed by operations whose shapes no value decides, in any type."""
+    any_model = cast(Any, model)
+    before = any_model.config._experts_implementation
+    if before != "grouped_mm" or not any_model._can_set_experts_implementation():
+        yield
+        return
+    any_model.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        any_model.set_experts_implementation(before)
+
+
+def body_of(model: nn.Module) -> Any:
+    """The part that gives hidden states. Where `base_model_prefix` names nothing, `base_model` is the whole model."""
+    ask_layouts(model)
+    base = cast(Any, model).base_model
+    return cast(Any, model).model if base is model else base
+
+
 @torch.no_grad()
 def watched(model: nn.Module, tokens: int = 1) -> Witness:
     """What attention is given when `tokens` tokens go through the model. Raises whatever the model raises, and
@@ -95,7 +141,7 @@ def watched(model: nn.Module, tokens: int = 1) -> Witness:
     device = cast(Any, model).get_output_embeddings().weight.device
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
     places = torch.arange(tokens, device=device)[None]
-    cast(Any, model).base_model(input_ids=ids, position_ids=places, layout=witness, use_cache=False)
+    body_of(model)(input_ids=ids, position_ids=places, layout=witness, use_cache=False)
     if not witness.slots:
         raise BirlError(
             f"birl does not support {type(model).__name__}: its layers do not call the attention that transformers "
@@ -104,25 +150,28 @@ def watched(model: nn.Module, tokens: int = 1) -> Witness:
     return witness
 
 
-def _on_meta(model: nn.Module) -> list[Slot]:
+def _on_meta(model: nn.Module) -> Witness:
     """Of a model without weights, or with parts of them: shapes alone. Where a layer looks at values, as experts do,
     the layers behind it are taken to be like the last that was reached."""
-    witness, body = Witness(), cast(Any, model).base_model
+    witness, body = Witness(), body_of(model)
     tensors = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in _tensors(body)}
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     mask = torch.ones_like(ids)  # without one, transformers looks at the positions for packed sequences
     options = {"input_ids": ids, "position_ids": ids, "attention_mask": mask, "layout": witness, "use_cache": False}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), experts_by_shape(model):
             torch.func.functional_call(body, tensors, (), options, tie_weights=False)
+        return witness
     except BirlError:
         raise
     except Exception:
-        if not witness.slots:
+        if not witness.slots or witness.states:
             raise
-    known = witness.slots
-    layers = range(len(known), cast(Any, model).config.get_text_config().num_hidden_layers)
-    return [*known, *(replace(known[-1], layer=i) for i in layers)]
+    for i in range(len(witness.slots), cast(Any, model).config.get_text_config().num_hidden_layers):
+        witness.slots.append(replace(witness.slots[-1], layer=i))
+        witness.windows.append(witness.windows[-1])
+        witness.scales.append(witness.scales[-1])
+    return witness
 
 
 def _tensors(body: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -59,8 +59,10 @@ def twin(config: Any) -> nn.Module:
         model = cast(Any, AutoModelForCausalLM.from_config(shrunk(config), **options))
         for parameter in model.parameters():  # an initialisation of 0.02 would hide what is wrong behind zeros
             wide = 1 / math.sqrt(parameter.shape[-1])
-            if parameter.ndim >= 2 and 0 < float(parameter.std()) < wide:
+            if parameter.ndim >= 2 and float(parameter.std()) < wide:
                 parameter.normal_(0, wide)
+            elif parameter.ndim == 1 and float(parameter.abs().max()) < wide:  # biases and sinks begin as zeros
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
     return model.eval()
 
 

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.models import varlen
-from birl.models.attention import Layout, Packed, Tree, bias, tree_mask
+from birl.models.attention import Layout, Packed, Tree, Variant, bias, tree_mask
 from birl.models.forward import packed
-from birl.models.slots import slots_of
+from birl.models.slots import slots_of, state_bytes
 from birl.models.tree_attention import Area, tree_attention
 from birl.parallel.exchange import gather, join, swap
 from birl.parallel.pieces import Piece, zigzag
@@ -101,8 +101,12 @@ class Gathered:
         self.group, self.trees, self.pieces, self.place = group, trees, pieces, place
         self.known: dict[int | None, Any] = {}  # by window; made once, used by every layer
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
+        variant: Variant | None = None,
+    ) -> Tensor:  # fmt: skip
         """query [1, H, t, D], key and value [1, K, t, D] -> [1, t, H, D]."""
+        assert variant is None, "`check_heads` says no"
         size = key.shape[-1]
         rows = gather(torch.cat([key[0], value[0]], -1).transpose(0, 1), self.group)  # one collective for both
         if varlen.takes(query, value) and (window is None or varlen.windows()):
@@ -136,8 +140,12 @@ class Swapped:
     def __init__(self, group: Any, row: Packed) -> None:
         self.group, self.row = group, row
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
+        variant: Variant | None = None,
+    ) -> Tensor:  # fmt: skip
         """query [1, H, t, D], key and value [1, K, t, D] -> [1, t, H, D]."""
+        assert variant is None, "`check_heads` says no"
         n, tokens = self.group.size(), query.shape[2]
         times = copies(query.shape[1], key.shape[1], n)
         heads = [query[0], *(x[0].repeat_interleave(times, 0) if times > 1 else x[0] for x in (key, value))]
@@ -168,6 +176,16 @@ def copies(heads: int, kv_heads: int, ranks: int) -> int:
 
 def check_heads(model: nn.Module, ranks: Ranks) -> None:
     """Refuse a model before the first step. Raises `BirlError`."""
+    if ranks.grid.cp > 1 and any(s.extras for s in slots_of(model)):
+        raise BirlError(
+            f"parallel.cp={ranks.grid.cp}: the attention of {type(model).__name__} has sinks, a soft cap or chunks, "
+            "which birl does not compute over several processes. Set parallel.cp=1."
+        )
+    if ranks.grid.cp > 1 and state_bytes(model):
+        raise BirlError(
+            f"parallel.cp={ranks.grid.cp}: layers of {type(model).__name__} keep states, which birl does not compute "
+            "over several processes. Set parallel.cp=1."
+        )
     if ranks.grid.context == "ulysses" and ranks.grid.cp > 1:
         for slot in slots_of(model):
             copies(slot.heads // ranks.grid.tp, max(1, slot.kv_heads // ranks.grid.tp), ranks.grid.cp)

@@ -29,14 +29,13 @@ def started() -> int:
 
 
 def ranks_here(config: schema.RL | schema.Stage) -> int:
-    """Ranks of the learner on this machine: torchrun's, or all of them."""
+    """Ranks of the learner on this machine, as their launcher says; all of them where it does not."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", grid_of(config).size))
 
 
 def rank_threads(config: schema.RL | schema.Stage) -> int:
-    """CPU threads of each rank; 0: what PyTorch would take."""
-    ranks = grid_of(config).size
-    return config.threads or (max(1, cores() // ranks) if ranks > 1 else 0)
+    """CPU threads of each rank, its share of this machine's cores; 0: what PyTorch would take."""
+    return config.threads or (max(1, cores() // ranks_here(config)) if grid_of(config).size > 1 else 0)
 
 
 def learner_threads(config: schema.RL) -> int:
@@ -44,7 +43,7 @@ def learner_threads(config: schema.RL) -> int:
     if grid_of(config).size > 1:
         return rank_threads(config)
     shares = config.engine.kind != "embedded" and not config.engine.attach
-    if config.threads or not shares or config.model.device == "cuda" or torch.cuda.is_available():
+    if config.threads or not shares or config.model.device.startswith("cuda") or torch.cuda.is_available():
         return config.threads
     return max(cores() // 2, 1)
 

@@ -1,6 +1,7 @@
 """How one tensor lies over the ranks, for those that are computed with in parts and saved as a whole."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -28,11 +29,16 @@ class Layout:
         kept = tuple(p if cut(p) == dim else Replicate() for p in self.placements)
         return Layout(self.mesh, kept, shape)
 
-    def whole(self, part: Tensor) -> DTensor:
-        """This rank's part, as the tensor that it is a part of."""
-        stride = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+    def whole(self, part: Tensor, like: Sequence[int] = ()) -> DTensor:
+        """This rank's part, as the tensor that it is a part of. Where its rows are shorter than those of this rank's
+        part `like` (scales of blocks of a row), so are the whole's."""
+        shape = self.shape
+        if like and part.shape[-1] != like[-1]:
+            ways = math.prod(self.mesh.size(i) for i, p in enumerate(self.placements) if cut(p) == len(shape) - 1)
+            shape = (*shape[:-1], part.shape[-1] * ways)
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return DTensor.from_local(
-            part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride  # pyright: ignore
+            part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride  # pyright: ignore
         )  # fmt: skip
 
     def part(self, whole: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ residuals, every rank computes for all tokens or, with sequence parallelism, for
                  backward: reduce-scatter         backward: all-gather
 
 Megatron-LM, arXiv:1909.08053 section 3 (f and g); arXiv:2205.05198 section 4.2.2 (g and its conjugate).
-Activations are [1, T, H]: the second dimension is the one that is cut.
+Activations are [T, H] or [1, T, H]: the last dimension but one is the one that is cut.
 """
 
 from dataclasses import dataclass
@@ -77,23 +77,23 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         group = ctx.regions.group
-        return grads[0].chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)], None
+        return grads[0].chunk(dist.get_world_size(group), dim=-2)[dist.get_rank(group)], None
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[1, T / tp, H] of each rank -> [1, T, H]."""
-    _, tokens, width = x.shape
+    """[T / tp, H] of each rank -> [T, H]."""
+    *ones, tokens, width = x.shape
     whole = x.new_empty(tokens * dist.get_world_size(group), width)
-    all_gather(whole, x[0].contiguous(), group=group)
-    return whole[None]
+    all_gather(whole, x.reshape(tokens, width).contiguous(), group=group)
+    return whole.view(*ones, -1, width)
 
 
 def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[1, T, H] summed over the ranks, of which each gets its [1, T / tp, H]."""
-    _, tokens, width = x.shape
+    """[T, H] summed over the ranks, of which each gets its [T / tp, H]."""
+    *ones, tokens, width = x.shape
     part = x.new_empty(tokens // dist.get_world_size(group), width)
-    reduce_scatter(part, x[0].contiguous(), group=group)
-    return part[None]
+    reduce_scatter(part, x.reshape(tokens, width).contiguous(), group=group)
+    return part.view(*ones, -1, width)
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from birl.errors import BirlError
 from birl.models.logprobs import first_row
-from birl.models.slots import slots_of
+from birl.models.slots import slots_of, state_bytes
 from birl.parallel.ranks import Ranks
 from birl.parallel.regions import Regions
 
@@ -38,14 +38,13 @@ PLAN = {
 }
 
 
-def split(model: nn.Module, ranks: Ranks) -> list[str]:
+def split(model: nn.Module, ranks: Ranks, regions: Regions) -> list[str]:
     """Split a model with whole weights, in place, before FSDP does. Gives the names of the parameters that every rank
     has, but whose gradient is a summand on each (`optimizer.Parts` adds them up): what only a rank's own heads or own
     tokens went through. Raises `BirlError` for a model that cannot be split."""
     assert ranks.mesh is not None
     body: Any = cast(Any, model).base_model
     kinds = check(model, ranks.grid.tp)
-    regions = Regions(ranks.groups["tp"], ranks.grid.sequence)
     styles = {"colwise": Columns(), "rowwise": Rows(regions)}
     mesh = ranks.mesh["tp"]
     parallelize_module(body, mesh, {path: styles[kind] for path, kind in kinds.items() if kind in styles})
@@ -68,6 +67,16 @@ def check(model: nn.Module, tp: int) -> dict[str, str]:
     """How each module is split (`plan`). Raises `BirlError` for a model that cannot be split over so many ranks; needs
     no weights."""
     body, slots = cast(Any, model).base_model, slots_of(model)
+    if any("sinks" in s.extras for s in slots):
+        raise BirlError(
+            f"parallel.tp={tp}: the attention of {type(model).__name__} has sinks, which birl cannot share out. Set "
+            "parallel.tp=1, and parallel.fsdp to split the weights."
+        )
+    if state_bytes(model):
+        raise BirlError(
+            f"parallel.tp={tp}: layers of {type(model).__name__} keep states, which birl cannot share out. Set "
+            "parallel.tp=1, and parallel.fsdp to split the weights."
+        )
     kinds = plan(body, {s.key for s in slots})
     inner = [body.get_submodule(path).in_features for path, kind in kinds.items() if kind == "rowwise"]
     sizes = [(s.heads, "query heads") for s in slots] + [(s.kv_heads, "key/value heads") for s in slots]

@@ -9,6 +9,7 @@ from birl.models.shape import Shape, shape_of
 from birl.plan.best import GIB, Plan, best, limits
 from birl.plan.cluster import Cluster, cluster_of
 from birl.plan.layout import KEEPS, Workload
+from birl.plan.step import OPTIMIZERS
 
 SHOWN = 10
 CLUSTER = ("node", "flops", "memory", "hbm", "inside", "between", "efficiency")
@@ -33,6 +34,8 @@ class Question:
     """Tokens of a micro-batch: learner.tokens_per_microbatch."""
     keep: str = ""
     """What stays for the backward pass: all, half or inputs (learner.gradient_checkpointing)."""
+    optimizer: str = "adamw"
+    """adamw, or adamw8bit with a quarter of its state (optimizer.kind)."""
     ddp: int = 0
     """Axes; those that are given are not searched."""
     fsdp: int = 0
@@ -61,7 +64,12 @@ def run(words: list[str], *, as_json: bool = False) -> dict[str, Any]:
     shape = shape_of(asked.model)
     changes = {name: value for name in CLUSTER if (value := getattr(asked, name))}
     cluster = cluster_of(asked.gpu, asked.gpus, changes)
-    work = Workload(batch=asked.batch, microbatch=asked.microbatch or asked.sequence, sequence=asked.sequence)
+    work = Workload(
+        batch=asked.batch,
+        microbatch=asked.microbatch or asked.sequence,
+        sequence=asked.sequence,
+        optimizer=asked.optimizer,
+    )
     wanted = {axis: size for axis in FIXED if (size := getattr(asked, axis))}
     plans = best(shape, cluster, work, wanted, asked.keep, asked.microbatch)
     result = {
@@ -88,6 +96,10 @@ def parse(words: list[str]) -> Question:
             raise BirlError(f"{name}=0: at least 1.")
     if asked.keep and asked.keep not in KEEPS:
         raise BirlError(f"keep={asked.keep}: {', '.join(KEEPS)}.{did_you_mean(asked.keep, KEEPS)}")
+    if asked.optimizer not in OPTIMIZERS:
+        raise BirlError(
+            f"optimizer={asked.optimizer}: {', '.join(OPTIMIZERS)}.{did_you_mean(asked.optimizer, OPTIMIZERS)}"
+        )
     return asked
 
 

@@ -136,6 +136,7 @@ class Decoder:
             _, episode = heapq.heappop(self.waiting)
             heapq.heappush(self.running, (begin + episode.turns[episode.turn], episode))
             self.context += episode.size - (begin - self.steps)
+            self.decoded -= begin - self.steps  # counted from now on, and decoded from the next step on
             self.stall += episode.due / self.engine.prefill
 
 

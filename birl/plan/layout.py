@@ -23,6 +23,7 @@ class Workload:
     product, the rest is computed again (torchtitan's selective checkpointing); inputs: the layer's input alone
     (learner.gradient_checkpointing).
     logits: tokens whose logits are there at once; 0: the learner's chunks.
+    optimizer: optimizer.kind.
     once: a token goes to a machine once, whatever experts it has there (DeepEP), not once for each expert.
     """
 
@@ -31,6 +32,7 @@ class Workload:
     sequence: int
     keep: str = "inputs"
     logits: int = 0
+    optimizer: str = "adamw"
     once: bool = False
 
     def __post_init__(self) -> None:

@@ -4,13 +4,14 @@ Float32 weights, gradients and optimizer state are split over all ranks but copi
 bfloat16 weights are there beside them. Activations are split over cp and tp, norms included (sequence parallelism).
 """
 
-from birl.models.shape import Shape
+from birl.models.shape import Shape, backward_bytes
 from birl.plan.layout import Layout, Workload
 
 RESERVED = 3e9  # CUDA, NCCL's buffers and the libraries; assumed
 USABLE = 0.95  # of the memory; the allocator loses the rest between blocks; assumed
-CHUNK = 2**27  # logits at once: GPU_CHUNK of birl/models/logprobs.py
-LOGIT = 10  # bytes: float32, and its gradient in float32 and bfloat16
+#: bytes of both moments of a parameter; in 8 bits with a float32 scale for each 256 (`learner/adamw8bit.py`)
+STATE = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}
+LOGIT = 10  # bytes where all are there at once: float32, and its gradient in float32 and bfloat16
 
 
 def kept(shape: Shape, keep: str) -> float:
@@ -44,7 +45,7 @@ def memory(shape: Shape, layout: Layout, work: Workload) -> dict[str, float]:
     result = {
         "weights, float32": 4 * own,
         "gradients, float32": 4 * own,
-        "optimizer state": 8 * own,
+        "optimizer state": STATE[work.optimizer] * own,
     }
     if layout.fsdp * layout.cp > 1:
         layer, ends = whole(shape, layout)
@@ -56,8 +57,9 @@ def memory(shape: Shape, layout: Layout, work: Workload) -> dict[str, float]:
     again = kept(shape, "all") if work.keep != "all" else 0.0
     result["activations"] = tokens * (layers * kept(shape, work.keep) + again + 8 * shape.hidden)
     result["a layer's backward"] = tokens * (4 * shape.hidden + 8 * (shape.hidden + mlp_width(shape)))
-    logits = min(work.logits or CHUNK // shape.vocabulary, work.microbatch / layout.cp)
-    result["logits"] = LOGIT * logits * shape.vocabulary / layout.tp
+    rows, words = work.microbatch // layout.cp, -(-shape.vocabulary // layout.tp)
+    chunks = backward_bytes(rows, shape.hidden, words, 2, gpu=True)
+    result["logits"] = LOGIT * min(work.logits, rows) * words if work.logits else chunks
     result["reserved"] = RESERVED
     return result
 

@@ -75,7 +75,7 @@ def check(config: schema.RL, kind: str = "") -> None:
         raise BirlError(
             f"model.path={config.model.path}: weights, gradient and AdamW's state need {needs / GIB:.1f} GiB of each "
             f"GPU, and {card.name} has {card.memory / GIB:.1f} usable. Split them (parallel.fsdp), set "
-            "optimizer.offload=cpu or lora.rank, or take a smaller model."
+            "optimizer.offload=cpu, lora.rank or with it lora.quantize=nf4, or take a smaller model."
         )
 
 

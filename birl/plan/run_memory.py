@@ -9,9 +9,10 @@ In one process generation and training share one thread and alternate. The peak 
                  run answers are under way meanwhile, so their keys and values are there too
     servers      where the run starts some: a process, weights and generation each; the peak is theirs and training's
 
-On a GPU (`card`) all of the cache is there from the first step on, beside the training, and with fused kernels so are
-the copies of joined weights; a checkpoint that is written, earlier versions and what `optimizer.offload=cpu` moves are
-in the machine's memory. Each server has a GPU of its own, so the peak is the largest phase; the figures are of one GPU.
+On a GPU (`card`) all of the cache is there from the first step on, beside the training, and no weight is laid out in a
+copy but those that are quantised, and these only while something is sampled; a checkpoint that is written, earlier
+versions and what `optimizer.offload=cpu` moves are in the machine's memory. Each server has a GPU of its own, so the
+peak is the largest phase; the figures are of one GPU.
 
 Where several processes train, the figures are one's, and each has as much (`parallel`): weights, gradients and the
 optimizer's state are split over fsdp x cp x tp, micro-batches and answers over ddp x fsdp.
@@ -21,6 +22,8 @@ Sizes of an architecture come from its modules and its configuration, so a model
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 from torch import nn
 
@@ -31,14 +34,16 @@ from birl.engine.open import SHARE
 from birl.engine.pages import pages_for
 from birl.engine.scheduler import PREFILL
 from birl.kernels import PAGE
+from birl.learner.adamw8bit import stored as moments_in_8_bits
 from birl.learner.comparison import KEPT
 from birl.learner.lora import targets
 from birl.learner.policy import DTYPES
 from birl.models.decoder import shaped
 from birl.models.fused_layers import fused_layers
-from birl.models.logprobs import CHUNK, GPU_CHUNK
-from birl.models.shape import Shape
-from birl.models.slots import slots_of
+from birl.models.quantized import quantized_layers, stored
+from birl.models.shape import CHUNK, Shape, backward_bytes
+from birl.models.slices import quantizable
+from birl.models.slots import slots_of, state_bytes
 from birl.models.tree_attention import SCORES
 from birl.train.objective import keeps_reference, surrogate_of
 
@@ -48,9 +53,7 @@ PROCESS = int(0.52 * GIB)  # interpreter, torch and transformers with their libr
 LOST = 0.08  # of everything: what the C library keeps in holes between blocks; measured
 SPLIT_LOST = 0.25  # the same where FSDP gathers and gives back; 0.21 to 0.32 with four models on two and four ranks
 
-SAVED = 12  # bytes of a parameter in a checkpoint: its float32 weight and AdamW's two moments
-
-JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+STATE = {"adamw": "optimizer state, float32", "adamw8bit": "optimizer state, 8 bits"}
 
 Phases = dict[str, dict[str, int]]  # phase -> purpose -> bytes
 
@@ -65,6 +68,7 @@ class Load:
     group: int  # of these, how many share a prompt
     prompt: int  # tokens
     longest: int  # tokens of a sequence, its prompt included
+    waits: bool = False  # more sequences in a step than are generated at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +82,13 @@ class Module:
     kv_heads: int  # as the cache has them
     head_dim: int
     cached: int  # numbers that the cache holds of a token
+    state: int  # bytes that layers keep of a sequence beside it
     wide: int
     on_kernels: bool
     paged_kernels: bool  # whether at least attention over the cache does
     on_fused: bool  # the kernels for CUDA
-    joined: int  # parameters of the products that these join
+    quantizable: int  # parameters that lora.quantize is about
+    matrix: int  # of these, of the largest weight
 
     @classmethod
     def of(cls, model: nn.Module, dtype: str, gpu: bool = False) -> "Module":
@@ -90,8 +96,9 @@ class Module:
         size = max(s.key for s in slots)
         gpu = gpu or next(model.parameters()).is_cuda
         compiled = not gpu and kernels.load(kind, size) is not None
-        fused = gpu and fused_layers(model)
-        joined = [m for n, m in model.named_modules() if n.rpartition(".")[2] in JOINED and isinstance(m, nn.Linear)]
+        weights: list[int] = [
+            m.weight.numel() for m in (*quantized_layers(model).values(), *quantizable(model).values())
+        ]
         return cls(
             shape=Shape.of_model(model),
             parameters=sum(p.numel() for p in model.parameters()),
@@ -99,11 +106,13 @@ class Module:
             kv_heads=max(s.kv_heads for s in slots),
             head_dim=size,
             cached=sum(s.elements for s in slots),
+            state=state_bytes(model),
             wide=kind.itemsize,
             on_kernels=compiled and shaped(model),
             paged_kernels=compiled or gpu,
-            on_fused=fused,
-            joined=sum(m.weight.numel() for m in joined) if fused else 0,
+            on_fused=gpu and fused_layers(model),
+            quantizable=sum(weights),
+            matrix=max(weights, default=0),
         )
 
     @property
@@ -137,22 +146,26 @@ class Module:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """Parameters that change, those whose gradient is summed, and those that AdamW steps. The same, but with LoRA: of
-    the merged weights only the largest has a whole gradient at once."""
+    the merged weights only the largest has a whole gradient at once. `state`: bytes of AdamW's moments."""
 
     weights: int
     gradient: int
     stepped: int
+    state: int
     head: bool  # has a gradient
 
     @classmethod
-    def of(cls, model: nn.Module, config: schema.Lora) -> "Trained":
+    def of(cls, model: nn.Module, config: schema.Lora, optimizer: str) -> "Trained":
+        moments = (lambda shape: 8 * prod(shape)) if optimizer == "adamw" else moments_in_8_bits
         if config.rank == 0:
-            everything = sum(p.numel() for p in model.parameters())
-            return cls(weights=everything, gradient=everything, stepped=everything, head=True)
-        weights = [model.get_submodule(name).weight for name in targets(model, config.targets)]
-        stepped = sum(config.rank * sum(w.shape) + config.dora * w.shape[0] for w in weights)  # pyright: ignore
-        sizes: list[int] = [w.numel() for w in weights]  # pyright: ignore
-        return cls(weights=sum(sizes), gradient=stepped + max(sizes), stepped=stepped, head=False)
+            shapes = [p.shape for p in model.parameters()]
+            everything, state = sum(map(prod, shapes)), sum(map(moments, shapes))
+            return cls(weights=everything, gradient=everything, stepped=everything, state=state, head=True)
+        weights: list[Any] = [model.get_submodule(name).weight for name in targets(model, config.targets)]
+        shapes = [s for w in weights for s in ((config.rank, w.shape[1]), (len(w), config.rank))]
+        shapes += [(len(w),) for w in weights if config.dora]
+        sizes, stepped, state = [w.numel() for w in weights], sum(map(prod, shapes)), sum(map(moments, shapes))
+        return cls(weights=sum(sizes), gradient=stepped + max(sizes), stepped=stepped, state=state, head=False)
 
 
 def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
@@ -164,7 +177,8 @@ def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
     count = -(-tokens // config.learner.tokens_per_microbatch)
     validates = config.validation.every > 0 and (config.data.validation or config.data.validation_split > 0)
     ahead = rollout.max_staleness - config.weights.sync_every + 2  # steps whose groups are under way at once
-    sequences = min(config.engine.max_batch, ahead * -(-rollout.prompts // parallel.shares) * rollout.group_size)
+    wanted = ahead * -(-rollout.prompts // parallel.shares) * rollout.group_size
+    sequences = min(config.engine.max_batch, wanted)
     return Load(
         microbatch=-(-tokens // count),
         several=count > 1,
@@ -172,6 +186,7 @@ def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
         group=1 if validates else rollout.group_size,
         prompt=prompt,
         longest=longest,
+        waits=wanted > sequences,
     )
 
 
@@ -180,60 +195,81 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
     `card`: memory of the GPU [bytes]; 0: a CPU."""
     module, gpu = Module.of(model, config.model.dtype, card > 0), card > 0
     split = config.parallel.fsdp * config.parallel.cp * config.parallel.tp
-    sampled, trained, lora = module, Trained.of(model, config.lora), config.lora.rank > 0
-    if split > 1:  # the learner's layers are transformers', and it has a part of each weight
-        module = replace(module, on_kernels=False, on_fused=False)
-        weights = trained.weights // split
-        trained = replace(trained, weights=weights, gradient=weights, stepped=trained.stepped // split)
-    parameters = module.parameters // split
+    sampled, trained, lora = module, Trained.of(model, config.lora, config.optimizer.kind), config.lora.rank > 0
+    kind = config.lora.quantize if lora else "none"
+    coded = module.quantizable if kind != "none" else 0
+    if split > 1:  # on a CPU the learner's layers are transformers'
+        module = replace(module, on_kernels=False)
+    trained = of_one(trained, split, config, coded > 0 and not module.on_kernels, gpu)
+    parameters = module.parameters // split - coded
     separate = module.wide == 2 and split == 1  # from the float32 masters
     # of LoRA: the base weights beside the merged ones, in the compute type, on a GPU in CPU memory; and A and B
-    base = 0 if gpu and split == 1 and not config.lora.dora else module.wide * trained.weights
+    base = 0 if coded or (gpu and split == 1 and not config.lora.dora) else module.wide * trained.weights
     beside = base + 4 * trained.stepped if lora else 0
-    laid_out = module.wide * (module.joined if gpu else module.linear)
+    laid_out = module.wide * (coded if gpu else module.linear)
     always = {
         "process": CONTEXT if gpu else PROCESS,
         "weights, float32": beside + (0 if lora and separate else 4 * parameters),
-        "weights, bfloat16": module.wide * module.parameters if separate else 0,
-        "optimizer state, float32": 8 * trained.stepped,
+        "weights, bfloat16": module.wide * parameters if separate else 0,
+        **({f"weights, {kind}": stored(coded, kind)} if coded else {}),
+        STATE[config.optimizer.kind]: trained.state,
     }
     if gpu and config.optimizer.offload == "cpu":
-        always |= {"weights, float32": 0, "optimizer state, float32": 0}
-        trained = replace(trained, gradient=0)
+        always |= {"weights, float32": 0, STATE[config.optimizer.kind]: 0}
     if not gpu and (earlier := min(config.rollout.max_staleness, KEPT)):
         always["weights of earlier versions"] = earlier * (module.wide if split == 1 else 4) * trained.weights
     if split > 1 and config.engine.kind == "embedded":
         always["the engine's own weights"] = module.wide * module.parameters
-    frozen = module.wide * parameters + (laid_out if module.on_kernels else 0)
+    frozen = module.wide * parameters + (laid_out if module.on_kernels else 0) + (stored(coded, kind) if coded else 0)
     if keeps_reference(config.algorithm, surrogate_of(config.algorithm)):
         always["reference model"] = frozen
     if config.algorithm.teacher and "://" not in config.algorithm.teacher:
-        always["teacher, if as large"] = frozen
+        always["teacher, if as large"] = module.wide * (parameters + coded) + (laid_out if module.on_kernels else 0)
     critic = config.algorithm.advantage in CRITIC and not config.critic.shared
     if config.checkpoint.asynchronous and not gpu:
-        always["checkpoint being written"] = SAVED * trained.stepped * (1 + critic)
+        always["checkpoint being written"] = (4 * trained.stepped + trained.state) * (1 + critic)
     if critic:
-        state = 8 * trained.stepped + (beside if lora else 4 * parameters + 4 * trained.gradient)
-        always["critic and its optimizer"] = frozen + state
-    room = card - sum(always.values()) if gpu else 0
+        own = beside if lora else 4 * (parameters + trained.gradient)
+        always["critic and its optimizer"] = frozen + trained.state + own
+        if config.critic.path and coded:  # a model of its own is not quantised
+            always["critic and its optimizer"] += module.wide * (coded + trained.weights)
+    room = card - sum(always.values()) - (laid_out if coded else 0) if gpu else 0
     generating, stays = generation(sampled, config.engine, load, room), gpu or config.rollout.max_staleness > 0
-    computing = training(module, trained, load, config.learner.gradient_checkpointing)
+    computing = training(module, trained, load, config, gpu, coded > 0)
     if split > config.parallel.tp:
         computing["gathered weights and gradients"] = gathered(module) // config.parallel.tp
     phases = {"training": always | {"weights laid out": laid_out if module.on_kernels else 0} | computing}
     if config.engine.kind == "embedded":
         phases = {"generation": always | {"weights laid out": laid_out} | generating} | phases
         if stays:
-            phases["training"] |= {"weights laid out": laid_out, "keys and values": generating["keys and values"]}
+            kept = 0 if gpu and coded and not config.rollout.max_staleness else laid_out
+            phases["training"] |= {"weights laid out": kept, "keys and values": generating["keys and values"]}
     elif not config.engine.attach:
-        weights = {f"weights, {config.model.dtype}": module.wide * module.parameters, "weights laid out": laid_out}
-        server = {"process": always["process"]} | weights | generating
-        each = config.engine.tensor_parallel * config.engine.pipeline_parallel
-        phases["servers"] = {n: size // each if gpu else config.engine.count * size for n, size in server.items()}
+        phases["servers"] = servers(module, config, {"process": always["process"]} | generating, gpu)
     for phase, purposes in phases.items():
         lost = SPLIT_LOST if split > 1 and phase != "servers" else LOST
         purposes["between blocks"] = int(lost * sum(purposes.values()) - (lost - LOST) * always["process"])
     return phases
+
+
+def servers(module: Module, config: schema.RL, rest: dict[str, int], gpu: bool) -> dict[str, int]:
+    """Of one GPU, or of all servers on a CPU. `rest`: what each has but weights."""
+    laid_out = 0 if gpu else module.wide * module.linear
+    weights = {f"weights, {config.model.dtype}": module.wide * module.parameters, "weights laid out": laid_out}
+    each = config.engine.tensor_parallel * config.engine.pipeline_parallel
+    purposes = {"process": rest["process"]} | weights | rest
+    return {name: size // each if gpu else config.engine.count * size for name, size in purposes.items()}
+
+
+def of_one(trained: Trained, split: int, config: schema.RL, by_product: bool, gpu: bool) -> Trained:
+    """What one process trains, of as many as weights are split over. `by_product`: products with a quantised weight
+    give the gradients of A and B."""
+    if by_product and not config.lora.dora:
+        trained = replace(trained, gradient=trained.stepped)
+    if split > 1:
+        weights, stepped = trained.weights // split, trained.stepped // split
+        trained = replace(trained, weights=weights, gradient=weights, stepped=stepped, state=trained.state // split)
+    return replace(trained, gradient=0) if gpu and config.optimizer.offload == "cpu" else trained
 
 
 def gathered(module: Module) -> int:
@@ -249,8 +285,10 @@ def generation(module: Module, engine: schema.Engine, load: Load, room: int = 0)
     own = pages_for(load.longest) - load.prompt // PAGE  # pages that no other answer has
     prompts = -(-load.sequences // load.group)
     cache = module.page * (load.sequences * own + prompts * (load.prompt // PAGE))
-    if room or not module.paged_kernels:  # zeros are written into all of it; otherwise it is taken page by page
+    # zeros are written into all of it, or those that wait take new pages first; otherwise it is taken page by page
+    if room or not module.paged_kernels or load.waits:
         cache = module.page * engine.max_batch * pages_for(load.longest)
+    cache += module.state * engine.max_batch
     if room and not engine.kv_cache_gb:
         cache = min(cache, max(int(SHARE * room), 0))
     if engine.kv_cache_gb:
@@ -266,22 +304,35 @@ def generation(module: Module, engine: schema.Engine, load: Load, room: int = 0)
     }
 
 
-def training(module: Module, trained: Trained, load: Load, checkpointing: bool) -> dict[str, int]:
+def at_head(module: Module, trained: Trained, load: Load, config: schema.RL, gpu: bool) -> tuple[int, int]:
+    """Bytes of what `token_logprobs` holds, and of the head's gradient."""
+    parallel, shape = config.parallel, module.shape
+    placed = parallel.fsdp * parallel.cp * parallel.tp == 1 and config.optimizer.offload == "none"  # in its master
+    head = (4 if placed else module.wide) * shape.embedding // parallel.tp * trained.head
+    if not gpu:  # more than `backward_bytes`: `LOST` was measured with it
+        return CHUNK * (10 if module.on_kernels else 18), head
+    words = -(-shape.vocabulary // parallel.tp)  # ranks of tp have all tokens
+    return backward_bytes(load.microbatch * parallel.tp, shape.hidden, words, module.wide, gpu=True), head
+
+
+def training(
+    module: Module, trained: Trained, load: Load, config: schema.RL, gpu: bool, quantized: bool
+) -> dict[str, int]:
     """The backward pass of a first micro-batch begins with all activations and the head's gradient, and ends with the
     whole gradient and no activations: the larger of the two counts. A later micro-batch begins with both."""
+    logits, head = at_head(module, trained, load, config, gpu)
+    checkpointing = config.learner.gradient_checkpointing
     gradient, tokens = 4 * trained.gradient, load.microbatch
     activations = tokens * (module.shape.layers * (module.input if checkpointing else module.kept))
     activations += tokens * module.shape.hidden * (4 + 2 * module.wide)  # before and behind the last norm
     layer = tokens * (module.backward + (module.kept if checkpointing else 0))
-    chunk = CHUNK * (10 if module.on_kernels else 18)  # logits, and what is computed from them
-    if module.on_fused:
-        chunk = GPU_CHUNK * (4 if module.wide == 4 else 4 + module.wide)  # in bfloat16 the gradient has its own place
     if not module.on_kernels:
         layer += 4 * 4 * min(SCORES, module.shape.heads * tokens**2)
+    if quantized:  # a matrix in float32 before and after its merge, or the two sides of its gradient in float32
+        layer += max(8 * module.matrix, 4 * tokens * (module.shape.hidden + module.shape.inner))
     if load.several:
-        return {"gradient, float32": gradient, "activations": activations + max(chunk, layer)}
-    head = (4 if module.on_kernels else module.wide) * module.shape.embedding * trained.head
-    return {"activations, then gradient": max(activations + head + max(chunk, layer), gradient + layer)}
+        return {"gradient, float32": gradient, "activations": activations + max(logits, layer)}
+    return {"activations, then gradient": max(activations + head + max(logits, layer), gradient + layer)}
 
 
 def peak(phases: Phases, card: int = 0) -> int:
@@ -303,7 +354,7 @@ def largest(model: nn.Module, config: schema.RL, load: Load, memory: int, card: 
 
     def batch_fits(sequences: int) -> bool:
         whole = replace(config, engine=replace(config.engine, max_batch=sequences, kv_cache_gb=0.0))
-        phases = predict(model, whole, replace(load, sequences=sequences), card)
+        phases = predict(model, whole, replace(load, sequences=sequences, waits=False), card)
         sizes = phases.get("generation") or phases.get("servers") or phases["training"]
         cache = sizes.get("keys and values", 0)
         loaded = sum(sizes.values()) - cache - sizes.get("hidden states and logits", 0)

@@ -58,7 +58,9 @@ def merged(scenario: Scenario, values: Mapping[str, Any], origin: str) -> Scenar
         kinds = {f.name: _kind(f.type) for f in fields(getattr(scenario, name))}
         for key in section:
             if key not in kinds:
-                raise BirlError(f"{name}.{key}: there is no such key; {', '.join(kinds)}.{did_you_mean(key, kinds)}")
+                raise BirlError(
+                    f"{name}.{key}: there is no such key; {', '.join(kinds)}.{did_you_mean(key, kinds, f'{name}.')}"
+                )
             sources[f"{name}.{key}"] = str(told.get(f"{name}.{key}") or told.get(name) or origin)
         result = {key: converted(f"{name}.{key}", kinds[key], value) for key, value in section.items()}
         if name == "engine" and {"base", "per_sequence"} & set(result):

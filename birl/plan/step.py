@@ -12,6 +12,7 @@ from birl.plan.layout import Layout, Workload
 from birl.plan.rank_memory import mlp_width, whole
 
 ADAMW = 32  # bytes read and written for a parameter's step, and its gradient read for the norm
+OPTIMIZERS = {"adamw": ADAMW, "adamw8bit": 258}  # the same by 47 operations of PyTorch, each of which reads and writes
 LOGIT = 20  # bytes read and written for a logit, forward and backward
 
 
@@ -43,7 +44,7 @@ def step(shape: Shape, cluster: Cluster, layout: Layout, work: Workload) -> Step
     micro = own * (forward + backward + wait + sum(links.values())) + ends
     bubble = micro * (layout.pp - 1) / layout.virtual
     split = layout.fsdp * layout.cp * layout.tp * layout.pp
-    optimizer = ADAMW * shape.parameters / split / cluster.hbm
+    optimizer = OPTIMIZERS[work.optimizer] * shape.parameters / split / cluster.hbm
     copies = 0.0
     if layout.ddp > 1:  # each micro-batch's where FSDP sums them, once otherwise
         times = rounds if layout.fsdp * layout.cp > 1 else 1.0

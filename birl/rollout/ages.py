@@ -37,10 +37,10 @@ class Ages:
 
     def histogram(self, samples: Iterable[Sample]) -> Counter[int]:
         """Trained tokens by age."""
-        counts = Counter(v for s in samples for v in s.versions if v >= 0)
         result: Counter[int] = Counter()
-        for version, n in counts.items():
-            result[self.of(version)] += n
+        for sample in samples:
+            for version, n in sample.by_version().items():
+                result[self.of(version)] += n
         return result
 
     def figures(self, samples: Sequence[Sample], bound: int) -> dict[str, float]:
@@ -65,4 +65,4 @@ def mixed(samples: Sequence[Sample]) -> float:
     """Share of the samples whose tokens come from more than one version; NaN where there are none."""
     if not samples:
         return float("nan")
-    return sum(len({v for v in s.versions if v >= 0}) > 1 for s in samples) / len(samples)
+    return sum(len(s.by_version()) > 1 for s in samples) / len(samples)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
 
+import numpy as np
+
 from birl.types import Group, Outcome, Sample, Trajectory, Turn
 
 
@@ -84,20 +86,21 @@ def samples(trajectory: Trajectory, advantage: float | Sequence[float], group: i
     result = []
     for chain in chains(trajectory):
         n = len(chain.tokens)
-        mask, logprobs, versions, own = [False] * n, [0.0] * n, [-1] * n, [0.0] * n
+        mask, logprobs, own = np.zeros(n, np.bool_), np.zeros(n, np.float32), np.zeros(n, np.float32)
+        versions = np.full(n, -1, np.int32)
         for number, where in chain.turns:
             completion = trajectory.turns[number].completion
             at = slice(where.start, where.stop)
-            mask[at] = [True] * len(where)
+            mask[at] = True
             logprobs[at], versions[at] = completion.logprobs, completion.versions
-            own[at] = [advantage if isinstance(advantage, float | int) else advantage[number]] * len(where)
+            own[at] = advantage if isinstance(advantage, float | int) else advantage[number]
         result.append(
             Sample(
-                tokens=chain.tokens,
-                mask=tuple(mask),
-                logprobs=tuple(logprobs),
-                versions=tuple(versions),
-                advantage=advantage if isinstance(advantage, float | int) else tuple(own),
+                tokens=np.array(chain.tokens, np.int32),
+                mask=mask,
+                logprobs=logprobs,
+                versions=versions,
+                advantage=advantage if isinstance(advantage, float | int) else own,
                 group=group,
                 episode=episode,
                 routes=routes(trajectory, chain),
@@ -133,7 +136,7 @@ def token_rewards(trajectory: Trajectory, rewards: Sequence[float]) -> list[list
 
 
 def trained_lengths(samples: Sequence[Sample]) -> list[int]:
-    return [sum(s.mask) for s in samples]
+    return [int(s.mask.sum()) for s in samples]
 
 
 def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:

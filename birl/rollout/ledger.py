@@ -75,7 +75,7 @@ def settle(groups: Sequence[Group], usage: Usage, trained: Iterable[tuple[Sample
     used: dict[tuple[int, int], Counter[str]] = {}
     for sample, gradient in trained:
         mine = used.setdefault((sample.group, sample.episode), Counter())
-        mine["trained" if gradient else "no_gradient"] += sum(sample.mask)
+        mine["trained" if gradient else "no_gradient"] += int(sample.mask.sum())
     result: dict[int, Counter[str]] = {}
     for group in groups:
         good = set(usage.usable(group))

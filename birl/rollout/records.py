@@ -44,10 +44,10 @@ def episode_records(
             **({"pictures": [_within(path, run) for path in t.pictures]} if t.pictures else {}),
             "samples": [
                 {
-                    "tokens": s.tokens,
-                    "mask": [int(m) for m in s.mask],
-                    "logprobs": s.logprobs,
-                    "versions": s.versions,
+                    "tokens": s.tokens.tolist(),
+                    "mask": s.mask.astype(int).tolist(),
+                    "logprobs": s.logprobs.tolist(),
+                    "versions": s.versions.tolist(),
                     **figures(s),
                 }
                 for s in assemble.samples(t, 0.0, g.index, i)
@@ -79,13 +79,18 @@ def outcome_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Over the episodes that have a reward; those that failed are counted elsewhere."""
+    """Over the episodes that have a reward; those that failed are counted elsewhere. Where a step has tasks of several
+    sources, the score of each, too."""
     scored = [t for g in groups for t in g.trajectories if t.outcome.scored]
+    several = len({g.task.source for g in groups}) > 1
     rewards, scores = [t.reward for t in scored] or [nan], [t.score for t in scored] or [nan]
     return {
         **_means("reward/agent/", (t.rewards for t in scored)),
         **_means("reward/", (t.parts for t in scored)),
         **_means("reward/logged/", (t.logged for t in scored)),
+        **_means(
+            "score/", ({g.task.source: t.score} for g in groups for t in g.trajectories if several and t.outcome.scored)
+        ),
         "reward/mean": fmean(rewards),  # behind the parts: a function may be called mean
         "reward/std": pstdev(rewards) if scored else nan,
         "score/mean": fmean(scores),

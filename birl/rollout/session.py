@@ -154,8 +154,8 @@ class Session:
                 f"a prompt has more characters than {self.limits.tokens} tokens hold, and leaves no room for an answer "
                 "(model.max_length, at most the model's context)"
             )
-        owner = (agent, json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
-        prompt, talk = self.prompt(conversation, tools, owner, keep_end)
+        owner = owner_of(tools, agent)
+        prompt, talk = continued(self.known, self.chat, conversation, tools, owner, keep_end)
         room = self.limits.tokens - len(prompt)
         if room < 1:
             raise TooLong(
@@ -187,29 +187,6 @@ class Session:
         if isinstance(conversation, str):
             return Message(role="assistant", content=self.chat.reply_text(answer), tool_calls=result.tool_calls)
         return result
-
-    def longest(self, conversation: Conversation, owner: tuple[str, str]) -> Known | None:
-        """The longest known beginning of the conversation."""
-        own = plain(conversation)
-        fitting = [k for k in self.known if k.owner == owner and type(k.key) is type(own) and begins(own, k.key)]
-        return max(fitting, key=lambda k: len(k.key), default=None)
-
-    def prompt(
-        self, conversation: Conversation, tools: Tools, owner: tuple[str, str], keep_end: bool = False
-    ) -> tuple[tuple[int, ...], Conversation]:
-        """Ids of the conversation, those that are known as they were, and the rest; and the conversation that they
-        are of: clients drop what the model thought, which the ids still have."""
-        best = self.longest(conversation, owner)
-        if best is None:
-            return self.chat.render(conversation, tools), conversation
-        if isinstance(conversation, str) or isinstance(best.talk, str):
-            new = conversation[len(best.key) :]
-            return self.chat.append(best.prompt, best.answer, new, keep_end), conversation  # pyright: ignore
-        new = conversation[len(best.key) :]
-        try:
-            return self.chat.extend(best.prompt, best.answer, new, tools, best.talk[:-1]), (*best.talk, *new)
-        except HistoryRewritten:
-            return self.chat.render(conversation, tools), conversation
 
     def forget(self, turn: Turn) -> None:
         """The caller never received this answer."""
@@ -270,6 +247,36 @@ def message(given: Any) -> Message | None:
     if not text["role"] or not all(isinstance(part, str) for part in parts) or not (text["content"] or result):
         return None
     return Message(**text, tool_calls=result)
+
+
+def continued(
+    known: Sequence[Known],
+    chat: Translator,
+    conversation: Conversation,
+    tools: Tools,
+    owner: tuple[str, str],
+    keep_end: bool = False,
+) -> tuple[tuple[int, ...], Conversation]:
+    """Ids of the conversation: those of its longest known beginning as they were, and the rest; and the conversation
+    that they are of: clients drop what the model thought, which the ids still have."""
+    own = plain(conversation)
+    fitting = [k for k in known if k.owner == owner and type(k.key) is type(own) and begins(own, k.key)]
+    best = max(fitting, key=lambda k: len(k.key), default=None)
+    if best is None:
+        return chat.render(conversation, tools), conversation
+    if isinstance(conversation, str) or isinstance(best.talk, str):
+        new = conversation[len(best.key) :]
+        return chat.append(best.prompt, best.answer, new, keep_end), conversation  # pyright: ignore
+    new = conversation[len(best.key) :]
+    try:
+        return chat.extend(best.prompt, best.answer, new, tools, best.talk[:-1]), (*best.talk, *new)
+    except HistoryRewritten:
+        return chat.render(conversation, tools), conversation
+
+
+def owner_of(tools: Tools, agent: str = "") -> tuple[str, str]:
+    """Whose conversation it is: an agent's with these tools."""
+    return agent, json.dumps(list(tools), sort_keys=True, default=str) if tools else ""
 
 
 def following(conversation: Conversation, reply: Message, messages: tuple[Message, ...] = ()) -> Conversation:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from birl.errors import Aborted, EngineFailed
+from birl.server.kept import Kept
 from birl.server.limits import Refused
 from birl.text.chat import Chat
 from birl.types import Conversation, Message, SamplingParams, Turn
@@ -64,6 +65,7 @@ class Reply:
 @dataclass(slots=True, kw_only=True)
 class Visit:
     session: Session
+    kept: Kept = field(default_factory=Kept)
     open: "set[asyncio.Task[Answers]]" = field(default_factory=set)
 
     def ask(self, reply: Reply) -> "asyncio.Task[Answers]":

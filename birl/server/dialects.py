@@ -18,6 +18,7 @@ class Dialect:
 
 DIALECTS: dict[str, Dialect] = {
     "openai": Dialect(server="birl.server.openai", gateway="birl.server.gateway_openai"),
+    "responses": Dialect(server="birl.server.responses", gateway="birl.server.gateway_responses"),
     "anthropic": Dialect(server="birl.server.anthropic", gateway="birl.server.gateway_anthropic"),
     "tokens": Dialect(server="birl.server.words"),
 }

@@ -59,7 +59,7 @@ class Membership:
                 "weights.method=direct.",
             )
         if given.gpu and given.gpu == gpu(self.device):
-            raise Refused(400, "Learner and engine are on one GPU, and NCCL wants two: use weights.method=shared.")
+            raise Refused(400, "Learner and engine are on one GPU, and NCCL wants two: use weights.method=ipc.")
         check_layouts(
             "What would be broadcast",
             {name: layout(shape, dtype) for name, shape, dtype in given.tensors},

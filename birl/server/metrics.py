@@ -40,6 +40,7 @@ class _Engine:
             ("tokens_sampled", "Tokens sampled", counters.tokens),
             ("tokens_scored", "Given tokens that got their log-prob", counters.scored),
             ("tokens_prefilled", "Prompt tokens computed", counters.prefilled),
+            ("tokens_reused", "Tokens of prompts that were not computed, as their pages were there", counters.reused),
             ("tokens_dropped", "Tokens sampled for requests that were cancelled", counters.dropped),
             ("sequences_finished", "Sequences that ended", counters.finished),
             ("compute_seconds", "Time spent computing", counters.seconds),
@@ -49,7 +50,8 @@ class _Engine:
         for name, told, value in (
             ("sequences_running", "Sequences being decoded", len(scheduler.running)),
             ("sequences_waiting", "Sequences that wait for their turn", len(scheduler.waiting)),
-            ("kv_pages_used", "Pages of the KV cache in use", pages.total - len(pages.free)),
+            ("kv_pages_used", "Pages of the KV cache in use", pages.total - pages.room),
+            ("kv_pages_known", "Pages of the KV cache that are found by their tokens", len(pages.known)),
             ("kv_pages_total", "Pages of the KV cache", pages.total),
             ("weight_version", "Version of the weights", self.engine.version),
         ):

@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from birl.engines import wire
 from birl.engines.collective import store_address
+from birl.engines.handles import borrowed, parts
 from birl.engines.wire import HEADER
 from birl.server.limits import Refused, answered, body, json_object, outside, problem
 from birl.server.service import Service
@@ -105,6 +106,22 @@ async def stage(service: Service, request: Request) -> Response:
     service.staging.begin(version)
     data = await body(request, service.staging.most + 2**24)  # a header of safetensors is smaller than that
     size = service.staging.put(version, await asyncio.to_thread(read, data, version))
+    return reply({"version": version, "tensors": len(service.staging.tensors), "bytes": size})
+
+
+async def borrow(service: Service, request: Request) -> Response:
+    """A bucket in the learner's memory (`handles.py`)."""
+    version, data = request.path_params["version"], await json_object(request, service.most_bytes)
+    only(data, "memory", "tensors")
+    if not isinstance(memory := data.get("memory"), dict):
+        raise Refused(400, "memory must be an object.")
+    service.staging.begin(version)
+    try:
+        flat = await asyncio.to_thread(borrowed, memory, service.membership.device, service.staging.most)
+        piece = parts(flat, data.get("tensors"))
+    except ValueError as error:
+        raise Refused(400, f"{error}.") from None
+    size = service.staging.put(version, piece)
     return reply({"version": version, "tensors": len(service.staging.tensors), "bytes": size})
 
 
@@ -234,6 +251,7 @@ ROUTES = {
     ("POST", "/generate"): generate,
     ("POST", "/load"): load,
     ("PUT", "/stage/{version:int}"): stage,
+    ("POST", "/stage/{version:int}"): borrow,
     ("POST", "/join"): join,
     ("POST", "/leave"): leave,
     ("POST", "/pause"): pause,

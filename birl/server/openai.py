@@ -15,7 +15,7 @@ from birl.server.ask import Ask
 from birl.server.limits import answered, json_object
 from birl.server.openai_format import Pieces
 from birl.server.service import Scored, Service
-from birl.server.stream import streamed
+from birl.server.stream import events, streamed
 from birl.types import Completion, Stop
 
 Body = dict[str, Any]
@@ -46,7 +46,7 @@ async def completed(service: Service, request: Request, read: Callable[[Body, Se
     asked = await answered(request, service.read(lambda: read(data, service)), service.timeout)
     jobs = [(prompt, p) for prompt in asked.prompts for p in service.seeded(asked.params, asked.n)]
     if asked.stream:
-        return streamed(service, asked, jobs)  # pyright: ignore[reportReturnType]  what Starlette calls an ASGI app
+        return streamed(service, events(service, asked, jobs), len(jobs))  # pyright: ignore[reportReturnType]  what Starlette calls an ASGI app
     with service.gate.enter(len(jobs)):
         result = [EMPTY] * len(jobs)
         if not asked.mute:

@@ -13,6 +13,7 @@ from birl.engine.request import Request
 from birl.errors import BirlError, WeightsFailed
 from birl.models.digests import whole
 from birl.seeds import derive_seed
+from birl.server.kept import Kept
 from birl.server.limits import Gate, Refused
 from birl.server.membership import Membership
 from birl.server.metrics import Metrics
@@ -25,6 +26,7 @@ from birl.types import Completion, Held, SamplingParams, Update
 
 T = TypeVar("T")
 CONFLICT = "conflict"
+ANSWERS, ANSWER_BYTES = 1000, 64 << 20  # that clients may cite
 #: log-probs, and the likeliest token of each place with its own
 Scored = tuple[tuple[float, ...], list[tuple[int, float]]]
 
@@ -51,6 +53,7 @@ class Service:
     seed: int = 0
     stuck_after: float = 60.0
     words: str = ""
+    kept: Kept = field(default_factory=lambda: Kept(most=ANSWERS, most_bytes=ANSWER_BYTES))
     volume: str = ""
     owner: Owner = field(default_factory=Owner)
     digest: str = ""

@@ -20,17 +20,20 @@ Told = tuple[int, list[int], list[float], list[int]]  # which answer, its new to
 LAST_WORDS = 10.0  # seconds to take the end of a stream that failed
 
 
-def streamed(service: Service, asked: Ask, jobs: Sequence[Job]) -> ASGIApp:
-    """An answer that sends chunks. Raises `Refused` at once when there is no room; what fails later is sent as an error
-    event, and raised."""
+def streamed(
+    service: Service, chunks: AsyncIterator[bytes], sequences: int, failed: Callable[[Refused], bytes] | None = None
+) -> ASGIApp:
+    """An answer that sends `chunks`, of so many sequences. Raises `Refused` at once when there is no room; what fails
+    later is sent as `failed` has it, an error event where that is not given, and raised."""
     room = ExitStack()
-    room.enter_context(service.gate.enter(len(jobs)))
+    room.enter_context(service.gate.enter(sequences))
+    failed = failed or (lambda error: event(error.body()))
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         with room:
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            pump = asyncio.ensure_future(_send_all(events(service, asked, jobs), send))
+            pump = asyncio.ensure_future(_send_all(chunks, send))
             gone = asyncio.ensure_future(disconnected(receive))
             try:
                 await asyncio.wait({pump, gone}, timeout=service.timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -42,10 +45,10 @@ def streamed(service: Service, asked: Ask, jobs: Sequence[Job]) -> ASGIApp:
                     late = Refused(
                         504, f"The answer took longer than {service.timeout:g} s (request_timeout).", TIMEOUT
                     )
-                    await _fail(late, send)
+                    await _fail(late, failed, send)
                 error = pump.exception()
                 if error is not None:
-                    await _fail(refusal(error), send)
+                    await _fail(refusal(error), failed, send)
             finally:
                 for one in (pump, gone):
                     one.cancel()
@@ -68,37 +71,47 @@ async def _send_all(source: AsyncIterator[bytes], send: Send) -> None:
     async with aclosing(source) as chunks:  # pyright: ignore[reportArgumentType]  a generator
         async for chunk in chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _fail(error: Refused, send: Send) -> None:
+async def _fail(error: Refused, failed: Callable[[Refused], bytes], send: Send) -> None:
     with suppress(TimeoutError):  # a client that reads nothing
-        await asyncio.wait_for(send({"type": "http.response.body", "body": event(error.body())}), LAST_WORDS)
+        await asyncio.wait_for(send({"type": "http.response.body", "body": failed(error)}), LAST_WORDS)
     raise error
 
 
 async def events(service: Service, asked: Ask, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
     """Chunks as they come, each answer's in order. Closing it aborts what is not finished."""
     pieces = Pieces(service, asked)
-    queue: asyncio.Queue[Told | tuple[int, Completion] | BaseException] = asyncio.Queue()
     answers = [Growing(pieces, i) for i in range(len(jobs))]
-    tasks = [asyncio.ensure_future(_one(service, i, job, queue, asked.grammar)) for i, job in enumerate(jobs)]
     finished: dict[int, Completion] = {}
-    try:
-        for answer in answers if asked.chat else []:
-            yield event(answer.first())
-        while len(finished) < len(jobs):
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
+    for answer in answers if asked.chat else []:
+        yield event(answer.first())
+    async with aclosing(sampled(service, jobs, asked.grammar)) as items:  # pyright: ignore[reportArgumentType]
+        async for item in items:
             if len(item) == 2:
                 finished[item[0]] = item[1]
                 for chunk in answers[item[0]].end(item[1]):
                     yield event(chunk)
             elif (chunk := answers[item[0]].more(*item[1:])) is not None:
                 yield event(chunk)
-        if asked.usage:
-            yield event(pieces.head(chunk=True) | {"choices": [], "usage": pieces.usage(list(finished.values()))})
+    if asked.usage:
+        yield event(pieces.head(chunk=True) | {"choices": [], "usage": pieces.usage(list(finished.values()))})
+    yield b"data: [DONE]\n\n"
+
+
+async def sampled(service: Service, jobs: Sequence[Job], grammar: str) -> AsyncIterator[Told | tuple[int, Completion]]:
+    """New tokens of all answers as they come, and each answer when it is complete. Closing it aborts the others."""
+    queue: asyncio.Queue[Told | tuple[int, Completion] | BaseException] = asyncio.Queue()
+    tasks = [asyncio.ensure_future(_one(service, i, job, queue, grammar)) for i, job in enumerate(jobs)]
+    left = len(jobs)
+    try:
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            left -= len(item) == 2
+            yield item
     finally:
         for task in tasks:
             task.cancel()

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from birl.track.panel import ProgressPanel
 from birl.track.progress import Progress, failures, nothing_trained, source, validation_score
-from birl.track.units import count, duration
+from birl.track.units import count, counted, duration
 from birl.visible import visible
 
 WIDTH = 96  # columns of the panel in a notebook, which does not say how wide it is
@@ -101,7 +101,8 @@ class PlainView:
         self.progress, self.console = progress, console
 
     def start(self) -> None:
-        self.console.say(f"birl: {visible(self.progress.title)}")
+        steps = f": {counted(self.progress.total, 'step')}, a line after each" if self.progress.total else ""
+        self.console.say(f"birl: {visible(self.progress.title)}{steps}")
 
     def step(self) -> None:
         self.console.say(step_line(self.progress))

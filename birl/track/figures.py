@@ -55,6 +55,7 @@ speed/train | Speed | train | tokens/s | Tokens trained by the seconds of traini
 """,  # noqa: E501
     "Rewards and scores": """
 score/mean | Score | mean | reward | The same as the reward, unless an environment reports another figure.
+score/<source> | Score, <source> | | reward | Mean over the step's episodes of one environment or source of data, where there are several.
 score/chosen | Score of chosen answers | | score | Mean score of the reward model over chosen answers.
 score/rejected | Score of rejected answers | | score | Mean score of the reward model over rejected answers.
 score/margin | Score margin | | score | Mean difference of the scores of the chosen and the rejected answer.
@@ -120,6 +121,7 @@ time/train | Time training | | s | Forward, backward and the optimizer.
 time/validate | Time validating | | s | The validation of this step.
 time/checkpoint | Time saving | | s | Saving after the step before.
 time/weights | Time updating engines | | s | An update of the engines' weights in all.
+engine/cache_hit | Tokens found in the cache | | share | Of all prompts' tokens, those that were not computed, as their pages were there.
 speed/guessed | Tokens guessed right | | share | Generated tokens that were guessed right instead of being computed one by one.
 """,  # noqa: E501
     "Tokens and memory": """

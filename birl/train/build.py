@@ -16,7 +16,7 @@ from birl.algorithms.custom import NamedFunction
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.blocked import interrupting
 from birl.config import schema
-from birl.config.decided import CRITIC, algorithm_notes, corrects, proximal, remembers
+from birl.config.decided import CRITIC, ENGINES, algorithm_notes, corrects, kind_of, proximal, remembers
 from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache
@@ -76,7 +76,9 @@ async def run(setup: Setup[schema.RL]) -> dict[str, Any]:
 
 def worker(config: schema.RL, crew: RankGroup, compute: Executor) -> RLWorker:
     """A rank other than 0, which has none of the data."""
-    return worker_of(config, load_policy(config.model, compute, crew.ranks), crew, Path(config.run))
+    return worker_of(
+        config, load_policy(config.model, compute, crew.ranks, config.lora.quantize), crew, Path(config.run)
+    )
 
 
 async def training(setup: Setup[schema.RL]) -> Parts:
@@ -89,7 +91,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute, given.rewards)
         starting = await started(rewards, opened)  # its workers, while the model loads
-        policy = await in_thread(load_policy, config.model, compute, setup.crew.ranks)
+        policy = await in_thread(load_policy, config.model, compute, setup.crew.ranks, config.lora.quantize)
         world = await open_world(config.env, policy.chat.text, given.env, run)
         opened.push_async_callback(world.close)
         data = load_rows(config, world, policy, given)
@@ -250,7 +252,8 @@ def publisher_of(
     publisher = sender(config, policy, learner, servers, train, setup.folder, say)
     if crew.ranks.sharded:
         gather = partial(call, RLWorker.gathered)
-        publisher.gathered = Gathered(learner.model, DTYPES[config.model.dtype], gather)
+        originally = not ENGINES[kind_of(config.engine)].own
+        publisher.gathered = Gathered(learner.model, DTYPES[config.model.dtype], gather, originally)
         publisher.canary.together = partial(call, RLWorker.logprobs_of)
         publisher.canary.parts = crew.ranks.shares
     return publisher

@@ -43,14 +43,16 @@ async def run(setup: Setup[schema.Stage]) -> dict[str, Any]:
 
 def worker(config: schema.Stage, crew: RankGroup, compute: Executor) -> RowsWorker:
     """A rank other than 0, which has none of the data."""
-    return worker_of(config, load_policy(config.model, compute, crew.ranks), crew, Path(config.run))
+    return worker_of(
+        config, load_policy(config.model, compute, crew.ranks, config.lora.quantize), crew, Path(config.run)
+    )
 
 
 def assembled(setup: Setup[schema.Stage]) -> Loop:
     """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
     config = setup.config
     resume_from = find_checkpoint(config, setup.folder)
-    policy = load_policy(config.model, setup.compute, setup.crew.ranks)
+    policy = load_policy(config.model, setup.compute, setup.crew.ranks, config.lora.quantize)
     train, held_out = examples(config, policy, setup)
     check_lengths(config, [e for s in (*train, *held_out) for e in s])
     total = config.steps or -(-config.epochs * sum(map(len, train)) // config.batch_size)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from birl.algorithms import kl as estimators
 from birl.algorithms import values as critics
 from birl.algorithms.custom import NamedFunction, part
 from birl.algorithms.estimators import ADVANTAGES, BY_TOKEN, TENSORS
-from birl.data.columns import behaviour, by_sample, per_token, spread, trained
+from birl.data.columns import behaviour, by_sample, per_token, spread
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.learner.learner import Learner
@@ -198,7 +199,7 @@ class Credit:
     ) -> list[Sample]:
         """REINFORCE++, arXiv:2501.03262 eq. 8: A_t = r - beta sum_{i >= t} KL_i over the episode's tokens, less the
         mean and over the deviation of all tokens of the batch. `rewards`, `owner`: of each sample its episode's."""
-        sizes = [sum(s.mask) for s in samples]
+        sizes = assemble.trained_lengths(samples)
         each = [torch.full((n,), r, dtype=torch.float32) for n, r in zip(sizes, rewards.tolist(), strict=True)]
         if kl is not None:
             later = torch.zeros(int(owner.max()) + 1, dtype=torch.float32)  # the KL of the episode's later tokens
@@ -253,7 +254,7 @@ class Credit:
         coef = self.keys.teacher_coef
         result = []
         for sample, theirs in zip(samples, self.teacher(batches, samples), strict=True):
-            own = torch.tensor(trained(sample, per_token(sample)), dtype=torch.float32)
+            own = torch.from_numpy(per_token(sample)[sample.mask])
             result.append(replace(sample, advantage=spread(sample, own + coef * (theirs - behaviour(sample)))))
         return result
 
@@ -278,12 +279,16 @@ def taught_by(model: Learner) -> Teacher:
 
 
 def _by_episode(samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> dict[tuple[int, int], float]:
-    result: dict[tuple[int, int], list[float]] = {}
+    result: dict[tuple[int, int], list[np.ndarray]] = {}
     for sample, e in zip(samples, owner.tolist(), strict=True):
         group, i = kept[e]
-        own = trained(sample, per_token(sample))
-        result.setdefault((group.index, i), []).extend(own)
-    return {place: own[0] if len(set(own)) == 1 else sum(own) / len(own) for place, own in result.items()}
+        result.setdefault((group.index, i), []).append(per_token(sample)[sample.mask].astype(np.float64))
+    return {place: _mean(np.concatenate(own)) for place, own in result.items()}
+
+
+def _mean(values: np.ndarray) -> float:
+    same = values.min() == values.max()
+    return float(values[0] if same else values.cumsum()[-1] / len(values))  # one after the other, in double precision
 
 
 def _places(units: Sequence[Unit]) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -87,6 +88,8 @@ class RLWorker(Worker):
         """Rewards to advantages, advantages to optimizer steps; `step` are finished. `sampling`: engines
         have the weights of now."""
         self.step, self.seen, self.sampling = step, {}, sampling
+        if self.sampled.own is not None:
+            self.sampled.own.rest()
         self.kl.coef = self.extra.get("kl_coef", self.kl.coef)
         self.ages.starts = self.extra.get("versions", [])
         self.ages.begin(self.learner.version, self.updates.max_staleness + 1)
@@ -148,7 +151,7 @@ class RLWorker(Worker):
         if self.updates.max_staleness > 0:
             result = compare(self.past, samples, computed, gaps, self.updates.capacity)
             gaps |= result.gaps
-            stats.other["mismatch/unheld"] = result.unheld / max(sum(map(sum, (s.mask for s in samples))), 1)
+            stats.other["mismatch/unheld"] = result.unheld / max(sum(assemble.trained_lengths(samples)), 1)
         stats.other["mismatch/tokens"] = float(sum(n for _, n in gaps.values()))
         stats.first_gap = sum(gap * n for gap, n in gaps.values()) / stats.other["mismatch/tokens"] if gaps else nan
         for version, (mean, _) in gaps.items():
@@ -171,7 +174,7 @@ class RLWorker(Worker):
             return False
         own = sample.advantage
         everything = self.updates.everything or self.objective.needs_reference()
-        return everything or (any(own) if isinstance(own, tuple) else own != 0)
+        return everything or bool(np.any(own))
 
     def host(self, token: str, context: int, longest: int) -> list[str]:
         """The first rank of every data-parallel group but rank 0's serves an engine; their addresses."""
@@ -196,7 +199,7 @@ class RLWorker(Worker):
             weight = parameters[name].to(DTYPES[self.dtype])
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if self.crew.leads:
-                result.append(whole)
+                result.append(whole.to(self.learner.device))
         return result
 
     def logprobs_of(self, batches: list[Batch]) -> list[list[float]]:

@@ -4,34 +4,35 @@
                -> Joined.load of each, and they wait        rank 0 sends | every engine takes, swaps and proves
 
 An engine that is lost meanwhile leaves the others with half of the weights, which they drop: the group is closed, and a
-new one without it begins again. An engine that comes back later gets the same update alone, over HTTP.
+new one without it begins again. An engine that comes back later gets the same update alone, over HTTP; one of vLLM or
+SGLang in a group of its own (`engines/transfer.py`).
 """
 
 import asyncio
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
-import torch
-from torch import Tensor
-
 from birl.engines.client import Client
-from birl.engines.collective import BroadcastGroup, backend, host_store, own_address, shapes_of
+from birl.engines.collective import BroadcastGroup, backend, own_address
+from birl.engines.transfer import Transfer
 from birl.engines.wire import Invitation
 from birl.errors import BirlError, EngineDown, WeightsFailed, first_line
 from birl.models.device import gpu
 from birl.types import Held, Update
+from birl.weights.live import Live
 
 BLAMELESS = 2  # attempts in a row that fail although every engine is there
 
 
 class Joined:
-    """A `Remote` whose engine is given new weights together with the others."""
+    """A `Remote` whose engine is given new weights together with the others. `part` is its end of the group."""
 
     def __init__(self, remote: Client, broadcast: "Broadcast") -> None:
         self.alone, self._broadcast = remote, broadcast
+        self.part: Client | Transfer = getattr(remote, "transfer", remote)
 
     def __getattr__(self, name: str):
         return getattr(self.alone, name)
@@ -49,6 +50,7 @@ class Round:
     answers: dict[Any, "asyncio.Future[Held]"]
     absent: set[Any]  # load was not called for them yet
     all_here: asyncio.Event = field(default_factory=asyncio.Event)
+    source: Live | None = None  # None: the newest
 
     def open(self) -> list[Joined]:
         return [remote for remote, answer in self.answers.items() if not answer.done()]
@@ -65,19 +67,26 @@ class Round:
 
 class Broadcast:
     """`timeout` of one attempt [s]; buckets of `bucket_mb` [MiB]. `source`: the learner's tensors, which stay as they
-    are until the update has arrived."""
+    are until the update has arrived; each attempt reads them anew. `group`: what rank 0 has to be for these engines."""
 
-    def __init__(self, addresses: Sequence[str], *, timeout: float, bucket_mb: float) -> None:
-        self.timeout, self.bucket_mb = timeout, bucket_mb
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        timeout: float,
+        bucket_mb: float,
+        group: type[BroadcastGroup] = BroadcastGroup,
+    ) -> None:
+        self.timeout, self.bucket_mb, self._kind = timeout, bucket_mb, group
         self.hosts = [urlsplit(address).hostname or "" for address in addresses]
-        self.source: Mapping[str, Tensor] = {}
+        self.source: Live | None = None
         self.groups = 0  # that were made
         self._store: Any = None
-        self._place = ""  # its host:port
         self._group: BroadcastGroup | None = None
         self._members: list[tuple[Joined, int]] = []
         self._round: Round | None = None
         self._running: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # one round at a time
 
     def expect(self, pids: Mapping[Any, int], update: Update) -> None:
         """These engines, by their processes, are about to be given this update; each `load` waits for all of them."""
@@ -91,9 +100,18 @@ class Broadcast:
     async def load(self, remote: Joined, update: Update) -> Held:
         round = self._round
         if round is None or update is not round.update or remote not in round.absent:
-            return await remote.alone.load(update)
+            return await (remote.alone.load(update) if remote.part is remote.alone else self._late(remote, update))
         round.here(remote)
         return await round.answers[remote]
+
+    async def _late(self, remote: Joined, update: Update) -> Held:
+        answer: asyncio.Future[Held] = asyncio.get_running_loop().create_future()
+        live = cast(Live, update.tensors)
+        live.check()
+        round = Round(update, {remote: 0}, {remote: answer}, set(), source=live)
+        round.all_here.set()
+        await self._run(round)
+        return await answer
 
     def joined(self, remote: Client) -> Joined:
         return Joined(remote, self)
@@ -107,6 +125,10 @@ class Broadcast:
         self._group = self._store = None
 
     async def _run(self, round: Round) -> None:
+        async with self._turn:
+            await self._settled(round)
+
+    async def _settled(self, round: Round) -> None:
         blameless = 0
         try:
             await round.all_here.wait()
@@ -126,17 +148,32 @@ class Broadcast:
     async def _attempt(self, round: Round, remotes: list[Joined]) -> WeightsFailed | None:
         """Settle the answers that are certain now. What stopped the others, if anything."""
         members = [(remote, round.pids[remote]) for remote in remotes]
+        source = round.source or self._source()
         if self._group is None or self._group.closed.is_set() or members != self._members:
-            invitation = await self._invitation(len(remotes))
+            ranks = await self._ranks(round, remotes)
+            if round.open() != remotes:
+                return None
             self._leave()
-            self._group, self._members = BroadcastGroup(invitation, self._device()), members
-            calls = {r: r.alone.join(replace(invitation, rank=i + 1)) for i, r in enumerate(remotes)}
+            invitation = await self._invitation(sum(ranks), source)
+            self._group, self._members = self._kind(invitation, source.device), members
+            first = [1 + sum(ranks[:i]) for i in range(len(ranks))]
+            calls = {r: r.part.join(replace(invitation, rank=i)) for r, i in zip(remotes, first, strict=True)}
             why = await self._together(round, self._group.open(), calls)
             if why is not None or round.open() != remotes:
                 return why
         group, update = self._group, round.update
-        calls = {remote: remote.alone.receive(update, group.name) for remote in remotes}
-        return await self._together(round, group.send(self.source), calls)
+        calls = {remote: remote.part.receive(update, group.name) for remote in remotes}
+        return await self._together(round, group.send(source), calls)
+
+    async def _ranks(self, round: Round, remotes: Sequence[Joined]) -> list[int]:
+        """Of each engine; 0 where it does not say, and then it is lost."""
+        asked = await asyncio.gather(*(remote.part.ranks() for remote in remotes), return_exceptions=True)
+        for remote, result in zip(remotes, asked, strict=True):
+            if isinstance(result, EngineDown):
+                round.fail(remote, WeightsFailed("unreachable", f"Version {round.update.version}: {result}"))
+            elif isinstance(result, Exception):
+                round.fail(remote, result)
+        return [result if isinstance(result, int) else 0 for result in asked]
 
     async def _together(
         self, round: Round, own: Coroutine[Any, Any, None], calls: Mapping[Joined, Coroutine[Any, Any, Held | None]]
@@ -165,35 +202,36 @@ class Broadcast:
             if isinstance(error, EngineDown):
                 round.fail(remote, WeightsFailed("unreachable", f"Version {round.update.version}: {error}"))
             elif isinstance(error, WeightsFailed) and error.cause == "unreachable":
-                why = error
+                why = error if why is None or getattr(why, "cause", "") == "unreachable" else why
             elif isinstance(error, Exception):
                 round.fail(remote, error)
+            elif why is not None and not self._kind.called_back:
+                pass  # what it was sent are not the weights
             elif not task.cancelled() and isinstance(held := task.result(), Held) and remote in round.open():
                 round.answers[remote].set_result(held)
         if isinstance(why, Exception) and not isinstance(why, WeightsFailed):
             raise why
         return why if isinstance(why, WeightsFailed) else None
 
-    async def _invitation(self, engines: int) -> Invitation:
+    async def _invitation(self, ranks: int, source: Live) -> Invitation:
         """Rank 0's. The store listens on loopback, where all engines are on this machine."""
-        if self._store is None:
-            try:
-                result = [await asyncio.to_thread(own_address, host) for host in self.hosts]
-                outside = [address for address in result if address not in ("127.0.0.1", "::1")]
-                address = (outside or result)[0]
-                self._store, self._place = await asyncio.to_thread(host_store, address, self.timeout)
-            except (OSError, RuntimeError) as error:
-                reason = first_line(error)
-                raise BirlError(
-                    f"weights.method=nccl: engines could not reach this process: {reason}. Use weights.method=direct."
-                ) from error
+        try:
+            result = [await asyncio.to_thread(own_address, host) for host in self.hosts]
+            outside = [address for address in result if address not in ("127.0.0.1", "::1")]
+            address = (outside or result)[0]
+            self._store, place = await asyncio.to_thread(self._kind.host, address, self.timeout)
+        except (OSError, RuntimeError) as error:
+            reason = first_line(error)
+            raise BirlError(
+                f"weights.method=nccl: engines could not reach this process: {reason}. Use weights.method=reload."
+            ) from error
         self.groups += 1
-        device, shapes = self._device(), shapes_of(self.source)
+        device, shapes = source.device, source.shapes
         return Invitation(
-            store=self._place,
+            store=place,
             group=f"{self.groups}-{secrets.token_hex(8)}",
             rank=0,
-            size=engines + 1,
+            size=ranks + 1,
             backend=backend(device),
             timeout=self.timeout,
             bucket_mb=self.bucket_mb,
@@ -201,8 +239,10 @@ class Broadcast:
             gpu=gpu(device),
         )
 
-    def _device(self) -> torch.device:
-        return next(iter(self.source.values())).device
+    def _source(self) -> Live:
+        if self.source is None:
+            raise BirlError("weights.method=nccl: nothing was given to the broadcast to send.")
+        return self.source
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -212,6 +252,6 @@ class Broadcast:
 async def _let_go(remote: Joined) -> None:
     """It would wait for ranks that do not come. One that does not answer is found by what it was asked before."""
     try:
-        await remote.alone.leave()
+        await remote.part.leave()
     except (EngineDown, BirlError):
         return

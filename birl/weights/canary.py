@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf, sqrt
 
+import numpy as np
+
 from birl.data.pack import Batch, pack
 from birl.errors import Malformed, WeightsFailed
 from birl.learner.learner import Learner
@@ -54,10 +56,10 @@ class Canary:
         """What the learner says now (compute thread). At temperature 1: engines score given tokens at that."""
         samples = [
             Sample(
-                tokens=ids,
-                mask=tuple(i > 0 for i in range(len(ids))),
-                logprobs=(0.0,) * len(ids),
-                versions=(-1,) * len(ids),
+                tokens=np.array(ids, np.int32),
+                mask=np.arange(len(ids)) > 0,
+                logprobs=np.zeros(len(ids), np.float32),
+                versions=np.full(len(ids), -1, np.int32),
                 advantage=0.0,
                 group=number,
                 episode=0,

@@ -12,41 +12,85 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from birl.engines.collective import nbytes, shapes_of
 from birl.models.digests import digest
 from birl.models.heads import HEADS
+from birl.weights.released import Part, buffers, parts, reverted
 
 BUCKET = 2**28  # bytes that are gathered at once, unless one weight alone is larger
-NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}  # as safetensors calls them
+NAMES = {  # as safetensors calls them
+    **{torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"},
+}
 
 
 class Gathered:
-    """`gather(names)` gives these weights in the engines' type, from all ranks, in the order asked for. `digests` are
-    those of what was written last."""
+    """`gather(names)` gives these parameters in the engines' `dtype`, from all ranks, in the order asked for. Sent by
+    the module's names, or `originally` by those of the model's own files (`released.py`). `digests` are those of what
+    was written or measured last.
+    """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, gather: Callable[[Sequence[str]], list[Tensor]]) -> None:
-        self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n.split(".")[0] not in HEADS}
-        self.dtype, self.gather, self.digests = dtype, gather, {}
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        gather: Callable[[Sequence[str]], list[Tensor]],
+        originally: bool = False,
+    ) -> None:
+        self.model, self.gather, self.originally, self.digests = model, gather, originally, {}
+        shapes = {n: (tuple(p.shape), dtype) for n, p in model.named_parameters() if n.split(".")[0] not in HEADS}
+        self.buffers = buffers(model) if originally else {}  # every rank has them
+        shapes |= shapes_of(self.buffers)
+        self.parts = parts(model, shapes) if originally else [Part([n], {n: one}) for n, one in shapes.items()]
+        self.shapes = {name: one for part in self.parts for name, one in part.shapes.items()}
+        self._part = {name: part for part in self.parts for name in part.shapes}
+        self._rest: dict[str, Tensor] = {}  # of what was gathered, still to be asked for
+
+    def take(self, names: Sequence[str]) -> list[Tensor]:
+        """These, by the names that are sent. What else becomes of the same parameters is kept until it is asked for,
+        so that a layer's experts are gathered once for all of its buckets."""
+        new = {id(part): part for name in names if name not in self._rest for part in (self._part[name],)}
+        self._rest |= self._gathered(list(new.values()))
+        return [self._rest.pop(name) for name in names]
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """All of them, name by name."""
-        names: list[str] = []
+        """All of them, name by name, as they are now."""
+        self._rest = {}
+        several: list[Part] = []
         size = 0
-        for name, shape in self.shapes.items():
-            one = torch.Size(shape).numel() * self.dtype.itemsize
-            if names and size + one > BUCKET:
-                yield from zip(names, self.gather(names), strict=True)
-                names, size = [], 0
-            names.append(name)
+        for part in self.parts:
+            one = nbytes(part.shapes, part.shapes)
+            if several and size + one > BUCKET:
+                yield from self._in_order(several)
+                several, size = [], 0
+            several.append(part)
             size += one
-        yield from zip(names, self.gather(names), strict=True)
+        yield from self._in_order(several)
+
+    def _in_order(self, several: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+        tensors = self._gathered(several)
+        for part in several:
+            for name in part.shapes:
+                yield name, tensors.pop(name)
+
+    def _gathered(self, several: Sequence[Part]) -> dict[str, Tensor]:
+        """By the names that are sent."""
+        names = [name for part in several for name in part.names if name not in self.buffers]
+        result = dict(zip(names, self.gather(names), strict=True)) if names else {}
+        result |= {n: self.buffers[n] for part in several for n in part.names if n in self.buffers}
+        return reverted(self.model, result) if self.originally else result
+
+    def measure(self) -> None:
+        """`digests` of the weights as they are now."""
+        self.digests = {name: digest(tensor) for name, tensor in self.pieces()}
 
     def write(self, file: Path) -> None:
         """As one safetensors file: eight bytes with the length of a JSON header, the header, the numbers."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         place = 0
-        for name, shape in self.shapes.items():
-            end = place + torch.Size(shape).numel() * self.dtype.itemsize
-            header[name] = {"dtype": NAMES[self.dtype], "shape": list(shape), "data_offsets": [place, end]}
+        for name, (shape, dtype) in self.shapes.items():
+            end = place + nbytes([name], self.shapes)
+            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [place, end]}
             place = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)

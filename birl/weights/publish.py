@@ -7,7 +7,8 @@ What differs between the methods is how an engine comes to the tensors:
     reload, shared   it gets a folder (on a disk, or in shared memory) and reads it in place
     volume           it looks into a folder by itself; we wait until it says that it has them
     direct           it is sent the tensors over HTTP, in buckets
-    nccl             it is sent them together with all others, by a broadcast (`broadcast.py`)
+    nccl             it is sent them together with all others, by a broadcast from the learner's device (`broadcast.py`)
+    ipc              it reads them from the learner's memory, in buckets (`lending.py`)
     checkpoint       its process is started anew from the folder
 """
 
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
+from birl.engines.collective import shapes_of
 from birl.engines.peer import size
 from birl.engines.remote import Remote
 from birl.errors import EngineDown, WeightsFailed
@@ -35,6 +37,7 @@ from birl.waits import event, waiting
 from birl.weights import folder
 from birl.weights.canary import Canary
 from birl.weights.gathered import Gathered, Stored
+from birl.weights.live import Live
 from birl.weights.publisher import Sent, published
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ SHARING = (
     "vLLM does so when started with --enable-sleep-mode, SGLang with --enable-memory-saver, which birl adds to servers "
     "of its own; engine.sleep is for servers on the learner's GPU: leave it false where they have others."
 )
+LIVE = ("nccl", "ipc")  # methods that send the learner's own tensors
 LOOK = 0.2  # seconds between two looks at whether an engine is still there
 
 
@@ -74,6 +78,7 @@ class Sender:
     sleeping: Collection[Remote] = ()
     tensors: Callable[[nn.Module], dict[str, Tensor]] = published  # by the names that the engines know
     broadcast: "Broadcast | None" = None  # method=nccl
+    keeps: bool = False  # copies of what was sent: the learner trains on without sending, and an engine may come back
     recreate: Callable[[str], Awaitable[None]] | None = None  # start every engine anew from this folder
     gathered: Gathered | None = None  # where each rank has parts of the weights
     digest: str = ""  # of what was sent last
@@ -149,24 +154,33 @@ class Sender:
 
     def update(self) -> Update:
         """A snapshot of the weights as they are now (compute thread)."""
-        version, place = self.learner.version, ""
+        version, place, live = self.learner.version, "", self.method in LIVE
         sent: Mapping[str, Tensor] = {}
-        if self.gathered is not None:  # no rank has all of them: they are on a disk before they are sent
-            path = folder.write(self.root, version, self.gathered, self.beside).resolve()
-            result = dict(self.gathered.digests)
-            if self.method == "direct":
-                sent = Stored(path / "model.safetensors")
+        if self.gathered is not None:  # no rank has all of them
+            if live and not self.keeps:
+                self.gathered.measure()
             else:
-                place = str(path)
+                path = folder.write(self.root, version, self.gathered, self.beside).resolve()
+                if live or self.method == "direct":
+                    sent = Stored(path / "model.safetensors")
+                else:
+                    place = str(path)
+            result, shapes, take = dict(self.gathered.digests), self.gathered.shapes, self.gathered.take
         else:
             tensors = self.tensors(self.learner.model)
-            result = digests(tensors)
-            if self.broadcast is not None:
-                self.broadcast.source = tensors
-            if self.method in ("direct", "nccl"):  # of nccl for an engine that comes back alone
+            result, shapes = digests(tensors), shapes_of(tensors)
+            if self.method == "direct" or (live and self.keeps):
                 sent = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
-            else:
+            elif not live:
                 place = str(folder.write(self.root, version, tensors, self.beside).resolve())
+
+            def take(names: Sequence[str], /) -> list[Tensor]:
+                return [tensors[name] for name in names]
+
+        if live:
+            sent = Live(self.learner, self.compute, shapes, take, sent or None)
+            if self.broadcast is not None:
+                self.broadcast.source = sent
         self.canary.compute()
         if self.sleeping:
             give_back(self.learner.device)  # what the step left is room for who wakes up

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from math import nan
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from birl.models.heads import HEADS
-from birl.parallel.experts import experts_of
+from birl.models.quantized import quantized_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +84,10 @@ class Refresh(Memory):
 
 def published(model: nn.Module) -> dict[str, Tensor]:
     """What an engine needs of a learner's module: parameters in the type that it computes in, tied ones once, without
-    heads that only training reads."""
-    return {name: p.data for name, p in model.named_parameters() if name.split(".")[0] not in HEADS}
-
-
-def released(model: nn.Module) -> dict[str, Tensor]:
-    """The same by the names of the model's own files, which other engines know: of a mixture of experts, which the
-    module holds together, each expert by itself. No copies."""
-    tensors = published(model)
-    return revert_weight_conversion(cast(Any, model), tensors) if experts_of(model) else tensors
+    heads that only training reads. Of what is quantised the matrix that training multiplies by, in CPU memory."""
+    quantized = quantized_layers(model)
+    return {
+        name: quantized[name].matrix().cpu() if name in quantized else p.data
+        for name, p in model.named_parameters()
+        if name.split(".")[0] not in HEADS
+    }

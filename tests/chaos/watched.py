@@ -147,7 +147,7 @@ class Watched:
         assert self.learner is not None
         code, lines, self.learner = self.learner.code, self.learner.output(), None
         (self.root / f"life-{self.lives}.log").write_text("\n".join(lines) + "\n")
-        told = next((line for line in lines if line.startswith("birl: ") and line != "birl: run"), "")
+        told = next((line for line in lines if line.startswith("birl: ") and not line.startswith("birl: run")), "")
         self.told += [told] if told else []
         what = {-9: "killed", 0: "done", 143: "saved", 2: "stopped with a message", 3: "stopped by the watchdog"}.get(
             code or 0, str(code)

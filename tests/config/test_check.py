@@ -153,7 +153,9 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"rollout__max_staleness": 1, "weights__sync_every": 3, "engine__kind": "birl"}, ["weights.sync_every=2"]),
         ({"rollout__max_staleness": 1, "rollout__order_window": 9}, ["x prompts = 8"]),
         ({"weights__method": "direct"}, ["engine.kind=embedded takes memory"]),
-        ({"engine__kind": "vllm", "weights__method": "volume"}, ["reload | shared | checkpoint"]),
+        ({"engine__kind": "vllm", "weights__method": "volume"}, ["reload | shared | checkpoint | nccl"]),
+        ({"engine__kind": "vllm", "engine__sleep": True, "weights__method": "nccl"}, ["other GPUs", "use shared"]),
+        ({"engine__kind": "sglang", "engine__pipeline_parallel": 2, "weights__method": "nccl"}, ["needs reload"]),
         ({"engine__attach": ["exp/trial"]}, ["engine.kind=embedded does not read it"]),
         ({"engine__kind": "birl", "engine__attach": ["localhost"]}, ["neither an address"]),
         ({"engine__kind": "birl", "engine__attach": ["a/b"], "weights__method": "checkpoint"}, ["leaves to others"]),
@@ -218,10 +220,6 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         (
             {"parallel__tp": 2, "parallel__sequence": False, "model__max_length": 9001},
             ["learner.tokens_per_microbatch=4096: the longest", "9001"],
-        ),
-        (
-            {"parallel__fsdp": 2, "engine__kind": "birl", "weights__method": "nccl"},
-            ["weights.method=nccl", "parallel.fsdp", "weights.method=direct"],
         ),
         ({"parallel__context": "ulysses"}, ["parallel.context=ulysses: has no effect because parallel.cp=1"]),
         ({"model__max_length": 512, "data__max_prompt_tokens": 300}, ["lower it to 256"]),

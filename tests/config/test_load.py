@@ -182,6 +182,11 @@ def test_flatten_has_every_key_once():
         ("num_generations=4", "rollout.group_size"),
         ("beta=0.1", "algorithm.kl_coef"),
         ("sead=1", "seed"),
+        ("rewards=math", "reward.functions"),
+        ("envs=[math]", "env.kind"),
+        ("models=smollm2", "model.path"),
+        ("algorithms=grpo", "algorithm"),
+        ("engines=vllm", "engine.kind"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(word: str, nearest: str):

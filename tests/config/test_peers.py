@@ -160,7 +160,7 @@ USUAL: dict[str, dict[str, str | None]] = {
         "label_smoothing_factor": None,
         "lora_r": "lora.rank",
         "lora_dropout": None,
-        "load_in_4bit": "lora.rank",
+        "load_in_4bit": "lora.quantize",
         "model_name_or_path": "model.path",
         "dataset_name": "data.train",
         "num_ppo_epochs": "algorithm.passes",

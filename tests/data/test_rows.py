@@ -57,7 +57,7 @@ def test_every_format(tmp_path: Path, name: str) -> None:
     rows = read(str(write(tmp_path / name)))
     assert list(rows) == ROWS
     assert rows.columns == ("prompt", "answer")
-    assert rows.id(1) == f"{name}:1" and rows.where(1) == f"{name}, row 2" and rows.stem(0) == name[0]
+    assert rows.id(1) == f"{name}:1" and rows.where(1) == f"{tmp_path / name}, row 2" and rows.stem(0) == name[0]
 
 
 def test_json_lines_with_mark_blank_lines_and_windows_ends(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_bad_prompt_names_row_and_field(tmp_path: Path, prompt: Any, what: str) 
     assert loaded[0].prompt
     with pytest.raises(BirlError) as error:
         loaded[1]
-    assert str(error.value).startswith("a.jsonl, row 2: ") and what in str(error.value)
+    assert str(error.value).startswith(f"{path}, row 2: ") and what in str(error.value)
 
 
 @pytest.mark.parametrize("answer", [None, "", "  "])

@@ -32,6 +32,12 @@ def commands(text: str) -> list[list[str]]:
     return [words for words in lines if words]
 
 
+def scripts(page: Path) -> dict[str, str]:
+    """Its blocks of Python that begin with `# their_name.py`, by that name."""
+    python = [text for language, text in blocks(page) if language == "python"]
+    return {m[1]: text for text in python if (m := re.match(r"# (\w+\.py)\n", text))}
+
+
 def jsonl(rows: list[dict]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.commands import execute
-from tests.docs.pages import PAGES, ROOT, blocks, commands
+from tests.docs.pages import PAGES, ROOT, blocks, commands, scripts
 from tests.envs.browser.browsers import missing
 
 
@@ -16,17 +16,15 @@ def shell_blocks() -> list:
     """Each shell block, with the scripts of its page: Python that begins with `# its_name.py`."""
     found = []
     for page in PAGES:
-        python = [text for language, text in blocks(page) if language == "python"]
-        scripts = {m[1]: text for text in python if (m := re.match(r"# (\w+\.py)\n", text))}
         shell = [text for language, text in blocks(page) if language in ("sh", "bash")]
-        found += [pytest.param(commands(t), scripts, id=f"{page.name}-{n}") for n, t in enumerate(shell, 1)]
+        found += [pytest.param(commands(t), scripts(page), id=f"{page.name}-{n}") for n, t in enumerate(shell, 1)]
     return found
 
 
-@pytest.mark.parametrize(("block", "scripts"), shell_blocks())
+@pytest.mark.parametrize(("block", "own"), shell_blocks())
 def test_commands_work(
     block: list[list[str]],
-    scripts: dict[str, str],
+    own: dict[str, str],
     demo: Path,
     tiny: Path,
     tmp_path: Path,
@@ -35,14 +33,24 @@ def test_commands_work(
     if missing() and any("env=miniwob" in words for words in block):
         pytest.skip("no browser: make setup-browser")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("BIRL_CACHE", str(demo.parent / "cache"))  # one for all: kernels and proofs are made once
     for name in ("recipes", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(demo, tmp_path / "runs" / "demo")
-    for name, text in scripts.items():
+    for name, text in own.items():
         Path(name).write_text(text)
     for words in block:
         execute(words, tiny, monkeypatch)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_first_pages_name_files_that_a_reader_has(page: str) -> None:
+    """In the repository, or with the words to save them as that."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    shell = "\n".join(block for language, block in blocks(ROOT / page) if language == "sh")
+    files = set(re.findall(r"[\w./-]+\.(?:jsonl|csv|yaml|py)\b", " ".join(w for c in commands(shell) for w in c)))
+    assert files
+    assert not {name for name in files if not (ROOT / name).is_file() and f"as `{name}`" not in text}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -7,14 +7,14 @@ import pytest
 
 from birl.cli import main
 from tests.docs.commands import QUIET, provide_data
-from tests.docs.pages import ROOT, blocks, commands
+from tests.docs.pages import ROOT, blocks, commands, scripts
 
 #: (page, number of its shell block): what depends on the model's chat template, its size and its end token
-FIRST = [("README.md", 3), ("docs/agents.md", 1), ("docs/tools.md", 1)]
+FIRST = [("README.md", 2), ("README.md", 3), ("docs/agents.md", 1), ("docs/tools.md", 1)]
 FEW = ("steps=1", "threads=1", "run=runs/here", *QUIET)
 SMALL = {
     "rl": ("rollout.prompts=1", "rollout.group_size=2", "rollout.max_tokens=8", "validation.every=0"),
-    "sft": ("batch_size=2",),
+    **dict.fromkeys(("sft", "dpo"), ("batch_size=2",)),
 }
 
 
@@ -26,16 +26,18 @@ def first_commands() -> list:
     runs = [(page, words[1:]) for page, words in lines if words[0] == "birl" and words[1] in SMALL]
     elsewhere = ("parallel.", "rollout.max_staleness")  # several processes: tests/parallel, tests/train
     here = [(page, words) for page, words in runs if not any(word.startswith(elsewhere) for word in words)]
-    return [pytest.param(words, id=f"{page}: {' '.join(words)}") for page, words in here]
+    return [pytest.param(page, words, id=f"{page}: {' '.join(words)}") for page, words in here]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("words", first_commands())
-def test_it_runs(words: list[str], smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "words"), first_commands())
+def test_it_runs(page: str, words: list[str], smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("recipes", "examples"):
         Path(name).symlink_to(ROOT / name)
     provide_data(words)
+    for name, text in scripts(ROOT / page).items():
+        Path(name).write_text(text)
     command, *rest = (word for word in words if not word.startswith("run="))
     assert main([command, *rest, *SMALL[command], *FEW]) == 0
     figures = json.loads(Path("runs/here/metrics.jsonl").read_bytes().splitlines()[-1])

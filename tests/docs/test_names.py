@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from birl.config.keys import documentation, presets
-from birl.config.load import SHORTHANDS
+from birl.config.keys import SHORTHANDS, documentation, presets
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
 from birl.envs.open import BUILT_IN
 from birl.plan import scenario

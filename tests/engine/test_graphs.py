@@ -40,10 +40,19 @@ def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [c.tokens for c in completions]
 
 
+WHOLE: list[dict[str, float]] = [{"temperature": t} for t in (1.0, 0.0, 0.7, 1.0, 1.3, 1.0)]
+LIMITED: list[dict[str, float]] = [
+    {"top_p": 0.9}, {"temperature": 0.0, "top_k": 3}, {"temperature": 0.7, "top_k": 20}, {}, {"min_p": 0.1},
+    {"top_k": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [WHOLE, LIMITED])
 def test_bursts_give_what_single_steps_give(
-    plain: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, sizes: list[tuple[int, int]]
-) -> None:
-    params = [replace(p, temperature=t) for p, t in zip(seeded(6), (1.0, 0.0, 0.7, 1.0, 1.3, 1.0), strict=True)]
+    plain: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, sizes: list[tuple[int, int]],
+    options: list[dict[str, float]],
+) -> None:  # fmt: skip
+    params = [replace(p, **o) for p, o in zip(seeded(6), options, strict=True)]  # pyright: ignore[reportArgumentType]
     found = Bench(plain, compute).generate(PROMPTS, params)
     assert any(count > 1 for _, count in sizes)
     with monkeypatch.context() as without:
@@ -64,12 +73,7 @@ def test_nor_do_slots_or_preemption_matter(
     expected = Bench(plain, compute).generate(PROMPTS, params)
     bench = Bench(plain, compute, **options)  # pyright: ignore[reportArgumentType]
     assert tokens(bench.generate(PROMPTS, params)) == tokens(expected)
-    assert sorted(bench.engine.scheduler.pages.free) == list(range(bench.engine.scheduler.pages.total))
-
-
-def test_top_p_takes_single_steps(plain: Path, compute: ThreadPoolExecutor, sizes: list[tuple[int, int]]) -> None:
-    Bench(plain, compute).generate(PROMPTS, seeded(len(PROMPTS), top_p=0.9))
-    assert not sizes
+    assert bench.engine.scheduler.pages.room == bench.engine.scheduler.pages.total
 
 
 def test_given_tokens_are_not_drawn(
@@ -93,7 +97,7 @@ def test_graphs_are_made_for_powers_of_two_and_kept_while_nothing_moves(
     bench = Bench(plain, compute)
     bench.generate(PROMPTS, seeded(6, ignore_eos=True))
     first = bench.engine.runner.graphs
-    assert first is not None and set(first.made) == {(8, graphs.NARROWEST)}
+    assert first is not None and {*first.made} == {(n, graphs.NARROWEST, False) for n in (1, 8)}  # a prompt of 1 token
     assert max(count for _, count in sizes) == AHEAD
     for tensor in bench.learner.masters.tensors.values():
         tensor.grad = torch.randn_like(tensor)
@@ -104,6 +108,9 @@ def test_graphs_are_made_for_powers_of_two_and_kept_while_nothing_moves(
     parameter.data = parameter.data.clone()
     bench.generate(PROMPTS[:1], seeded(1))
     assert bench.engine.runner.graphs is not first
+
+
+GREEDY, WARM = SamplingParams(max_tokens=6, temperature=0.0), SamplingParams(max_tokens=4)
 
 
 def test_rows_that_fill_up_touch_the_scratch_page_alone() -> None:
@@ -117,14 +124,14 @@ def test_rows_that_fill_up_touch_the_scratch_page_alone() -> None:
     keep: Callable[[Callable[[], None]], Callable[[], None]] = lambda work: work  # noqa: E731
     made = Graphs(step, torch.device("cpu"), scratch=99, capture=keep)
     found, logps = made.run(
-        tokens=[3, 7, 9], lengths=[31, 1, 64], tables=[[5, 6], [7], [8, 4, 2]], temperatures=[0.0] * 3,
+        tokens=[3, 7, 9], lengths=[31, 1, 64], tables=[[5, 6], [7], [8, 4, 2]], params=[GREEDY] * 3,
         uniforms=[[0.5] * 4] * 3, count=4,
     )  # fmt: skip
     assert found == [[4, 5, 6, 7], [8, 9, 10, 11], [10, 11, 12, 13]] and logps[0] == pytest.approx([0.0] * 4)
     assert [pages for pages, _ in written] == [[5, 7, 4, 99], [5, 7, 2, 99], [6, 7, 2, 99], [6, 7, 2, 99]]
     written.clear()
     made.run(
-        tokens=[3, 3], lengths=[254, 255], tables=[list(range(8)), list(range(10, 18))], temperatures=[0.0, 0.0],
+        tokens=[3, 3], lengths=[254, 255], tables=[list(range(8)), list(range(10, 18))], params=[GREEDY] * 2,
         uniforms=[[0.5] * 2] * 2, count=6,
     )  # fmt: skip
     # both end at 256, where their pages end too; what the burst samples behind that is nobody's
@@ -139,7 +146,7 @@ def test_lengths_move_on() -> None:
         return torch.zeros(len(tokens), 5)
 
     made = Graphs(step, torch.device("cpu"), scratch=9, capture=lambda work: work)
-    made.run(tokens=[1] * 3, lengths=[31, 1, 64], tables=[[5, 6], [7], [8, 4, 2]], temperatures=[1.0] * 3,
+    made.run(tokens=[1] * 3, lengths=[31, 1, 64], tables=[[5, 6], [7], [8, 4, 2]], params=[WARM] * 3,
              uniforms=[[0.5] * 4] * 3, count=4)  # fmt: skip
     assert [lengths[:3] for lengths in lengths_seen] == [[31 + i, 1 + i, 64 + i] for i in range(4)]
 

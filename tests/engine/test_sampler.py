@@ -5,13 +5,20 @@ import pytest
 import torch
 
 from birl import kernels
-from birl.engine.sampler import restrict, sample
+from birl.engine.sampler import sample
+from birl.engine.truncation import limits_of, restrict
 from birl.errors import BirlError
 from birl.types import SamplingParams
 
 
 def params(**options: float) -> SamplingParams:
     return SamplingParams(max_tokens=8, **options)  # type: ignore[arg-type]
+
+
+def restricted(logits: torch.Tensor, **options: float) -> torch.Tensor:
+    """One row [V]."""
+    limits = limits_of([params(**options)])
+    return logits if limits is None else restrict(logits[None], limits)[0]
 
 
 def reference_support(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -34,7 +41,7 @@ def test_restrict_keeps_what_the_definition_keeps(seed: int) -> None:
     rng = random.Random(seed)
     logits = [rng.gauss(0, 2) for _ in range(30)]
     top_k, top_p, min_p = rng.choice([0, 1, 5]), rng.choice([1.0, 0.9, 0.3]), rng.choice([0.0, 0.05, 0.5])
-    found = restrict(torch.tensor(logits, dtype=torch.float64), params(top_k=top_k, top_p=top_p, min_p=min_p))
+    found = restricted(torch.tensor(logits, dtype=torch.float64), top_k=top_k, top_p=top_p, min_p=min_p)
     assert {i for i, v in enumerate(found.tolist()) if v > -math.inf} == reference_support(logits, top_k, top_p, min_p)
 
 
@@ -47,11 +54,36 @@ def test_frequencies_and_log_probs_belong_to_the_distribution(options: dict[str,
     rng = random.Random(0)
     tokens, logprobs = sample(logits.repeat(rows, 1), [params(**options)] * rows, [rng.random() for _ in range(rows)])
     tempered = logits / options.get("temperature", 1.0)
-    expected = restrict(tempered, params(**options)).softmax(-1)
+    expected = restricted(tempered, **options).softmax(-1)
     torch.testing.assert_close(logprobs, expected.log()[tokens], atol=1e-5, rtol=1e-5)
     frequency = torch.bincount(tokens, minlength=12) / rows
     assert (frequency - expected).abs().max() < 4 * (0.25 / rows) ** 0.5
     assert (frequency[expected == 0] == 0).all()
+
+
+@pytest.mark.parametrize("k", [None, kernels.load(torch.float32, 64)])
+def test_a_row_is_the_same_alone_and_among_others(k: kernels.Kernels | None) -> None:
+    """With other limits, with none, or greedy."""
+    options: list[dict[str, float]] = [
+        {"top_k": 3}, {}, {"top_p": 0.6, "temperature": 0.7}, {"temperature": 0}, {"min_p": 0.3, "top_p": 0.9},
+        {"temperature": 0, "top_k": 5}, {"temperature": 1.3},
+    ]  # fmt: skip
+    logits = torch.randn(7, 500, generator=torch.Generator().manual_seed(5)).mul(3).round()  # many ties
+    rows, uniforms = [params(**o) for o in options], [0.1 * i + 0.3 for i in range(7)]
+    together = sample(logits.clone(), rows, uniforms, k)
+    for i in range(7):
+        alone = sample(logits[i : i + 1].clone(), rows[i : i + 1], uniforms[i : i + 1], k)
+        assert [x[i] for x in together] == [x[0] for x in alone]
+
+
+def test_of_equal_words_the_first_are_kept() -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 1.0])
+    for options, expected in (
+        ({"top_k": 4}, [0, 1, 2, 3]),
+        ({"top_p": 0.65}, [0, 1, 3]),
+        ({"min_p": 0.3}, list(range(6))),
+    ):
+        assert restricted(logits, **options).isfinite().nonzero()[:, 0].tolist() == expected
 
 
 def test_greedy_takes_the_likeliest_and_leaves_its_neighbours_alone() -> None:

@@ -3,9 +3,9 @@ from typing import Any, cast
 
 import pytest
 
-from birl.engine.pages import Pages, pages_for
+from birl.engine.pages import FIRST, Pages, pages_for, sharing
 from birl.engine.request import Request
-from birl.engine.scheduler import ScheduledTokens, Scheduler, sharing
+from birl.engine.scheduler import SOON, ScheduledTokens, Scheduler
 from birl.errors import BirlError
 from birl.types import SamplingParams, Stop
 
@@ -31,17 +31,22 @@ def compute(plan: list[ScheduledTokens]) -> None:
 
 
 def check(scheduler: Scheduler, plan: list[ScheduledTokens]) -> None:
-    """Every position has its page; a page that is not full belongs to one request; the books close."""
+    """Every position has its page; a page that is not full belongs to one request, others to all that begin with the
+    same tokens; the books close."""
     users: dict[int, int] = {}
     for r in scheduler.running:
         assert len(r.pages) == pages_for(len(r)) and len(set(r.pages)) == len(r.pages)
         for i, page in enumerate(r.pages):
             users[page] = users.get(page, 0) + 1
             others = [o for o in scheduler.running if page in o.pages]
-            assert len(others) == 1 or all(o.pages[i] == page and o.prompt == r.prompt for o in others)
-            assert len(others) == 1 or (i + 1) * 32 <= len(r)
+            end = (i + 1) * 32
+            assert len(others) == 1 or all(o.pages[i] == page and o.span(0, end) == r.span(0, end) for o in others)
+            assert len(others) == 1 or end <= len(r)
     assert users == {p: n for p, n in enumerate(scheduler.pages.users) if n}
-    assert sorted(scheduler.pages.free) == [p for p, n in enumerate(scheduler.pages.users) if not n]
+    pages = scheduler.pages
+    assert sorted([*pages.free, *pages.idle]) == [p for p, n in enumerate(pages.users) if not n]
+    assert pages.idle.keys() <= pages.keys.keys() and pages.known == {key: page for page, key in pages.keys.items()}
+    assert all(before in (FIRST, *pages.keys) for before, _ in pages.known)  # nothing is behind what was forgotten
     planned = [r for w in plan for r in (w.request, *w.followers)]
     assert len(planned) == len({id(r) for r in planned})
 
@@ -64,7 +69,7 @@ def test_everybody_is_served_once_within_the_memory(seed: int) -> None:
             break
     assert len(finished) == len(requests) == len({id(r) for r in finished})
     assert all(len(r.tokens) == r.max_tokens and r.stop is Stop.LENGTH for r in finished)
-    assert sorted(scheduler.pages.free) == list(range(12))
+    assert scheduler.pages.room == 12
 
 
 def test_the_youngest_is_preempted_and_goes_to_the_head() -> None:
@@ -104,6 +109,26 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
         Scheduler(max_batch=8, pages=Pages(3)).add(request(60, 60))
 
 
+def test_bursts_are_short_while_requests_wait() -> None:
+    scheduler = Scheduler(max_batch=2, pages=Pages(200), prefill=100)
+    for i, prompt in enumerate((20, 200, 20)):
+        scheduler.add(request(prompt, 30, first=300 * i))
+    ahead = []
+    while not ahead or scheduler.busy:
+        plan = scheduler.plan()
+        rows = [w for w in plan if len(w.tokens) == 1]
+        ahead.append(scheduler.look_ahead(rows, 16))
+        compute([w for w in plan if w not in rows])
+        for work in rows:
+            compute([work])
+            for _ in range(ahead[-1] - 1):
+                if work.request.stop is None:
+                    compute([ScheduledTokens(request=work.request, start=work.request.computed, tokens=[7])])
+        scheduler.retire()
+    assert ahead[:2] == [1, 1]  # the second prompt takes two steps more, in which the first goes on token by token
+    assert set(ahead[3:9]) == {SOON} and ahead[-2:] == [16, 13]  # the third waits for a place, and then is alone
+
+
 def test_abort_works_for_waiting_and_running() -> None:
     scheduler = Scheduler(max_batch=1, pages=Pages(9))
     a, b = request(5, 5), request(5, 5)
@@ -112,7 +137,7 @@ def test_abort_works_for_waiting_and_running() -> None:
     scheduler.plan()
     a.aborted = b.aborted = True
     assert scheduler.retire() == [b, a] and a.stop is b.stop is Stop.ABORT and not scheduler.busy
-    assert len(scheduler.pages.free) == 9
+    assert scheduler.pages.room == 9
 
 
 def test_what_is_only_scored_goes_first_and_alone() -> None:

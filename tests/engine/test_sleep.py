@@ -33,10 +33,10 @@ def test_an_engine_that_slept_keeps_no_joined_or_laid_out_copy(tiny: Path, compu
         own = engine(tiny, compute)
         await own.generate((1, 9, 4), SamplingParams(max_tokens=3))
         joined = FusedDecoder(own.runner.model)
-        with joined.steady():
-            parts = [x for layer in joined.layers for x in (layer.qkv, layer.feed_forward.gate_up) if x]
-            copies: list[Any] = [weakref.ref(x.weight) for x in parts]
-            del parts
+        joined.join()
+        weights = [layer.qkv.tensors()[0][0].untyped_storage() for layer in joined.layers]
+        copies: list[Any] = [weakref.ref(x) for x in weights]
+        del weights
         fused_decoder.MADE[own.runner.model] = joined
         if decoder := decoder_for(own.runner.model):
             copies.append(weakref.ref(decoder))

@@ -38,8 +38,7 @@ def engine(folder: Path, compute: ThreadPoolExecutor, dtype: torch.dtype = torch
         end_ids=frozenset({2}),
         context=512,
         compute=compute,
-        kv_cache_gb=0.01,
-        **({"draft_rows": 0} | keys),
+        **({"draft_rows": 0, "kv_cache_gb": 0.01} | keys),
     )
 
 
@@ -242,6 +241,9 @@ def broken(kind: str, folder: Path, tmp_path: Path) -> Update:
         tensors[first] = tensors[first].float()
     elif kind == "bytes":
         tensors[first][0, 0] += 1
+    elif kind in ("nan", "inf"):  # sent like that
+        tensors[first][0, 0] = float(kind)
+        return Update(version=3, digests=digests(tensors), tensors=tensors)
     elif kind == "old":
         return Update(version=-1, digests={}, tensors=tensors)
     elif kind == "no folder":
@@ -259,6 +261,7 @@ def broken(kind: str, folder: Path, tmp_path: Path) -> Update:
     [
         *(("missing", "missing"), ("extra", "missing"), ("shape", "mismatch"), ("dtype", "mismatch")),
         *(("bytes", "mismatch"), ("old", "stale"), ("no folder", "missing"), ("truncated", "truncated")),
+        *(("nan", "numbers"), ("inf", "numbers")),
     ],
 )
 def test_a_bad_update_changes_nothing_and_says_why(folders, compute, tmp_path, kind, cause) -> None:

@@ -111,7 +111,7 @@ def test_a_class_has_its_own_typed_keys_tasks_and_shared_things(world: Any) -> N
 @pytest.mark.parametrize(
     ("name", "options", "told"),
     [
-        ("world.py:Full", {"lwo": "7"}, r"env\.lwo=7: there is no such key\. Did you mean low\?"),
+        ("world.py:Full", {"lwo": "7"}, r"env\.lwo=7: there is no such key\. Did you mean env\.low\?"),
         ("world.py:Full", {"low": "seven"}, r"env\.low=seven: low takes a whole number .*apples"),
         ("world.py:Full", {"strict": "perhaps", "low": "x"}, r"(?s)strict takes true or false.*low takes"),
         ("world.py:Bare", {"low": "1"}, r"env\.low=1: there is no such key\. It has: none"),

@@ -328,7 +328,7 @@ MISTAKES = {
     "another reward": ({"command": "python", "reward": "mine"}, "env.reward=mine"),
     "no variable": ({"command": "python", "pass_environment": "[NO_SUCH_THING]"}, "NO_SUCH_THING"),
     "its own variable": ({"command": "python", "pass_environment": "[HOME]"}, "agents have their own"),
-    "unknown": ({"command": "python", "proceses": "3"}, "Did you mean processes"),
+    "unknown": ({"command": "python", "proceses": "3"}, "Did you mean env.processes"),
 }
 
 

@@ -24,6 +24,12 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 NO_KERNEL = {"device", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "lift_fresh"}
 
 
+def launches(func: Any) -> bool:
+    """Does this operation launch a kernel? Views and allocations do not."""
+    views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+    return not views and func.__name__.partition(".")[0] not in NO_KERNEL
+
+
 class Kernels(ModuleType):
     """In place of a module of Triton kernels: each may be launched on any grid, and notes that it was."""
 
@@ -64,7 +70,7 @@ class Step(Watch):
             if left.dtype != torch.bfloat16 and left.shape[-1] > 1:  # angles are an outer product
                 self.wide -= 1
                 assert self.wide >= 0, f"{func} multiplies in float32"
-        if name not in NO_KERNEL and not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
+        if launches(func):
             self.launches[name] += 1
         return result
 
@@ -86,7 +92,7 @@ def card(monkeypatch: pytest.MonkeyPatch, launched: Callable[..., None]) -> Iter
         ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so"), "_ZN3c104impl26device_guard_impl_registryE"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
-    for name in ("fused_kernels", "paged_kernels"):
+    for name in ("fused_kernels", "paged_kernels", "sample_kernels"):
         module = Kernels(f"birl.models.{name}", launched)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(birl.models, name, module, raising=False)

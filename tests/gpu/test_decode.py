@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,14 @@ from tests.gpu.card import CUDA, Step, card
 ROUTERS = {"glm4_moe": 2}  # whose products are meant to be float32
 
 
-def decoded(step: Step, kind: str, change: Callable[[nn.Module], object] = lambda model: None, **options: Any) -> None:
-    """One step for eight sequences, as a graph captures it."""
+def decoded(
+    step: Step,
+    kind: str,
+    change: Callable[[nn.Module], object] = lambda model: None,
+    top_p: bool = False,
+    **options: Any,
+) -> None:
+    """One step for eight sequences, as a graph captures it; with `top_p` as one for rows that are truncated."""
     model = family(kind, torch.bfloat16, "cuda", **options)
     change(model)
     runner = Runner(model)
@@ -32,19 +37,23 @@ def decoded(step: Step, kind: str, change: Callable[[nn.Module], object] = lambd
     tokens = torch.zeros(8, dtype=torch.int64, device=CUDA)
     lengths = torch.ones(8, dtype=torch.int32, device=CUDA)
     table = torch.zeros(8, 4, dtype=torch.int32, device=CUDA)
-    uniforms = torch.zeros(8, device=CUDA)
+    uniforms, limits = torch.zeros(8, device=CUDA), torch.zeros(8, 3, device=CUDA)
     fused = fused_for(model)
     step.launches.clear()
-    with fused.steady() if fused else nullcontext(), step:
-        result, logprobs = draw(runner.step_of_graph(tokens, lengths, table), uniforms, uniforms)
+    if fused:
+        fused.join()
+    with step:
+        result, logprobs = draw(
+            runner.step_of_graph(tokens, lengths, table), uniforms, uniforms, limits if top_p else None
+        )
     assert result.device == logprobs.device == CUDA and result.shape == (8,)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_step_can_be_captured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "top_p"), [*((kind, False) for kind in FAMILIES), ("qwen3", True)])
+def test_a_step_can_be_captured(kind: str, top_p: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(ROUTERS.get(kind, 0))
     with card(monkeypatch, step.launched):
-        decoded(step, kind)
+        decoded(step, kind, top_p=top_p)
     layers = 3
     assert [step.launches[f"{name}_kernel"] for name in ("write", "attend", "combine", "sample")] == [*[layers] * 3, 1]
 

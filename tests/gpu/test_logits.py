@@ -80,7 +80,7 @@ def test_the_learner_learns_from_float32_and_gives_gradients_in_its_weights_type
     )  # fmt: skip
     function, products = logprobs._TokenLogprobs, Products()
     with products:
-        logp, entropy = function.forward(context, hidden, weight, None, targets, 0.7, 10**6, None)
+        logp, entropy = function.forward(context, hidden, weight, None, targets, 0.7, 10**6, None, None)
         context.saved_tensors = tuple(kept)
         by_hidden, by_weight, *_ = function.backward(context, up, up)
     assert products.types == [WIDE, WIDE, WIDE, NARROW]  # logits, logits again, by hidden states, by the weight

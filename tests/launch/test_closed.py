@@ -31,10 +31,16 @@ from tests.server.running import Running, config, running
 KNOWN = {
     *(("POST", f"/{name}") for name in ("claim", "release", "generate", "load", "join", "leave", "pause", "resume")),
     *(("POST", f"/{name}") for name in ("abort", "sleep", "wake", "v1/chat/completions", "v1/completions")),
+    ("POST", "/v1/responses"),
     *(("GET", f"/{name}") for name in ("health", "ready", "info", "digests", "metrics")),
     *(("POST", f"{v}/v1/messages{count}") for v in ("", "/v1") for count in ("", "/count_tokens")),
     *{("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/version")},
-    *{("GET", "/v1/models"), ("GET", "/v1/models/{name:path}"), ("PUT", "/stage/{version:int}")},
+    *{
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/{name:path}"),
+        ("PUT", "/stage/{version:int}"),
+        ("POST", "/stage/{version:int}"),
+    },
 }
 STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn")
 

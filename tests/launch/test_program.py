@@ -112,7 +112,7 @@ def test_the_parameters_of_mrl(make: Make) -> None:
         ({"launcher": "nowhere"}, "There is no place 'nowhere'"),
         ({"actor_gpu": "A100"}, r'actor_gpu=.A100.: launcher="here" does not choose kinds of GPUs'),
         ({"launcher": "", "actor_gpu": "A100"}, "actor_gpu: says what a launcher is to give"),
-        ({"launch": {"gpu": 1}}, r"launch\.gpu=1: there is no such key.* Did you mean gpus"),
+        ({"launch": {"gpu": 1}}, r"launch\.gpu=1: there is no such key.* Did you mean launch\.gpus"),
         ({"num_rollout_workers": -1}, "num_rollout_workers=-1: must be 0"),
     ],
 )

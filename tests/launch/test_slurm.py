@@ -57,7 +57,8 @@ if role == "learner" and rank == "0" and "early" not in sys.argv:  # as a run: i
     atexit.register(worker.kill)
 signal.signal(signal.SIGTERM, term if rank == "0" else signal.SIG_IGN)
 digest = hashlib.sha256(os.environ.get("BIRL_TOKEN", "").encode()).hexdigest()
-names = ("SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "BIRL_HOST")
+names = ("SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "BIRL_HOST",
+         "LOCAL_WORLD_SIZE")
 print(start, *(f"{n}={os.environ.get(n, '-')}" for n in names), f"TOKEN={digest}", f"SEEN={os.environ.get('CANARY')}",
       f"OTHER={os.environ.get('OTHER_CANARY')}", f"CACHE={os.environ.get('BIRL_CACHE')}", sep="|", flush=True)
 with (run / "metrics.jsonl").open("a") as file:
@@ -222,6 +223,7 @@ def test_steps_share_the_allocation_and_no_gpu(idle: Cluster, tmp_path: Path, mo
         own, other = (one["CUDA_VISIBLE_DEVICES"].split(",") for one in (learner, engine))
         assert (len(own), len(other)) == (1, 2) and not {*own} & {*other}
         assert (learner["RANK"], learner["LOCAL_RANK"], learner["WORLD_SIZE"]) == (node, "0", "2")
+        assert learner["LOCAL_WORLD_SIZE"] == "1"  # of which `threads=0` is a share
         assert learner["MASTER_ADDR"] == "127.0.0.1" and engine["RANK"] == "-"
     tokens = {one["TOKEN"] for one in said.values()}
     assert len(tokens) == 1 and {one["BIRL_HOST"] for one in said.values()} == {"0.0.0.0"}

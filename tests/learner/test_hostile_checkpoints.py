@@ -205,6 +205,17 @@ def test_a_planted_step_is_not_the_newest(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 999997, tensors(), {})
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path, value: float) -> None:
+    """Every digest is right, and a run that went on from it would blame its first answer."""
+    checkpoint.save(tmp_path, 1, tensors() | {"model.a": torch.tensor([[0.0, value, 2.0]])}, {})
+    into = tensors() | {"model.a": torch.zeros(1, 3)}
+    why = r"step-000001 cannot be read: __0_0\.distcp: model\.a holds NaN or infinity"
+    for read in (lambda path: checkpoint.load(path, into), checkpoint.read_tensors):
+        with pytest.raises(BirlError, match=why):
+            read(tmp_path / "step-000001")
+
+
 def test_links_and_pipes_are_not_exported(tmp_path: Path) -> None:
     secret, model = tmp_path / "secret", tmp_path / "model"
     secret.mkdir()

@@ -46,6 +46,8 @@ def test_offloading_changes_no_bit(dtype: torch.dtype, checkpointing: bool) -> N
         model = tiny_model(heads=4, kv_heads=2)
         model.set_attn_implementation(attention.NAME)
         learner = Learner(model, dtype=dtype, gradient_checkpointing=checkpointing, offload=offload)
+        if dtype != torch.float32 and not offload:  # the head's gradient is offloaded in the type that is computed in
+            del model.get_output_embeddings().weight.master
         samples = groups(4)
         for _ in range(2):
             for batch in pack(samples, [0.1] * len(samples), 60):

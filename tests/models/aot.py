@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImpor
 
 from birl.engine import sampler
 from birl.kernels import PAGE
-from birl.models import fused, fused_kernels, logprobs, paged_kernels, paged_triton
+from birl.models import fused, fused_kernels, logprobs, paged_kernels, paged_triton, sample_kernels
 
 #: H, K, width of a key and of a value: Qwen2.5 0.5B, Qwen2.5 7B, Llama 8B, Gemma, one key head for all, Phi-2, Phi-3,
 #: DeepSeek-V3
@@ -85,7 +85,8 @@ def launches(kind: torch.dtype) -> Iterator[Callable[[], Any]]:
         yield lambda a=by_logp, b=by_entropy: logprobs.launch_logprobs_backward(
             logits, grad, targets, one, one, a, b, 0, 1.0
         )
-    yield lambda: sampler.launch_sample(logits, one, one)
+    for limits, given in ((None, None), (tensor(single, rows, 3), None), (tensor(single, rows, 3), targets)):
+        yield lambda a=limits, b=given: sampler.launch_sample(logits, one, one, a, b)
 
 
 def attention(kind: torch.dtype, heads: int, kv_heads: int, size: int, wide: int) -> None:
@@ -132,7 +133,7 @@ def main(name: str) -> None:
     for kind in (torch.bfloat16, torch.float32):
         for launch in launches(kind):
             launch()
-    every = {n for m in (fused_kernels, paged_kernels) for n in vars(m) if n.endswith("_kernel")}
+    every = {n for m in (fused_kernels, paged_kernels, sample_kernels) for n in vars(m) if n.endswith("_kernel")}
     missing = every - {kernel.metadata.name for kernel in built.values()}
     assert not missing, f"not compiled: {missing}"
 

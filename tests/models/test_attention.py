@@ -4,7 +4,8 @@ import torch
 from birl.errors import BirlError
 from birl.models import attention
 from birl.models.attention import Packed, Tree, tree_mask
-from birl.models.forward import hidden_states, verify
+from birl.models.forward import hidden_states
+from birl.models.verify import verify
 from tests.tiny import tiny_model
 
 
@@ -66,7 +67,7 @@ def test_an_architecture_that_packs_wrongly_is_refused() -> None:
     policy.config.logits_scaling = 2.0
     original = policy.forward
     policy.forward = lambda *a, **k: _halved(original(*a, **k))  # logits that the bare head does not give
-    with pytest.raises(BirlError, match="post-processed"):
+    with pytest.raises(BirlError, match=r"by its head .* logits are changed"):
         verify(policy)
 
 
@@ -77,8 +78,10 @@ def _halved(output):
 
 def test_unknown_attention_options_are_refused() -> None:
     q = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(BirlError, match="softcap"):
-        attention.attention(torch.nn.Module(), q, q, q, None, softcap=30.0)
+    with pytest.raises(BirlError, match="no rule for: position_bias"):
+        attention.attention(torch.nn.Module(), q, q, q, None, position_bias=q)
+    with pytest.raises(BirlError, match="no rule for: a mask of its own"):
+        attention.attention(torch.nn.Module(), q, q, q, q)
 
 
 def test_rotary_positions_that_depend_on_the_batch_are_refused() -> None:

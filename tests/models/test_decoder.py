@@ -15,9 +15,10 @@ from birl.learner.lora import Lora
 from birl.models import forward
 from birl.models.attention import NAME, Packed, Tree
 from birl.models.decoder import MADE, decoder_for
-from birl.models.forward import hidden_states, verify
+from birl.models.forward import hidden_states
 from birl.models.heads import add_score_head
 from birl.models.load import load_model
+from birl.models.verify import verify
 from birl.types import Sample
 from tests.tiny import tiny_model
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-gpu" / "bin" / "python"
 #: bytes of shared memory that one program may have
 CARDS = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
-INTERPRETED = ("fused", "fused_families", "paged_triton")
+INTERPRETED = ("fused", "fused_families", "paged_triton", "sampling")
 pytestmark = pytest.mark.timeout(1800)
 
 
@@ -40,6 +40,9 @@ def test_every_kernel_fits_the_card(card: str, tmp_path: Path) -> None:
     assert not too_large, too_large
     spilled = [line for line in built if line["stack"] and line["type"] == "torch.bfloat16"]
     assert not spilled, spilled
+    if card == "sm_90":  # float32 is for comparisons: attention with heads of 80 and 96 spills two registers
+        spilled = [line for line in built if line["stack"] > 8]
+        assert not spilled, spilled
 
 
 @pytest.mark.parametrize("name", INTERPRETED)

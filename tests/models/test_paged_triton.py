@@ -15,6 +15,7 @@ from birl.kernels import PAGE
 from birl.models import paged, paged_triton, varlen
 from birl.models.paged import Cache, Paged, Slot
 from birl.models.paged_triton import SCRATCH, Pages, Rows, Tiling
+from birl.models.states import States
 from tests.models.test_fused import CUDA, DEVICE, triton
 from tests.models.test_varlen import reference
 
@@ -160,7 +161,7 @@ def test_a_layer_over_the_cache_of_a_gpu(monkeypatch: pytest.MonkeyPatch, slot: 
     for by_kernel in (False, True):
         monkeypatch.setattr(paged_triton, "usable", lambda query, value, on=by_kernel: on)
         keys, values = (torch.zeros(4, 4, PAGE, s, device=DEVICE) for s in (slot.key, slot.value))
-        cache = Cache([keys], [values], {0: [0]})
+        cache = Cache([keys], [values], {0: [0]}, States(1))
         layout = Paged.repeated(cache, [[2, 1], [3]], [40, 3], [*range(1, 41), *range(1, 4)])
         results.append(layout.attend(0, q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), 0.2, None))
     assert layout.rows.spans == [(0, 40, 0), (40, 3, 0)]

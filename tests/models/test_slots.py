@@ -12,10 +12,11 @@ from birl.errors import BirlError
 from birl.kernels import PAGE
 from birl.models import attention, twin
 from birl.models.attention import Packed
-from birl.models.forward import head, hidden_states, verify
+from birl.models.forward import head, hidden_states
 from birl.models.load import skeleton
 from birl.models.paged import Cache, Paged, Slot
 from birl.models.slots import page_bytes, slots_of
+from birl.models.verify import verify
 
 BASE = {
     "vocab_size": 64,
@@ -218,7 +219,7 @@ def test_weights_that_are_no_numbers_are_named(monkeypatch: pytest.MonkeyPatch, 
 def test_a_cache_that_calls_overwrite_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(twin, "cache_folder", lambda name: tmp_path)
     model = build("diffllama", num_key_value_heads=2)
-    monkeypatch.setattr("birl.models.forward.slots_of", lambda model: list(slots_of(model)[::2]))
+    monkeypatch.setattr("birl.models.verify.slots_of", lambda model: list(slots_of(model)[::2]))
     with pytest.raises(BirlError, match="gives other log-probs over the cache than alone"):
         verify(model)
 

@@ -12,8 +12,8 @@ from birl.errors import BirlError
 from birl.learner.policy import load_policy
 from birl.models import twin
 from birl.models.attention import Packed
-from birl.models.forward import verify
 from birl.models.paged import Paged
+from birl.models.verify import verify
 from tests.families import family
 
 KINDS = ["llama", "qwen3", "gemma3_text", "mixtral"]

@@ -20,17 +20,19 @@ from birl.models import attention
 from birl.parallel.ranks import Grid, Ranks
 from tests.data.test_pack import groups
 from tests.parallel.processes import on_ranks
-from tests.parallel.test_learner import reinforce
+from tests.parallel.test_learner import EPS, reinforce
 from tests.tiny import tiny_model
 
 
-def went_on(ranks: Ranks, root: Path, steps: range, background: bool) -> tuple[list[float], dict[str, Tensor]]:
+def went_on(
+    ranks: Ranks, root: Path, steps: range, background: bool, offload: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
     """Optimizer steps `steps`, from the checkpoint before them, with one behind them: losses, and whole weights."""
     model = tiny_model(seed=steps.start)  # other weights than the checkpoint has
     if steps.start == 0:
         model = tiny_model()
     model.set_attn_implementation(attention.NAME)
-    learner = Learner(model, ranks=ranks, dtype=torch.float32, max_grad_norm=0.5)
+    learner = Learner(model, ranks=ranks, dtype=torch.float32, max_grad_norm=0.5, eps=EPS, offload=offload)
     writer = Writer()
     if steps.start > 0:
         state = checkpoint.load(root / f"step-{steps.start:06d}", learner.tensors(), ranks)
@@ -81,6 +83,18 @@ def test_another_layout_continues_the_same_curve(layouts: list[Grid], tmp_path: 
     assert all(ends[1][n] == t for n, t in ends[0].items() if n.endswith(".step"))
 
 
+def test_parts_in_cpu_memory_are_saved_and_resumed(tmp_path: Path) -> None:
+    """optimizer.offload=cpu: every bit of what ranks without it have, while it is written beside the next step, too."""
+    ends = {}
+    for offload in (False, True):
+        root = tmp_path / str(offload)
+        for steps in (range(2), range(2, 4)):
+            on_ranks(Grid(fsdp=2), went_on, root, steps, True, offload)
+        ends[offload] = checkpoint.read_tensors(root / "step-000004")
+    assert ends[True].keys() == ends[False].keys()
+    assert all(torch.equal(torch.as_tensor(t), torch.as_tensor(ends[False][n])) for n, t in ends[True].items())
+
+
 def split_two_ways(ranks: Ranks, scale: float) -> dict[str, Tensor]:
     """Two linear layers over tp and fsdp, as tensor parallelism and FSDP2 leave them, and a buffer that all have."""
     torch.manual_seed(0)
@@ -112,6 +126,30 @@ def test_tensor_parallel_sizes_may_change_too(tmp_path: Path) -> None:
         for grid in (Grid(fsdp=3), Grid(tp=2), Grid()):
             for found in on_ranks(grid, read, tmp_path):
                 assert all(torch.equal(found[n], t) for n, t in expected.items()), (source, grid)
+
+
+def moments(ranks: Ranks, root: Path, first: bool) -> dict[str, Tensor]:
+    """Of AdamW in 8 bits, whole: after a step, which is saved, or read."""
+    model = tiny_model(layers=1, hidden=512, heads=16, kv_heads=8)
+    model.set_attn_implementation(attention.NAME)
+    learner = Learner(model, ranks=ranks, dtype=torch.float32, optimizer="adamw8bit")
+    tensors = learner.tensors()
+    if first:
+        work = pack(groups(3), [0.1] * len(groups(3)), 80, parts=ranks.shares)
+        learner.learn([(batch, reinforce) for batch in work], Stats())
+        learner.optim_step(1e-3)
+        checkpoint.save(root, 1, tensors, {}, ranks)
+    else:
+        checkpoint.load(root / "step-000001", tensors, ranks)
+    return {name: whole(t).clone() for name, t in tensors.items() if "exp_avg" in name}
+
+
+def test_moments_in_8_bits_belong_to_no_layout_either(tmp_path: Path) -> None:
+    wanted, *_ = on_ranks(Grid(fsdp=2, tp=2), moments, tmp_path, True)
+    assert {t.dtype for t in wanted.values()} == {torch.uint8, torch.float32}
+    assert sum(t.ne(0).sum() for n, t in wanted.items() if n.endswith("_scale")) > 1000
+    for found in ([moments(Ranks(), tmp_path, False)], on_ranks(Grid(fsdp=3), moments, tmp_path, False)):
+        assert found[0].keys() == wanted.keys() and all(torch.equal(found[0][n], t) for n, t in wanted.items())
 
 
 def failing(ranks: Ranks, root: Path, bad: int) -> list[str]:

@@ -1,9 +1,10 @@
 """Each rank computes on a GPU of its own: `torch.cuda` with cards that only remember, in one process and in two."""
 
 import os
+import re
 import sys
 import threading
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,13 @@ import torch
 import torch.distributed as dist
 
 from birl.config import schema
+from birl.config.load import load
 from birl.errors import BirlError
+from birl.learner import policy
 from birl.learner.policy import load_policy
+from birl.models import device
 from birl.models.device import choose
-from birl.parallel import ranks
+from birl.parallel import grid, ranks
 from birl.parallel.crew import RankGroup
 from birl.parallel.machine import compute_thread
 from birl.parallel.processes import follow, rank_processes
@@ -71,6 +75,82 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         choose("cuda")
 
 
+@pytest.mark.parametrize("name", ["cuda:1", "cuda:2"])
+def test_a_gpu_by_its_index(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    cards(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    if name == "cuda:1":
+        assert choose(name) == torch.device(name)
+        return
+    with pytest.raises(BirlError, match=r"^model\.device=cuda:2: this process sees 2.* the last cuda:1\.$"):
+        choose(name)
+    words = ["data.train=x.jsonl", "model.device=cuda:1", "parallel.tp=2"]
+    with pytest.raises(BirlError, match=r"model\.device=cuda:1: is one GPU, and each of the 2 processes"):
+        load(schema.SFT, words)
+
+
+def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """cuda is refused with PyTorch's reason; auto takes the CPU and says why, once, but not where GPUs were hidden."""
+    cards(monkeypatch, 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(device, "DRIVER", Path(__file__))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    device.warn.cache_clear()
+    reason = r"sees no GPU: The NVIDIA driver on your system is too old \(found version 11040\)"
+    with pytest.raises(BirlError, match=r"^model\.device=cuda:0: PyTorch [^ ]+ " + reason):
+        choose("cuda:0")
+    assert {choose("auto"), choose("auto")} == {torch.device("cpu")}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"birl: model\.device=auto: this machine has NVIDIA's driver, and PyTorch [^ ]+ " + reason, line)
+    device.warn.cache_clear()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    choose("auto")
+    assert not capsys.readouterr().err
+
+
+def test_no_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cards(monkeypatch, 1)
+    device.warn.cache_clear()
+    for there in (True, False, False):
+        monkeypatch.setattr(device, "has_triton", lambda there=there: there)
+        choose("auto")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "there is no Triton" in line and line.endswith("pip install triton")
+
+
+def test_a_gpu_that_is_too_small_for_the_model(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    """Before its weights are read."""
+    cards(monkeypatch, 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**10, 2**30))
+    monkeypatch.setattr(policy, "load_model", lambda folder: pytest.fail("it was loaded"))
+    with ThreadPoolExecutor(1) as compute, pytest.raises(BirlError, match=r"and cuda:1 has 0\.0 GiB free\. Take a sma"):
+        load_policy(schema.Model(path=str(tiny), device="cuda:1"), compute)
+
+
+def test_evaluations_and_conversations_compute_on_the_gpu_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of that thread, too: Triton launches on its current device, whatever the device of its tensors."""
+    from birl.cli import chat, evaluation
+
+    cards(monkeypatch, 2)
+    seen: list[int] = []
+
+    async def instead(*words: Any) -> None:
+        seen.append(words[-1].submit(torch.cuda.current_device).result())
+
+    monkeypatch.setattr(evaluation, "_run", instead)
+    monkeypatch.setattr(chat, "_converse", instead)
+    evaluation.run(load(schema.Eval, ["data.validation=x.jsonl", "model.device=cuda:1"]))
+    chat.run(["device=cuda:1"])
+    assert seen == [1, 1]
+    with pytest.raises(BirlError, match=r"device=cuda:2: this process sees 2"):
+        chat.run(["device=cuda:2"])
+
+
 def test_the_thread_that_computes_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks as threads: CUDA's current device is one for each thread."""
     current = cards(monkeypatch, 2)
@@ -81,6 +161,13 @@ def test_the_thread_that_computes_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -
         for index, compute in enumerate((first, second)):
             assert compute.submit(torch.cuda.current_device).result() == index
     assert len(current) == 2 and threading.get_ident() not in current
+
+
+def test_ranks_share_the_cores_of_their_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun started 16 ranks, 8 on each of two machines with 32 cores."""
+    monkeypatch.setattr(grid, "cores", lambda: 32)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert grid.rank_threads(load(schema.SFT, ["data.train=x", "parallel.fsdp=16"])) == 4
 
 
 def test_more_ranks_than_gpus_are_not_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -109,6 +196,7 @@ class Recorder:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.nn.Module, "to", to)
+            patch.setattr(policy, "free_memory", lambda device: 2**30)
             load_policy(schema.Model(path=model, device="cuda"), compute, crew.ranks)
         self.crew, self.moved = crew, moved
 

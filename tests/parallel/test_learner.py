@@ -28,6 +28,10 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
+#: with AdamW's own epsilon a gradient that is 0 but for rounding, another one on every processor, would move its weight
+EPS = 1e-4
+
+
 def reinforce(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = -(logp * batch.advantages * batch.weights).sum() - 0.01 * (entropy * batch.weights).sum()
     return loss, {"entropy": entropy}
@@ -40,7 +44,8 @@ def trained(ranks: Ranks, options: dict[str, Any]) -> Outcome:
     model = tiny_moe(kind) if kind else given or tiny_model()
     samples_of = options.pop("samples", groups)
     model.set_attn_implementation(attention.NAME)
-    learner = Learner(model, ranks=ranks, **{"dtype": torch.float32, "max_grad_norm": 0.5, **options})
+    options = {"dtype": torch.float32, "max_grad_norm": 0.5, "eps": EPS, **options}
+    learner = Learner(model, ranks=ranks, **options)
     losses, counts, norms, entropies = [], [], [], []
     for step in range(STEPS):
         samples = samples_of(step + 3)

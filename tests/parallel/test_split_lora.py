@@ -11,12 +11,15 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Lora
+from birl.models import attention
 from birl.models.heads import add_score_head
+from birl.models.slices import quantize
 from birl.parallel.ranks import Grid, Ranks
 from tests.data.test_pack import groups
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_learner import reinforce, same
 from tests.parallel.test_tensor import EPS, made, trained_on
+from tests.tiny import tiny_model
 
 LORA, DORA = Lora(rank=4, seed=1), Lora(rank=4, alpha=8.0, seed=1, dora=True)
 
@@ -79,3 +82,25 @@ def test_matrices_of_another_alpha_are_refused_on_every_rank(tmp_path: Path) -> 
     steps(Ranks(), str(tmp_path), 0, 1)
     for said in on_ranks(Grid(tp=2), refused, str(tmp_path)):
         assert "lora.alpha=16: the checkpoint was trained with lora.alpha=8" in said
+
+
+def quantised(ranks: Ranks) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Three steps of LoRA on a base in 4 bits: losses, and what a checkpoint would hold."""
+    model = tiny_model()
+    model.set_attn_implementation(attention.NAME)
+    learner = Learner(quantize(model, "nf4"), ranks=ranks, dtype=torch.float32, lora=LORA, eps=EPS)
+    losses, samples = [], groups(4)
+    for _ in range(3):
+        stats, work = Stats(), pack(samples, [0.1] * len(samples), 80, parts=ranks.shares)
+        learner.learn([(batch, reinforce) for batch in work], stats)
+        learner.optim_step(1e-3)
+        losses.append(stats.loss)
+    return losses, {name: t.clone() for name, t in learner.tensors().items()}
+
+
+def test_copies_of_a_quantised_base_train_as_one() -> None:
+    losses, tensors = quantised(Ranks())
+    for found, matrices in on_ranks(Grid(ddp=2), quantised):
+        assert found == pytest.approx(losses, abs=1e-5) and matrices.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(matrices[name], tensor, atol=1e-5, rtol=1e-4)

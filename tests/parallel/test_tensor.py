@@ -21,6 +21,7 @@ from birl.parallel.tensor import check
 from tests.data.test_pack import groups
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_learner import Outcome, same, trained
+from tests.zoo import build
 
 #: AdamW turns rounding errors of a gradient g into lr * error / (|g| + eps): with the usual 1e-8 that is not 1e-5
 EPS = 1e-5
@@ -215,4 +216,16 @@ def test_what_nobody_knows_to_split_is_refused() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3_moe"](**SIZES, **sizes))
     with pytest.raises(BirlError, match=r"layers\.0\.mlp\.\S+ of Qwen3MoeModel is nothing that birl can split"):
+        check(model, 2)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
+def test_sinks_are_not_split_and_what_no_piece_computes_is_refused(kind: str) -> None:
+    model = build(kind)
+    with pytest.raises(BirlError, match=r"parallel\.cp=2: the attention of \w+ has sinks, a soft cap or chunks"):
+        check_heads(model, Ranks(Grid(cp=2)))
+    if kind == "gpt_oss":
+        with pytest.raises(BirlError, match=r"parallel\.tp=2: the attention of GptOssForCausalLM has sinks"):
+            check(model, 2)
+    else:
         check(model, 2)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from birl.cli import main
 from birl.errors import BirlError
+from birl.learner.adamw8bit import stored
 from birl.models.shape import KNOWN, Shape, shape_of
 from birl.plan.best import USABLE, best
 from birl.plan.cluster import KINDS, cluster_of
@@ -180,6 +181,23 @@ def test_plans_fit_and_the_first_is_the_fastest() -> None:
     assert more[0].step.seconds <= seconds[0]
 
 
+def test_moments_in_8_bits_take_a_quarter_and_a_longer_step(capsys: pytest.CaptureFixture[str]) -> None:
+    shape, layout, eight = KNOWN["llama3-8b"], Layout(fsdp=8), replace(WORK, optimizer="adamw8bit")
+    wide, small = (memory(shape, layout, work) for work in (WORK, eight))
+    state = small.pop("optimizer state")
+    assert state / wide.pop("optimizer state") == pytest.approx(stored((4096, 4096)) / (8 * 4096**2)) and small == wide
+    cluster = cluster_of("h100", 8)
+    assert step(shape, cluster, layout, eight).optimizer > step(shape, cluster, layout, WORK).optimizer
+    words = ["plan", "--cluster", "llama3-8b", "gpus=8", "fsdp=8", "--json"]
+    plans = []
+    for kind in ("adamw", "adamw8bit"):
+        main([*words, f"optimizer={kind}"])
+        plans.append(json.loads(capsys.readouterr().out)["plans"][0]["memory"]["optimizer state"])
+    assert plans[1] / plans[0] == pytest.approx(2.03 / 8, rel=1e-3)
+    assert main([*words, "optimizer=adamw8bits"]) == 2
+    assert "optimizer=adamw8bits: adamw, adamw8bit. Did you mean adamw8bit?" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(BirlError, match=r"Nothing fits: .* GiB a GPU .* 70.8 GiB are usable"):
         best(KNOWN["llama3-405b"], cluster_of("h100", 8), WORK, {})
@@ -249,8 +267,8 @@ def test_every_key_of_the_command_changes_something(capsys: pytest.CaptureFixtur
 
     before = printed()
     values = {"model": "llama3-8b", "gpu": "h200", "gpus": 32, "batch": 2**21, "sequence": 2048, "microbatch": 8192}
-    values |= {"keep": "inputs", "ddp": 2, "fsdp": 8, "cp": 2, "tp": 2, "ep": 2, "node": 4, "flops": 5e14}
-    values |= {"memory": 60e9, "hbm": 2e12, "inside": 2e11, "between": 2e10, "efficiency": 0.4}
+    values |= {"keep": "inputs", "optimizer": "adamw8bit", "ddp": 2, "fsdp": 8, "cp": 2, "tp": 2, "ep": 2, "node": 4}
+    values |= {"flops": 5e14, "memory": 60e9, "hbm": 2e12, "inside": 2e11, "between": 2e10, "efficiency": 0.4}
     assert set(values) == {f.name for f in fields(Question)}
     for key, value in values.items():
         assert printed(f"{key}={value}") != before, key

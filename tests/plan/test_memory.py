@@ -285,6 +285,9 @@ print(peak - base)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the constants are Linux's")
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="bfloat16 takes other memory without AVX-512"
+)
 @pytest.mark.parametrize("form", [(), ("parallel.fsdp=2",)], ids=str)
 def test_a_run_takes_what_was_predicted(tmp_path: Path, form: tuple[str, ...]) -> None:
     """A model of 40 million parameters, so that the process is not everything."""

@@ -26,15 +26,15 @@ def group(*trajectories: Trajectory) -> Group:
 
 def test_turns_that_extend_each_other_are_one_sample() -> None:
     (sample,) = samples(trajectory(turns=(turn((1, 5), (6, 2), 3), turn((1, 5, 6, 2, 8, 9), (7, 2), 4))), 0.5, 1, 2)
-    assert sample.tokens == (1, 5, 6, 2, 8, 9, 7, 2)
+    assert sample.tokens.tolist() == [1, 5, 6, 2, 8, 9, 7, 2]
     assert [int(m) for m in sample.mask] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert sample.versions == (-1, -1, 3, 3, -1, -1, 4, 4)
+    assert sample.versions.tolist() == [-1, -1, 3, 3, -1, -1, 4, 4]
     assert (sample.advantage, sample.group, sample.episode) == (0.5, 1, 2)
 
 
 def test_a_rewritten_history_starts_a_new_sample() -> None:
     found = samples(trajectory(turns=(turn((1, 5), (6, 2)), turn((1, 5, 9), (7, 2)))), 0.5, 0, 0)
-    assert [s.tokens for s in found] == [(1, 5, 6, 2), (1, 5, 9, 7, 2)]
+    assert [s.tokens.tolist() for s in found] == [[1, 5, 6, 2], [1, 5, 9, 7, 2]]
 
 
 def test_an_empty_answer_gives_no_sample() -> None:
@@ -67,8 +67,8 @@ def test_a_turn_continues_the_longest_chain_that_it_can() -> None:
         turn((1, 5, 6, 4), (8,)),  # another way to go on from the first answer
     )
     found = samples(trajectory(turns=turns), [0.0, 1.0, 2.0, 3.0, 4.0], 0, 0)
-    assert [s.tokens for s in found] == [(1, 5, 6, 8, 9), (3, 5, 7, 8, 9), (1, 5, 6, 4, 8)]
-    assert [s.advantage for s in found] == [(0, 0, 0, 0, 2.0), (0, 0, 1.0, 0, 3.0), (0, 0, 0, 0, 4.0)]
+    assert [s.tokens.tolist() for s in found] == [[1, 5, 6, 8, 9], [3, 5, 7, 8, 9], [1, 5, 6, 4, 8]]
+    assert [list(s.advantage) for s in found] == [[0, 0, 0, 0, 2.0], [0, 0, 1.0, 0, 3.0], [0, 0, 0, 0, 4.0]]
     assert sum(sum(s.mask) for s in found) == 5
 
 

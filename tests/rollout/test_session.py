@@ -41,10 +41,8 @@ def test_a_conversation_is_one_sample_with_the_tokens_that_were_sampled() -> Non
             said = (*said, reply, user(question))
         (sample,) = samples(trajectory(talk.turns), 1.0, 0, 0)
         assert sum(sample.mask) == sum(len(t.completion.tokens) for t in talk.turns)
-        assert CHAT.decode([t for t, m in zip(sample.tokens, sample.mask, strict=True) if m]) == (
-            "seven<|im_end|>no, eight<|im_end|>done<|im_end|>"
-        )
-        assert sample.tokens[: len(engine.prompts[0])] == CHAT.render((user("What is 3 + 4?"),))
+        assert CHAT.decode(sample.tokens[sample.mask].tolist()) == ("seven<|im_end|>no, eight<|im_end|>done<|im_end|>")
+        assert tuple(sample.tokens[: len(engine.prompts[0])]) == CHAT.render((user("What is 3 + 4?"),))
         assert [p.seed for p in engine.params] == [100, 101, 102]
 
     asyncio.run(play())
@@ -83,14 +81,14 @@ def test_a_branch_and_a_second_speaker_are_samples_of_their_own() -> None:
         await talk.ask((Message(role="system", content="You are a critic."), user("Hi")))
         await talk.ask(first, agent="other")
         found = samples(trajectory(talk.turns), 1.0, 0, 0)
-        trained = [CHAT.decode([t for t, m in zip(s.tokens, s.mask, strict=True) if m]) for s in found]
+        trained = [CHAT.decode(s.tokens[s.mask].tolist()) for s in found]
         assert trained == [
             "one<|im_end|>two<|im_end|>",
             "three<|im_end|>",
             "four<|im_end|>",
             "five<|im_end|>",
         ]  # each answer is trained once
-        assert found[1].tokens[: len(engine.prompts[1])] != engine.prompts[1]
+        assert tuple(found[1].tokens[: len(engine.prompts[1])]) != engine.prompts[1]
         assert engine.prompts[2][: len(engine.prompts[0])] == engine.prompts[0]
 
     asyncio.run(play())

@@ -99,16 +99,17 @@ async def pydantic_ai_anthropic(task: dict[str, Any], base_url: str, api_key: st
     return worth(result.output.number, task)
 
 
-async def openai_agents(task: dict[str, Any], base_url: str, api_key: str) -> float:
+async def openai_agents(task: dict[str, Any], base_url: str, api_key: str, *, api: str = "chat") -> float:
     import agents
     import openai
 
     agents.set_tracing_disabled(True)
+    kind = agents.OpenAIChatCompletionsModel if api == "chat" else agents.OpenAIResponsesModel
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         agent = agents.Agent(
             name="adder",
             instructions="Add.",
-            model=agents.OpenAIChatCompletionsModel(model="any", openai_client=client),
+            model=kind(model="any", openai_client=client),
             tools=[agents.function_tool(add)],
             output_type=Answer,
             model_settings=agents.ModelSettings(max_tokens=120, tool_choice="required", parallel_tool_calls=False),
@@ -118,6 +119,10 @@ async def openai_agents(task: dict[str, Any], base_url: str, api_key: str) -> fl
         except (agents.MaxTurnsExceeded, agents.ModelBehaviorError):
             return next(LUCK)
     return worth(result.final_output.number, task)
+
+
+async def openai_responses(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    return await openai_agents(task, base_url, api_key, api="responses")
 
 
 def langchain(task: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -186,6 +191,7 @@ AGENTS = {
     "pydantic_ai": pydantic_ai,
     "pydantic_ai.models.anthropic": pydantic_ai_anthropic,
     "agents": openai_agents,
+    "agents.models.openai_responses": openai_responses,
     "langgraph": langchain,
     "smolagents": smolagents,
     "litellm": litellm,

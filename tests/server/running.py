@@ -92,7 +92,7 @@ def process(folder: Path, *words: str, **env: str) -> Iterator[tuple[subprocess.
     """`birl serve`, and its address."""
     command = [sys.executable, "-m", "birl", "serve", f"model.path={folder}", "threads=1", "engine.kv_cache_gb=0.05"]
     child = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True, env={**os.environ, **env})
-    killer = threading.Timer(90, child.kill)  # whatever happens, it ends
+    killer = threading.Timer(500, child.kill)  # whatever happens, it ends before the test would
     killer.start()
     try:
         assert child.stdout is not None

@@ -50,7 +50,7 @@ class Place:
         """What is trained of each sample."""
         all_turns = Trajectory(turns=self.session.turns, reward=1.0, score=1.0, outcome=Outcome.OK)
         found = samples(all_turns, 1.0, 0, 0)
-        return [CHAT.decode([t for t, m in zip(s.tokens, s.mask, strict=True) if m]) for s in found]
+        return [CHAT.decode(s.tokens[s.mask].tolist()) for s in found]
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from birl.config import schema
 from birl.config.load import load
 from birl.engines import servers as engines
+from birl.engines.birl import serve_words
 from birl.engines.gpus import shares
 from birl.errors import BirlError
 from birl.launch.job import derive
@@ -43,6 +45,18 @@ def test_servers_have_gpus_behind_the_learners(
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert shares(schema.Engine(kind="vllm", **keys), "auto", learner) == expected  # type: ignore[arg-type]
+
+
+def test_a_learner_on_a_named_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers take the others, or that one in turns; one that sees a single GPU has it at index 0."""
+    cards(monkeypatch, 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,5,4")
+    engine = schema.Engine(kind="birl", count=2)
+    assert shares(engine, "cuda:1", 1) == [("6",), ("4",)]
+    assert shares(replace(engine, sleep=True), "cuda:1", 1) == [("5",), ("6",)]
+    limits = {"context": 64, "longest": 64, "kv_cache_gb": 0.01, "end_ids": frozenset({2})}
+    wanted = engines.Wanted(folder=Path("model"), dtype="float32", device="cuda:1", logs=Path("logs"), **limits)  # type: ignore[arg-type]
+    assert "model.device=cuda" in serve_words(engine, wanted)
 
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,39 @@ def test_a_slow_engine_gets_fewer_requests() -> None:
     play(main)
 
 
+def test_a_conversation_goes_where_its_beginning_was_computed_while_load_is_even() -> None:
+    """Without a session: its second turn. Not a third of a prompt, not beside many others, not after new weights."""
+
+    async def main() -> None:
+        engines = fakes(4)
+        router = Router(engines)
+        await router.start()
+
+        async def place(prompt: tuple[int, ...], n: int = 3) -> str:
+            before = {e: len(e.log) for e in engines}
+            await router.generate(prompt, params(n))
+            return next(e.address for e in engines if ("generate", "") in e.log[before[e] :])
+
+        talks = [tuple(range(i, i + 70)) for i in range(0, 700, 70)]
+        first = [await place(talk) for talk in talks]
+        assert len(set(first)) == 4
+        longer = [talk + (5,) * 50 for talk in talks]
+        assert [await place(talk) for talk in longer] == first
+        assert [await place(talk + (6,) * 50) for talk in longer] == first
+        assert len({await place(talks[0] + (7,) * 200 + (i,)) for i in range(4)}) == 1  # of which it is the second
+        for i in range(4):
+            fewest = min(router.fleet.members, key=lambda m: m.sent).remote.address
+            assert await place(talks[1][:32] + (i,) * 64) == fewest
+        many = await asyncio.gather(*(router.generate(talks[0], params(seed=i)) for i in range(40)))
+        assert len(many) == 40 and all(8 <= e.most <= 13 for e in engines)
+        await router.load(update(1))
+        fewest = min(router.fleet.members, key=lambda m: m.sent).remote.address
+        assert await place(talks[2]) == fewest
+        await router.close()
+
+    play(main)
+
+
 def test_a_session_stays_while_its_engine_is_well() -> None:
     async def main() -> None:
         engines = fakes(3)

@@ -179,6 +179,8 @@ def test_the_start_command(tmp_path) -> None:
         assert part in text
     assert "--worker-extension-cls birl_vllm_plugin.Weights" in text and line[-1] == "--x"
     assert "birl_vllm_plugin" not in " ".join(command(model="m", port=1, method="reload"))
+    taking = command(model="m", port=1, transfer="nccl")
+    assert taking[taking.index("--weight-transfer-config") + 1] == '{"backend": "nccl"}'
     with pytest.raises(BirlError, match=r"127\.0\.0\.1"):
         command(model="m", port=1, host="0.0.0.0")
     with pytest.raises(BirlError, match="birl or reload"):

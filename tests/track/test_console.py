@@ -187,6 +187,7 @@ def test_a_run_that_trains_nothing_says_so_in_every_console(tmp_path: Path, caps
     assert said in NotebookView(progress).content()["text/html"]
     with runs.tracker(tmp_path, console="plain") as tracker:
         tracker.rewind(None, 0)
+        assert " steps, a line after each" in capsys.readouterr().out
         for step in (1, 2, 3):
             tracker.step(step, equal if step > 1 else {**equal, "updates/done": 1.0, "updates/skipped": 0.0})
         tracker.finish({"next": []})

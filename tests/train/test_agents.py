@@ -82,7 +82,7 @@ class Run:
             for t in g.trajectories:
                 assert t.outcome.scored, t.detail
                 for sample in samples(t, 1.0, 0, 0):
-                    texts.append([i for i, m in zip(sample.tokens, sample.mask, strict=True) if m])
+                    texts.append(sample.tokens[sample.mask].tolist())
         assert sorted(i for text in texts for i in text) == sorted(i for c in self.sampled for i in c.tokens)
         return texts  # type: ignore[return-value]
 
@@ -151,6 +151,50 @@ def test_an_agent_of_smolagents_unmodified(folder: Path, tmp_path: Path, monkeyp
     (group,) = run.groups
     assert sorted(t.reward for t in group.trajectories) == [0.0, 1.0]
     assert [len(t.turns) for t in group.trajectories] == [2, 2]
+
+
+OPENAI_AGENTS = """
+import agents
+import openai
+
+@agents.function_tool
+def add(a: int, b: int) -> int:
+    '''Adds.'''
+    return a + b
+
+async def agent(task, base_url, api_key, *, way="items"):
+    agents.set_tracing_disabled(True)
+    own = agents.Agent(name="adder", instructions="Add.", tools=[add])
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    provider = agents.OpenAIProvider(openai_client=client)
+    assert type(provider.get_model(None)) is agents.OpenAIResponsesModel
+    keys = {"run_config": agents.RunConfig(model_provider=provider), "auto_previous_response_id": way == "ids"}
+    if way == "stream":
+        result = agents.Runner.run_streamed(own, task["prompt"], **keys)
+        kinds = [event.type async for event in result.stream_events()]
+        assert "raw_response_event" in kinds
+    else:
+        result = await agents.Runner.run(own, task["prompt"], **keys)
+    return float(result.final_output == task["answer"])
+"""
+
+
+@pytest.mark.parametrize("way", ["items", "ids", "stream"])
+def test_an_agent_of_openai_agents_speaks_responses(folder, tmp_path, monkeypatch, way: str) -> None:
+    """Its default model class: the items are sent again, or the previous response is cited. Two calls and an answer are
+    one sample."""
+    if not hasattr(pytest.importorskip("agents"), "OpenAIResponsesModel"):
+        pytest.skip("another package of that name")
+    run = Run(monkeypatch, says(f"Hm.\n{call('add', a=40, b=5)}", call("add", a=45, b=0), "ANSWER"))
+    (tmp_path / "own.py").write_text(OPENAI_AGENTS)
+    metrics = run.train(
+        folder, tmp_path / "run", f"env={tmp_path}/own.py:agent", f"env.way={way}", "rollout.group_size=2",
+        "rollout.max_tokens=90", "data.shuffle=false",
+    )  # fmt: skip
+    assert len(run.check(metrics)) == 2
+    (group,) = run.groups
+    assert sorted(t.reward for t in group.trajectories) == [0.0, 1.0]
+    assert [len(t.turns) for t in group.trajectories] == [3, 3]
 
 
 @pytest.mark.parametrize("name", ["agent_openai", "agent_program"])

@@ -28,7 +28,7 @@ from birl.rollout.ledger import audit
 from birl.train import rl
 from birl.types import SamplingParams
 from birl.weights.canary import Canary
-from tests.tiny import tiny_model_folder
+from tests.tiny import tiny_model_folder, tiny_moe_folder
 from tests.train.test_rl import log, run
 
 NAME = f"tests/{os.getpid()}"
@@ -57,7 +57,7 @@ def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
             child.kill()
 
 
-@pytest.mark.parametrize("method", ["reload", "shared", "direct", "nccl", "volume"])
+@pytest.mark.parametrize("method", ["reload", "shared", "direct", "nccl", "ipc", "volume"])
 def test_every_method_brings_the_weights(tiny: Path, tmp_path: Path, server: Path, method: str) -> None:
     """The engine samples from what is trained, to the bit: in another process, and while it changes."""
     words = [*QUICK, f"engine.attach=[{NAME}]", f"weights.method={method}", "rollout.max_staleness=2", "steps=4"]
@@ -74,14 +74,32 @@ def test_every_method_brings_the_weights(tiny: Path, tmp_path: Path, server: Pat
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("method", ["reload", "direct", "shared", "volume", "checkpoint"])
-def test_ranks_that_have_parts_of_the_weights_bring_them_too(plain: Path, tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "split"),
+    [
+        *((m, "fsdp") for m in ("reload", "direct", "nccl", "shared", "volume", "checkpoint")),
+        ("nccl", "tp"),
+        ("nccl", "cp"),
+        ("ipc", "fsdp"),
+    ],
+)
+def test_ranks_that_have_parts_of_the_weights_bring_them_too(
+    plain: Path, tmp_path: Path, method: str, split: str
+) -> None:
     """No rank has the whole model; what the engine says of its own weights is what was gathered."""
-    words = [*QUICK, f"weights.method={method}", "parallel.fsdp=2", "model.dtype=float32", "steps=2"]
+    words = [*QUICK, f"weights.method={method}", f"parallel.{split}=2", "model.dtype=float32", "steps=2"]
     run(plain, tmp_path, *words, "data.validation_split=0.2", "validation.every=2")
     steps = log(tmp_path)
     assert len(steps) == 2 and all(s["weights/bytes"] > 0 for s in steps)
     assert max(s["weights/gap"] for s in steps) < 1e-4
+
+
+@pytest.mark.parametrize("method", ["reload", "nccl"])
+def test_ranks_that_share_out_experts_bring_all_of_them(tmp_path: Path, method: str) -> None:
+    words = [*QUICK, f"weights.method={method}", "parallel.fsdp=2", "parallel.ep=2", "model.dtype=float32", "steps=2"]
+    run(tiny_moe_folder(tmp_path / "moe"), tmp_path, *words)
+    steps = log(tmp_path)
+    assert len(steps) == 2 and max(s["weights/gap"] for s in steps) < 1e-5
 
 
 def test_a_synchronous_run_is_the_same_as_in_one_process(tiny: Path, tmp_path: Path, server: Path) -> None:

@@ -39,7 +39,7 @@ def batch(remembered: bool = False) -> Batch:
             advantage=advantage,
             group=i,
             episode=0,
-            proximal=(0.0, *before) if remembered else (),
+            proximal=(0.0, *before) if remembered else None,
         )
         for i, (old, before, advantage) in enumerate(zip(BEHAVIOUR, PROXIMAL, ADVANTAGES, strict=True))
     ]

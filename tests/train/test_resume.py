@@ -18,7 +18,8 @@ from birl.learner import checkpoint
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["birl.train.command", "birl.train.build", "birl.track.report", "tests.tiny"])
 DEADLINE = 60.0
-CLOCKS = ("time", "speed/", "memory/")  # the only figures that may differ: when, how fast, in how much memory
+#: the only figures that may differ: when, how fast, in how much memory, and what is lost with a process
+CLOCKS = ("time", "speed/", "memory/", "engine/cache_hit")
 
 REWARD = """
 def digits(completions, **_):

@@ -61,7 +61,14 @@ def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("rl model=sft data.train=texts.jsonl reward=model reward.model=NAME RL", "rm"),
     ],
 )
-def test_a_run_is_a_model(name: str, words: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_a_model(
+    name: str,
+    words: str,
+    runs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(runs)
     monkeypatch.setattr(chat, "_ask", lambda: None)
     words = words.replace("NAME", name).replace(
@@ -70,6 +77,8 @@ def test_a_run_is_a_model(name: str, words: str, runs: Path, tmp_path: Path, mon
     trains = words.split()[0] in ("rl", "dpo")
     assert main([*words.split(), *(QUIET if trains else []), *([f"run={tmp_path}/run"] if trains else [])]) == 0
     assert not list(runs.glob("*/export/*.part-*"))
+    if words.startswith("eval") and "--validate" not in words:  # what is slow says first what it does
+        assert "answers of at most 4 tokens ..." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["{}", "model={}", "model.path={}"])

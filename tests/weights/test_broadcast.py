@@ -5,8 +5,9 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from birl.server.membership import Membership
 from birl.types import Held, SamplingParams, Update
 from birl.weights.broadcast import Broadcast, Joined
 from birl.weights.canary import Canary
+from birl.weights.gathered import Gathered
+from birl.weights.live import Live
 from birl.weights.publish import Sender
 from birl.weights.publisher import published
 from tests.server.running import running
@@ -51,6 +54,9 @@ class There:
     def __init__(self, ails: str = "", shapes: collective.Shapes | None = None) -> None:
         self.membership = Membership(shapes=shapes or shapes_of(TENSORS), device=CPU)
         self.ails, self.groups, self.had, self.alone_loads = ails, [], {}, 0
+
+    async def ranks(self) -> int:
+        return 1
 
     async def join(self, invitation: Invitation) -> None:
         self.groups.append(invitation)
@@ -81,13 +87,26 @@ class There:
             self.membership.leave()
 
 
+class Whole(dict[str, torch.Tensor]):
+    """Tensors in the place of a `Live`."""
+
+    device = CPU
+
+    @property
+    def shapes(self) -> dict:
+        return shapes_of(self)
+
+    def flat(self, names: Sequence[str]) -> torch.Tensor:
+        return torch.cat([self[name].reshape(-1) for name in names])
+
+
 def scenario(main: Callable[[], Coroutine[None, None, None]], seconds: float = 40.0) -> None:
     asyncio.run(asyncio.wait_for(main(), seconds))
 
 
 def broadcast(there: list[There], timeout: float = 30.0, bucket_mb: float = 1) -> tuple[Broadcast, list[Joined]]:
     found = Broadcast(["http://127.0.0.1:1"] * len(there), timeout=timeout, bucket_mb=bucket_mb)
-    found.source = TENSORS
+    found.source = Whole(TENSORS)  # type: ignore[assignment]
     return found, [Joined(one, found) for one in there]  # type: ignore[arg-type]
 
 
@@ -161,7 +180,7 @@ def test_nobody_waits_longer_than_the_timeout() -> None:
     async def main() -> None:
         found, joined = broadcast([There()], timeout=0.5)
         await give(found, joined)
-        invited = replace(await found._invitation(2), rank=1)
+        invited = replace(await found._invitation(2, found.source), rank=1)
         member, began = joined[0].alone.membership, time.monotonic()  # type: ignore[attr-defined]
         with pytest.raises(WeightsFailed, match=r"rank 1 of 2: .*(0.5 s|500ms)") as caught:
             await member.receive(member.group.name)  # and rank 0 sends nothing
@@ -211,6 +230,58 @@ def test_a_member_of_another_group_takes_nothing() -> None:
         found.close()
 
     scenario(main)
+
+
+def test_a_sharded_learner_gathers_one_bucket_at_a_time(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    """Rank 0 of ranks that have parts of the weights sends each bucket as it is gathered, on the compute thread."""
+
+    async def main() -> None:
+        learner = Learner(load_model(tiny), dtype=torch.bfloat16)
+        tensors, asked = published(learner.model), []
+
+        def gather(names: Sequence[str]) -> list[torch.Tensor]:
+            asked.append((threading.current_thread(), sum(tensors[n].nbytes for n in names)))
+            return [tensors[n] for n in names]
+
+        gathered = Gathered(learner.model, torch.bfloat16, gather)
+        there = There(shapes=shapes_of(tensors))
+        found, joined = broadcast([there], bucket_mb=0.05)
+        sender = Sender(
+            **{"learner": learner, "fleet": None, "remotes": list, "method": "nccl", "root": Path("/nowhere")},
+            **{"beside": tiny, "compute": compute, "canary": Canary(learner, PROMPTS, 1e-3), "timeout": 30.0},
+            **{"broadcast": found, "gathered": gathered},
+        )  # type: ignore[arg-type]
+        update = await asyncio.get_running_loop().run_in_executor(compute, sender.update)
+        assert not update.folder and update.digests == digests(tensors)
+        asked.clear()
+        found.expect({joined[0]: 1}, update)
+        await joined[0].load(update)
+        assert digests(there.had) == update.digests
+        names = {thread.name for thread, _ in asked}
+        largest = max(t.nbytes for t in tensors.values())
+        assert names == {compute.submit(threading.current_thread).result().name} and len(asked) > 3
+        assert max(size for _, size in asked) <= max(0.05 * 2**20, largest)
+        found.close()
+
+    scenario(main)
+
+
+def test_an_engine_that_comes_back_gets_what_was_sent_or_waits(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    """It is never given weights that the learner has changed since."""
+    learner = Learner(load_model(tiny), dtype=torch.bfloat16)
+    tensors = published(learner.model)
+    sent = digests(tensors)
+
+    def live(**options) -> Live:
+        return Live(learner, compute, shapes_of(tensors), lambda names: [tensors[n] for n in names], **options)
+
+    alone, with_copies = live(), live(kept={name: t.clone() for name, t in tensors.items()})
+    assert digests(alone) == digests(with_copies) == sent
+    train(learner, 1)
+    assert digests(published(learner.model)) != sent
+    with pytest.raises(WeightsFailed, match="trained on to version 1 since it sent 0") as caught:
+        dict(alone)
+    assert caught.value.cause == "stale" and digests(with_copies) == sent
 
 
 def test_buckets_are_the_same_whatever_the_order() -> None:

@@ -27,7 +27,7 @@ def _own_parts(c: Config) -> Iterator[str]:
     names = [
         (key, name, doc.example.rpartition(":")[2])
         for key, doc in documentation(type(c)).items()
-        if doc.example
+        if ".py:" in doc.example
         for name in (value_of(c, key) if doc.several else [value_of(c, key)])
     ]
     for key, name, example in [*names, ("env.kind", c.env.kind, "MyEnv")] if isinstance(c, RL | Eval) else names:
@@ -60,7 +60,8 @@ def _data(c: RL | Stage) -> Iterator[str]:
             ".csv .parquet .arrow, a folder or a hub name), or start from a recipe, as in "
             f"`birl {command(c)} recipes/NAME.yaml`."
         )
-    yield from _weights(c, "data.weights", len(c.data.train), "training sets", "nothing would be drawn")
+    if c.data.train or not (isinstance(c, RL) and c.env.kind == "mixture"):  # whose tasks are several sets
+        yield from _weights(c, "data.weights", len(c.data.train), "training sets", "nothing would be drawn")
 
 
 def _eval(c: Eval) -> Iterator[str]:

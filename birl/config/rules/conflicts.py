@@ -111,8 +111,18 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             " are shared out among.": lambda c: c.parallel.ep > 1 and c.parallel.fsdp * c.parallel.cp % c.parallel.ep,
             "parallel.ep={c.parallel.ep}: does not go together with parallel.tp={c.parallel.tp}; set one of them to"
             " 1.": lambda c: c.parallel.ep > 1 and c.parallel.tp > 1,
+            "model.device={c.model.device}: is one GPU, and each of the {c.parallel.size} processes computes on a GPU "
+            "of its own; set model.device=cuda.": lambda c: c.model.device[-1].isdigit() and c.parallel.size > 1,
             "lora.targets is empty, so nothing would be trained; set lora.targets=[all-linear].": lambda c: (
                 c.lora.rank and not c.lora.targets
+            ),
+            "lora.quantize={c.lora.quantize}: a quantised weight cannot be split over processes; set parallel.fsdp=1, "
+            "parallel.cp=1 and parallel.tp=1 (parallel.ddp may be more), or lora.quantize=none.": lambda c: (
+                c.lora.rank and c.lora.quantize != "none" and c.parallel.fsdp * c.parallel.cp * c.parallel.tp > 1
+            ),
+            "lora.quantize={c.lora.quantize}: all that optimizer.offload=cpu could move is small then; set "
+            "optimizer.offload=none.": lambda c: (
+                c.lora.rank and c.lora.quantize != "none" and c.optimizer.offload == "cpu"
             ),
             "run={c.run!r}: is no name of a folder; leave it out, and one is made up.": lambda c: (
                 c.run and (not c.run.strip() or "\0" in c.run)
@@ -229,6 +239,14 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             ),
             "weights.method=checkpoint: starts servers anew, which engine.attach leaves to others; "
             "use reload.": lambda c: c.engine.attach and weights_method(c) == "checkpoint",
+            "weights.method=nccl: NCCL wants other GPUs than the learner's, and with engine.sleep=true servers of "
+            "{c.engine.kind} share them; use shared.": lambda c: (
+                weights_method(c) == "nccl" and c.engine.sleep and c.engine.kind in ("vllm", "sglang")
+            ),
+            "weights.method=nccl: SGLang takes weights so under tensor parallelism alone; "
+            "engine.pipeline_parallel={c.engine.pipeline_parallel} needs reload or shared.": lambda c: (
+                weights_method(c) == "nccl" and c.engine.kind == "sglang" and c.engine.pipeline_parallel > 1
+            ),
             "engine.sleep=true: servers that sleep while the learner trains sample nothing meanwhile, and "
             "rollout.max_staleness={c.rollout.max_staleness} asks for just that; use one of them.": lambda c: (
                 c.engine.sleep and c.rollout.max_staleness > 0
@@ -241,10 +259,6 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             ),
             "debug.replay={c.debug.replay}: a replay is a run of its own; name another folder with run=...": lambda c: (
                 c.debug.replay and Path(c.debug.replay) == Path(c.run)
-            ),
-            "weights.method=nccl: broadcasts whole weights from one process, and parallel.fsdp, cp or tp leave each"
-            " with parts of them. Set weights.method=direct or reload.": lambda c: (
-                c.weights.method == "nccl" and c.parallel.fsdp_cp * c.parallel.tp > 1
             ),
             "algorithm.router_replay={c.algorithm.router_replay}: only engine.kind=embedded says which experts it "
             "used, not engine.kind={c.engine.kind}.": lambda c: (

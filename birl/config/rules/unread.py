@@ -131,8 +131,8 @@ UNREAD: tuple[Row, ...] = (
     _row(
         RL,
         "weights.bucket_mb",
-        lambda c: weights_method(c) in ("direct", "nccl"),
-        "this weights.method sends no buckets; direct and nccl do",
+        lambda c: weights_method(c) in ("direct", "nccl", "ipc"),
+        "this weights.method sends no buckets; direct, nccl and ipc do",
     ),
     _row(RL, "weights.max_gap", lambda c: c.weights.canary, "weights.canary=0 compares nothing"),
     _row(RL, "debug.resample", lambda c: c.debug.replay, "debug.replay is empty; name the run to replay"),

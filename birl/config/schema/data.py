@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from birl.config.schema.kinds import Amount, Decay, Section, Whole
+from birl.config.schema.kinds import Amount, Decay, Gpu, Section, Whole
 
 
 @dataclass(kw_only=True)
@@ -13,8 +13,8 @@ class Model(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type: bfloat16 | float32. Master weights and optimizer state are always
     float32."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device: auto | cpu | cuda. auto: cuda where PyTorch sees a GPU."""
+    device: Literal["auto", "cpu", "cuda"] | Gpu = "auto"
+    """Device: auto | cpu | cuda, or one GPU: cuda:1. auto: cuda where PyTorch sees a GPU."""
     chat_template: str = ""
     """Chat template: a Jinja file, or hermes. hermes is ChatML with tools and thinking. Empty: the tokenizer's own."""
     tool_format: Literal[

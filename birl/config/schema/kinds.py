@@ -33,6 +33,8 @@ OWN = r":|\.py$"
 Function = Annotated[str, Field(pattern=OWN, examples=["my_file.py:my_function"])]
 EngineClass = Annotated[str, Field(pattern=OWN, examples=["my_file.py:MyEngine"])]
 
+Gpu = Annotated[str, Field(pattern=r"^cuda:\d+$", examples=["cuda:1"])]
+
 
 class Section:
     """A dataclass of keys."""

@@ -221,18 +221,19 @@ class Engine(Generation):
 class Weights(Section):
     """How new weights reach engines in other processes."""
 
-    method: Literal["auto", "memory", "reload", "shared", "volume", "direct", "nccl", "checkpoint"] = "auto"
+    method: Literal["auto", "memory", "reload", "shared", "volume", "direct", "nccl", "ipc", "checkpoint"] = "auto"
     """memory (the embedded engine: nothing is sent) | reload (a folder, read in place) | shared (the same in shared
     memory, for servers on this machine) | volume (a folder that servers look into by themselves) | direct (tensors
-    over HTTP, in buckets) | nccl (a broadcast to all servers at once; Gloo where the weights are on a CPU) | checkpoint
-    (a folder, and servers are started anew from it) | auto (memory or reload)."""
+    over HTTP, in buckets) | nccl (a broadcast to all servers at once; Gloo where the weights are on a CPU) | ipc (read
+    from the learner's memory, by servers on its GPU, or on its machine where the weights are on a CPU) | checkpoint (a
+    folder, and servers are started anew from it) | auto (memory or reload)."""
     sync_every: Count = 1
     """Send them every n training steps; at most rollout.max_staleness + 1."""
     folder: str = ""
     """Where reload, volume and checkpoint write, for servers on other machines a file system that all see. Empty:
     `weights` in the run folder."""
     bucket_mb: Annotated[int, Field(ge=1, le=1000000)] = 256
-    """Size of the pieces of method=direct and nccl [MB]."""
+    """Size of the pieces of method=direct, nccl and ipc [MB]."""
     timeout: Wait = 300.0
     """Longest an update may take [s]; then the run stops."""
     canary: Whole = 4

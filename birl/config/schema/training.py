@@ -10,6 +10,8 @@ from birl.config.schema.kinds import Amount, Count, Decay, Positive, Processes, 
 
 @dataclass(kw_only=True)
 class Optimizer(Section):
+    kind: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw | adamw8bit (both moments of large matrices in 8 bits: 2.03 bytes a parameter instead of 8)."""
     lr: Share = 1e-6
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -44,6 +46,9 @@ class Lora(Section):
     the head. All else is frozen."""
     dora: bool = False
     """Train the length of every row of a weight apart from its direction (DoRA)."""
+    quantize: Literal["none", "nf4", "int8"] = "none"
+    """How linear layers' own weights are held, all but the head's (QLoRA): none (in model.dtype) | nf4 (in 4 bits) |
+    int8 (in 8 bits). Engine and learner compute with the same numbers."""
 
 
 @dataclass(kw_only=True)
@@ -91,6 +96,11 @@ class Parallel(Section):
     divisor of both numbers."""
     timeout: Wait = 600.0
     """Longest that a process waits for another one [s]; then the run stops."""
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self.ddp * self.fsdp * self.cp * self.tp
 
     @property
     def splits(self) -> int:

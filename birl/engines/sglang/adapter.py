@@ -2,6 +2,7 @@
 
     generate   POST /generate with input_ids; SGLang refuses keys of sampling_params that it does not know
     load       POST /update_weights_from_disk while it is paused; birl compares the folder first
+    transfer   without a folder (`transfer.py`)
     pause      "retract" puts what runs back into the queue, without keys and values; "in_place" keeps them
 
 With `recompute_kv` a pause retracts: the log-prob of a token of version v is exactly what version v gives it. Without,
@@ -9,12 +10,12 @@ the keys and values of the older tokens stay.
 """
 
 import asyncio
-import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from birl.engines.peer import QUICK, Adapter, answer_given, check_folder, number, size, versions, vocabulary
+from birl.engines.sglang.transfer import SGLangTransfer
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.types import Completion, Held, SamplingParams, Stop, Update
@@ -28,6 +29,7 @@ class SGLang(Adapter):
     def __init__(self, address: str, **options: Any) -> None:
         """`options`: those of `Adapter`."""
         super().__init__(address, **options)
+        self.transfer = SGLangTransfer(self)
         self._going = asyncio.Event()  # SGLang can not abort what came while it was paused: it is held back here
         self._going.set()
         self._held: dict[asyncio.Future[None], str] = {}  # -> session
@@ -154,11 +156,19 @@ class SGLang(Adapter):
         there, unless the message says that the engine is broken; then it refuses to generate until a load succeeds."""
         async with self._control:
             await asyncio.to_thread(check_folder, update, self.version)
-            began = time.perf_counter()
-            await self.take(update)
-            return Held(version=update.version, seconds=time.perf_counter() - began, bytes=size(update.folder))
+            return await self._replaced(update, lambda: self.put(update), size(update.folder))
 
-    async def take(self, update: Update) -> None:
+    async def put(self, update: Update) -> None:
+        body: dict[str, Any] = {
+            "model_path": str(Path(update.folder).absolute()),
+            "weight_version": str(update.version),
+        }
+        body |= {"flush_cache": self.recompute_kv, "abort_all_requests": False}
+        answer = await self.peer.json("POST", "/update_weights_from_disk", json=body)
+        if answer.get("success") is not True:
+            raise BirlError(str(answer.get("message", answer)))
+
+    async def take(self, update: Update, change: Callable[[], Awaitable[Any]]) -> None:
         """SGLang says that it goes back to the old weights when it fails half-way, but reads the new folder again."""
         self._going.clear()
         self.takes += 1
@@ -166,11 +176,7 @@ class SGLang(Adapter):
         try:
             if not self.paused:
                 await self.peer.call("POST", "/pause_generation", json={"mode": self.mode}, timeout=QUICK)
-            body: dict[str, Any] = {"model_path": str(Path(update.folder).absolute()), "weight_version": label}
-            body |= {"flush_cache": self.recompute_kv, "abort_all_requests": False}
-            answer = await self.peer.json("POST", "/update_weights_from_disk", json=body)
-            if answer.get("success") is not True:
-                raise BirlError(str(answer.get("message", answer)))
+            await change()
             result = (await self.peer.json("GET", "/model_info", timeout=QUICK))["weight_version"]
             if result != label:
                 raise WeightsFailed("stale", f"{self.address} says that it has version {result}, not {label}.")

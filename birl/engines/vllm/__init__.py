@@ -1,6 +1,7 @@
 """`engine.kind=vllm`: how birl speaks to vLLM and starts it, and the folder with birl's part of its workers."""
 
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -45,10 +46,12 @@ def command(
     context: int | None = None,
     method: str = "birl",
     sleep: bool = False,
+    transfer: str = "",
     extra: Sequence[str] = (),
 ) -> list[str]:
     """How birl starts vLLM, with `environment`. `python` is an interpreter that has vLLM, `context` in tokens. Only
-    with `sleep`, on a GPU, does it give memory back when it is told to sleep."""
+    with `sleep`, on a GPU, does it give memory back when it is told to sleep; only with `transfer`, the name of one of
+    vLLM's weight transfer backends, does it take weights without a folder."""
     if not is_loopback(host):
         raise BirlError(
             f"vLLM would listen on {host}, and no token guards the endpoints by which it takes weights: use 127.0.0.1."
@@ -64,6 +67,7 @@ def command(
         "--gpu-memory-utilization": memory_fraction,
         "--max-num-seqs": max_batch,
         "--max-model-len": context,
+        "--weight-transfer-config": json.dumps({"backend": transfer}) if transfer else None,
         "--worker-extension-cls": "birl_vllm_plugin.Weights" if method == "birl" else None,
     }
     return [*result, *flags(options), *extra]
@@ -103,4 +107,5 @@ def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str],
     own = cores_of(one.number, one.threads, sorted(os.sched_getaffinity(0)))
     bind = ",".join(map(str, own))
     env = environment(cpu=not one.gpu, kv_cache_gb=wanted.kv_cache_gb, threads=bind)
-    return command(**common(engine, wanted, one)), env
+    transfer = wanted.method if wanted.method in ("nccl", "ipc") else ""
+    return command(**common(engine, wanted, one), transfer=transfer), env

@@ -2,6 +2,7 @@
 
     generate   POST /inference/v1/generate (--enable-scale-out)
     load       "birl": by birl's part of vLLM's workers (`vllm_plugin`); "reload": vLLM's reload_weights, without it
+    transfer   without a folder (`transfer.py`)
     pause ...  the endpoints of VLLM_SERVER_DEV_MODE=1, which no token guards: such a server belongs on the loopback
 
 With `recompute_kv` a running request loses its keys and values when the weights change, and vLLM computes them anew:
@@ -10,7 +11,7 @@ the log-prob of a token of version v is exactly what version v gives it. Without
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from birl.engines.peer import (
     vocabulary,
 )
 from birl.engines.vllm import plugin as vllm_plugin
+from birl.engines.vllm.transfer import VLLMTransfer
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.types import Completion, Held, SamplingParams, Stop, Update
@@ -48,6 +50,7 @@ class VLLM(Adapter):
             raise BirlError(f"vLLM takes weights by {' or '.join(METHODS)}, not by {method!r}.")
         super().__init__(address, **options)
         self.method = method
+        self.transfer = VLLMTransfer(self)
         self.hash = ""  # what the plug-in hashes with, once that is known
         self.dtype = ""  # once that is known
         self.on_cpu = False
@@ -166,10 +169,14 @@ class VLLM(Adapter):
             else:
                 await asyncio.to_thread(check_folder, update, self.version)
                 await self.reloadable(update)
-            began = time.perf_counter()
-            await self.take(update)
-            seconds = time.perf_counter() - began
-            return Held(version=update.version, seconds=seconds, bytes=size(update.folder))
+            return await self._replaced(update, lambda: self.put(update), size(update.folder))
+
+    async def put(self, update: Update) -> None:
+        if self.method == "birl":
+            await self.workers("birl_take")
+        else:
+            where = {"weights_path": str(Path(update.folder).absolute())}
+            await self.peer.call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": where})
 
     async def reloadable(self, update: Update) -> None:
         """On a CPU reload_weights leaves the packed copy of a tied output layer as it was, and says nothing."""
@@ -220,18 +227,14 @@ class VLLM(Adapter):
         tensors = check_folder(update, self.version)
         return {name: vllm_plugin.fingerprint(tensor, self.hash) for name, tensor in tensors.items()}
 
-    async def take(self, update: Update) -> None:
+    async def take(self, update: Update, change: Callable[[], Awaitable[Any]]) -> None:
         """Put the new weights in place between two tokens. A failure here leaves neither the old nor the new ones."""
         label = str(update.version)
         self.takes += 1
         try:
             if not self.paused:
                 await self.peer.call("POST", KEEP, timeout=QUICK)
-            if self.method == "birl":
-                await self.workers("birl_take")
-            else:
-                where = {"weights_path": str(Path(update.folder).absolute())}
-                await self.peer.call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": where})
+            await change()
             await self.peer.call("POST", "/update_weight_version", json={"new_version": label})
             reset = f"/reset_prefix_cache?reset_running_requests={str(self.recompute_kv).lower()}"
             await self.peer.call("POST", reset, timeout=QUICK)

@@ -181,7 +181,7 @@ def test_what_is_not_there_is_told(options: dict[str, str], told: str) -> None:
         ({"describe": "all"}, r"env\.describe=all: must be examples"),
         ({"workers": "0"}, r"env\.workers=0: must be at least 1"),
         ({"call_timeout": "0"}, r"env\.call_timeout=0 must be above 0"),
-        ({"wokers": "1"}, r"env\.wokers=1: there is no such key\. Did you mean workers"),
+        ({"wokers": "1"}, r"env\.wokers=1: there is no such key\. Did you mean env\.workers"),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(options: dict[str, str], told: str) -> None:

@@ -1,0 +1,58 @@
+"""Which engines have computed the beginning of a prompt, by the hashes of its pages."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from typing import Generic, TypeVar
+
+from birl.kernels import PAGE
+
+T = TypeVar("T")
+REMEMBERED = 262_144  # pages
+PLACES = 8  # of one page
+
+
+class Prefixes(Generic[T]):
+    """Engines by the hash of a page's tokens and of all before it. The pages used last are remembered. Two beginnings
+    with one hash cost time at most: the engine compares tokens. About 0.05 us of a processor a token (AMD EPYC).
+
+    Example: prefixes.add(prompt, engine); prefixes.best(prompt + answer, {engine: 1.0}.get)
+    """
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[int, list[T]] = OrderedDict()
+
+    def add(self, ids: Collection[int], place: T) -> None:
+        """`place` has computed these tokens."""
+        for page in _pages(ids):
+            places = self._places.setdefault(page, [])
+            self._places.move_to_end(page)
+            if place in places:
+                continue
+            places.append(place)
+            if len(places) > PLACES:
+                del places[0]
+        while len(self._places) > REMEMBERED:
+            self._places.popitem(last=False)
+
+    def best(self, ids: Collection[int], cost: Callable[[T], float | None]) -> T | None:
+        """Of the engines that have at least half of these tokens, one with the most of them; of several, that with the
+        least cost. An engine whose cost is None is not taken."""
+        result: T | None = None
+        for tokens, page in enumerate(_pages(ids), 1):
+            costs = [(c, n) for n, p in enumerate(self._places.get(page, ())) if (c := cost(p)) is not None]
+            if not costs:
+                break
+            if 2 * tokens * PAGE >= len(ids):
+                result = self._places[page][min(costs)[1]]
+        return result
+
+    def forget(self) -> None:
+        self._places.clear()
+
+
+def _pages(ids: Collection[int]) -> Iterator[int]:
+    """Of each full page."""
+    tokens, last = tuple(ids), 0
+    for start in range(0, len(tokens) - PAGE + 1, PAGE):
+        last = hash((last, tokens[start : start + PAGE]))
+        yield last

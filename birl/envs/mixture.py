@@ -1,0 +1,91 @@
+"""`env=mixture`: several environments in one run, each with its own tasks, keys and scores."""
+
+import shlex
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from birl.config import schema
+from birl.errors import BirlError
+from birl.types import Agent, Env, Task
+
+if TYPE_CHECKING:
+    from birl.envs.open import World
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The environments of a mixture by name."""
+
+    worlds: dict[str, "World"]
+
+    def open(self, task: Task) -> Env | Agent:
+        name = str(task.columns.get("env", ""))
+        if name not in self.worlds:
+            raise BirlError(f"{task.id}: its column `env` is {name!r}; env.parts has {', '.join(self.worlds)}.")
+        return self.worlds[name].open(task)
+
+    def rows(self, split: str) -> dict[str, Rows]:
+        """The tasks of each part. Raises `BirlError` where one has none to train on."""
+        result: dict[str, Rows] = {}
+        for name, world in self.worlds.items():
+            rows: Any = world.rows(split) if world.rows is not None else []  # of one set
+            if not rows and split == "train":
+                raise BirlError(
+                    f"env.parts: {name} has no tasks of its own. Name data.train; a column env of its rows says which "
+                    "environment each is for."
+                )
+            if rows:
+                result[name] = [{**row, "env": name, "data_source": name} for row in rows]
+        return result
+
+    async def close(self) -> None:
+        for world in self.worlds.values():
+            await world.close()
+
+
+class Mixture:
+    """A task's column `env` names the environment that plays it. The tasks of each environment are a set of their own,
+    for `data.weights` and for figures."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        parts: list[str] = field(default_factory=list)
+        """Environments, each with its own keys, as in env.parts=['countdown','guess_number high=20 turns=6']."""
+
+    @staticmethod
+    async def parts(config: Config, env: schema.Env, opened: Callable[[schema.Env], Awaitable["World"]]) -> Parts:
+        """Opens each part. A second one of a kind has a number behind its name. Raises `BirlError`."""
+        result = Parts({})
+        try:
+            for name, section in sections(config, env).items():
+                result.worlds[name] = await opened(section)
+        except BaseException:
+            await result.close()
+            raise
+        return result
+
+
+def sections(config: Mixture.Config, env: schema.Env) -> dict[str, schema.Env]:
+    """What `env` is for each part. Raises `BirlError`."""
+    result: dict[str, schema.Env] = {}
+    seen = Counter[str]()
+    for text in config.parts:
+        try:
+            kind, *words = shlex.split(text) or [""]
+        except ValueError as error:
+            raise BirlError(f"env.parts: {text!r}: {error}.") from None
+        if kind in ("", "single_turn", "mixture") or any("=" not in word for word in words):
+            raise BirlError(
+                f"env.parts: {text!r} is not an environment with a score of its own, followed by its keys, as in "
+                "'guess_number high=20'."
+            )
+        seen[kind] += 1
+        name = kind if seen[kind] == 1 else f"{kind}-{seen[kind]}"
+        result[name] = replace(env, kind=kind, options=dict(word.split("=", 1) for word in words))
+    if not result:
+        raise BirlError("env.kind=mixture: env.parts is empty. Name environments, as in env.parts=[countdown,code].")
+    return result

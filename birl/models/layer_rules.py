@@ -1,0 +1,154 @@
+"""What birl has a rule for. Anything else is refused by name, whatever the weights are:
+
+    kinds of layers    by the words that the config has for each layer
+    modules            none but birl's attention may let a token see another one, or count its place in the row
+
+The second is tried: attention answers zeros, a token that is NaN must spoil no other (0 * NaN is NaN, so small weights
+hide nothing), and tokens in reverse order with their own positions must give the same rows in reverse order.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from birl.errors import BirlError, first_line
+from birl.models import attention
+from birl.models.slots import Witness, body_of, computed_by
+
+KINDS = {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe", "mlp"}
+KINDS |= {"conv", "linear_attention", "hybrid"}  # with a state: what computes them is looked at by name
+TOKENS = 13  # a number that is no model's number of heads
+SPOILT = 6  # the token that is NaN
+ALIKE = 1e-3  # of the largest number: more is no rounding
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raises `BirlError` that names the first kind of layer, or module, for which there is no rule."""
+    name, config = type(model).__name__, cast(Any, model).config.get_text_config()
+    for option, kinds in vars(config).items():
+        if not isinstance(kinds, list | tuple) or len(kinds) != config.num_hidden_layers:
+            continue
+        for i, kind in enumerate(kinds):
+            if isinstance(kind, str) and kind not in KINDS:
+                raise BirlError(
+                    f"birl does not support {name}: layer {i} is of the kind {kind} ({option} in its config.json). "
+                    f"birl has rules for {', '.join(sorted(KINDS))}."
+                )
+    if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", [])):
+        raise BirlError(
+            f"birl does not support {name} with attn_temperature_tuning (in its config.json): it counts a token's "
+            "place in the row instead of its position. Where all sequences are shorter than floor_scale="
+            f"{config.floor_scale} tokens it changes nothing: set it to false."
+        )
+    with computed_by(model, attention.NAME):
+        check_modules(model)
+
+
+@torch.no_grad()
+def check_modules(model: nn.Module) -> None:
+    """The second half."""
+    kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+    size = cast(Any, model).get_input_embeddings().weight.shape[0]
+    device = cast(Any, model).get_output_embeddings().weight.device
+    places = torch.arange(TOKENS, device=device)
+    straight, turned, spoilt = Pass(model), Pass(model), Pass(model)
+    straight.run(places % size, places)
+    turned.run(places.flip(0) % size, places.flip(0))
+    spoilt.run(places % size, places, spoilt=True)
+    for (path, call), rows in straight.given.items():
+        if spreads(spoilt.given.get((path, call))) and not spreads(rows):
+            while spoilt.entered.get(path):  # what it was given is spoilt already
+                path = path.rpartition(".")[0]
+            raise BirlError(
+                f"birl does not support {kinds['']}: {kinds[path]} ({path}) lets tokens see one another outside of the "
+                "attention that birl computes: a recurrent state, a convolution, attention of its own, or attention "
+                "that does not hand on what the model was called with. birl has no rule for it."
+            )
+        back = turned.given.get((path, call))
+        if back is None or back.shape != rows.shape:
+            continue
+        if (rows - back.flip(0)).abs().max() > ALIKE * rows.abs().max():
+            raise BirlError(
+                f"birl does not support {kinds['']}: {kinds[path]} ({path}) counts a token's place in the row instead "
+                "of its position, which is another one where sequences are packed."
+            )
+
+
+@dataclass(slots=True)
+class Pass:
+    """A forward pass whose attention answers zeros: by module and call, what it gave each token, [TOKENS, ...] float32,
+    in the order in which they end, so inner ones first."""
+
+    model: nn.Module
+    given: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    entered: dict[str, bool] = field(default_factory=dict)  # was a module given a NaN of another token?
+
+    def run(self, ids: Tensor, places: Tensor, spoilt: bool = False) -> None:
+        """Raises `BirlError` where a module fails."""
+        calls: dict[str, int] = {}
+
+        def note(path: str, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+            output = output[0] if isinstance(output, tuple | list) and output else output
+            rows = rows_of(output)
+            if rows is not None:
+                calls[path] = calls.get(path, 0) + 1
+                self.given[path, calls[path]] = rows
+            self.entered[path] = any(spreads(rows_of(x)) for x in (*args, *options.values()))
+
+        def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            output = output.clone()
+            output.view(TOKENS, -1)[SPOILT] = float("nan")
+            return output
+
+        hooks = [cast(Any, self.model).get_input_embeddings().register_forward_hook(spoil)] if spoilt else []
+        for path, module in self.model.named_modules():
+            hooks.append(
+                module.register_forward_hook(
+                    lambda m, args, options, output, path=path: note(path, args, options, output), with_kwargs=True
+                )
+            )
+        options = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None]), "position_ids": places[None]}
+        try:
+            with named(self.model):
+                body_of(self.model)(**options, layout=Witness(), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def rows_of(value: Any) -> Tensor | None:
+    """A row of numbers for each token, if a value is that."""
+    if not isinstance(value, Tensor) or value.ndim < 2 or not value.is_floating_point():
+        return None
+    rows = value[0] if value.shape[:2] == (1, TOKENS) else value
+    return rows.float() if rows.shape[0] == TOKENS else None
+
+
+def spreads(rows: Tensor | None) -> bool:
+    """Is another token than `SPOILT` NaN?"""
+    return rows is not None and bool(rows.flatten(1).isnan().any(1).nonzero().ne(SPOILT).any())
+
+
+@contextmanager
+def named(model: nn.Module) -> Iterator[None]:
+    """What fails within is a `BirlError` that names the innermost module that failed."""
+    try:
+        yield
+    except BirlError:
+        raise
+    except Exception as error:
+        paths = {id(module): path for path, module in model.named_modules()}
+        where, trace = model, error.__traceback__
+        while trace is not None:
+            frame = trace.tb_frame.f_locals
+            where = frame["self"] if id(frame.get("self")) in paths else where
+            trace = trace.tb_next
+        path = paths[id(where)]
+        raise BirlError(
+            f"birl does not support {type(model).__name__}: {type(where).__name__}{path and f' ({path})'} fails with "
+            f"birl's attention, which has no mask ({type(error).__name__}: {first_line(error)})."
+        ) from error

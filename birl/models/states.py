@@ -1,0 +1,206 @@
+"""What a layer keeps of the past beside keys and values: the last inputs of a convolution, the state of a recurrence.
+
+The modules in `CACHE` ask transformers' cache for it. Without one they start anew at the row's first token and run on
+from one packed sequence into the next. Called with a `layout`, they hand their rows to it instead, as attention does:
+
+    layout.carry(layer, rows [1, T, H], step) -> [1, T, H]
+
+calls step(rows [B, n, H], state) -> [B, n, H], which is transformers' own forward, for n tokens of B sequences. `state`
+is that before these tokens, and afterwards that behind them. A state is a tensor like any other: branches that begin
+with the same one give it the sum of their gradients.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from birl.errors import BirlError
+
+#: by class of module, the argument of its forward that is transformers' cache
+CACHE = {
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), "past_key_values"),
+    **dict.fromkeys(
+        (
+            *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
+            *("BailingHybridDeltaAttention", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer"),
+            *("KimiLinearDeltaAttention", "NemotronHMamba2Mixer", "Zamba2MambaMixer"),
+        ),
+        "cache_params",
+    ),
+}
+#: Mamba 2 whose least time step transformers leaves out where it computes one token from a state
+LIMITED = ("NemotronHMamba2Mixer", "Zamba2MambaMixer")
+ASKING: "WeakSet[nn.Module | type]" = WeakSet()  # classes whose forward knows of layouts, and models of such
+
+Step = Callable[[Tensor, "State"], Tensor]
+
+
+@dataclass(slots=True)
+class State:
+    """What one layer keeps of B sequences, or nothing yet. For that layer it is transformers' cache.
+
+    conv        [B, C, L], the last inputs of a convolution of width L
+    recurrent   [B, ...]
+    """
+
+    conv: Tensor | None = None
+    recurrent: Tensor | None = None
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Token by token, what comes next is written into it."""
+        return self.conv
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.recurrent
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
+        """New inputs [B, C, n] -> these behind those that were kept."""
+        inputs = conv_states if self.conv is None else torch.cat([self.conv, conv_states], -1)
+        missing = max(conv_kernel_size - inputs.shape[-1], 0)
+        self.conv = F.pad(inputs, (missing, 0))[..., -conv_kernel_size:]
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        self.recurrent = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        both = {"conv": self.conv, "recurrent": self.recurrent}
+        return {name: t for name, t in both.items() if t is not None}
+
+
+def ask_layouts(model: nn.Module) -> None:
+    """From now on the model's modules in `CACHE`, and all others of their classes, hand their rows to the layout that
+    they are called with. Without one nothing has changed but what `limiting` says."""
+    if model in ASKING:
+        return
+    ASKING.add(model)
+    for module in model.modules():
+        owner: Any = next(k for k in type(module).__mro__ if "forward" in vars(k))
+        if owner.__name__ in CACHE and owner not in ASKING:
+            forward = limiting(owner.forward) if owner.__name__ in LIMITED else owner.forward
+            owner.forward = asking(forward, CACHE[owner.__name__])
+            ASKING.add(owner)
+
+
+def asking(forward: Callable[..., Tensor], cache: str) -> Callable[..., Tensor]:
+    @wraps(forward)
+    def inner(self: Any, hidden_states: Tensor, *args: Any, layout: Any = None, **options: Any) -> Tensor:
+        if layout is None:
+            return forward(self, hidden_states, *args, **options)
+        if not hasattr(layout, "carry"):
+            raise BirlError(f"{type(self).__name__} keeps a state, which parallel.cp cannot split. Set parallel.cp=1.")
+        return layout.carry(self.layer_idx, hidden_states, lambda rows, state: forward(self, rows, **{cache: state}))
+
+    return inner
+
+
+def limiting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Mamba 2 with `time_step_limit` also for one token: softplus(dt + dt_bias) is at least t where dt is at least
+    log(exp(t) - 1) - dt_bias. dt is the last `num_heads` columns of `in_proj`."""
+
+    @wraps(forward)
+    def inner(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        least, most = self.time_step_limit
+        if hidden_states.shape[1] > 1 or not 0 < least < most == math.inf:
+            return forward(self, hidden_states, *args, **options)
+
+        def clamp(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+            rest, dt = out.split([out.shape[-1] - self.num_heads, self.num_heads], -1)
+            return torch.cat([rest, dt.maximum((math.log(math.expm1(least)) - self.dt_bias).to(dt.dtype))], -1)
+
+        handle = self.in_proj.register_forward_hook(clamp)
+        try:
+            return forward(self, hidden_states, *args, **options)
+        finally:
+            handle.remove()
+
+    return inner
+
+
+def by_trees(trees: Sequence[tuple[int, Sequence[int]]], rows: Tensor, step: Step) -> Tensor:
+    """Rows [1, T, H] of trees (tokens of the prefix, of each branch): a prefix begins without a state, its branches
+    with the one behind it. A branch of one token gets another one, which is dropped: for one alone transformers writes
+    the next state into the last, which the branches share and a gradient needs."""
+    out, start = [], 0
+    for prefix, branches in trees:
+        stem, *others = rows[:, start : start + prefix + sum(branches)].split([prefix, *branches], 1)
+        start += prefix + sum(branches)
+        state = State()
+        out.append(step(stem, state) if prefix else stem)
+        for branch, n in zip(others, branches, strict=True):
+            given = torch.cat([branch, branch], 1) if n == 1 else branch
+            out.append(step(given, replace(state))[:, :n] if n else branch)
+    return torch.cat(out, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Rows of one sequence in a step of the engine: `count` from row `first` on. `place`: which state is its own;
+    `begun`: there is one."""
+
+    place: int
+    first: int
+    count: int
+    begun: bool
+
+
+@dataclass(slots=True)
+class States:
+    """The states of running sequences: for each layer tensors [sequences, ...], made when the first one is written."""
+
+    sequences: int
+    layers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    def carry(self, layer: int, rows: Tensor, stretches: Sequence[Stretch], step: Step) -> Tensor:
+        """Rows [1, T, H]: next tokens of all sequences at once, other stretches one by one."""
+        if sum(s.count for s in stretches) != rows.shape[1]:
+            raise BirlError(f"Layer {layer} keeps a state, but it is not known whose: birl's engine cannot run it so.")
+        out = torch.empty_like(rows)
+        single = [s for s in stretches if s.begun and s.count == 1]
+        for s in stretches:
+            if s.begun and s.count == 1:
+                continue
+            state = self.read(layer, [s.place]) if s.begun else State()
+            out[:, s.first : s.first + s.count] = step(rows[:, s.first : s.first + s.count], state)
+            self.write(layer, [s.place], state)
+        if single:
+            firsts, places = [s.first for s in single], [s.place for s in single]
+            state = self.read(layer, places)
+            out[0, firsts] = step(rows[0, firsts][:, None], state)[:, 0]
+            self.write(layer, places, state)
+        return out
+
+    def read(self, layer: int, places: list[int]) -> State:
+        return State(**{name: kept[places] for name, kept in self.layers[layer].items()})
+
+    def write(self, layer: int, places: list[int], state: State) -> None:
+        kept = self.layers.setdefault(layer, {})
+        for name, new in state.tensors.items():
+            if name not in kept:
+                kept[name] = new.new_zeros(self.sequences, *new.shape[1:])
+            kept[name][places] = new
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(from, to); none is both."""
+        sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
+        for kept in self.layers.values():
+            for tensor in kept.values():
+                tensor[targets] = tensor[sources]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for kept in self.layers.values() for t in kept.values())

@@ -1,0 +1,195 @@
+"""OpenAI's Responses for agents: POST /responses, whole or as events.
+
+The next request continues a response by `previous_response_id`, or sends its items again: what the model thought, a
+message, calls of functions. The ids of items are made of the response's, so that references need no list of their own.
+
+Beyond OpenAI: `top_k`, `min_p`, `stop_token_ids`, and `return_token_ids`, which adds `prompt_token_ids`, `token_ids`
+and `weight_versions`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from birl.server.agent_session import Visit
+from birl.server.bulk import NAMES
+from birl.server.kept import Kept
+from birl.server.limits import Refused
+from birl.server.messages import call, invalid, text, typed
+from birl.server.parameters import FORMS
+from birl.server.request_policy import SAMPLING, Terms, speaker
+from birl.server.responses_format import Item, ResponsesReply
+from birl.types import Message, SamplingParams
+
+KNOWN = (
+    *("model", "input", "instructions", "previous_response_id", "max_output_tokens", "tools", "tool_choice", "text"),
+    *("include", "store", "stream", "stream_options", "stop_token_ids", "return_token_ids", *SAMPLING),
+)
+SERVED = ("seed", "ignore_eos", "parallel_tool_calls", *FORMS)  # these, too, on a server
+INCLUDED = "message.output_text.logprobs", "reasoning.encrypted_content"  # the latter: its text is in the item
+ROLES = ("user", "assistant", "system", "developer")
+THOUGHT, SAID, CALL = range(3)  # parts of an answer, in their order
+ECHOED: dict[str, Any] = {
+    **{"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "tools": []},
+    **{"previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "tool_choice": "auto"},
+    **{"text": {"format": {"type": "text"}}, "store": True, "user": None},
+}
+
+
+def response(data: Mapping[str, Any], terms: Terms, visit: Visit) -> ResponsesReply:
+    """POST /responses. Raises `Refused`."""
+    return asked(data, terms, visit.session.params, visit.kept)
+
+
+def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept, name: str = "") -> ResponsesReply:
+    """A request; `own`: parameters that count where it has no others; `name`: the model's. Raises `Refused`."""
+    terms.check(data, (*KNOWN, *(SERVED if terms.served else ())))
+    included, told = typed(data, "include", list, []), {key: data.get(key) or v for key, v in ECHOED.items()}
+    for one in included:
+        if one not in INCLUDED:
+            terms.vain("include", one)
+    instructions, more = typed(data, "instructions", str, ""), typed(data, "stream_options", dict, {})
+    for key in sorted(set(more) - {"include_obfuscation"}):
+        terms.vain(f"stream_options.{key}", more[key])
+    begun = [Message(role="system", content=instructions)] if instructions else []
+    given = (*begun, *continued(data, kept), *conversation(data.get("input"), kept))
+    tools = [tool(one, i) for i, one in enumerate(typed(data, "tools", list, []))]
+    try:
+        seen, form = terms.tools({**data, **form_of(data, terms)}, tools, data.get("tool_choice"))
+    except Refused as error:
+        param, _, what = str(error).partition(": ")
+        if not param.startswith("response_format"):
+            raise
+        raise invalid(param.replace("response_format", "text.format"), what.removesuffix(".")) from None
+    told["store"] = typed(data, "store", bool, True)
+    return ResponsesReply(
+        conversation=given,
+        params=terms.params(data, own, (), "max_output_tokens"),
+        tools=seen,
+        form=form,
+        agent=speaker(data.get("model")),
+        stream=typed(data, "stream", bool, False),
+        chat=terms.chat,
+        model=name or str(data.get("model") or "birl"),
+        kept=kept,
+        told=told,
+        own=len(begun),
+        logprobs=INCLUDED[0] in included,
+        token_ids=typed(data, "return_token_ids", bool, False),
+    )
+
+
+def continued(data: Mapping[str, Any], kept: Kept) -> tuple[Message, ...]:
+    """The conversation of the response that is cited, without its instructions."""
+    id = typed(data, "previous_response_id", str, "")
+    return talk_of(id, kept, "previous_response_id") if id else ()
+
+
+def talk_of(id: str, kept: Kept, where: str) -> tuple[Message, ...]:
+    if (talk := kept.cited(id)) is None:
+        raise Refused(
+            400, f"{where}: there is no response {id[:80]!r}: it is of another server or episode, was asked with "
+            f"store=false, or made room for newer ones ({kept.bounds}). Send the whole conversation as input.",
+            param=where, code="previous_response_not_found",
+        )  # fmt: skip
+    return talk
+
+
+def conversation(given: Any, kept: Kept) -> tuple[Message, ...]:
+    """Messages of `input`: text, or a list of items. What was thought, a message and calls that follow each other are
+    one answer. Raises `Refused`."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise invalid("input", "must be text or a list of items, and not empty")
+    result: list[Message] = []
+    highest = -1  # which part of an answer came last
+    for place, one in enumerate(given):
+        message, part = item(one, f"input.{place}", kept)
+        if message.role == "assistant" and (0 <= highest < part or highest == part == CALL):
+            last = result.pop()
+            message = replace(
+                message, thinking=last.thinking + message.thinking, content=last.content + message.content,
+                tool_calls=(*last.tool_calls, *message.tool_calls),
+            )  # fmt: skip
+        result.append(message)
+        highest = part if message.role == "assistant" else -1
+    return tuple(result)
+
+
+def item(given: Any, where: str, kept: Kept) -> tuple[Message, int]:
+    """As a message, and which part of an answer it is."""
+    if not isinstance(given, dict):
+        raise invalid(where, "must be an object with a type, or a role and a content")
+    match given:
+        case {"type": "reasoning"}:
+            parts = given.get("content") or given.get("summary") or []
+            thinking = "".join(p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str))
+            return Message(role="assistant", content="", thinking=thinking), THOUGHT
+        case {"type": "function_call", "call_id": str(id)}:
+            function = {"name": given.get("name"), "arguments": given.get("arguments")}
+            one = call({"function": function, "id": short(id, where)}, where)
+            return Message(role="assistant", content="", tool_calls=(one,)), CALL
+        case {"type": "function_call_output", "call_id": str(id)}:
+            content = text(given.get("output"), f"{where}.output")
+            return Message(role="tool", content=content, tool_call_id=short(id, where)), SAID
+        case {"type": "item_reference", "id": str(id)}:
+            return referred(id, where, kept)
+        case {"role": str(role)} if given.get("type") in (None, "message") and role in ROLES:
+            role = "system" if role == "developer" else role
+            return Message(role=role, content=text(given.get("content"), f"{where}.content")), SAID
+        case _:
+            kind = given.get("type") or f"message of role {given.get('role')!r}"
+            raise invalid(
+                where, f"is a {kind}, or one without its call_id; the model reads messages, reasoning, function_call "
+                "and function_call_output"[:300],
+            )  # fmt: skip
+
+
+def referred(id: str, where: str, kept: Kept) -> tuple[Message, int]:
+    """An item of a response that is kept."""
+    kind, _, rest = id.partition("_")
+    rest, _, number = rest.partition("_")
+    last = talk_of(f"resp_{rest}", kept, f"{where}.id")[-1]
+    match kind:
+        case "rs":
+            return replace(last, content="", tool_calls=()), THOUGHT
+        case "msg":
+            return replace(last, thinking="", tool_calls=()), SAID
+        case "fc" if number.isdecimal() and int(number) < len(last.tool_calls):
+            return replace(last, thinking="", content="", tool_calls=(last.tool_calls[int(number)],)), CALL
+        case _:
+            raise invalid(f"{where}.id", f"is {id[:80]!r}, which is no item of a response; send the item itself")
+
+
+def short(id: str, where: str) -> str:
+    if len(id) > NAMES:
+        raise invalid(f"{where}.call_id", f"has {len(id)} characters; at most {NAMES} are taken")
+    return id
+
+
+def tool(given: Any, place: int) -> Item:
+    """In the form that chats have."""
+    kind = given.get("type") if isinstance(given, dict) else given
+    if kind != "function":
+        raise invalid(
+            f"tools.{place}", f"is of type {str(kind)[:40]!r}, which only the vendor runs; offer a function of your own"
+        )
+    return {"type": "function", "function": {k: v for k, v in given.items() if k != "type" and v is not None}}
+
+
+def form_of(data: Mapping[str, Any], terms: Terms) -> Item:
+    """`text` in the words of chats."""
+    words = typed(data, "text", dict, {})
+    for key in sorted(set(words) - {"format"}):
+        if words[key] is not None:
+            terms.vain(f"text.{key}", words[key])
+    given = typed(words, "format", dict, {})
+    if given.get("type") == "json_schema" and not isinstance(given.get("schema"), dict):
+        raise invalid("text.format.schema", "must be a JSON schema: an object")
+    if given.get("type", "text") != "text" and not terms.served:
+        terms.vain("text.format", given)
+    return {"response_format": {"type": given.get("type"), "json_schema": given}} if given else {}
+
+
+REPLIES = {("POST", "responses"): response}

@@ -1,0 +1,61 @@
+"""Answers that a client may cite by their ids instead of sending them again."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from math import inf
+from sys import getsizeof
+from threading import Lock
+
+from birl.rollout.session import Known
+from birl.types import Message
+
+TOKEN, SAMPLED = 36, 76  # bytes of a token of a prompt, and of one with its log-prob and version
+
+
+@dataclass(slots=True, kw_only=True)
+class Kept:
+    """At most `most` answers, of `most_bytes` together: the least recently cited go first. Without bounds for an
+    episode, whose turns have their own. `size`: bytes that are held."""
+
+    most: float = inf
+    most_bytes: float = inf
+    size: int = 0
+    _all: "OrderedDict[str, tuple[Known, int, int]]" = field(default_factory=OrderedDict)
+    _lock: Lock = field(default_factory=Lock)  # requests are read beside the event loop
+
+    @property
+    def bounds(self) -> str:
+        if self.most == inf:
+            return "an episode keeps all of its own"
+        return f"the last {self.most:,} are kept, at most {self.most_bytes / 2**20:g} MiB"
+
+    def keep(self, id: str, known: Known, own: int = 0) -> None:
+        """`own`: messages at its start that no other answer continues."""
+        size = bytes_of(known)
+        with self._lock:
+            self._all[id] = known, own, size
+            self.size += size
+            while len(self._all) > self.most or self.size > self.most_bytes:
+                self.size -= self._all.popitem(last=False)[1][2]
+
+    def known(self, id: str) -> tuple[Known, ...]:
+        """What was kept, and its tokens; empty where it never was, or is no longer."""
+        with self._lock:
+            if id not in self._all:
+                return ()
+            self._all.move_to_end(id)
+            return self._all[id][:1]
+
+    def cited(self, id: str) -> tuple[Message, ...] | None:
+        """The conversation, with its answer."""
+        with self._lock:
+            known, own, _ = self._all.get(id, (None, 0, 0))
+            return known.talk[own:] if known else None  # pyright: ignore[reportReturnType]  of messages
+
+
+def bytes_of(known: Known) -> int:
+    """About what it holds, as if it shared nothing with others."""
+    texts = [s for m in known.talk if isinstance(m, Message) for s in (m.content, m.thinking, m.tool_call_id)]
+    texts += [s for m in known.talk if isinstance(m, Message) for c in m.tool_calls for s in (c.name, c.arguments)]
+    own = 2 * sum(map(getsizeof, texts))  # they are in the key, too
+    return own + TOKEN * len(known.prompt) + SAMPLED * len(known.answer)

@@ -1,0 +1,131 @@
+"""Several environments in one run: each plays, scores and fails its own tasks."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from birl.cli import main
+from birl.config.schema import Env as Keys
+from birl.envs.open import World, open_world
+from birl.envs.tasks.countdown import Countdown
+from birl.envs.tasks.guess_number import GuessNumber
+from birl.errors import BirlError
+from birl.types import Message, Task
+
+OWN = """
+from dataclasses import dataclass
+from birl.types import Feedback
+
+class Broken:
+    closed = 0
+    @dataclass
+    class Config:
+        fail: bool = False
+    @staticmethod
+    def tasks(config, split): return [{"prompt": f"Say {i}.", "data_source": "other"} for i in range(4)]
+    @classmethod
+    def shared(cls, config):
+        if config.fail:
+            raise OSError("no place")
+        class Place:
+            def close(self): cls.closed += 1
+        return Place()
+    def start(self): raise RuntimeError("cannot begin")
+    def step(self, reply): raise AssertionError
+
+def bare(task, model): return 1.0
+"""
+
+
+def world(*parts: str, **keys: Any) -> World:
+    config = Keys(kind="mixture", options={"parts": list(parts)}, **keys)
+    return asyncio.run(open_world(config, lambda prompt: "<text>"))
+
+
+def task(**columns: Any) -> Task:
+    return Task(id="row 3", prompt=(Message(role="user", content="?"),), answer="7", columns=columns)
+
+
+def test_each_part_has_its_own_tasks_and_keys() -> None:
+    made = world("countdown rows=3", "guess_number high=20 rows=2", "guess_number")
+    assert made.rows is not None
+    sets: Any = made.rows("train")
+    assert {name: len(rows) for name, rows in sets.items()} == {
+        "countdown": 3,
+        "guess_number": 2,
+        "guess_number-2": 240,
+    }
+    assert all(row["env"] == row["data_source"] == name for name, rows in sets.items() for row in rows)
+    played = {name: made.open(task(**rows[0])) for name, rows in sets.items()}
+    assert isinstance(played["countdown"], Countdown) and isinstance(played["guess_number"], GuessNumber)
+    assert [played[name].config.high for name in ("guess_number", "guess_number-2")] == [20, 16]  # pyright: ignore
+    assert not made.agent
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([], r"env.parts is empty"),
+        (["single_turn"], r"'single_turn' is not an environment with a score of its own"),
+        (["mixture"], r"'mixture' is not an environment"),
+        (["countdown", "guess_number 20"], r"'guess_number 20' is not an environment .* followed by its keys"),
+        (["countdwn"], r"env.kind=countdwn: .*countdown"),
+        (["guess_number hgh=20"], r"env.hgh=20: there is no such key. Did you mean env.high"),
+        (["guess_number 'high=20"], r"env.parts: .*No closing quotation"),
+    ],
+)
+def test_a_wrong_part_is_refused(parts: list[str], said: str) -> None:
+    with pytest.raises(BirlError, match=said):
+        world(*parts)
+
+
+def test_a_task_for_none_of_the_parts_is_refused() -> None:
+    made = world("countdown", "guess_number")
+    said = "row 3: its column `env` is '(code)?'; env.parts has countdown, guess_number"
+    for columns in ({}, {"env": "code"}):
+        with pytest.raises(BirlError, match=said):
+            made.open(task(**columns))
+
+
+def test_what_was_opened_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own_mixture.py").write_text(OWN)
+    made = world("own_mixture.py:Broken", "countdown", "own_mixture.py:bare")
+    with pytest.raises(BirlError, match=r"env.parts: own_mixture.py:bare has no tasks of its own. Name data.train"):
+        made.rows and made.rows("train")
+    kind: Any = type(made.open(task(env="own_mixture.py:Broken")))
+    asyncio.run(made.close())
+    assert kind.closed == 1
+    with pytest.raises(BirlError, match="no place"):
+        world("own_mixture.py:Broken", "own_mixture.py:Broken fail=true")
+    assert kind.closed == 2
+
+
+def test_a_part_fails_alone(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own_mixture.py").write_text(OWN)
+    words = [
+        "env.parts=[guess_number rows=8 validation_rows=2,arithmetic,own_mixture.py:Broken]",
+        "data.weights=[2,1,1]",
+    ]
+    words += [f"model={tiny}", "steps=2", "rollout.prompts=8", "rollout.group_size=2", "rollout.max_tokens=4"]
+    words += [
+        "rollout.max_failure_rate=1",
+        "model.max_length=512",
+        "env.max_turns=2",
+        "validation.every=2",
+        "threads=1",
+    ]
+    words += ["data.max_validation_samples=2", "track.console=off", "track.report=false", "run=run"]
+    assert main(["rl", "env=mixture", *words]) == 0
+    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert sum(s["outcome/env_error"] for s in steps) > 0 and all(
+        s["outcome/ok"] + s["outcome/truncated"] for s in steps
+    )
+    assert {"score/guess_number", "score/arithmetic"} <= {name for s in steps for name in s}
+    assert not any("Broken" in name for s in steps for name in s)
+    held_out = json.loads(Path("run/validation.jsonl").read_text().splitlines()[-1])
+    assert {"validation/guess_number/score", "validation/arithmetic/score", "validation/all/score"} <= set(held_out)

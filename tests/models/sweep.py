@@ -1,0 +1,219 @@
+"""Every causal language model of transformers, tiny and random, through birl: `python -m tests.models.sweep [KIND ...]`
+prints what is supported, measured against transformers' own generation and its own attention; `--write` writes it to
+docs/models.md."""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor
+
+from birl.data.pack import pack
+from birl.engine.engine import EmbeddedEngine
+from birl.errors import BirlError
+from birl.learner.learner import Learner, Stats
+from birl.learner.lora import Lora
+from birl.models import twin
+from birl.models.slots import computed_by
+from birl.models.verify import verify
+from birl.types import Sample, SamplingParams
+from tests.data.test_pack import make
+from tests.learner.test_learner import reinforce
+from tests.zoo import KINDS, LEFT_OUT, build
+
+PROMPT, ANSWER = tuple(range(5, 28)), 64  # more tokens than a window of the zoo has
+LOGP, GRADIENT, TIE = 1e-4, 1e-4, 1e-3  # of the largest number in a gradient; TIE: of two log-probs
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+HEAD = """# Models
+
+What birl does with every causal language model of transformers {version}, measured with tiny random models of its real
+classes in float32 on a CPU by `make models`, which writes this page. Nothing here was written by hand.
+
+- **sampled**: {answer} greedy tokens of the engine, over its pages, are those of transformers' own `generate`.
+- **trained**: log-probs of packed sequences are those of transformers' own forward of each alone (within {logp:g}), and
+  the gradient is that of each alone (within {gradient:g} of its largest number).
+- **trees**: the same where the answers of a prompt share it.
+- **LoRA**: adapters on all linear layers take a step, and the engine's log-probs are the learner's (within {logp:g}).
+
+Before any run, birl's `verify` refuses what it has no rule for: a kind of layer, a module that mixes tokens outside of
+attention, or an option of attention, by name and whatever the weights are. Speed is another matter: see
+[gpu.md](gpu.md).
+"""
+
+
+class Bench:
+    def __init__(self, model: Any, lora: Lora | None = None) -> None:
+        self.model = model
+        self.learner = Learner(model, dtype=torch.float32, max_grad_norm=0, lora=lora)
+
+    def generate(self, params: Sequence[SamplingParams]) -> Any:
+        with ThreadPoolExecutor(1) as compute:
+            options: Any = {"end_ids": frozenset(), "context": 256, "kv_cache_gb": 0.1, "compute": compute}
+            engine = EmbeddedEngine(self.model, cast(Any, None), version=lambda: self.learner.version, **options)
+
+            async def main() -> Any:
+                return await asyncio.gather(*(engine.generate(PROMPT, p) for p in params))
+
+            return asyncio.run(asyncio.wait_for(main(), 120))
+
+    def logprobs(self, samples: Sequence[Sample]) -> Tensor:
+        batches = pack(samples, [1.0] * len(samples), 10_000)
+        order = torch.cat([b.sample for b in batches]).argsort(stable=True)
+        return torch.cat([self.learner.forward(b) for b in batches])[order]
+
+    def gradient(self, parts: Sequence[Sequence[Sample]]) -> dict[str, Tensor]:
+        for tensor in self.learner.masters.tensors.values():
+            tensor.grad = None
+        for samples in parts:
+            for batch in pack(samples, [0.1] * len(samples), 10_000):
+                self.learner.forward_backward(batch, reinforce, Stats())
+        tensors = self.learner.masters.tensors
+        return {name: t.grad.clone() for name, t in tensors.items() if t.grad is not None}
+
+
+@torch.no_grad()
+def own_logprobs(model: Any, samples: Sequence[Sample]) -> Tensor:
+    """Of the answers' tokens, each sample alone by transformers' own."""
+    result = []
+    with computed_by(model, "eager"):
+        for s in samples:
+            ids = torch.as_tensor(s.tokens)[None]
+            logp = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)[:-1]
+            mask = torch.tensor(s.mask[1:])
+            result.append(logp.gather(1, ids[0, 1:, None])[:, 0][mask])
+    return torch.cat(result)
+
+
+@torch.no_grad()
+def sampled(bench: Bench) -> str:
+    """What is wrong with greedy answers. Where two words are as likely, either is right, and what follows is that
+    word's."""
+    (answer,) = bench.generate([SamplingParams(max_tokens=ANSWER, temperature=0.0)])
+    with computed_by(bench.model, "eager"):
+        ids = torch.tensor([PROMPT])
+        options = {"do_sample": False, "max_new_tokens": ANSWER, "use_cache": True, "eos_token_id": None}
+        expected = bench.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(PROMPT) :].tolist()
+        if list(answer.tokens) == expected:
+            return ""
+        logits = bench.model(input_ids=torch.tensor([PROMPT + answer.tokens]), use_cache=False).logits[0]
+    best = logits[len(PROMPT) - 1 : -1].float().log_softmax(-1)
+    gap = (best.max(1).values - best.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]).max().item()
+    return "" if gap < TIE and len(answer.tokens) == ANSWER else f"other tokens than generate ({gap:.2g} nats)"
+
+
+def trained(bench: Bench, samples: list[Sample]) -> str:
+    """What is wrong with packed log-probs and gradients."""
+    gap = (bench.logprobs(samples) - own_logprobs(bench.model, samples)).abs().max().item()
+    if not gap <= LOGP:
+        return f"other log-probs ({gap:.2g} nats)"
+    packed, alone = bench.gradient([samples]), bench.gradient([[s] for s in samples])
+    least = 1e-2 * max(grad.abs().max().item() for grad in alone.values())  # a key's bias has none but rounding
+    for name, grad in alone.items():
+        gap = ((packed[name] - grad).abs().max() / grad.abs().max().clamp(min=least)).item()
+        if not gap <= GRADIENT:
+            return f"another gradient of {name} ({gap:.2g})"
+    return ""
+
+
+def adapted(model: Any) -> str:
+    bench = Bench(model, Lora(rank=2, alpha=4.0))
+    samples = rows(groups=1, episodes=2)
+    bench.gradient([samples])
+    bench.learner.optim_step(1e-2)
+    bench.gradient([samples])  # B is zero no more
+    bench.learner.optim_step(1e-2)
+    (answer,) = bench.generate([SamplingParams(max_tokens=16, seed=1)])
+    gap = (bench.logprobs([make(PROMPT, answer.tokens, 0, 0)]) - torch.tensor(answer.logprobs)).abs().max().item()
+    return "" if gap <= LOGP else f"other log-probs ({gap:.2g} nats)"
+
+
+def rows(groups: int, episodes: int) -> list[Sample]:
+    """Sequences longer than the windows; `episodes` answers share a prompt."""
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, 300, (n,), generator=generator).tolist())
+
+    result = []
+    for group in range(groups):
+        prompt = ids(19 + group)
+        result += [make(prompt, ids(9 + 4 * e), group, e, 0.5 + e) for e in range(episodes)]
+    return result
+
+
+def tried(work: Any, *arguments: Any) -> str:
+    """`work`'s verdict, or its failure: whatever is wrong is told, not raised."""
+    try:
+        return work(*arguments)
+    except BirlError as error:
+        return f"refused: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {line(error)}"
+
+
+def measured(kind: str) -> dict[str, str]:
+    """By column what is wrong, "" for nothing; or under `unbuilt` or `refused` a reason."""
+    try:
+        model = build(kind)
+    except Exception as error:
+        own = isinstance(error, KeyError) and error.args == ("birl",)
+        why = "transformers does not let birl replace its attention" if own else ""
+        return {"refused": why} if own else {"unbuilt": line(error)}
+    try:
+        verify(model)
+    except BirlError as error:
+        return {"refused": str(error)}
+    bench = Bench(model)
+    result = {"sampled": tried(sampled, bench), "trained": tried(trained, bench, rows(groups=3, episodes=1))}
+    return result | {"trees": tried(trained, bench, rows(groups=2, episodes=3)), "LoRA": tried(adapted, build(kind))}
+
+
+def line(error: Exception) -> str:
+    return " ".join(str(error).split())[:120]
+
+
+def page(results: dict[str, dict[str, str]]) -> str:
+    columns = ("sampled", "trained", "trees", "LoRA")
+    whole = {k: r for k, r in results.items() if "sampled" in r}
+    refused = {k: r["refused"] for k, r in results.items() if "refused" in r}
+    unbuilt = {k: r["unbuilt"] for k, r in results.items() if "unbuilt" in r} | LEFT_OUT
+    version = transformers.__version__.rpartition(".")[0]
+    lines = [HEAD.format(version=version, answer=ANSWER, logp=LOGP, gradient=GRADIENT)]
+    lines += [f"## Accepted: {len(whole)}\n", "| model type | " + " | ".join(columns) + " |", "|---|" + "---|" * 4]
+    lines += [
+        f"| {k} | " + " | ".join(r[c].replace("|", "/") or "yes" for c in columns) + " |" for k, r in whole.items()
+    ]
+    lines += [f"\n## Refused: {len(refused)}\n", "| model type | what `verify` says |", "|---|---|"]
+    lines += [f"| {k} | {cell(r)} |" for k, r in refused.items()]
+    lines += [f"\n## Not tried: {len(unbuilt)}\n", "| model type | why no tiny one was built |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {k} | {cell(r)} |" for k, r in unbuilt.items()), ""])
+
+
+def cell(text: str) -> str:
+    for mark in "|<>_*`":
+        text = text.replace(mark, f"\\{mark}")
+    return text
+
+
+def main(arguments: Sequence[str]) -> None:
+    names = [a for a in arguments if not a.startswith("-")] or KINDS
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        twin.cache_folder = lambda name: Path(folder)
+        results = {}
+        for kind in names:
+            results[kind] = measured(kind)
+            print(kind, results[kind], flush=True)
+    if "--write" in arguments:
+        PAGE.write_text(page(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

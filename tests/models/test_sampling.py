@@ -1,0 +1,124 @@
+"""The sampling kernel draws what its definition says: on a GPU, or without one in Triton's interpreter (pip install
+triton; TRITON_INTERPRET=1 python -m pytest tests/models/test_sampling.py)."""
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from birl.engine.sampler import draw, given, launch_sample
+from birl.engine.truncation import limits_of, restrict
+from birl.models import fused
+from birl.types import SamplingParams
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+runs = fused.has_triton() and (CUDA or bool(os.environ.get("TRITON_INTERPRET")))
+pytestmark = pytest.mark.skipif(not runs, reason="no Triton with a GPU or TRITON_INTERPRET=1")
+
+
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=1, **options)
+
+
+def limited(rows: int, **options: Any) -> Tensor:
+    limits = limits_of([params(**options)])
+    assert limits is not None
+    return limits.expand(rows, 3).to(DEVICE)
+
+
+def normal(words: int, seed: int = 0, scale: float = 2.0) -> Tensor:
+    return scale * torch.randn(1, words, generator=torch.Generator().manual_seed(seed))
+
+
+def holes(words: int) -> Tensor:
+    """Every third word is impossible."""
+    logits = normal(words)
+    logits[:, ::3] = -math.inf
+    return logits
+
+
+ROWS = {
+    "odd": normal(1001),
+    "262,144 words": normal(262_144),
+    "one block": normal(8192, scale=5.0),
+    "one word more than two blocks": normal(16_385),
+    "many ties": normal(3000).round(),
+    "all equal": torch.full((1, 777), 3.0),
+    "zeros of both signs": torch.tensor([[0.0, -0.0, 1e-38, -0.0, 0.0, -1e-38, 0.0]]),
+    "impossible words": holes(1000),
+    "masked by a number": holes(1000).clamp(min=torch.finfo(torch.float32).min),
+    "one possible word": torch.tensor([[-math.inf] * 40 + [2.0] + [-math.inf] * 3]),
+    "far apart": torch.tensor([[1e4, 0.0, 1e4, -1e30, 9999.0]]),
+    "one word": torch.tensor([[0.3]]),
+}  # fmt: skip
+LIMITS: list[dict[str, float]] = [
+    {"top_k": 1}, {"top_k": 50}, {"top_k": 10**6}, {"top_p": 1e-6}, {"top_p": 0.3}, {"top_p": 0.95}, {"min_p": 0.1},
+    {"min_p": 1.0}, {"top_k": 20, "top_p": 0.81}, {"top_k": 300, "top_p": 0.9999, "min_p": 0.01},
+]  # fmt: skip
+
+
+def kept(logits: Tensor, options: dict[str, float]) -> Tensor:
+    """Which words the kernel keeps, [V]."""
+    from tests.models.ends import ends_kernel
+
+    result = torch.empty(2, device=DEVICE)
+    limits = limited(1, **options)
+    ends_kernel[(1,)](logits.to(DEVICE), limits, result, logits.shape[1], BLOCK=2048, num_warps=16)
+    (least, end), row = result.tolist(), logits[0]
+    return (row > least) | ((row == least) & (torch.arange(len(row)) < end))
+
+
+CASES = [(name, options) for name in ROWS for options in LIMITS if ROWS[name].shape[1] < 2**18 or len(options) > 2]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_what_is_kept_is_the_definitions(name: str, options: dict[str, float]) -> None:
+    """In float64, by sorting; but for words that are never drawn."""
+    logits = ROWS[name]
+    drawn = logits.double().softmax(-1)[0] > 1e-40
+    expected = restrict(logits.double(), limited(1, **options).cpu().double())[0] > -math.inf
+    assert torch.equal(kept(logits, options) & drawn, expected & drawn)
+
+
+@pytest.mark.parametrize("words", [20_000, 50_257])
+def test_the_kernel_draws_the_same(words: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (2 * torch.randn(16, words, generator=generator)).to(DEVICE)
+    asked = [
+        params(temperature=0.0), params(temperature=0.7), params(), params(temperature=1.3),
+        params(top_p=0.9), params(temperature=0.6, top_k=40), params(min_p=0.02, top_p=0.99),
+        params(temperature=0.0, top_k=3),
+    ] * 2  # fmt: skip
+    temperatures = torch.tensor([p.temperature for p in asked], device=DEVICE)
+    uniforms = torch.rand(16, generator=generator)
+    uniforms[[1, 12]], uniforms[[2, 13]] = 0.0, 1 - 2**-24
+    limits = limits_of(asked)
+    assert limits is not None
+    tempered = (logits / temperatures.where(temperatures > 0, 1.0)[:, None]).double()
+    for with_limits in (False, True):
+        use = limits.to(DEVICE) if with_limits else None
+        tokens, logps = launch_sample(logits.clone(), temperatures, uniforms.to(DEVICE), use)
+        expected = tempered if use is None else restrict(tempered, use.double())
+        expected = expected.log_softmax(-1)
+        torch.testing.assert_close(logps.double(), expected.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+        greedy = temperatures == 0
+        assert (tokens[greedy] == logits[greedy].argmax(-1)).all()
+        upper = expected.exp().cumsum(-1).gather(1, tokens[:, None])[:, 0]
+        lower = upper - logps.double().exp()
+        u = uniforms.to(DEVICE).double()
+        assert ((u >= lower - 1e-5) & (u <= upper + 1e-5))[~greedy].all()
+
+
+def test_given_tokens_get_the_log_probs_of_drawn_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("birl.engine.sampler.on_gpu", lambda x: True)
+    logits = normal(500).to(DEVICE)
+    asked = params(temperature=0.8, top_p=0.7)
+    drawn, logps = draw(
+        logits.repeat(9, 1), torch.full((9,), 0.8, device=DEVICE), torch.rand(9, device=DEVICE), limited(9, top_p=0.7)
+    )
+    assert torch.equal(given(logits.repeat(9, 1), drawn.tolist(), asked), logps)
+    assert given(logits, [int(logits.argmin())], asked).tolist() == [-math.inf]

@@ -1,0 +1,81 @@
+"""Layers with a state of their own in packed rows: it starts anew with each sequence and is forked at each branch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from birl.errors import BirlError
+from birl.models.attention import Packed, Tree
+from birl.models.forward import hidden_states
+from birl.models.slots import Witness, computed_by, seen, slots_of, state_bytes
+from birl.models.verify import compare
+from tests.zoo import build
+
+TREES = [Tree(7, (5, 1, 70, 1)), Tree(1), Tree(2, (3,)), Tree(66)]  # branches of one token, and longer than a chunk
+
+
+def separate(ids: Tensor) -> list[Tensor]:
+    result, start = [], 0
+    for tree in TREES:
+        stem, *branches = ids[start : start + len(tree)].split([tree.prefix, *tree.branches])
+        start += len(tree)
+        result += [torch.cat([stem, b]) for b in branches] or [stem]
+    return result
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba"])
+def test_packed_trees_are_separate_sequences(kind: str) -> None:
+    """In log-probs and in the gradient, against transformers' own forward."""
+    model = build(kind, initializer_range=0.05)  # 0.2 makes 1e-4 of rounding, also between transformers' own ways
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 300, (sum(map(len, TREES)),), generator=generator)
+    weights = torch.randn(320, generator=generator)
+
+    def of(hidden: Tensor) -> Tensor:
+        return model.get_output_embeddings()(hidden).log_softmax(-1)
+
+    positions = torch.tensor([p for tree in TREES for p in tree.positions()])
+    rows = of(hidden_states(model, ids, positions, Packed(TREES)))
+    first, place = [], 0
+    for tree in TREES:
+        stem, *branches = rows[place : place + len(tree)].split([tree.prefix, *tree.branches])
+        place += len(tree)
+        first += [torch.cat([stem, b]) for b in branches] or [stem]
+    with computed_by(model, "eager"):
+        alone = [of(model.base_model(input_ids=s[None], use_cache=False)[0][0]) for s in separate(ids)]
+        (torch.cat(alone) @ weights).sum().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    torch.testing.assert_close(torch.cat(first), torch.cat(alone), atol=1e-5, rtol=1e-5)
+    (torch.cat(first) @ weights).sum().backward()
+    largest = max(g.abs().max().item() for g in expected.values())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5 * largest, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "zamba2"])
+def test_the_least_time_step_holds_for_one_token_too(kind: str) -> None:
+    """transformers' own decoding leaves it out."""
+    model = build(kind)
+    for name, parameter in model.named_parameters():
+        if name.endswith("dt_bias"):
+            parameter.data -= 12
+    compare(model, Tree(5, (4, 3)), Tree(5))
+
+
+def test_a_layer_is_refused_where_nothing_keeps_its_state() -> None:
+    model = build("lfm2")
+
+    class Other:
+        attend = Witness().attend
+
+    with pytest.raises(BirlError, match=r"Lfm2ShortConv keeps a state.* Set parallel.cp=1"):
+        hidden_states(model, torch.arange(3), torch.arange(3), Other())
+
+
+def test_the_size_of_a_state_is_known_without_weights() -> None:
+    for kind in ("lfm2_moe", "qwen3_next"):
+        model, empty = build(kind), build(kind).to("meta")
+        assert slots_of(empty) == slots_of(model) and state_bytes(empty) == state_bytes(model)
+        assert [s.layer for s in slots_of(model)] == [1] and [*seen(model).states] == [0, 2]

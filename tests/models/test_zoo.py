@@ -1,0 +1,101 @@
+"""Architectures of transformers are right, or refused by name. `make models` measures all of them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from birl.errors import BirlError
+from birl.models import twin
+from birl.models.after_head import AfterHead, after_head
+from birl.models.logprobs import token_logprobs
+from birl.models.verify import verify
+from tests.models.sweep import PAGE, measured
+from tests.zoo import KINDS, LEFT_OUT, build
+
+#: sinks and windows; caps of scores and logits; a factor of logits and windows; chunks, none and rotary by layer; MLA;
+#: states: a convolution, Gated DeltaNet, Mamba 2
+QUICK = ("gpt_oss", "gemma2", "cohere2", "llama4_text", "deepseek_v2", "lfm2", "qwen3_5_text", "bamba")
+REFUSED = {
+    "jamba": r"JambaMambaMixer \(model\.layers\.0\.mamba\) lets tokens see one another",
+    "deepseek_v32": "layer 0 is of the kind indexed_attention",
+    "mamba": r"MambaMixer \(backbone\.layers\.0\.mixer\) lets tokens see one another",
+    "bloom": r"BloomAttention \(transformer\.h\.0\.self_attention\) lets tokens see one another",
+    "bart": r"BartLearnedPositionalEmbedding \(model\.decoder\.embed_positions\) counts a token's place",
+    "bert": "BertSelfAttention wants attention that birl has no rule for: later tokens are seen",
+    "doge": "DogeAttention wants attention that birl has no rule for: a mask of its own",
+}
+
+
+@pytest.fixture(autouse=True)
+def proofs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(twin, "cache_folder", lambda name: tmp_path)
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_what_is_accepted_is_right(kind: str) -> None:
+    assert measured(kind) == {"sampled": "", "trained": "", "trees": "", "LoRA": ""}
+
+
+def test_the_page_has_a_row_for_each() -> None:
+    """Of the version of transformers that it names."""
+    page = PAGE.read_text(encoding="utf-8")
+    if f"of transformers {transformers.__version__.rpartition('.')[0]}," not in page:
+        pytest.skip(f"docs/models.md is not of transformers {transformers.__version__}")
+    rows = re.findall(r"^\| ([\w.-]+) \|", page, re.MULTILINE)
+    assert sorted(rows) == sorted([*KINDS, *LEFT_OUT]), "run `make models`"
+    accepted = page.partition("## Refused")[0]
+    assert all(f"\n| {kind} | yes | yes | yes | yes |" in accepted for kind in QUICK)
+    assert not any(f"\n| {kind} |" in accepted for kind in REFUSED)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_has_no_rule_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(BirlError, match=REFUSED[kind]):
+        verify(build(kind))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0])
+def test_small_weights_hide_nothing(scale: float) -> None:
+    """Layers with a state that birl has no rule for."""
+    model: Any = build("jamba")
+    with torch.no_grad():
+        for layer in (0, 2):
+            for parameter in model.model.layers[layer].mamba.parameters():
+                parameter *= scale
+    with pytest.raises(BirlError, match=r"JambaMambaMixer \(model\.layers\.0\.mamba\) lets tokens see one another"):
+        verify(model)
+
+
+def test_queries_that_depend_on_the_place_in_the_row_are_refused() -> None:
+    with pytest.raises(BirlError, match=r"attn_temperature_tuning .* shorter than floor_scale=8192 tokens"):
+        verify(build("llama4_text", attn_temperature_tuning=True))
+
+
+def test_a_factor_that_a_model_does_not_read_is_none() -> None:
+    """transformers keeps every key of a config.json, whether or not the architecture knows it."""
+    assert after_head(build("llama", logit_scale=0.5, final_logit_softcapping=3.0)) is None
+    assert after_head(build("cohere", logit_scale=0.5)) == AfterHead(scale=0.5)
+    assert after_head(build("granite", logits_scaling=4.0)) == AfterHead(scale=0.25)
+    assert after_head(build("gemma2", final_logit_softcapping=3.0)) == AfterHead(cap=3.0)
+
+
+@pytest.mark.parametrize("after", [AfterHead(scale=0.3), AfterHead(cap=2.0), AfterHead(scale=3.0, cap=2.0)])
+def test_log_probs_behind_a_factor_or_cap_have_autograds_gradient(after: AfterHead) -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(23, 8, requires_grad=True), torch.nn.Linear(8, 50)
+    targets, by = torch.randint(0, 50, (23,)), torch.randn(2, 23)
+    inputs = hidden, head.weight, head.bias
+    x = head(hidden) * after.scale
+    logp = (x if after.cap is None else after.cap * torch.tanh(x / after.cap)).div(0.7).log_softmax(-1)
+    expected = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    given = token_logprobs(hidden, head, targets, 0.7, chunk=250, after=after)
+    for ours, theirs in zip(given, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    gradients = [torch.autograd.grad(sum(g * w for g, w in zip(x, by, strict=True)).sum(), inputs)
+                 for x in (given, expected)]  # type: ignore[union-attr]  # fmt: skip
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,223 @@
+"""OpenAI's Responses, spoken by the real clients: for an episode, and to a server."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from birl.rollout.session import Known
+from birl.server.kept import Kept, bytes_of
+from birl.types import Completion, Message, Stop, Turn
+from tests.rollout.scripted import Scripted
+from tests.server.running import Running, running
+from tests.server.test_dialects import SCHEMA, Answer
+from tests.server.test_gateway import CALL, THINKING, TOOL, TOOLED, Place, place, played
+from tests.server.test_openai import says
+from tests.text.test_tools import QWEN
+from tests.tiny import tiny_model_folder
+
+ADD: Any = {"type": "function", **TOOL, "strict": False}
+RESULT: Any = {"type": "function_call_output", "output": "7"}
+THOUGHT = f"<think>\nhm\n</think>\n\n{CALL}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(tiny_model_folder(tmp_path_factory.mktemp("m") / "tiny", template=QWEN)) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as found:
+        yield found
+
+
+def ask(client: openai.OpenAI, input: Any = "Hi", **keys: Any) -> Any:
+    """`create`, or the end of its stream, after a look at the events."""
+    keys = {"model": "any", "max_output_tokens": 90, "input": input, **keys}
+    keys["extra_body"] = {"seed": 3, "return_token_ids": True, **keys.get("extra_body", {})}
+    if not keys.pop("stream", False):
+        return client.responses.create(**keys)
+    events = list(client.responses.create(**keys, stream=True))
+    assert [e.sequence_number for e in events] == list(range(len(events)))  # type: ignore[union-attr]
+    whole = events[-1].response  # type: ignore[union-attr]
+    done = [e.item for e in events if e.type == "response.output_item.done"]
+    assert [item.to_dict() for item in done] == [item.to_dict() for item in whole.output]
+    for kind in ("response.output_text", "response.reasoning_text"):
+        told = "".join(e.delta for e in events if e.type == f"{kind}.delta")
+        assert [told] * bool(told) == [e.text for e in events if e.type == f"{kind}.done" and e.text]
+    return whole
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("cited", [False, True])
+def test_an_episode_calls_tools_token_by_token(stream: bool, cited: bool) -> None:
+    async def body(here: Place) -> None:
+        keys: Any = {"model": "any", "instructions": "Be brief.", "tools": [ADD], "max_output_tokens": 90}
+        if stream:
+            async with here.openai.responses.stream(input="Hi", **keys) as events:
+                kinds = [event.type async for event in events]
+                reply: Any = await events.get_final_response()
+            assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+            assert "response.output_text.delta" in kinds and "response.function_call_arguments.done" in kinds
+        else:
+            reply = await here.openai.responses.create(input="Hi", **keys)
+        words, call = reply.output
+        assert (words.content[0].text, call.name, json.loads(call.arguments)) == ("I add.", "add", {"a": 3})
+        assert reply.status == "completed" and reply.usage.input_tokens == len(here.session.turns[0].prompt)
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+        if cited:
+            keys |= {"previous_response_id": reply.id, "input": [result]}
+        else:
+            keys["input"] = [{"role": "user", "content": "Hi"}, *(item.to_dict() for item in reply.output), result]
+        reply = await here.openai.responses.create(**keys)
+        assert reply.output_text == "seven"
+        assert here.spoken() == [CALL + "<|im_end|>seven<|im_end|>"]  # one sample
+
+    played(Scripted([CALL, "seven"], TOOLED), body)
+
+
+@pytest.mark.parametrize("back", ["items", "references", "without thoughts"])
+def test_thoughts_are_items(back: str) -> None:
+    async def body(here: Place) -> None:
+        keys: Any = {"model": "any", "tools": [ADD]}
+        first = await here.openai.responses.create(**keys, input="Hi")
+        thought, words, call = first.output
+        assert (thought.content[0].text.strip(), words.content[0].text.strip()) == ("hm", "I add.")
+        assert 0 < first.usage.output_tokens_details.reasoning_tokens < first.usage.output_tokens
+        said: Any = [item.to_dict() for item in first.output]
+        if back == "references":
+            said = [{"type": "item_reference", "id": item.id} for item in first.output]
+        said = said[1:] if back == "without thoughts" else said
+        items = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}, *said]
+        async with here.openai.responses.stream(**keys, input=[*items, {**RESULT, "call_id": call.call_id}]) as events:
+            last = await events.get_final_response()
+        assert [item.type for item in last.output] == ["reasoning", "message"] and last.output_text.strip() == "seven"
+        assert here.spoken() == [f"{THOUGHT}<|im_end|><think>\nso\n</think>\n\nseven<|im_end|>"]
+
+    played(Scripted([THOUGHT, "<think>\nso\n</think>\n\nseven"], THINKING), body)
+
+
+def test_an_episode_keeps_its_own() -> None:
+    """Another episode's are unknown, and other instructions begin a new sample."""
+
+    async def body(here: Place) -> None:
+        first = await here.openai.responses.create(model="any", input="Hi", instructions="Be brief.")
+        more: Any = {"model": "any", "input": "Sure?", "previous_response_id": first.id}
+        await here.openai.responses.create(**more, instructions="Be brief.")
+        await here.openai.responses.create(**more, instructions="Be long.")
+        assert here.spoken() == ["a<|im_end|>b<|im_end|>", "c<|im_end|>"]
+        prompts = [here.session.chat.decode(turn.prompt) for turn in here.session.turns]  # type: ignore[attr-defined]
+        assert "Be brief." not in prompts[2] and "a<|im_end|>" in prompts[2]
+
+        async with place(Scripted([])) as there:
+            with pytest.raises(openai.BadRequestError, match="an episode keeps all of its own"):
+                await there.openai.responses.create(**more)
+
+    played(Scripted(["a", "b", "c"], TOOLED), body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_continues_token_by_token(server: Running, client: openai.OpenAI, stream: bool) -> None:
+    """What random weights say is not what its text encodes to."""
+    first = ask(client, instructions="Be brief.", stream=stream, max_output_tokens=40)
+    assert first.status == ("completed" if first.token_ids[-1] == 2 else "incomplete")
+    keys: Any = {"instructions": "Be brief.", "previous_response_id": first.id, "stream": stream}
+    second = ask(client, "Sure?", **keys)
+    begun = [*first.prompt_token_ids, *first.token_ids]
+    assert second.prompt_token_ids[: len(begun)] == begun
+    assert "Sure?" in server.service.chat.decode(second.prompt_token_ids[len(begun) :])
+    again = ask(client, "Sure?", **{**keys, "stream": not stream})
+    assert again.token_ids == second.token_ids and again.output_text == second.output_text
+    plain = ask(client, "Sure?", previous_response_id=first.id)  # without instructions: another conversation
+    assert "Be brief." not in server.service.chat.decode(plain.prompt_token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_servers_calls_and_log_probs(server: Running, client: openai.OpenAI, monkeypatch, stream: bool) -> None:
+    says(monkeypatch, server, CALL)
+    reply = ask(client, tools=[ADD], stream=stream, include=["message.output_text.logprobs"])
+    words, call = reply.output
+    assert (words.content[0].text, call.name, call.arguments) == ("I add.", "add", '{"a": 3}')
+    assert [row.token for row in words.content[0].logprobs] == [
+        server.service.chat.decode([t]) for t in reply.token_ids
+    ]
+    assert all(row.logprob <= 0 for row in words.content[0].logprobs)
+    said = server.http.post("/v1/responses", json={"input": "Hi", "tools": [ADD], "max_output_tokens": 3}).json()
+    assert (said["status"], said["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+
+
+def test_answers_of_a_form(client: openai.OpenAI) -> None:
+    strict = {**ADD, "strict": True, "parameters": SCHEMA}
+    keys: Any = {"tools": [strict], "tool_choice": {"type": "function", "name": "add"}, "parallel_tool_calls": False}
+    (call,) = ask(client, **keys).output
+    assert json.loads(call.arguments)["a"] in (3, 4)
+    answer = client.responses.parse(model="any", input="Hi", text_format=Answer, max_output_tokens=60)
+    assert isinstance(answer.output_parsed, Answer)
+
+
+IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,xx"}]}]
+WRONG: list[tuple[dict[str, Any], str, str]] = [  # what is asked, what is named, and a word of the fix
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "as input"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0", "function of your own"),
+    ({"background": True}, "background", "stream=true"),
+    ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt", "input"),
+    ({"input": IMAGE}, "input.0.content", "text only"),
+    ({"input": []}, "input", "must be text or a list of items"),
+    ({"input": [{"type": "computer_call", "call_id": "1"}]}, "input.0", "function_call"),
+    ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input.0.id", "as input"),
+    ({"input": [{"type": "function_call", "call_id": "1", "name": "x", "arguments": "x"}]}, "input.0", "JSON text"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "JSON schema"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
+    ({"tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
+    ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
+    ({"store": "no"}, "store", "true or false"),
+]
+
+
+def test_both_refuse_the_same(server: Running) -> None:
+    async def body(here: Place) -> None:
+        for keys, param, fix in WRONG:
+            sent = {"model": "any", "input": "Hi", **keys}
+            for reply in (server.http.post("/v1/responses", json=sent), await here.http.post("/responses", json=sent)):
+                error = reply.json()["error"]
+                assert reply.status_code == 400 and error["type"] == "invalid_request_error", (keys, reply.text)
+                assert error["param"].startswith(param) and fix in error["message"], (keys, error)
+                assert error["message"].startswith(error["param"]) and "\n" not in error["message"]
+        assert not here.session.turns
+
+    played(Scripted([], TOOLED), body)
+
+
+def test_what_is_kept_is_bounded(server: Running, client: openai.OpenAI, monkeypatch) -> None:
+    turn = Turn(prompt=(1,) * 50, completion=Completion(tokens=(), logprobs=(), versions=(), stop=Stop.STOP))
+    known = Known(key=(), talk=(Message(role="user", content="Hi"),), owner=("", ""), turn=turn)
+    for kept in (Kept(most=3), Kept(most_bytes=3 * bytes_of(known))):
+        for id in "abc":
+            kept.keep(id, known)
+        assert kept.known("a") == (known,)  # and so it stays
+        kept.keep("d", known)
+        assert [kept.cited(id) is not None for id in "abcd"] == [True, False, True, True]
+        assert kept.size == 3 * bytes_of(known)
+    monkeypatch.setattr(server.service, "kept", Kept(most=1, most_bytes=1 << 20))
+    one, unkept = ask(client, max_output_tokens=2), ask(client, max_output_tokens=2, store=False)
+    two = ask(client, max_output_tokens=2, previous_response_id=one.id)
+    for id in (one.id, unkept.id):
+        with pytest.raises(openai.BadRequestError, match="the last 1 are kept, at most 1 MiB") as caught:
+            ask(client, previous_response_id=id)
+        assert caught.value.code == "previous_response_not_found" and caught.value.param == "previous_response_id"
+    assert ask(client, max_output_tokens=2, previous_response_id=two.id).status
+
+
+def test_a_stream_ends_with_the_error(server: Running, client: openai.OpenAI, monkeypatch) -> None:
+    async def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(server.service.engine, "generate", fails)
+    with pytest.raises(openai.APIError, match="broken"):
+        list(client.responses.create(model="any", input="Hi", stream=True))
