@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import sha256
 from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,11 +37,30 @@ class ToolCall:
     id: str = ""
 
 
+PLACE = "\ufffc"
+"""Unicode's object replacement character: where a picture stands in a message's text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """An image file's bytes, as they were given; `digest` is their SHA-256, in hexadecimal digits.
+
+    Example: Picture.of(Path("page.png").read_bytes())
+    """
+
+    digest: str
+    data: bytes = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, data: bytes) -> "Picture":
+        return cls(digest=sha256(data).hexdigest(), data=data)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One chat message, as the model's template sees it. `thinking` is what the model said to itself before, where its
     template sets that apart; `tool_calls` are an assistant's; a message of role `tool` answers `tool_call_id`, or the
-    tool `name`.
+    tool `name`. `pictures`: in order, one for each `PLACE` in `content`. Raises `ValueError` where these differ.
 
     Example: Message(role="user", content="What is 3 + 4?")
     """
@@ -51,6 +71,11 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    pictures: tuple[Picture, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.pictures and self.content.count(PLACE) != len(self.pictures):
+            raise ValueError(f"{len(self.pictures)} pictures for {self.content.count(PLACE)} places in the text")
 
 
 #: messages, which the chat template renders, or plain text, which is encoded as it is

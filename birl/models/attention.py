@@ -240,5 +240,10 @@ def chunk_of(module: torch.nn.Module, layer: int) -> int | None:
     return config.attention_chunk_size if layer < len(kinds) and kinds[layer] == "chunked_attention" else None
 
 
+def named(config: Any, name: str = NAME) -> Any:
+    """transformers' word for attention by the function of this name; a vision tower keeps its own."""
+    return {"": name, "text_config": name} if "vision_config" in config.sub_configs else name
+
+
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

@@ -13,11 +13,14 @@ from birl.models.decoder import decoder_for
 from birl.models.fused_decoder import fused_for
 from birl.models.logprobs import float_logits
 from birl.models.slots import body_of
+from birl.models.vision import Seen, embedded
 
 
-def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-    """Last hidden state of each token: tokens [T], positions [T] -> [T, H]. On birl's kernels where they fit, on CUDA
-    on the fused ones."""
+def hidden_states(
+    model: nn.Module, tokens: Tensor, positions: Tensor, layout: Layout, seen: Seen | None = None
+) -> Tensor:
+    """Last hidden state of each token: tokens [T], positions [T] (or [3, T], `vision.axes`) -> [T, H]. On birl's
+    kernels where they fit, on CUDA on the fused ones. `seen`: pictures, whose places have any token."""
     if decoder := decoder_for(model):
         return decoder.hidden_states(tokens, positions, cast(RowLayout, layout))  # sharded models have no decoder
     if fused := fused_for(model):
@@ -25,7 +28,9 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: L
     body = body_of(model)
     ids = tokens[None]
     mask = torch.ones_like(ids)  # without one, transformers waits for the device to look for packed sequences
-    output = body(input_ids=ids, attention_mask=mask, position_ids=positions[None], layout=layout, use_cache=False)
+    given = {"input_ids": ids} if seen is None else embedded(model, tokens, seen)
+    places = positions[None] if positions.ndim == 1 else positions[:, None]
+    output = body(**given, attention_mask=mask, position_ids=places, layout=layout, use_cache=False)
     return output.last_hidden_state[0]
 
 

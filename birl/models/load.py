@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerBase,
@@ -96,20 +97,32 @@ def score_weight(file: Path) -> Tensor | None:
         return opened.get_tensor("score.weight").float() if result else None
 
 
+def model_class(config: Any, pictures: bool = False) -> Any:
+    """transformers' class for a config. `pictures`: the one that sees them, where the text alone has one, too."""
+    sees = type(config) in AutoModelForImageTextToText._model_mapping
+    reads = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForImageTextToText if sees and (pictures or not reads) else AutoModelForCausalLM
+
+
 def load_model(
-    folder: Path, beside: AbstractSet[str] = frozenset(), without: AbstractSet[str] = frozenset()
+    folder: Path,
+    beside: AbstractSet[str] = frozenset(),
+    without: AbstractSet[str] = frozenset(),
+    *,
+    pictures: bool = False,
 ) -> nn.Module:
     """The model with float32 weights and our attention function. Raises `BirlError` for anything missing, damaged or
-    unfit. `beside` names weights that may be there and are not read, `without` such that may be missing."""
+    unfit. `beside` names weights that may be there and are not read, `without` such that may be missing; `pictures` is
+    of `model_class`."""
     check_files(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = model_class(config, pictures).from_pretrained(
                 folder,
                 config=config,
                 dtype=torch.float32,
-                attn_implementation=attention.NAME,
+                attn_implementation=attention.named(config),
                 use_safetensors=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # `check_report` refuses them, and says which
@@ -135,16 +148,16 @@ def not_loadable(folder: Path, error: Exception) -> BirlError:
     return BirlError(f"{folder}: not loadable as a causal language model: {first_line(error)}")
 
 
-def skeleton(folder: Path, scores: bool = False) -> nn.Module:
+def skeleton(folder: Path, scores: bool = False, *, pictures: bool = False) -> nn.Module:
     """The model of a folder on the meta device: shapes without weights, from its config.json; with `scores` as a
-    sequence-classification model with one label. Raises `BirlError`."""
+    sequence-classification model with one label. `pictures`: of `model_class`. Raises `BirlError`."""
     check_weights(folder, whole=False)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with quiet(), torch.device("meta"):
             if scores:
                 config.num_labels = 1
-            kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+            kind = AutoModelForSequenceClassification if scores else model_class(config, pictures)
             model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:
         raise BirlError(f"{folder}: not loadable as a causal language model: {first_line(error)}") from error

@@ -17,6 +17,7 @@ from birl.models import attention
 from birl.models.decoder import llama_shaped
 from birl.models.paged import Slot
 from birl.models.states import State, Step, ask_layouts
+from birl.models.vision import language_model
 
 FOUND: "WeakKeyDictionary[nn.Module, tuple[Slot, ...]]" = WeakKeyDictionary()
 KEPT: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()  # bytes of a sequence's states
@@ -104,11 +105,11 @@ def computed_by(model: nn.Module, name: str) -> Iterator[None]:
     if before == name:
         yield
         return
-    any_model.set_attn_implementation(name)
+    any_model.set_attn_implementation(attention.named(any_model.config, name))
     try:
         yield
     finally:
-        any_model.set_attn_implementation(before)
+        any_model.set_attn_implementation(attention.named(any_model.config, before))
 
 
 @contextmanager
@@ -127,8 +128,11 @@ def experts_by_shape(model: nn.Module) -> Iterator[None]:
 
 
 def body_of(model: nn.Module) -> Any:
-    """The part that gives hidden states. Where `base_model_prefix` names nothing, `base_model` is the whole model."""
+    """The part that gives hidden states of tokens. Where `base_model_prefix` names nothing, `base_model` is the whole
+    model."""
     ask_layouts(model)
+    if (language := language_model(model)) is not None:
+        return language
     base = cast(Any, model).base_model
     return cast(Any, model).model if base is model else base
 

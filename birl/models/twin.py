@@ -11,12 +11,11 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from birl import kernels
 from birl.cache import cache_folder
 from birl.models import attention
-from birl.models.load import quiet
+from birl.models.load import model_class, quiet
 
 WINDOW = 8  # tokens that a sliding window or a chunk of attention has, at most
 WORDS = 512
@@ -51,12 +50,14 @@ def shrunk(config: Any) -> Any:
     return config
 
 
-def twin(config: Any) -> nn.Module:
-    """Raises what transformers raises for a config that cannot be shrunk."""
-    options: Any = {"dtype": torch.float32, "attn_implementation": attention.NAME, "trust_remote_code": False}
+def twin(config: Any, sees: bool = False) -> nn.Module:
+    """`sees`: with its vision tower, where the text alone has a class of its own. Raises what transformers raises for a config that cannot be shrunk."""
+    options: Any = {"dtype": torch.float32, "trust_remote_code": False}
     with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = cast(Any, AutoModelForCausalLM.from_config(shrunk(config), **options))
+        small = shrunk(config)
+        how = attention.named(small)
+        model = cast(Any, model_class(small, sees).from_config(small, attn_implementation=how, **options))
         for parameter in model.parameters():  # an initialisation of 0.02 would hide what is wrong behind zeros
             wide = 1 / math.sqrt(parameter.shape[-1])
             if parameter.ndim >= 2 and float(parameter.std()) < wide:

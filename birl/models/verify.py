@@ -48,7 +48,7 @@ def prove(config: Any, device: torch.device, kind: type | None = None, dtype: to
     from birl.models import twin  # once for each architecture: the proof is remembered
 
     try:
-        small = twin.twin(config)
+        small = twin.twin(config, sees=kind is not None and hasattr(kind, "get_image_features"))
     except Exception as error:
         raise BirlError(
             f"birl cannot verify {config.model_type}: a small model of its config cannot be built "

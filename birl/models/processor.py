@@ -1,0 +1,52 @@
+"""The processor of a model's folder, without what it has for videos and sounds, which need libraries of their own."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoImageProcessor, PreTrainedTokenizerBase
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from birl.errors import BirlError, first_line
+from birl.models.load import quiet
+from birl.models.vision import FAMILIES, family_of
+from birl.text.pictures import Bounds, Pictures
+
+FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def load_pictures(
+    folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, bounds: Bounds
+) -> Pictures | None:
+    """What finds the pictures of a model that sees; None for one that does not, or whose folder has no processor, which
+    then reads text alone. Raises `BirlError`."""
+    config: Any = model.config
+    if family_of(model) is None or not any((folder / name).is_file() for name in FILES):
+        return None
+    name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    if name is None:
+        raise BirlError(f"{folder}: transformers has no processor for {config.model_type}, so it cannot see pictures.")
+    try:
+        with quiet():
+            own = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+            processor = made(name, own, tokenizer, folder)
+    except Exception as error:
+        raise BirlError(
+            f"{folder}: the processor of its pictures cannot be loaded: {first_line(error)} Pictures need what "
+            "`pip install 'birl[pictures]'` installs."
+        ) from error
+    return Pictures(processor, tokenizer, bounds)
+
+
+def made(name: str, image_processor: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Any:
+    import transformers
+
+    kind: Any = getattr(transformers, name)
+    seeing = type(name, (kind,), {"check_argument_for_proper_class": lambda *_: None})  # None in place of other parts
+    parts = {"image_processor": image_processor, "tokenizer": tokenizer}
+    options, _ = kind.get_processor_dict(folder)
+    return seeing.from_args_and_dict([parts.get(part) for part in kind.get_attributes()], options)
+
+
+def sees(model_type: str) -> bool:
+    return model_type in FAMILIES

@@ -1,0 +1,199 @@
+"""Pictures in the forward pass: what the vision tower makes of them stands in place of their tokens' embeddings.
+
+    row       ids of a packed row, with placeholders (`text/pictures.py`) -> ids of the vocabulary, positions, `Seen`
+    Features  of one picture: a row for each placeholder, and rows that are added behind the first layers (DeepStack,
+              arXiv:2406.04334)
+    Seen      the features of all placeholders of a row, and their places
+
+The tower computes each picture by itself, once for all sequences of a row that have it: its gradient is the sum of what
+they send back. The language model gets embeddings; its own vision code, which looks for placeholders by their id in the
+vocabulary, would take a placeholder that the model itself has sampled for a picture.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from birl.errors import BirlError
+from birl.text.pictures import FIRST, Pictures, Processed, Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """`language`: the attribute of the model's body that is the language model. `axes`: a placeholder's position has
+    three parts, time, height and width (M-RoPE, arXiv:2409.12191)."""
+
+    language: str = "language_model"
+    axes: bool = False
+
+
+#: by model type
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), Family(axes=True)),
+    **dict.fromkeys(("smolvlm", "idefics3"), Family(language="text_model")),
+    **dict.fromkeys(("mistral3", "internvl", "lfm2_vl", "llava"), Family()),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Of one picture or several: rows [P, H], and what is added behind each of the first layers, [P, H] each."""
+
+    rows: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+    def __getitem__(self, places: Tensor | slice) -> "Features":
+        return Features(self.rows[places], tuple(each[places] for each in self.deep))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Features"]) -> "Features":
+        rows = torch.cat([part.rows for part in parts])
+        return cls(rows, tuple(torch.cat(each) for each in zip(*(part.deep for part in parts), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The features that stand at `places` [P] of a row."""
+
+    places: Tensor
+    features: Features
+
+
+def family_of(model: nn.Module) -> Family | None:
+    """None for a model without a vision tower."""
+    body: Any = cast(Any, model).base_model
+    return FAMILIES.get(cast(Any, model).config.model_type) if hasattr(body, "get_image_features") else None
+
+
+def language_model(model: nn.Module) -> nn.Module | None:
+    """Of a model that sees."""
+    family = family_of(model)
+    return None if family is None else getattr(cast(Any, model).base_model, family.language)
+
+
+def give(model: nn.Module, pictures: Pictures | None) -> None:
+    """From now on the model finds pictures there."""
+    cast(Any, model).pictures = pictures
+
+
+def pictures_of(model: nn.Module) -> Pictures | None:
+    return getattr(model, "pictures", None)
+
+
+def tower(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What is computed of pictures alone: all parameters but the language model's and the head's."""
+    language = language_model(model)
+    if language is None:
+        return {}
+    own = {id(p) for p in language.parameters()} | {id(p) for p in cast(Any, model).get_output_embeddings().parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) not in own}
+
+
+def look(model: nn.Module, picture: Processed) -> Features:
+    """What the tower makes of one picture."""
+    body: Any = cast(Any, model).base_model
+    weight = next(iter(cast(Any, model).get_input_embeddings().parameters()))
+    names = signature(body.get_image_features).parameters
+    inputs = {n: _tensor(array, weight.device) for n, array in picture.inputs.items() if n in names}
+    output = body.get_image_features(**inputs, return_dict=True)
+    rows = _rows(output.pooler_output)
+    if len(rows) != picture.count:
+        raise BirlError(
+            f"{type(model).__name__} makes {len(rows)} rows of a picture for which its processor writes "
+            f"{picture.count} placeholders: the two do not belong together."
+        )
+    deep = tuple(_rows(each).to(weight.dtype) for each in getattr(output, "deepstack_features", None) or ())
+    return Features(rows.to(weight.dtype), deep)
+
+
+def row(
+    model: nn.Module, tokens: Tensor, positions: Tensor, trees: Sequence[tuple[int, tuple[int, ...]]]
+) -> tuple[Tensor, Tensor, Seen | None]:
+    """A packed row, tokens [T] and positions [T] -> tokens of the vocabulary, positions [T] or [3, T], and what is
+    seen."""
+    pictures = pictures_of(model)
+    if pictures is None or not bool((tokens >= FIRST).any()):
+        return tokens, positions, None
+    spans = pictures.spans(tokens.tolist())
+    family = family_of(model)
+    assert family is not None
+    known: dict[str, Features] = {}
+    for span in spans:
+        if span.picture.digest not in known:
+            known[span.picture.digest] = look(model, span.picture)
+    features = Features.joined([known[span.picture.digest] for span in spans])
+    places = torch.tensor([p for span in spans for p in span.places], dtype=torch.int64, device=tokens.device)
+    if family.axes:
+        made = tree_axes(positions.tolist(), spans, trees)
+        positions = torch.from_numpy(made).to(tokens.device)
+    return plain(tokens), positions, Seen(places, features)
+
+
+def plain(tokens: Tensor) -> Tensor:
+    """With 0 for every placeholder: its embedding is not used."""
+    return tokens.masked_fill(tokens >= FIRST, 0)
+
+
+def embedded(model: nn.Module, tokens: Tensor, seen: Seen) -> dict[str, Any]:
+    """What the language model is called with in place of ids [T]."""
+    embeddings = cast(Any, model).get_input_embeddings()(tokens[None])
+    rows = seen.features.rows.to(embeddings.dtype)
+    result: dict[str, Any] = {"inputs_embeds": embeddings.index_copy(1, seen.places, rows[None])}
+    if seen.features.deep:
+        result["visual_pos_masks"] = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, seen.places, True)[None]
+        result["deepstack_visual_embeds"] = [each.to(embeddings.dtype) for each in seen.features.deep]
+    return result
+
+
+def axes(count: int, spans: Sequence[Span], start: int = 0) -> np.ndarray:
+    """Positions [3, count] of a sequence: text counts on in all three, a picture's placeholders lie in its grid, and
+    what comes behind goes on from its longer side. `start`: the position of the first."""
+    result = np.empty((3, count), np.int64)
+    place, position = 0, start
+    for span in spans:
+        first, (height, width) = span.places[0], span.picture.grid
+        result[:, place:first] = position + np.arange(first - place)
+        position += first - place
+        result[:, first : first + height * width] = position + np.stack(
+            [np.zeros(height * width, np.int64), np.arange(height).repeat(width), np.tile(np.arange(width), height)]
+        )
+        place, position = first + height * width, position + max(height, width)
+    result[:, place:] = position + np.arange(count - place)
+    return result
+
+
+def tree_axes(
+    positions: Sequence[int], spans: Sequence[Span], trees: Sequence[tuple[int, tuple[int, ...]]]
+) -> np.ndarray:
+    """The same of a packed row [3, T], whose branches go on where their prefix ended."""
+    result, place, left = np.empty((3, len(positions)), np.int64), 0, list(spans)
+
+    def piece(size: int, start: int) -> int:
+        nonlocal place
+        own = [s for s in left if place <= s.places[0] < place + size]
+        moved = [Span(s.picture, tuple(p - place for p in s.places)) for s in own]
+        result[:, place : place + size] = axes(size, moved, start)
+        end = int(result[:, place : place + size].max()) + 1 if size else start
+        place += size
+        return end
+
+    for prefix, branches in trees:
+        behind = piece(prefix, 0)
+        for size in branches:
+            piece(size, behind)
+    return result
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
+    kind = torch.float32 if array.dtype.kind == "f" else torch.bool if array.dtype.kind == "b" else torch.int64
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, kind)
+
+
+def _rows(value: Tensor | Sequence[Tensor]) -> Tensor:
+    whole = value if isinstance(value, Tensor) else torch.cat(list(value))
+    return whole.reshape(-1, whole.shape[-1])

@@ -1,0 +1,283 @@
+"""Pictures <-> the tokens that stand for them.
+
+A model's image processor makes pixel values of a picture, and says which text stands for it in a prompt: placeholder
+tokens, one for each row that the vision tower gives, with marks around. All placeholders have one id in the vocabulary.
+In birl each has an id of its own, beyond every vocabulary, which is made of the picture's digest:
+
+    FIRST + the digest's hexadecimal digits 7 k to 7 k + 6, of its k-th placeholder (k counted modulo 9)
+
+So what compares tokens (the cache's pages, the trees of a group, turns of an episode) compares pictures, too, and
+samples, checkpoints and workers carry pictures as tokens. The files are kept here, by digest, and what the model
+computes from them is made when the tokens go through it (`models/vision.py`). SGLang's pad values are the same idea,
+with one id for a whole picture; of two ids, 56 bits of the digest, one finds the file.
+"""
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from birl.errors import BirlError, first_line
+from birl.types import Picture
+
+FIRST = 2**30  # above every token id of a vocabulary, and below 2**31
+DIGITS, ROUND = 7, 9  # hexadecimal digits of an id, and ids until they begin again
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+FILES = 2**30  # bytes of files that are held in memory where a folder has them, too
+PIXELS = 2**29  # bytes of pixel values that are held to be used again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a picture may be at most: `pixels` of it when it is decoded, `megabytes` of its file; and how many `count`
+    one conversation may have."""
+
+    pixels: int = 2**24
+    megabytes: float = 20.0
+    count: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Processed:
+    """A picture as a model sees it. `text` stands for it in a prompt and has `count` placeholders; `inputs` are what
+    the vision tower takes, arrays by name; `grid` is the height and width of the placeholders' grid."""
+
+    digest: str
+    text: str
+    count: int
+    inputs: Mapping[str, np.ndarray]
+    grid: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.inputs.values())
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return placeholders(self.digest, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A picture in a sequence of ids: the places of its placeholders, in order."""
+
+    picture: Processed
+    places: tuple[int, ...]
+
+
+def placeholders(digest: str, count: int) -> tuple[int, ...]:
+    own = [FIRST + int(digest[DIGITS * k : DIGITS * (k + 1)], 16) for k in range(ROUND)]
+    return tuple(own[k % ROUND] for k in range(count))
+
+
+def is_picture(token: int) -> bool:
+    return token >= FIRST
+
+
+class Pictures:
+    """What one model sees of pictures: its processor, and every picture that it was given, in memory and, once `keep`
+    names one, in a folder. Used by several threads. `deepcopy` gives the same object: copies of a model share it."""
+
+    def __init__(self, processor: Any, tokenizer: Any, bounds: Bounds | None = None) -> None:
+        self.processor, self.tokenizer, self.bounds = processor, tokenizer, bounds or Bounds()
+        self.folder: Path | None = None
+        self.files: OrderedDict[str, bytes] = OrderedDict()  # by digest
+        self.processed: OrderedDict[str, Processed] = OrderedDict()
+        self.lock = threading.RLock()
+
+    def __deepcopy__(self, memo: Any) -> "Pictures":
+        return self
+
+    @cached_property
+    def token(self) -> str:
+        """Stands for a picture in what the chat template writes."""
+        return str(self.processor.image_token)
+
+    @cached_property
+    def id(self) -> int:
+        """Of every placeholder, in the model's vocabulary."""
+        return int(self.processor.image_token_ids[0])
+
+    def keep(self, folder: Path | None) -> None:
+        """From now on files are in this folder, too; those of before are written into it."""
+        with self.lock:
+            self.folder = folder
+            if folder is not None:
+                for digest, data in self.files.items():
+                    self._write(digest, data)
+
+    def add(self, picture: Picture) -> Processed:
+        """Raises `BirlError` for what is no picture, or one beyond the bounds."""
+        with self.lock:
+            result = self._process(picture.digest, picture.data)
+            if picture.digest not in self.files:
+                self.files[picture.digest] = picture.data
+                self._write(picture.digest, picture.data)
+            self._trim()
+            return result
+
+    def encode(self, text: str, pictures: Iterator[Picture]) -> tuple[int, ...]:
+        """Ids of a template's text, in which each `token` is the next of `pictures`. Raises `BirlError`."""
+        pieces = text.split(self.token)
+        seen = [self.add(one) for _, one in zip(pieces[1:], pictures, strict=False)]
+        if len(seen) < len(pieces) - 1:
+            raise BirlError(
+                f"A text holds {self.token}, which stands for a picture, {len(pieces) - 1 - len(seen)} times more often "
+                "than there are pictures. Remove it from the text."
+            )
+        whole = pieces[0] + "".join(one.text + piece for one, piece in zip(seen, pieces[1:], strict=True))
+        ids = list(self.tokenizer(whole, add_special_tokens=False).input_ids)
+        places = [i for i, token in enumerate(ids) if token == self.id]
+        own = [token for one in seen for token in one.ids]
+        if len(places) != len(own):
+            raise BirlError(
+                f"A text holds the placeholder of pictures, {self.tokenizer.convert_ids_to_tokens(self.id)}, by itself. "
+                "Remove it from the text."
+            )
+        for place, token in zip(places, own, strict=True):
+            ids[place] = token
+        return tuple(ids)
+
+    def shown(self, ids: Sequence[int]) -> list[int]:
+        """Ids of the vocabulary, for people to read: one placeholder for each stretch of them."""
+        return [
+            self.id if token >= FIRST else token
+            for i, token in enumerate(ids)
+            if token < FIRST or not i or ids[i - 1] < FIRST
+        ]
+
+    def spans(self, ids: Sequence[int]) -> list[Span]:
+        """The pictures in a sequence, or in a row of sequences, in order. Raises `BirlError` where one is missing, or
+        cut."""
+        places = [i for i, token in enumerate(ids) if token >= FIRST]
+        result: list[Span] = []
+        while places:
+            first, second = (ids[p] for p in (places * 2)[:2])
+            one = self._found(first, second if len(places) > 1 else None)
+            own = tuple(places[: one.count])
+            if tuple(ids[p] for p in own) != one.ids:
+                raise BirlError(f"A sequence has only {len(own)} of the {one.count} tokens of picture {one.digest}.")
+            result.append(Span(one, own))
+            del places[: one.count]
+        return result
+
+    def used(self, ids: Iterable[int]) -> dict[str, bytes]:
+        """The files of the pictures in a sequence, by digest."""
+        return {span.picture.digest: self._data(span.picture.digest) for span in self.spans(list(ids))}
+
+    def _found(self, first: int, second: int | None) -> Processed:
+        """The picture whose placeholders begin with these ids."""
+        prefix = f"{first - FIRST:07x}"
+        whole = prefix + (f"{second - FIRST:07x}" if second is not None and second >= FIRST else "")
+        with self.lock:
+            for start in (whole, prefix):  # a picture may have a single placeholder
+                for digest in self._beginning(start):
+                    result = self._process(digest)
+                    if len(start) > DIGITS or result.count == 1:
+                        return result
+        where = f" ({self.folder} has no file {prefix}...)" if self.folder else ""
+        raise BirlError(f"A sequence has a picture that is not there{where}: its file was never given, or removed.")
+
+    def _beginning(self, prefix: str) -> list[str]:
+        known = [digest for digest in self.files if digest.startswith(prefix)]
+        known += [digest for digest in self.processed if digest.startswith(prefix)]
+        if not known and self.folder is not None and self.folder.is_dir():
+            known = sorted(path.name for path in self.folder.glob(f"{prefix}*") if len(path.name) == 64)
+        return list(dict.fromkeys(known))
+
+    def _process(self, digest: str, data: bytes | None = None) -> Processed:
+        if digest in self.processed:
+            self.processed.move_to_end(digest)
+            return self.processed[digest]
+        result = self.processed[digest] = processed(self.processor, digest, data or self._data(digest), self.bounds)
+        while len(self.processed) > 1 and sum(one.nbytes for one in self.processed.values()) > PIXELS:
+            self.processed.popitem(last=False)
+        return result
+
+    def _data(self, digest: str) -> bytes:
+        if digest in self.files:
+            self.files.move_to_end(digest)
+            return self.files[digest]
+        if self.folder is not None and (path := self.folder / digest).is_file():
+            data = path.read_bytes()
+            if Picture.of(data).digest == digest:
+                return data
+        raise BirlError(f"The file of picture {digest} is gone{f' from {self.folder}' if self.folder else ''}.")
+
+    def _write(self, digest: str, data: bytes) -> None:
+        if self.folder is None or (path := self.folder / digest).exists():
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_bytes(data)
+        part.replace(path)
+
+    def _trim(self) -> None:
+        while self.folder is not None and len(self.files) > 1 and sum(map(len, self.files.values())) > FILES:
+            self.files.popitem(last=False)
+
+
+def processed(processor: Any, digest: str, data: bytes, bounds: Bounds) -> Processed:
+    """What a model's processor makes of one picture, alone: so it is the same whatever is beside it."""
+    image = decoded(data, bounds)
+    options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="np")
+    try:
+        own, texts = processor._process_images([[image]] if nested(processor) else [image], **extra(processor, options))
+    except (ValueError, ZeroDivisionError) as error:  # of a shape that the model does not take
+        raise BirlError(f"A picture of {image.width} x {image.height} pixels: {first_line(error)}") from error
+    inputs = {name: np.asarray(value) for name, value in own.items() if not isinstance(value, str)}
+    token = processor.tokenizer.convert_ids_to_tokens(int(processor.image_token_ids[0]))
+    grid = inputs.get("image_grid_thw")
+    size = getattr(processor.image_processor, "merge_size", 1) if grid is not None else 1
+    height, width = (0, 0) if grid is None else (int(n) // size for n in grid[0][1:])
+    return Processed(
+        digest=digest, text=texts[0], count=texts[0].count(token), inputs=inputs, grid=(height, width)
+    )  # fmt: skip
+
+
+def nested(processor: Any) -> bool:
+    """Does it want a list of pictures for each text?"""
+    return type(processor).__name__ in ("SmolVLMProcessor", "Idefics3Processor", "Lfm2VlProcessor", "Gemma3Processor")
+
+
+def extra(processor: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the processor's own call, what is said about pictures."""
+    result = dict(options["images_kwargs"])
+    if type(processor).__name__ == "Lfm2VlProcessor":
+        result["use_image_special_tokens"] = options.get("use_image_special_tokens", True)
+    return result
+
+
+def decoded(data: bytes, bounds: Bounds) -> Any:
+    """A PIL image in RGB, upright. Its size is read from its head, and judged, before a pixel is decoded. Raises
+    `BirlError`."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise BirlError("Pictures need Pillow: pip install 'birl[pictures]'.") from error
+    if len(data) > bounds.megabytes * 1e6:
+        raise BirlError(
+            f"A picture's file has {len(data) / 1e6:.1f} MB, at most {bounds.megabytes:g} are read "
+            "(model.max_picture_mb)."
+        )
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            pixels = image.width * image.height
+            if pixels > bounds.pixels:
+                raise BirlError(
+                    f"A picture of {image.width} x {image.height} pixels is not decoded: at most {bounds.pixels} "
+                    "pixels are (model.max_pixels)."
+                )
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except BirlError:
+        raise
+    except Exception as error:  # Pillow raises whatever a file makes it raise, DecompressionBombError among it
+        raise BirlError(
+            f"A picture cannot be read ({first_line(error)}). It must be a whole file of {', '.join(FORMATS)}."
+        ) from error

@@ -1,0 +1,125 @@
+"""Folders of tiny random vision-language models: transformers' own classes, image processors and a tokenizer that is
+made here."""
+
+import io
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from PIL import Image, ImageDraw
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
+
+from tests.tiny import tiny_tokenizer
+
+WORDS = 352
+TEXT: dict[str, Any] = {
+    **{"vocab_size": WORDS, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False},
+}
+AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
+TOWER: dict[str, Any] = {
+    **{"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 4, "out_hidden_size": 48},
+    **{"spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.2},
+}
+QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+#: by family: the tokens around a picture, as its chat template writes it, and other special tokens
+MARKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), ("<|vision_start|><|image_pad|><|vision_end|>", QWEN)),
+    "smolvlm": (
+        "<image>",
+        ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<video>",
+         *(f"<row_{r}_col_{c}>" for r in (1, 2) for c in (1, 2))),
+    ),
+    "mistral3": ("[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]")),
+    "internvl": ("<IMG_CONTEXT>", ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")),
+    "lfm2_vl": ("<image>", ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+         *(f"<|img_row_{r}_col_{c}|>" for r in (1, 2) for c in (1, 2)))),
+}  # fmt: skip
+NAMED = {"internvl": {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+                      "video_token": "<video>"}}  # fmt: skip
+
+
+def template(mark: str) -> str:
+    return (
+        "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}{% if message['content'] is string %}"
+        "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ '"
+        + mark
+        + "' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+
+
+def tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    mark, specials = MARKS[kind]
+    result = tiny_tokenizer(vocab=320, template=template(mark))
+    result.add_special_tokens({"additional_special_tokens": list(specials)})
+    if kind in NAMED:
+        result.init_kwargs |= {"extra_special_tokens": NAMED[kind]}
+        for name, token in NAMED[kind].items():
+            setattr(result, name, token)
+            setattr(result, f"{name}_id", result.convert_tokens_to_ids(token))
+    return result
+
+
+def config(kind: str, words: PreTrainedTokenizerFast) -> Any:
+    def token(text: str) -> int:
+        return cast(int, words.convert_tokens_to_ids(text))
+
+    if kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+        tower = dict(TOWER)
+        text = {**TEXT, **AXES}
+        if kind == "qwen3_vl":
+            tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+        elif kind == "qwen3_5":
+            tower |= {"num_position_embeddings": 64}
+            text |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+            text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+            text |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+            text |= {"rope_parameters": {**AXES["rope_parameters"], "partial_rotary_factor": 1.0}}
+        else:
+            tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
+            text["hidden_size"] = tower["out_hidden_size"] = 64  # heads of 16
+            del text["head_dim"]
+        ids = {"image_token_id": token(QWEN[2]), "video_token_id": token(QWEN[3])}
+        ids |= {"vision_start_token_id": token(QWEN[0]), "vision_end_token_id": token(QWEN[1])}
+        return AutoConfig.for_model(kind, text_config=text, vision_config=tower, **ids)
+    raise KeyError(kind)
+
+
+def image_processor(kind: str) -> dict[str, Any]:
+    if kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+        return {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            **{"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2},
+            "size": {"shortest_edge": 64, "longest_edge": 1024},
+        }
+    raise KeyError(kind)
+
+
+def folder(path: Path | str, kind: str = "qwen3_vl", seed: int = 0) -> Path:
+    """A model folder as the hub has them."""
+    import json
+
+    path = Path(path)
+    words = tokenizer(kind)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = cast(Any, AutoModelForImageTextToText.from_config(config(kind, words))).float()
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model.save_pretrained(path)
+    words.save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps(image_processor(kind)))
+    return path
+
+
+def drawn(text: str = "7", size: tuple[int, int] = (24, 16), color: str = "white") -> bytes:
+    """A PNG file."""
+    image = Image.new("RGB", size, color)
+    ImageDraw.Draw(image).text((2, 2), text, fill="black")
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
