@@ -73,6 +73,11 @@ class Message:
     name: str = ""
     pictures: tuple[Picture, ...] = ()
 
+    @property
+    def digests(self) -> str:
+        """Of its pictures; empty without."""
+        return " ".join(picture.digest for picture in self.pictures)
+
     def __post_init__(self) -> None:
         if self.pictures and self.content.count(PLACE) != len(self.pictures):
             raise ValueError(f"{len(self.pictures)} pictures for {self.content.count(PLACE)} places in the text")

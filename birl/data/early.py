@@ -1,16 +1,19 @@
 """Errors in rows, reported before torch is imported: small local files are read in plain Python."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from birl.config import schema
 from birl.data.files import FORMATS, check_readable
 from birl.data.forms import pair_form, text_form
+from birl.data.messages import Shown
 from birl.data.parse import check_json, parse_csv, parse_json
 from birl.data.rows import Rows, part
 from birl.data.sources import check_place
 from birl.data.tasks import Tasks, reader_of
 from birl.errors import BirlError
+from birl.text.parts import Finder
 
 SIZE = 2**21  # bytes of a file that is read
 ROWS = 1000
@@ -43,7 +46,7 @@ def _parsed(path: Path) -> list[dict[str, Any]] | None:
 def _check(rows: Rows, config: Any) -> None:
     first = range(min(len(rows), ROWS))
     if isinstance(config.data, schema.Data):
-        tasks = Tasks(rows, reader_of(rows, config.data, chat=True))
+        tasks = Tasks(rows, replace(reader_of(rows, config.data, chat=True), offline=True))
         for i in first:
             tasks[i]
         return
@@ -52,4 +55,5 @@ def _check(rows: Rows, config: Any) -> None:
     else:
         form = pair_form(rows, config.data, getattr(config, "preference", None))
     for i in first:
-        form.read(rows[i], rows.where(i))
+        finder = Finder(folder=rows.folder(i), hosts=tuple(config.data.picture_hosts), offline=True)
+        form.read(rows[i], rows.where(i), Shown.of(rows[i], finder, rows.where(i)))

@@ -13,14 +13,17 @@ All rows are made into tokens once, before the first step, so that a broken one 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from birl.config import schema
+from birl.data.messages import Shown
 from birl.data.forms import PairForm, TextForm, is_text, pair_form, text_form
 from birl.data.rows import Rows
 from birl.data.sequences import Encoded, Encoder, Tokens, Unfit, only_what_differs
 from birl.data.tasks import read_sources, squeezed
 from birl.errors import BirlError
+from birl.text.parts import Finder
 from birl.types import Conversation, Message
 
 if TYPE_CHECKING:
@@ -96,7 +99,7 @@ def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[R
         build, kept, long = reader(rows), [], 0
         for i in range(len(rows)):
             try:
-                example = build.example(side + prefix + rows.id(i), rows[i], rows.where(i))
+                example = build.example(side + prefix + rows.id(i), rows[i], rows.where(i), rows.folder(i))
                 long += max(map(len, example.sequences)) > limit
                 kept.append(_cut(example, limit))
             except Unfit:
@@ -129,8 +132,8 @@ class Texts:
     encoder: Encoder
     form: TextForm
 
-    def example(self, name: str, row: dict[str, Any], where: str) -> Example:
-        prompt, answer = self.form.read(row, where)
+    def example(self, name: str, row: dict[str, Any], where: str, folder: Path) -> Example:
+        prompt, answer = self.form.read(row, where, shown(self.encoder, folder, row, where))
         roles = self.form.roles
         if isinstance(answer, str):
             key = _key(answer if prompt is None else prompt)
@@ -162,9 +165,9 @@ class Pairs:
     encoder: Encoder
     form: PairForm
 
-    def example(self, name: str, row: dict[str, Any], where: str) -> Example:
+    def example(self, name: str, row: dict[str, Any], where: str, folder: Path) -> Example:
         columns = self.form.columns
-        pair = self.form.read(row, where)
+        pair = self.form.read(row, where, shown(self.encoder, folder, row, where))
         sides = [self._side(pair.prompt, answer, where) for answer in pair.answers]
         if len(sides) == 2:
             if sides[0][0] == sides[1][0]:
@@ -191,6 +194,11 @@ class Pairs:
         return self.encoder.spoken(self.encoder.led(answer), ["assistant"], where)
 
 
+def shown(encoder: Encoder, folder: Path, row: dict[str, Any], where: str) -> Shown:
+    """The row's pictures."""
+    return Shown.of(row, Finder(folder=folder, hosts=tuple(encoder.config.picture_hosts)), where)
+
+
 def _behind(prompt: tuple[Message, ...], talk: tuple[Message, ...]) -> tuple[Message, ...]:
     """Messages of an answer behind their prompt; where they repeat its question, the longer beginning of the two."""
     asked = [i for i, m in enumerate(talk) if _key((m,)) == _key(prompt[-1:])]
@@ -202,4 +210,4 @@ def _behind(prompt: tuple[Message, ...], talk: tuple[Message, ...]) -> tuple[Mes
 def _key(prompt: Conversation) -> str:
     if isinstance(prompt, str):
         return squeezed(prompt)
-    return "\n".join(squeezed(m.content) for m in prompt)
+    return "\n".join(squeezed(m.content) + m.digests for m in prompt)

@@ -9,18 +9,15 @@ from itertools import takewhile
 from typing import Any
 
 from birl.config import schema
-from birl.data.messages import kind, messages_of, text_of
+from birl.data.messages import Shown, kind, messages_of, text_of
 from birl.data.rows import Rows, pick
 from birl.data.tasks import PROMPTS, RESPONSES, column_of, existing, for_another
 from birl.errors import BirlError
-from birl.types import Conversation
+from birl.types import Conversation, Message
 
 TRUE, FALSE = (True, 1, "true", "yes", "1"), (False, 0, "false", "no", "0", -1)
-PICTURES = "pictures are not read. Remove these rows, or the column."
 #: columns of TRL's formats that say what the model sees or learns, and why they are refused
 UNREAD = {
-    "images": PICTURES,
-    "image": PICTURES,
     "tools": "no tools are written into these prompts. Write them into the system message, or remove the column.",
     "chat_template_kwargs": "templates get no options of a row. Remove the column.",
     "completions": "answers that are judged step by step are not learned. Use one answer a row, as `response`.",
@@ -96,30 +93,35 @@ class TextForm:
     prompt: str | None
     response: str | None
 
-    def read(self, row: dict[str, Any], where: str) -> tuple[Conversation | None, Conversation]:
-        """A prompt and what answers it; or no prompt and a whole text or conversation. Raises `BirlError`."""
+    def read(
+        self, row: dict[str, Any], where: str, shown: Shown | None = None
+    ) -> tuple[Conversation | None, Conversation]:
+        """A prompt and what answers it; or no prompt and a whole text or conversation. `shown`: the row's pictures.
+        Raises `BirlError`."""
         _check_read(row, where)
+        shown = shown or Shown()
         value = pick(row, self.prompt) if self.prompt else None
         answer = pick(row, self.response) if self.response else None
         if value is None and self.prompt and row.get("text") is None:
             raise BirlError(f"{where}: has no `{self.prompt}`, which other rows have. One form of rows a file.")
         if value is None:
+            unplaced(shown, where)
             return None, text_of(row.get("text"), where, "text")
         if not isinstance(value, str) and not self._is_prompt(value, answer):
-            talk = messages_of(value, where, str(self.prompt), whole=True)
+            talk = messages_of(value, where, str(self.prompt), whole=True, shown=shown)
             if "all" not in self.roles and not any(m.role in self.roles for m in talk):
                 raise BirlError(
                     f"{where}: no message of {', '.join(self.roles)}, so there is nothing to learn. Remove the row."
                 )
             return None, talk
-        prompt = (text_of if isinstance(value, str) else messages_of)(value, where, str(self.prompt))
+        prompt = _prompt(value, where, str(self.prompt), shown)
         if self.response is None:
             raise BirlError(
                 f"{where}: `{self.prompt}` is there, but nothing to answer it. Set data.answer_column, or put the "
                 "answer into `messages`. Prompts alone are for `birl rl`."
             )
         if isinstance(answer, list):
-            return prompt, messages_of(answer, where, self.response, whole=True)
+            return prompt, messages_of(answer, where, self.response, whole=True, shown=Shown(shown.finder))
         return prompt, text_of(answer, where, self.response)
 
     def _is_prompt(self, value: Any, answer: Any) -> bool:
@@ -155,32 +157,35 @@ class PairForm:
         chosen, rejected = self.config.chosen_column, self.config.rejected_column
         return [chosen] if self.label else [chosen, rejected]
 
-    def read(self, row: dict[str, Any], where: str) -> Pair:
+    def read(self, row: dict[str, Any], where: str, shown: Shown | None = None) -> Pair:
         """Raises `BirlError`."""
         _check_read(row, where)
+        shown = shown or Shown()
         value = pick(row, self.prompt) if self.prompt else None
         prompt: Conversation | None = None
         if value is not None:
-            prompt = (text_of if isinstance(value, str) else messages_of)(value, where, str(self.prompt))
+            prompt = _prompt(value, where, str(self.prompt), shown)
+            shown = Shown(shown.finder)
         answers = [pick(row, column) for column in self.columns]
         if prompt is None and len(answers) == 2 and all(isinstance(a, str) for a in answers):
             prompt, answers = _same_beginning(*answers)
         return Pair(
             prompt=prompt,
-            answers=tuple(self._answer(prompt, a, where, c) for a, c in zip(answers, self.columns, strict=True)),
+            answers=tuple(self._answer(prompt, a, where, c, shown) for a, c in zip(answers, self.columns, strict=True)),
             margin=self._margin(row, where),
             good=_truth(pick(row, self.label), where, self.label) if self.label else True,
         )
 
-    def _answer(self, prompt: Conversation | None, value: Any, where: str, name: str) -> Conversation:
+    def _answer(self, prompt: Conversation | None, value: Any, where: str, name: str, shown: Shown) -> Conversation:
         if isinstance(value, str):
+            unplaced(shown, where)
             if prompt is None:
                 raise BirlError(
                     f"{where}: `{name}` is an answer, but there is nothing that it answers: add a column `prompt` or "
                     "`messages`, or give whole conversations."
                 )
             return text_of(value, where, name)
-        talk = messages_of(value, where, name, whole=True)
+        talk = messages_of(value, where, name, whole=True, shown=shown)
         if talk[-1].role != "assistant":
             raise BirlError(
                 f"{where}: `{name}` ends with a message of {talk[-1].role}; the answer to judge is missing."
@@ -195,6 +200,19 @@ class PairForm:
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
             raise BirlError(f"{where}: `{name}` is {kind(value)}, it needs to be a number.")
         return float(value)
+
+
+def _prompt(value: Any, where: str, name: str, shown: Shown) -> Conversation:
+    if not isinstance(value, str):
+        return messages_of(value, where, name, shown=shown)
+    text = text_of(value, where, name)
+    return shown.placed((Message(role="user", content=text),), 0) if shown.beside else text
+
+
+def unplaced(shown: Shown, where: str) -> None:
+    """Raises `BirlError` where there are pictures, and no message to put them into."""
+    if shown.beside:
+        raise BirlError(f"{where}: has pictures, and text without messages, which has no place for them.")
 
 
 def _same_beginning(chosen: str, rejected: str) -> tuple[str | None, list[Any]]:

@@ -1,15 +1,20 @@
 """A list of {role, content} in a row -> `Message`s, as the chat templates of OpenAI, transformers and TRL have them.
 
-content       text, or a list of {"type": "text", "text": ...}; null or left out where an assistant only calls
+content       text, or a list of parts, text and pictures (`birl/text/parts.py`); null or left out where an assistant only
+              calls
 tool_calls    {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments as an object or as JSON text
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from birl.errors import BirlError, did_you_mean
-from birl.types import Message, ToolCall
+from birl.text.parts import Finder, content
+from birl.types import PLACE, Message, Picture, ToolCall
+
+COLUMNS = ("images", "image")
 
 KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 THOUGHTS = ("reasoning_content", "thinking")
@@ -20,6 +25,40 @@ ALIASES = {
     **dict.fromkeys(("bot", "model", "gpt", "ai", "chatbot", "agent", "chatgpt", "answer"), "assistant"),
     **dict.fromkeys(("human", "prompter", "question"), "user"),
 }
+
+
+@dataclass(slots=True)
+class Shown:
+    """The pictures beside a row's messages, in its column `images` or `image`, and where others may come from."""
+
+    finder: Finder = field(default_factory=Finder)
+    beside: tuple[Picture, ...] = ()
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], finder: Finder, where: str) -> "Shown":
+        """Raises `BirlError`."""
+        name = next((name for name in COLUMNS if row.get(name)), None)
+        if name is None:
+            return cls(finder)
+        given = row[name] if isinstance(row[name], list) else [row[name]]
+        try:
+            return cls(finder, tuple(finder.picture(one) for one in given))
+        except BirlError as error:
+            raise BirlError(f"{where}: `{name}` {error}.") from error
+
+    def placed(self, messages: tuple[Message, ...], taken: int) -> tuple[Message, ...]:
+        """Where no message has shown them, the first of a user does, before its text (as TRL does)."""
+        if taken == len(self.beside):
+            return messages
+        first = next((i for i, m in enumerate(messages) if m.role == "user"), 0)
+        if taken:
+            raise BirlError(
+                f"The messages show {taken} of {len(self.beside)} pictures of column `images`: show each, or none"
+            )
+        own = messages[first]
+        text = PLACE * len(self.beside) + own.content
+        shown = replace(own, content=text, pictures=(*self.beside, *own.pictures))
+        return (*messages[:first], shown, *messages[first + 1 :])
 
 
 def kind(value: Any) -> str:
@@ -34,15 +73,24 @@ def text_of(value: Any, where: str, field: str) -> str:
     return value
 
 
-def messages_of(value: Any, where: str, field: str, whole: bool = False) -> tuple[Message, ...]:
-    """A list of {role, content}. Unless it is the `whole` conversation, something must be left to answer. Raises
-    `BirlError`, also for what a message says beside its content: a model would learn an answer without it."""
+def messages_of(
+    value: Any, where: str, field: str, whole: bool = False, shown: Shown | None = None
+) -> tuple[Message, ...]:
+    """A list of {role, content}. Unless it is the `whole` conversation, something must be left to answer. `shown`: the
+    row's pictures. Raises `BirlError`, also for what a message says beside its content: a model would learn an answer
+    without it."""
     if not isinstance(value, list):
         raise BirlError(f"{where}: {field} is {kind(value)}, it needs to be text or a list of messages.")
     if not value:
         raise BirlError(f"{where}: `{field}` is empty. Remove the row.")
     unread = ("function_call", *(THOUGHTS if whole else ()))
-    result = tuple(_message(m, where, f"{field}[{i}]", unread) for i, m in enumerate(value))
+    shown = shown or Shown()
+    left = iter(shown.beside)
+    result = tuple(_message(m, where, f"{field}[{i}]", unread, (shown.finder, left)) for i, m in enumerate(value))
+    try:
+        result = shown.placed(result, len(shown.beside) - sum(1 for _ in left))
+    except BirlError as error:
+        raise BirlError(f"{where}: {field}: {error}.") from error
     if whole:
         return result
     if result[-1].role == "assistant":
@@ -54,7 +102,10 @@ def messages_of(value: Any, where: str, field: str, whole: bool = False) -> tupl
     return result
 
 
-def _message(value: Any, where: str, field: str, unread: Sequence[str]) -> Message:
+Given = tuple[Finder, Iterator[Picture]]
+
+
+def _message(value: Any, where: str, field: str, unread: Sequence[str], given: Given) -> Message:
     says = isinstance(value, Mapping) and (value.get("tool_calls") or "content" in value)
     if not isinstance(value, Mapping) or value.get("role") is None or not says:
         result = f"has {', '.join(value)}" if isinstance(value, Mapping) else f"is {kind(value)}"
@@ -71,10 +122,12 @@ def _message(value: Any, where: str, field: str, unread: Sequence[str]) -> Messa
         hint = f" Did you mean {near}?" if near else did_you_mean(role, ROLES)
         raise BirlError(f"{where}: {field}.role is {role[:80]!r}; roles are {', '.join(ROLES)}.{hint}")
     calls = _calls(value.get("tool_calls"), where, f"{field}.tool_calls", role)
-    content, answers = value.get("content"), role == "tool"
+    said, answers = value.get("content"), role == "tool"
+    text, pictures = ("", ()) if calls and said is None else _content(said, where, f"{field}.content", given)
     return Message(
         role=role,
-        content="" if calls and content is None else _content(content, where, f"{field}.content"),
+        content=text,
+        pictures=pictures,
         tool_calls=calls,
         tool_call_id=_optional(value, "tool_call_id", where, field) if answers else "",
         name=_optional(value, "name", where, field) if answers else "",
@@ -88,23 +141,22 @@ def _optional(value: Mapping[str, Any], name: str, where: str, field: str) -> st
     return result or ""
 
 
-def _content(value: Any, where: str, field: str) -> str:
-    """Text, or parts that are all text, joined as templates join them."""
+def _content(value: Any, where: str, field: str, given: Given) -> tuple[str, tuple[Picture, ...]]:
+    """Text, or parts, joined as templates join them, and the pictures among them."""
     if not isinstance(value, list):
         if not isinstance(value, str):
             raise BirlError(f"{where}: {field} is {kind(value)}, it needs to be text.")
-        return value
+        return value, ()
     for i, part in enumerate(value):
         if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
             raise BirlError(f'{where}: {field}[{i}] is {kind(part)}; a part is {{"type": "text", "text": "..."}}.')
-        if part["type"] != "text":
-            raise BirlError(
-                f"{where}: {field}[{i}] is of type {part['type'][:80]!r}: only text is read, no pictures or sounds. "
-                "Remove the row."
-            )
-        if not isinstance(part.get("text"), str):
+        if part["type"] == "text" and not isinstance(part.get("text"), str):
             raise BirlError(f"{where}: {field}[{i}].text is {kind(part.get('text'))}, it needs to be text.")
-    return "".join(part["text"] for part in value)
+    try:
+        text, pictures = content(value, *given)
+    except BirlError as error:
+        raise BirlError(f"{where}: {field}{error}. Correct or remove the row.") from error
+    return text, tuple(pictures)
 
 
 def _calls(value: Any, where: str, field: str, role: str) -> tuple[ToolCall, ...]:

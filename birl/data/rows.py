@@ -8,9 +8,11 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
+from birl.text.parts import png
 
 PEEK = 100  # rows in which a nested field is looked for
 
@@ -62,6 +64,11 @@ class Rows(Sequence[dict[str, Any]]):
         part, i = self._find(index)
         return f"{part.place}, row {i + 1}"
 
+    def folder(self, index: int) -> Path:
+        """What paths in a row are relative to: where its file is; of rows without one, where the program runs."""
+        place = Path(self._find(index)[0].place)
+        return place.parent if place.is_file() else Path()
+
     def id(self, index: int) -> str:
         part, i = self._find(index)
         return f"{part.label}:{i}"
@@ -111,6 +118,8 @@ def plain(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
+    if hasattr(value, "save") and hasattr(value, "convert"):  # a PIL image
+        return base64.b64encode(png(value)).decode("ascii")
     if isinstance(value, decimal.Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return plain(value.tolist()) if hasattr(value, "tolist") else str(value)  # numpy, torch

@@ -11,6 +11,7 @@ import numpy as np
 from birl.config import schema
 from birl.errors import BirlError
 from birl.text.bounds import beginning, cannot_fit
+from birl.text.pictures import is_picture
 from birl.types import Conversation, Message, Sample
 
 if TYPE_CHECKING:
@@ -103,11 +104,22 @@ class Encoder:
         """Raises `BirlError` where nothing is to be learned."""
         ids, mask = encoded
         mask = (False, *mask[1:])  # nothing comes before the first token that it could be predicted from
+        if is_picture(max(ids, default=0)):  # what stands for a picture is no word
+            mask = tuple(m and not is_picture(token) for token, m in zip(ids, mask, strict=True))
+            ids, mask = self._before_cut_picture(ids, mask)
         if len(ids) > self.limit and not (self.cuts and any(mask[: self.limit])):
             raise Unfit
         if not any(mask):
             raise BirlError(f"{where}: no message of {', '.join(roles)}, so there is nothing to learn. Remove the row.")
         return Tokens(ids=array("i", ids), mask=bytes(mask))
+
+    def _before_cut_picture(self, ids: tuple[int, ...], mask: tuple[bool, ...]) -> Encoded:
+        """A sequence that is cut ends before a picture of which the limit would leave a part."""
+        if len(ids) <= self.limit or self.chat.pictures is None:
+            return ids, mask
+        firsts = (s.places[0] for s in self.chat.pictures.spans(ids) if s.places[0] < self.limit <= s.places[-1])
+        end = min(firsts, default=len(ids))
+        return ids[:end], mask[:end]
 
     def fits(self, conversation: Conversation) -> bool:
         return not cannot_fit(conversation, self.limit)

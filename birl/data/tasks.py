@@ -18,11 +18,12 @@ from typing import Any, Literal, overload
 
 from birl.config.schema import Data, Files
 from birl.data.files import no_column
-from birl.data.messages import messages_of, text_of
+from birl.data.messages import Shown, messages_of, text_of
 from birl.data.rows import Rows, pick
 from birl.data.rows import given as handed_over
 from birl.data.sources import read
 from birl.errors import BirlError
+from birl.text.parts import Finder
 from birl.types import Message, Task
 
 PROMPTS = ("messages", "prompt", "question")
@@ -37,36 +38,42 @@ THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """How the rows of one source become Tasks. `answer` None: they have none. `raw`: text stays text."""
+    """How the rows of one source become Tasks. `answer` None: they have none. `raw`: text stays text. `hosts`,
+    `offline`: of `Finder`."""
 
     prompt: str
     answer: str | None
     raw: bool
     chat: bool
     system: str
+    hosts: tuple[str, ...] = ()
+    offline: bool = False
 
     def task(self, rows: Rows, index: int, prefix: str = "") -> Task:
         row, where = rows[index], rows.where(index)
+        finder = Finder(folder=rows.folder(index), hosts=self.hosts, offline=self.offline)
         return Task(
             id=prefix + rows.id(index),
-            prompt=self._prompt(pick(row, self.prompt), where),
+            prompt=self._prompt(pick(row, self.prompt), where, Shown.of(row, finder, where)),
             answer=self._answer(pick(row, self.answer), where) if self.answer else None,
             columns={name: value for name, value in row.items() if name != self.prompt},
             source=next((str(s) for path in SOURCES if (s := pick(row, path))), rows.stem(index)),
             messages=self.prompt != "messages" and isinstance(pick(row, self.prompt), list),
         )
 
-    def _prompt(self, value: Any, where: str) -> tuple[Message, ...] | str:
+    def _prompt(self, value: Any, where: str, shown: Shown) -> tuple[Message, ...] | str:
         if isinstance(value, str):
             text = text_of(value, where, self.prompt)
+            if self.raw and shown.beside:
+                raise BirlError(f"{where}: has pictures, and its prompt is raw text, which has no place for them.")
             if self.raw:
                 self._refuse_system(where)
                 return text
-            messages = (Message(role="user", content=text),)
+            messages = shown.placed((Message(role="user", content=text),), 0)
         elif value is None or value == []:
             raise BirlError(f"{where}: `{self.prompt}` is empty. Remove the row.")
         else:
-            messages = messages_of(value, where, self.prompt)
+            messages = messages_of(value, where, self.prompt, shown=shown)
             if not self.chat:
                 raise BirlError(
                     f"{where}: `{self.prompt}` is a list of messages, but the tokenizer has no chat template for them. "
@@ -214,7 +221,7 @@ def prompt_text(task: Task) -> str:
     """What makes two prompts the same: their words, white space aside."""
     if isinstance(task.prompt, str):
         return squeezed(task.prompt)
-    return "\n".join(f"{m.role}: {squeezed(m.content)}" for m in task.prompt)
+    return "\n".join(f"{m.role}: {squeezed(m.content)}{m.digests}" for m in task.prompt)
 
 
 def squeezed(text: str) -> str:
@@ -244,7 +251,7 @@ def reader_of(rows: Rows, config: Data, chat: bool) -> Reader:
             + for_another(rows, "rl")
         )
     answer = column_of(rows, config.answer_column, ANSWERS, "data.answer_column")
-    return Reader(prompt=prompt, answer=answer, raw=raw, chat=chat, system=config.system_prompt)
+    return Reader(prompt=prompt, answer=answer, raw=raw, chat=chat, system=config.system_prompt, hosts=tuple(config.picture_hosts))  # fmt: skip
 
 
 def column_of(rows: Rows, chosen: str, candidates: Sequence[str], key: str) -> str | None:

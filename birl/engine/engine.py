@@ -34,6 +34,7 @@ from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
 from birl.models.forward import head, logits
 from birl.models.slots import page_bytes, state_bytes
+from birl.models.vision import sight
 from birl.parallel.machine import check_returned, give_back, held_memory
 from birl.spans import answered, done
 from birl.text.chat import StopChecker
@@ -142,6 +143,7 @@ class EmbeddedEngine:
             checker=StopChecker(self.tokenizer, params.stop) if params.stop else None,
             future=asyncio.get_running_loop().create_future(),
             session=session,
+            sight=sight(self.runner.model, prompt_ids),
             watch=watch,
             guide=guide,
             best=best,

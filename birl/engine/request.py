@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from birl.models.vision import Sight
 from birl.text.chat import StopChecker
 from birl.text.grammar import Guide
 from birl.types import Completion, SamplingParams, Stop
@@ -27,6 +28,7 @@ class Request:
     checker: StopChecker | None
     future: "asyncio.Future[Completion]"
     session: str = ""
+    sight: Sight | None = None  # the pictures in the prompt
     guide: Guide | None = None  # what the answer may be
     best: list[tuple[int, float]] | None = None  # of each given token: the likeliest one in its place, its log-prob
     watch: "Callable[[Request], None] | None" = None  # called after every step that gave it tokens

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from birl import kernels
 from birl.engine.graphs import Graphs
+from birl.engine.looks import Looks
 from birl.engine.pages import Pages, sharing
 from birl.engine.sampler import checked, sample
 from birl.engine.scheduler import ScheduledTokens
@@ -23,6 +24,7 @@ from birl.models.paged import Cache, Paged
 from birl.models.routing import routing_for
 from birl.models.slots import slots_of, state_bytes
 from birl.models.states import Stretch
+from birl.models.vision import pictures_of
 from birl.types import SamplingParams
 
 
@@ -38,6 +40,7 @@ class Runner:
         self.cache: Cache | None = None
         self.graphs: Graphs | None = None  # on CUDA
         self.eager = ""  # what keeps this model's steps from being captured
+        self.looks = Looks(model)
 
     def run(self, plan: Sequence[ScheduledTokens]) -> Tensor:
         """Hidden states [samplers + guesses, H] for the next token of each sampler of each complete work, and for one
@@ -56,9 +59,9 @@ class Runner:
         each = zip(plan, counts, ends, strict=True)
         layout.stretches.extend(Stretch(w.request.place, end - n, n, begun=w.start > 0) for w, n, end in each)
         with nullcontext({}) if self.routing is None else self.routing.watching() as seen:
-            hidden = hidden_states(
-                self.model, tokens, torch.tensor(lengths, device=device, dtype=torch.int64) - 1, layout
-            )
+            positions = torch.tensor(lengths, device=device, dtype=torch.int64) - 1
+            tokens, positions, pictures = self.looks.row(plan, tokens, positions)
+            hidden = hidden_states(self.model, tokens, positions, layout, pictures)
         if self.routing is not None:
             record(plan, self.routing.routes(seen))
         rows: list[int] = []
@@ -110,6 +113,7 @@ class Runner:
         """Within, the weights do not change: products use copies laid out for them."""
         decoder, fused = decoder_for(self.model), fused_for(self.model)
         device = head(self.model).weight.device
+        self.looks.at(version)
         if self.cache is None:
             # one page more than the scheduler knows, which rows that only fill a graph up are written to
             extra = int(graphed(device))
@@ -128,7 +132,9 @@ class Runner:
             return
         graphs = Graphs(self.step_of_graph, self.cache.keys[0].device, scratch=scratch, addresses=addresses)
         if self.graphs is None:
-            self.eager = "its layers keep states" if state_bytes(self.model) else graphs.problem()
+            why = "its pictures move the positions of tokens" if pictures_of(self.model) else ""
+            why = "its layers keep states" if state_bytes(self.model) else why
+            self.eager = why or graphs.problem()
         self.graphs = None if self.eager else graphs
         if self.eager:
             name = type(self.model).__name__

@@ -9,12 +9,14 @@ with what it has sampled, and is computed again later, with the same result.
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from birl.engine.drafts import Drafts
 from birl.engine.pages import FIRST, Pages, pages_for
 from birl.engine.request import Request
 from birl.errors import BirlError
 from birl.kernels import PAGE
+from birl.text.pictures import is_picture
 from birl.types import Stop
 
 PREFILL = 2048  # prompt tokens in one step, about
@@ -162,6 +164,7 @@ class Scheduler:
             if request.forced or request.guide or work.followers:
                 continue
             guesses = self.drafts.guess(request, -(-spare // (len(plan) - place)))
+            guesses = list(takewhile(lambda token: not is_picture(token), guesses))
             while len(request.pages) < pages_for(len(request) + len(guesses)) and self.pages.room:
                 request.pages.append(self.pages.take())
             work.drafts = guesses[: len(request.pages) * PAGE - len(request)]

@@ -71,7 +71,7 @@ def export(
             read = partial(_taken, whole)
         shapes.pop("value.weight", None)  # a critic's, which nothing but training needs
         scores = "score.weight" in shapes
-        model: Any = skeleton(run / "model", scores)
+        model: Any = skeleton(run / "model", scores, pictures=True)
         if scores:
             shapes.pop("lm_head.weight", None)
         check_names(path, run, model, set(shapes))
@@ -206,7 +206,7 @@ def export_adapter(path: Path, run: Path, target: Path) -> None:
     config = LoraConfig(
         r=len(first["lora_A"]),
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # pyright: ignore
-        target_modules=short(list(result), skeleton(run / "model")),
+        target_modules=short(list(result), skeleton(run / "model", pictures=True)),
         use_dora="lora_magnitude" in first,
         base_model_name_or_path=base_name(run),
         task_type="CAUSAL_LM" if score is None else "SEQ_CLS",
@@ -278,7 +278,7 @@ def base_model(path: Path, run: Path) -> nn.Module:
     `BirlError` where it is gone or has changed."""
     name, kind = began_with(run), quantized_as(run)
     try:
-        model = load_model(resolved(name))
+        model = load_model(resolved(name), pictures=configured(run, "model.pictures") == "True")
     except BirlError as error:
         raise BirlError(
             f"{path} holds LoRA matrices, and the model that they belong to is needed as well: {error} Export from the "

@@ -23,6 +23,7 @@ from birl.models.heads import score_head
 from birl.models.load import cast
 from birl.models.routing import Seen, balance, load_counts, routing_for
 from birl.models.slices import fill
+from birl.models.vision import still
 from birl.parallel.layout import drop_gathered
 from birl.parallel.norm import global_norm, sum_gradients
 from birl.parallel.ranks import Ranks
@@ -154,7 +155,8 @@ class Learner:
             cast(model, dtype)  # what is frozen, too
         if lora is None and dtype != torch.float32:
             self.rounded = on_grid(self.masters.tensors.values(), dtype)
-        self.optimizer = adamw(self.masters, kind=optimizer, betas=betas, eps=eps, weight_decay=weight_decay)
+        rates = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.optimizer = adamw(self.masters, kind=optimizer, still=still(model), **rates)
 
     @property
     def rounded_share(self) -> float:

@@ -28,6 +28,7 @@ from birl.learner.optimizer import MasterWeights, bring
 from birl.models.heads import HEADS, score_head
 from birl.models.quantized import QuantizedLinear, quantized_layers
 from birl.models.slices import values
+from birl.models.vision import still
 
 ALL = "all-linear"
 #: a part of a sum, [N] -> the sum over the ranks that have the other parts
@@ -68,7 +69,8 @@ def targets(model: nn.Module, wanted: Sequence[str]) -> list[str]:
 
     head = model.get_output_embeddings()  # pyright: ignore
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in HEADS]
-    linear = [name for name, m in modules if m is not head]
+    kept = still(model)
+    linear = [name for name, m in modules if m is not head and f"{name}.weight" not in kept]
     result: set[str] = set()
     for target in wanted:
         rule = LoraConfig(target_modules=[target])

@@ -12,7 +12,7 @@ smaller than half a unit in the last place (measured; `tests/learner/test_optimi
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import cos, pi
 from typing import TYPE_CHECKING, Any
 
@@ -217,10 +217,13 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    still: Collection[str] = (),
 ) -> torch.optim.AdamW:
-    """Weight decay is for matrices; norms and biases have none. `kind`: adamw | adamw8bit. AdamW makes its state at the
-    first step; a checkpoint needs the tensors to exist before that."""
-    tensors = list(masters.tensors.values())
+    """Weight decay is for matrices; norms and biases have none. `kind`: adamw | adamw8bit; `still`: names of masters
+    that keep their values. AdamW makes its state at the first step; a checkpoint needs the tensors to exist before
+    that."""
+    moving = {name: tensor for name, tensor in masters.tensors.items() if name not in still}
+    tensors = list(moving.values())
     groups = [
         {"params": [t for t in tensors if t.ndim >= 2], "weight_decay": weight_decay},
         {"params": [t for t in tensors if t.ndim < 2], "weight_decay": 0.0},
@@ -230,7 +233,7 @@ def adamw(
         from birl.learner.adamw8bit import AdamW8bit, first_state
 
         optimizer = AdamW8bit(groups, betas=betas, eps=eps)
-        optimizer.state.update({t: first_state(t, masters.whole(n, t.data).shape) for n, t in masters.tensors.items()})
+        optimizer.state.update({t: first_state(t, masters.whole(n, t.data).shape) for n, t in moving.items()})
         return optimizer
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
     optimizer.state.update({t: wide_state(t) for t in tensors})

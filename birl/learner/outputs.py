@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.data.pack import Batch
+from birl.models import vision
 from birl.models.after_head import after_head
 from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states
@@ -34,7 +35,8 @@ class Outputs(nn.Module):
         if fused := fused_for(model):
             fused.checkpointing = self.checkpointing
         part = context.split(batch, self.ranks)
-        hidden = hidden_states(model, part.tokens, part.positions, part.layout)[part.source]
+        tokens, positions, seen = vision.row(model, part.tokens, part.positions, batch.trees)
+        hidden = hidden_states(model, tokens, positions, part.layout, seen)[part.source]
         if score := score_head(model):
             (values,) = part.joined(scores(hidden, score))
             return values, torch.zeros_like(values), None

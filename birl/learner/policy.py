@@ -21,12 +21,15 @@ from birl.models.load import (
     load_tokenizer,
     skeleton,
 )
+from birl.models.processor import load_pictures, sees
 from birl.models.shape import Shape
 from birl.models.slices import quantize, sketched, verify_small
 from birl.models.verify import verify
+from birl.models.vision import give, tower
 from birl.parallel.machine import free_memory
 from birl.parallel.ranks import Ranks
 from birl.text.chat import PROBE, Chat
+from birl.text.pictures import Bounds
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -44,6 +47,11 @@ class Policy:
     @property
     def context(self) -> int:
         return context_limit(self.model)
+
+    def keep_pictures(self, run: Path) -> None:
+        """From now on the files of pictures are in the run's folder, too."""
+        if self.chat.pictures is not None:
+            self.chat.pictures.keep(run / "pictures")
 
     @property
     def pair_cost(self) -> float:
@@ -64,10 +72,11 @@ def load_reader(config: schema.Model) -> Reader:
     """A model's tokenizer and limits, without its weights."""
     folder = resolved(config.path, weights=False)
     chat = Chat(load_tokenizer(folder, config.chat_template), config.tool_format)
-    model = skeleton(folder)
+    model = skeleton(folder, pictures=config.pictures)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)  # pyright: ignore
     chat.end_ids = end_ids(model, chat.tokenizer)
+    see(config, folder, model, chat)
     return Reader(folder=folder, chat=chat, context=context_limit(model))
 
 
@@ -77,6 +86,7 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
     and only the small one is verified. `quantized`: nf4 or int8, in which it is loaded, one weight after the other."""
     device = choose(config.device)
     folder = resolved(config.path)
+    check_whole(config, folder, ranks, quantized)
     tokenizer = load_tokenizer(folder, config.chat_template)
     chat = Chat(tokenizer, config.tool_format)
     if config.chat_template:
@@ -90,21 +100,44 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
             verify_small(folder, device, DTYPES[config.dtype])
     else:
         if quantized == "none":
-            check_room(config.path, folder, device)
-            model = load_model(folder).to(device)
+            check_room(config.path, folder, device, config.pictures)
+            model = load_model(folder, pictures=config.pictures).to(device)
         else:
             model = quantize(sketched(folder, device), quantized)
         verify(model, DTYPES[config.dtype])
     check_vocabulary(model, tokenizer)
     chat.end_ids = end_ids(model, tokenizer)
+    see(config, folder, model, chat)
     return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)
 
 
-def check_room(path: str, folder: Path, device: torch.device) -> None:
+def check_whole(config: schema.Model, folder: Path, ranks: Ranks | None, quantized: str) -> None:
+    """Raises `BirlError` where a model that sees is to be split or quantised, which is not built."""
+    split = ranks is not None and (ranks.sharded or ranks.grid.cp > 1 or ranks.grid.tp > 1)
+    if (split or quantized != "none") and sees(folder, config.pictures):
+        what = f"lora.quantize={quantized}" if quantized != "none" else "parallel.fsdp, parallel.tp and parallel.cp"
+        raise BirlError(
+            f"model.path={config.path}: has a vision tower, for which {what} is not built. Set model.pictures=false "
+            "where its text alone has a class, or leave it out (parallel.dp shares a step's samples out)."
+        )
+
+
+def see(config: schema.Model, folder: Path, model: nn.Module, chat: Chat) -> None:
+    """What finds pictures, for the model and for its text. Raises `BirlError`."""
+    bounds = Bounds(pixels=config.max_pixels, megabytes=config.max_picture_mb, count=config.max_pictures)
+    chat.pictures = load_pictures(folder, model, chat.tokenizer, bounds)
+    give(model, chat.pictures, frozen=config.freeze_vision)
+    if config.freeze_vision and not tower(model):
+        raise BirlError(
+            f"model.freeze_vision=true: {type(model).__name__} has no vision tower that birl knows. Set it to false."
+        )
+
+
+def check_room(path: str, folder: Path, device: torch.device, pictures: bool = False) -> None:
     """Raises `BirlError` where a GPU cannot hold the weights in float32, as which they are loaded and verified."""
     if device.type == "cpu":
         return
-    needed, free = 4 * sum(p.numel() for p in skeleton(folder).parameters()), free_memory(device)
+    needed, free = 4 * sum(p.numel() for p in skeleton(folder, pictures=pictures).parameters()), free_memory(device)
     if needed > free:
         raise BirlError(
             f"model.path={path}: is loaded in float32, which takes {needed / 2**30:.1f} GiB, and {device} has "

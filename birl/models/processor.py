@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoImageProcessor, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedTokenizerBase
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from birl.errors import BirlError, first_line
-from birl.models.load import quiet
-from birl.models.vision import FAMILIES, family_of
+from birl.models.load import model_class, quiet
+from birl.models.vision import family_of
 from birl.text.pictures import Bounds, Pictures
 
 FILES = ("processor_config.json", "preprocessor_config.json")
@@ -48,5 +48,10 @@ def made(name: str, image_processor: Any, tokenizer: PreTrainedTokenizerBase, fo
     return seeing.from_args_and_dict([parts.get(part) for part in kind.get_attributes()], options)
 
 
-def sees(model_type: str) -> bool:
-    return model_type in FAMILIES
+def sees(folder: Path, pictures: bool) -> bool:
+    """Is a folder's model loaded with a vision tower?"""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception:  # whoever loads the model says what is wrong
+        return False
+    return "vision_config" in config.sub_configs and model_class(config, pictures) is AutoModelForImageTextToText

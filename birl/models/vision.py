@@ -34,7 +34,9 @@ class Family:
 
 #: by model type
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), Family(axes=True)),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), Family(axes=True)
+    ),
     **dict.fromkeys(("smolvlm", "idefics3"), Family(language="text_model")),
     **dict.fromkeys(("mistral3", "internvl", "lfm2_vl", "llava"), Family()),
 }
@@ -46,6 +48,10 @@ class Features:
 
     rows: Tensor
     deep: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + sum(each.nbytes for each in self.deep)
 
     def __getitem__(self, places: Tensor | slice) -> "Features":
         return Features(self.rows[places], tuple(each[places] for each in self.deep))
@@ -76,9 +82,14 @@ def language_model(model: nn.Module) -> nn.Module | None:
     return None if family is None else getattr(cast(Any, model).base_model, family.language)
 
 
-def give(model: nn.Module, pictures: Pictures | None) -> None:
-    """From now on the model finds pictures there."""
-    cast(Any, model).pictures = pictures
+def give(model: nn.Module, pictures: Pictures | None, frozen: bool = False) -> None:
+    """From now on the model finds pictures there. `frozen`: its tower keeps its weights."""
+    cast(Any, model).pictures, cast(Any, model).frozen_tower = pictures, frozen
+
+
+def still(model: nn.Module) -> set[str]:
+    """Names of the parameters that keep their values."""
+    return set(tower(model)) if getattr(model, "frozen_tower", False) else set()
 
 
 def pictures_of(model: nn.Module) -> Pictures | None:
@@ -90,7 +101,9 @@ def tower(model: nn.Module) -> dict[str, nn.Parameter]:
     language = language_model(model)
     if language is None:
         return {}
-    own = {id(p) for p in language.parameters()} | {id(p) for p in cast(Any, model).get_output_embeddings().parameters()}
+    own = {id(p) for p in language.parameters()} | {
+        id(p) for p in cast(Any, model).get_output_embeddings().parameters()
+    }
     return {name: p for name, p in model.named_parameters() if id(p) not in own}
 
 
@@ -100,7 +113,8 @@ def look(model: nn.Module, picture: Processed) -> Features:
     weight = next(iter(cast(Any, model).get_input_embeddings().parameters()))
     names = signature(body.get_image_features).parameters
     inputs = {n: _tensor(array, weight.device) for n, array in picture.inputs.items() if n in names}
-    output = body.get_image_features(**inputs, return_dict=True)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not getattr(model, "frozen_tower", False)):
+        output = body.get_image_features(**inputs, return_dict=True)
     rows = _rows(output.pooler_output)
     if len(rows) != picture.count:
         raise BirlError(
@@ -132,6 +146,40 @@ def row(
         made = tree_axes(positions.tolist(), spans, trees)
         positions = torch.from_numpy(made).to(tokens.device)
     return plain(tokens), positions, Seen(places, features)
+
+
+class Sight:
+    """The pictures of one prompt of the engine, where they stand, and the positions [3, n] of its tokens (None: they
+    are counted). What is sampled behind goes on from the last one."""
+
+    def __init__(self, model: nn.Module, prompt: Sequence[int]) -> None:
+        """Raises `BirlError` for a picture that is not there, and where the model sees none."""
+        pictures, family = pictures_of(model), family_of(model)
+        if pictures is None or family is None:
+            raise BirlError("The prompt has a picture, and this model reads text alone.")
+        self.count, self.spans = len(prompt), pictures.spans(prompt)
+        self.positions = axes(self.count, self.spans) if family.axes else None
+
+    def at(self, start: int, count: int) -> np.ndarray:
+        """Positions [3, count] of the tokens from `start` on."""
+        assert self.positions is not None, "they are counted"
+        known = self.positions[:, start : start + count]
+        behind = int(self.positions.max()) + 1 + np.arange(max(start, self.count), start + count) - self.count
+        return np.concatenate([known, np.broadcast_to(behind, (3, len(behind)))], axis=1)
+
+    def within(self, start: int, count: int) -> list[tuple[Processed, list[int], list[int]]]:
+        """Of the tokens from `start` on: each picture, which of its rows are there, and where, counted from `start`."""
+        result = []
+        for span in self.spans:
+            own = [(k, p - start) for k, p in enumerate(span.places) if start <= p < start + count]
+            if own:
+                result.append((span.picture, [k for k, _ in own], [p for _, p in own]))
+        return result
+
+
+def sight(model: nn.Module, prompt: Sequence[int]) -> Sight | None:
+    """None for a prompt of text."""
+    return Sight(model, prompt) if max(prompt, default=0) >= FIRST else None
 
 
 def plain(tokens: Tensor) -> Tensor:

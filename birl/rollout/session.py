@@ -9,11 +9,13 @@ sees is tokens, and those that it saw or sampled before are never made again fro
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from birl.errors import Aborted, BirlError, EngineFailed, HistoryRewritten, TooLong
 from birl.text.bounds import cannot_fit
-from birl.types import Completion, Conversation, Engine, Message, SamplingParams, Stop, ToolCall, Turn
+from birl.text.parts import Finder, content
+from birl.types import Completion, Conversation, Engine, Message, Picture, SamplingParams, Stop, ToolCall, Turn
 from birl.waits import waiting
 
 Tools = Sequence[Mapping[str, Any]]
@@ -235,6 +237,12 @@ def message(given: Any) -> Message | None:
     if not isinstance(given, Mapping):
         return None
     text = {name: given.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
+    pictures: list[Picture] = []
+    if isinstance(text["content"], list):
+        try:
+            text["content"], pictures = content(text["content"], Finder(folder=Path()))
+        except BirlError as error:
+            raise BirlError(f"The model is asked with messages whose content{error}.") from error
     calls = given.get("tool_calls") or ()
     try:
         result = tuple(
@@ -246,7 +254,7 @@ def message(given: Any) -> Message | None:
     parts = (*text.values(), *(part for call in result for part in (call.name, call.arguments, call.id)))
     if not text["role"] or not all(isinstance(part, str) for part in parts) or not (text["content"] or result):
         return None
-    return Message(**text, tool_calls=result)
+    return Message(**text, tool_calls=result, pictures=tuple(pictures))
 
 
 def continued(
@@ -298,7 +306,7 @@ def plain(conversation: Conversation) -> tuple[Any, ...] | str:
     if isinstance(conversation, str):
         return conversation
     return tuple(
-        (m.role, m.content.strip(), m.name, tuple((c.name, arguments(c.arguments)) for c in m.tool_calls))
+        (m.role, m.content.strip(), m.digests, m.name, tuple((c.name, arguments(c.arguments)) for c in m.tool_calls))
         for m in conversation
     )
 

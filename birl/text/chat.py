@@ -12,7 +12,7 @@ the template puts behind a reply is taken from the template itself, by comparing
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,8 +24,9 @@ from birl.text import tools as templates
 from birl.text.bounds import CHARACTERS
 from birl.text.formats import FORMATS, MARK, Dict, Format
 from birl.text.grammar import words_of
+from birl.text.pictures import Pictures
 from birl.text.thinking import ParsedReply, tags_of
-from birl.types import Conversation, Message
+from birl.types import Conversation, Message, Picture
 
 PROBE = (Message(role="user", content="birl-probe-question"), Message(role="assistant", content=MARK))
 Tools = Sequence[Mapping[str, Any]]
@@ -33,15 +34,17 @@ REWRITES = (
     "The chat template rewrites earlier messages when new ones come, so a conversation cannot be extended token by "
     "token. Use another template (model.chat_template=FILE.jinja) or an environment with one turn."
 )
+OTHER = "Take the model's own template, or another one (model.chat_template=FILE.jinja)."
 TAIL = 16  # tokens of a prompt that are looked at to see whether it began to think
 
 
 class Chat:
     """A tokenizer and its chat template. `end_ids` holds the tokens that end an answer; a model may name more of them
-    than the tokenizer's. `tool_format` is one of `birl.text.formats.FORMATS`, or auto: detected from the template."""
+    than the tokenizer's. `pictures` finds the tokens that stand for a picture. `tool_format` is one of `birl.text.formats.FORMATS`, or auto: detected from the template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_format: str = "auto") -> None:
         self.tokenizer, self.tool_format = tokenizer, tool_format
+        self.pictures: Pictures | None = None  # of a model that sees
         self.end_ids = frozenset(i for i in (tokenizer.eos_token_id,) if isinstance(i, int))
         self.noted = False  # that tools are written into messages
         self.checked: set[Any] = set()  # shapes of conversations that the template renders whole
@@ -87,7 +90,7 @@ class Chat:
         with the tokens that the tokenizer itself puts in front, unless the text holds them already. Raises `BirlError`
         where the template would leave out `tools` (JSON schemas, as OpenAI has them)."""
         if not isinstance(prompt, str):
-            return templates.render(self, [templates.as_dict(m) for m in prompt], tools)
+            return templates.render(self, [templates.as_dict(m) for m in prompt], tools, seen(prompt))
         ids, front = self.encode(prompt), self._front
         return ids if ids[: len(front)] == front else (*front, *ids)
 
@@ -108,7 +111,8 @@ class Chat:
         `HistoryRewritten` where the template changes what was there before, or the model's output."""
         if not self.has_template:
             return (*ids, *reply_tokens, *self.encode("".join(m.content for m in messages)))
-        glue = self.encode(self._after_reply(ids, reply_tokens, messages, tools, history or PROBE[:1]))
+        new = self._after_reply(ids, reply_tokens, messages, tools, history or PROBE[:1])
+        glue = self.encode_with(new, seen(messages))
         if not reply_tokens or reply_tokens[-1] not in self.end_ids:
             return (*ids, *reply_tokens, *glue)
         end = next((n for n, token in enumerate(glue) if token in self._ends), None)
@@ -142,14 +146,15 @@ class Chat:
         included. Each piece is encoded alone, as when the conversation happens. Roles ("all",): everything counts.
         Raises `BirlError` where the template would leave out a message, `HistoryRewritten` where it changes one later.
         """
+        check_pictures(self, seen(messages))
         templates.check(self, [templates.as_dict(m) for m in messages], ())
         bound = None if most is None else CHARACTERS * most + 1
         if "all" in roles:
-            whole = self.encode(self._text(messages, answer=False)[:bound])
+            whole = self.encode_with(self._text(messages, answer=False)[:bound], seen(messages))
             return whole, (True,) * len(whole)
         ids: list[int] = []
         mask: list[bool] = []
-        done = ""
+        done, pictures = "", iter(seen(messages))
         for n, message in enumerate(messages):
             if message.role not in roles:
                 continue
@@ -157,7 +162,7 @@ class Chat:
             closed = self._text(messages[: n + 1], answer=False)
             if not (opened.startswith(done) and closed.startswith(opened)):
                 raise HistoryRewritten(REWRITES)
-            before, own = self.encode(opened[len(done) : bound]), self.encode(closed[len(opened) : bound])
+            before, own = (self._piece(t, pictures) for t in (opened[len(done) : bound], closed[len(opened) : bound]))
             cut, whole = len(own), bound is None or len(closed) <= bound
             if message.role == "assistant" and whole:
                 cut = max((i + 1 for i, t in enumerate(own) if t in self.end_ids), default=len(own))
@@ -196,11 +201,28 @@ class Chat:
         return end.rstrip().endswith(self.tags[0])
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Their text; one placeholder stands for a picture."""
+        tokens = tokens if self.pictures is None else self.pictures.shown(tokens)
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of text that already holds its special tokens."""
+        return self._piece(text, iter(()))
+
+    def encode_with(self, text: str, pictures: Sequence[Picture]) -> tuple[int, ...]:
+        """The same of a template's text that shows these pictures. Raises `BirlError` where it shows fewer or more, or
+        the model sees none."""
+        check_pictures(self, pictures)
+        left = iter(pictures)
+        result = self._piece(text, left)
+        if any(True for _ in left):
+            raise BirlError(f"The model's chat template leaves out pictures, so the model would not see them. {OTHER}")
+        return result
+
+    def _piece(self, text: str, pictures: Iterator[Picture]) -> tuple[int, ...]:
+        if self.pictures is not None and self.pictures.token in text:
+            return self.pictures.encode(text, pictures)
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _text(self, messages: Sequence[Message], answer: bool) -> str:
@@ -263,6 +285,26 @@ class Chat:
         probe = PROBE[0].content
         bare, ids = self.encode(probe), tuple(self.tokenizer(probe).input_ids)
         return next((ids[:n] for n in range(len(ids)) if ids[n : n + len(bare)] == bare), ())
+
+
+def seen(messages: Sequence[Message]) -> tuple[Picture, ...]:
+    return tuple(picture for message in messages for picture in message.pictures)
+
+
+def check_pictures(chat: Chat, pictures: Sequence[Picture]) -> None:
+    """Raises `BirlError` where the model sees none, or not so many."""
+    if not pictures:
+        return
+    if chat.pictures is None:
+        raise BirlError(
+            "A message has a picture, and this model reads text alone. Take a vision-language model whose folder has "
+            "its processor (model.pictures=true for one that can do without, as Qwen3.5)."
+        )
+    if len(pictures) > chat.pictures.bounds.count:
+        raise BirlError(
+            f"A conversation has {len(pictures)} pictures, at most {chat.pictures.bounds.count} are read "
+            "(model.max_pictures)."
+        )
 
 
 def _marked(own: Dict) -> Dict:

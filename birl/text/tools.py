@@ -12,7 +12,7 @@ from birl.text.deadline import Overdue, deadline
 from birl.text.formats import FORMATS, MARK, Dict, Format, parts
 from birl.text.thinking import tags_of
 from birl.text.written import NOTE, written
-from birl.types import Message, ToolCall
+from birl.types import PLACE, Message, Picture, ToolCall
 
 if TYPE_CHECKING:
     from birl.text.chat import Chat
@@ -43,6 +43,8 @@ def call(mark: str, name: str = NAME) -> Dict:
 def as_dict(message: Message) -> Dict:
     """A message as chat templates know it."""
     result: Dict = {"role": message.role, "content": message.content}
+    if message.pictures:
+        result["pictures"] = len(message.pictures)  # becomes parts where the template gets it
     if message.thinking:
         result["reasoning_content"] = message.thinking
     if message.tool_calls:
@@ -51,6 +53,18 @@ def as_dict(message: Message) -> Dict:
             for c in message.tool_calls
         ]
     return result | {key: v for key in ("name", "tool_call_id") if (v := getattr(message, key))}
+
+
+def with_parts(message: Mapping[str, Any]) -> Dict:
+    """A message with pictures has a list of parts, as templates know them."""
+    result = dict(message)
+    if result.pop("pictures", 0):
+        first, *others = result["content"].split(PLACE)
+        parts = [{"type": "text", "text": first}]
+        for text in others:
+            parts += [{"type": "image"}, {"type": "text", "text": text}]
+        result["content"] = [part for part in parts if part.get("text", part["type"])]
+    return result
 
 
 def as_openai(message: Message) -> Dict:
@@ -73,13 +87,15 @@ def _object(call: ToolCall) -> Dict:
     return result
 
 
-def render(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> tuple[int, ...]:
+def render(
+    chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = (), pictures: Sequence[Picture] = ()
+) -> tuple[int, ...]:
     """Ids of a prompt, up to where the assistant's answer starts. `messages` are dicts as chat templates know them: an
-    assistant's `tool_calls` have their arguments as a mapping. Raises `BirlError` where the template would leave out
+    assistant's `tool_calls` have their arguments as a mapping; `pictures`: all that they show. Raises `BirlError` where the template would leave out
     the tools, a call, or a message of a user, a tool or the system."""
     made = text(chat, messages, tools)
     check(chat, messages, tools)
-    return chat.encode(made)
+    return chat.encode_with(made, pictures)
 
 
 def text(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = (), answer: bool = True) -> str:
@@ -115,7 +131,7 @@ def _apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, an
     try:
         with deadline(SECONDS):
             made = chat.tokenizer.apply_chat_template(
-                [dict(m) for m in messages],
+                [with_parts(m) for m in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=answer,
                 tokenize=False,
@@ -164,7 +180,7 @@ def check(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools) -> 
 
 
 def _probe(message: Mapping[str, Any], place: int) -> Dict:
-    result = {k: v for k, v in message.items() if k != "reasoning_content"}
+    result = {k: v for k, v in message.items() if k not in ("reasoning_content", "pictures")}
     result["content"] = f"birl-probe-{place}." if message.get("content") or message["role"] == "tool" else ""
     if message.get("tool_calls"):
         result["tool_calls"] = [

@@ -76,9 +76,9 @@ async def run(setup: Setup[schema.RL]) -> dict[str, Any]:
 
 def worker(config: schema.RL, crew: RankGroup, compute: Executor) -> RLWorker:
     """A rank other than 0, which has none of the data."""
-    return worker_of(
-        config, load_policy(config.model, compute, crew.ranks, config.lora.quantize), crew, Path(config.run)
-    )
+    policy = load_policy(config.model, compute, crew.ranks, config.lora.quantize)
+    policy.keep_pictures(Path(config.run))
+    return worker_of(config, policy, crew, Path(config.run))
 
 
 async def training(setup: Setup[schema.RL]) -> Parts:

@@ -43,9 +43,9 @@ async def run(setup: Setup[schema.Stage]) -> dict[str, Any]:
 
 def worker(config: schema.Stage, crew: RankGroup, compute: Executor) -> RowsWorker:
     """A rank other than 0, which has none of the data."""
-    return worker_of(
-        config, load_policy(config.model, compute, crew.ranks, config.lora.quantize), crew, Path(config.run)
-    )
+    policy = load_policy(config.model, compute, crew.ranks, config.lora.quantize)
+    policy.keep_pictures(Path(config.run))
+    return worker_of(config, policy, crew, Path(config.run))
 
 
 def assembled(setup: Setup[schema.Stage]) -> Loop:

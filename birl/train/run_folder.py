@@ -13,6 +13,7 @@ from birl.learner.policy import Policy
 from birl.learner.resume import chosen_checkpoint, fetched, recovered
 from birl.learner.store import location
 from birl.models.load import save_hf_config
+from birl.models.processor import FILES as PROCESSORS
 from birl.regular import clear, read_json, write_whole
 from birl.track.folder_lock import unwritable
 from birl.track.runs import COMMAND_KEYS
@@ -86,6 +87,10 @@ def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
         run.mkdir(parents=True, exist_ok=True)
         clear(part)
         save_hf_config(policy.model, policy.tokenizer, part)
+        for file in (policy.folder / name for name in PROCESSORS):
+            if file.is_file():
+                write_whole(part / file.name, file.read_bytes())
+        policy.keep_pictures(run)
         clear(model)
         part.rename(model)
         write_whole(run / "config.yaml", to_yaml(config).encode())

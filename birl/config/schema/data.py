@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from birl.config.schema.kinds import Amount, Decay, Gpu, Section, Whole
+from birl.config.schema.kinds import Amount, Count, Decay, Gpu, Section, Whole
 
 
 @dataclass(kw_only=True)
@@ -25,6 +25,17 @@ class Model(Section):
     max_length: Whole = 0
     """Longest sequence, prompt and answer together [tokens]. 0: the model's own limit; while training on
     episodes of several turns, at most what learner.tokens_per_microbatch holds."""
+    pictures: bool = False
+    """Load the vision tower of a model that has a class for text alone, too (Qwen3.5, Llama 4). Models without one, such
+    as Qwen3-VL, always see."""
+    freeze_vision: bool = False
+    """Train the language model alone: what is computed of pictures before it keeps its weights."""
+    max_pixels: Count = 2**24
+    """Largest picture that is decoded [pixels]."""
+    max_picture_mb: Amount = 20.0
+    """Largest file of a picture [MB]."""
+    max_pictures: Count = 64
+    """Most pictures of one conversation."""
 
 
 @dataclass(kw_only=True)
@@ -57,6 +68,9 @@ class Files(Section):
     """System message put in front of every prompt that has none."""
     apply_chat_template: bool = True
     """Treat a text prompt as a user message where the tokenizer has a chat template. False: continue the raw text."""
+    picture_hosts: list[str] = field(default_factory=list)
+    """Names of machines from which the pictures that rows name by address (http, https) may be downloaded. Empty: none;
+    files, base64 and data: addresses are read always."""
     shuffle: bool = True
     """Visit the rows in a new random order each epoch (seeded)."""
 

@@ -1,0 +1,164 @@
+"""The parts of a message's content -> its text and its pictures, in the words of OpenAI, Anthropic and transformers.
+
+    {"type": "text", "text": ...}                                        also input_text, output_text
+    {"type": "image_url", "image_url": {"url": ...}}                     also input_image
+    {"type": "image", "source": {"type": "base64", "data": ...}}         or {"type": "url", "url": ...}
+    {"type": "image", "image": ...}                                      or its bytes, base64, path or url; or nothing:
+                                                                         the next of the pictures beside the message
+
+An address may hold the picture itself (data:image/png;base64,...), or name a file or a page where that is allowed.
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from birl.errors import BirlError, first_line
+from birl.regular import open_regular
+from birl.types import PLACE, Picture
+
+TEXTS = ("text", "input_text", "output_text")
+IMAGES = ("image", "image_url", "input_image")
+KEYS = ("image", "image_url", "bytes", "base64", "data", "url", "path", "source")
+MOST = 64 * 2**20  # bytes of a file, whatever a model's own bounds are
+SECONDS = 20.0  # for a download
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finder:
+    """Where pictures may come from, beside the message itself. `folder`: files, relative paths are within it; None: no
+    files. `hosts`: names of machines from which they may be downloaded; `offline`: later, not now."""
+
+    folder: Path | None = None
+    hosts: tuple[str, ...] = ()
+    offline: bool = False
+
+    def picture(self, given: Any) -> Picture:
+        """Of bytes, a PIL image, text (data URL, address, path or base64), or an object with one of `KEYS`. Raises
+        `BirlError`."""
+        if isinstance(given, Picture):
+            return given
+        if isinstance(given, bytes | bytearray):
+            return Picture.of(bytes(given))
+        if isinstance(given, Mapping):
+            key = next((key for key in KEYS if given.get(key) is not None), None)
+            if key is None:
+                raise BirlError(f"is a picture without any of {', '.join(KEYS)}")
+            return self.picture(given[key])
+        if hasattr(given, "save") and hasattr(given, "convert"):
+            return Picture.of(png(given))
+        if not isinstance(given, str) or not given:
+            raise BirlError(f"is a {type(given).__name__}, and no picture")
+        return Picture.of(self._read(given))
+
+    def _read(self, text: str) -> bytes:
+        if text.startswith("data:"):
+            head, _, data = text.partition(",")
+            if not head.endswith(";base64"):
+                raise BirlError("is a data URL that is not base64")
+            return decoded(data)
+        if text.startswith(("http://", "https://")):
+            return self._downloaded(text)
+        if self.folder is not None and (text.startswith("file://") or (len(text) < 1024 and self._is_file(text))):
+            return self._file(text.removeprefix("file://"))
+        if len(text) < 1024 and ("." in text or text.startswith(("/", "file:"))):
+            allowed = f": {self.folder / text} is not there" if self.folder is not None else ", which is not read here"
+            raise BirlError(f"names the file {text[:200]!r}{allowed}. Give its bytes as base64")
+        return decoded(text)
+
+    def _is_file(self, text: str) -> bool:
+        try:
+            return (self.folder or Path()).joinpath(text).is_file()
+        except OSError:
+            return False
+
+    def _file(self, name: str) -> bytes:
+        path = (self.folder or Path()) / name
+        try:
+            with open_regular(path) as file:
+                data = file.read(MOST + 1)
+        except OSError as error:
+            raise BirlError(f"names a file that cannot be read: {path}: {error.strerror or error}") from error
+        return bounded(data)
+
+    def _downloaded(self, url: str) -> bytes:
+        host = urlsplit(url).hostname or ""
+        if host not in self.hosts:
+            raise BirlError(
+                f"is at {host!r}, from which pictures are not downloaded. Give its bytes as base64, or name the host "
+                "(data.picture_hosts)"
+            )
+        if self.offline:
+            return b""
+        import httpx
+
+        try:
+            with httpx.stream("GET", url, timeout=SECONDS, follow_redirects=False) as answer:
+                answer.raise_for_status()
+                data = b""
+                for piece in answer.iter_bytes():
+                    data = bounded(data + piece)
+            return data
+        except httpx.HTTPError as error:
+            raise BirlError(f"cannot be downloaded from {url[:200]}: {first_line(error)}") from error
+
+
+def content(parts: Sequence[Any], finder: Finder, beside: Iterator[Picture] | None = None) -> tuple[str, list[Picture]]:
+    """Text with `PLACE` for each picture, and these; `beside`: what parts without a picture of their own show. Raises
+    `BirlError` whose words go on from the name of the field."""
+    texts: list[str] = []
+    pictures: list[Picture] = []
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in TEXTS and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind in IMAGES:
+            texts.append(PLACE)
+            pictures.append(_named(f"[{i}]", lambda part=part: _shown(part, finder, beside)))
+        else:
+            shown = kind if kind is not None else type(part).__name__
+            raise BirlError(f"[{i}] has a part of type {shown!r:.80}; the model reads text and pictures")
+    if pictures and sum(PLACE in text for text in texts) != len(pictures):
+        raise BirlError(f" has the character U+{ord(PLACE):X} beside pictures, which stands for one. Remove it")
+    return "".join(texts), pictures
+
+
+def _shown(part: Mapping[str, Any], finder: Finder, beside: Iterator[Picture] | None) -> Picture:
+    if not any(part.get(key) is not None for key in KEYS) and beside is not None:
+        if (result := next(beside, None)) is None:
+            raise BirlError("is a picture, and there are none left beside the message (column `images`)")
+        return result
+    return finder.picture({key: value for key, value in part.items() if key != "type"})
+
+
+def _named(where: str, read: Callable[[], Picture]) -> Picture:
+    try:
+        return read()
+    except BirlError as error:
+        raise BirlError(f"{where} {error}") from error
+
+
+def decoded(text: str) -> bytes:
+    """Raises `BirlError`."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BirlError(f"is no base64 ({first_line(error)}), nor the address of a picture") from error
+
+
+def bounded(data: bytes) -> bytes:
+    if len(data) > MOST:
+        raise BirlError(f"is a file of more than {MOST >> 20} MiB")
+    return data
+
+
+def png(image: Any) -> bytes:
+    """The file of a PIL image."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
