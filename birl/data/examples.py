@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from birl.config import schema
-from birl.data.messages import Shown
 from birl.data.forms import PairForm, TextForm, is_text, pair_form, text_form
+from birl.data.messages import Shown
 from birl.data.rows import Rows
 from birl.data.sequences import Encoded, Encoder, Tokens, Unfit, only_what_differs
 from birl.data.tasks import read_sources, squeezed
