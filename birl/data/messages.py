@@ -1,7 +1,7 @@
 """A list of {role, content} in a row -> `Message`s, as the chat templates of OpenAI, transformers and TRL have them.
 
-content       text, or a list of parts, text and pictures (`birl/text/parts.py`); null or left out where an assistant only
-              calls
+content       text, or a list of parts, texts and pictures (`birl/text/parts.py`); null or left out where an assistant
+              only calls
 tool_calls    {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments as an object or as JSON text
 """
 

@@ -251,7 +251,8 @@ def reader_of(rows: Rows, config: Data, chat: bool) -> Reader:
             + for_another(rows, "rl")
         )
     answer = column_of(rows, config.answer_column, ANSWERS, "data.answer_column")
-    return Reader(prompt=prompt, answer=answer, raw=raw, chat=chat, system=config.system_prompt, hosts=tuple(config.picture_hosts))  # fmt: skip
+    hosts = tuple(config.picture_hosts)
+    return Reader(prompt=prompt, answer=answer, raw=raw, chat=chat, system=config.system_prompt, hosts=hosts)
 
 
 def column_of(rows: Rows, chosen: str, candidates: Sequence[str], key: str) -> str | None:

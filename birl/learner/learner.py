@@ -120,9 +120,8 @@ class Learner:
         self.model = model
         self.device = device_of(model)  # where it computes: with `offload` FSDP keeps the parts in CPU memory
         self.ranks = ranks = ranks or Ranks()
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.router_aux_coef = max_grad_norm, router_aux_coef
         self.version = self.rounded = 0
-        self.router_aux_coef = router_aux_coef
         self.replays = routing_for(model) if router_replay else None
         self.watched = routing_for(model) if router_aux_coef > 0 else None
         self.outputs = Outputs(model, temperature, gradient_checkpointing, ranks)
@@ -155,8 +154,8 @@ class Learner:
             cast(model, dtype)  # what is frozen, too
         if lora is None and dtype != torch.float32:
             self.rounded = on_grid(self.masters.tensors.values(), dtype)
-        rates = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self.optimizer = adamw(self.masters, kind=optimizer, still=still(model), **rates)
+        rates = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "still": still(model)}
+        self.optimizer = adamw(self.masters, kind=optimizer, **rates)
 
     @property
     def rounded_share(self) -> float:

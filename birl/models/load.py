@@ -31,7 +31,10 @@ from birl.regular import check_all, inside, read_json, read_text
 
 MAKING = threading.RLock()
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-REWARD_MODEL = {"beside": {"score.weight"}, "without": {"lm_head.weight"}}  # beyond a language model's weights
+REWARD_MODEL: dict[str, Any] = {
+    "beside": {"score.weight"},
+    "without": {"lm_head.weight"},
+}  # beyond a language model's weights
 
 
 def resolve(path: str, say: Callable[[str], None] = print, weights: bool = True, key: str = "model.path") -> Path:

@@ -51,7 +51,8 @@ def shrunk(config: Any) -> Any:
 
 
 def twin(config: Any, sees: bool = False) -> nn.Module:
-    """`sees`: with its vision tower, where the text alone has a class of its own. Raises what transformers raises for a config that cannot be shrunk."""
+    """`sees`: with its vision tower, where the text alone has a class of its own. Raises what transformers raises for a
+    config that cannot be shrunk."""
     options: Any = {"dtype": torch.float32, "trust_remote_code": False}
     with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)

@@ -40,7 +40,8 @@ TAIL = 16  # tokens of a prompt that are looked at to see whether it began to th
 
 class Chat:
     """A tokenizer and its chat template. `end_ids` holds the tokens that end an answer; a model may name more of them
-    than the tokenizer's. `pictures` finds the tokens that stand for a picture. `tool_format` is one of `birl.text.formats.FORMATS`, or auto: detected from the template."""
+    than the tokenizer's. `pictures` finds the tokens that stand for a picture. `tool_format` is one of
+    `birl.text.formats.FORMATS`, or auto: detected from the template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_format: str = "auto") -> None:
         self.tokenizer, self.tool_format = tokenizer, tool_format

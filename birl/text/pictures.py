@@ -128,8 +128,8 @@ class Pictures:
         seen = [self.add(one) for _, one in zip(pieces[1:], pictures, strict=False)]
         if len(seen) < len(pieces) - 1:
             raise BirlError(
-                f"A text holds {self.token}, which stands for a picture, {len(pieces) - 1 - len(seen)} times more often "
-                "than there are pictures. Remove it from the text."
+                f"A text holds {self.token}, which stands for a picture, {len(pieces) - 1 - len(seen)} times more "
+                "often than there are pictures. Remove it from the text."
             )
         whole = pieces[0] + "".join(one.text + piece for one, piece in zip(seen, pieces[1:], strict=True))
         ids = list(self.tokenizer(whole, add_special_tokens=False).input_ids)
@@ -137,8 +137,8 @@ class Pictures:
         own = [token for one in seen for token in one.ids]
         if len(places) != len(own):
             raise BirlError(
-                f"A text holds the placeholder of pictures, {self.tokenizer.convert_ids_to_tokens(self.id)}, by itself. "
-                "Remove it from the text."
+                f"A text holds the placeholder of pictures, {self.tokenizer.convert_ids_to_tokens(self.id)}, by "
+                "itself. Remove it from the text."
             )
         for place, token in zip(places, own, strict=True):
             ids[place] = token

@@ -91,8 +91,8 @@ def render(
     chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = (), pictures: Sequence[Picture] = ()
 ) -> tuple[int, ...]:
     """Ids of a prompt, up to where the assistant's answer starts. `messages` are dicts as chat templates know them: an
-    assistant's `tool_calls` have their arguments as a mapping; `pictures`: all that they show. Raises `BirlError` where the template would leave out
-    the tools, a call, or a message of a user, a tool or the system."""
+    assistant's `tool_calls` have their arguments as a mapping; `pictures`: all that they show. Raises `BirlError` where
+    the template would leave out the tools, a call, a picture, or a message of a user, a tool or the system."""
     made = text(chat, messages, tools)
     check(chat, messages, tools)
     return chat.encode_with(made, pictures)

@@ -176,5 +176,5 @@ def test_a_frozen_tower_keeps_its_weights(tmp_path: Path) -> None:
     moved = {n for n, p in b.model.named_parameters() if not torch.equal(p, before[n])}
     assert tower and not moved & set(tower)
     assert any(".layers.0." in name for name in moved)
-    kept = {t for t in b.learner.optimizer.state}
+    kept = set(b.learner.optimizer.state)
     assert not any(b.learner.masters.tensors[name] in kept for name in tower)

@@ -26,8 +26,8 @@ class Model(Section):
     """Longest sequence, prompt and answer together [tokens]. 0: the model's own limit; while training on
     episodes of several turns, at most what learner.tokens_per_microbatch holds."""
     pictures: bool = False
-    """Load the vision tower of a model that has a class for text alone, too (Qwen3.5, Llama 4). Models without one, such
-    as Qwen3-VL, always see."""
+    """Load the vision tower of a model that has a class for text alone, too (Qwen3.5). Models without such a class, as
+    Qwen3-VL, always see."""
     freeze_vision: bool = False
     """Train the language model alone: what is computed of pictures before it keeps its weights."""
     max_pixels: Count = 2**24
