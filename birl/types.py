@@ -37,8 +37,15 @@ class ToolCall:
     id: str = ""
 
 
+PICTURES = "pictures"
+"""The folder of a run that has the files of pictures, each named by its digest."""
 PLACE = "\ufffc"
 """Unicode's object replacement character: where a picture stands in a message's text."""
+
+
+MAGIC = {
+    b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"RIFF": "image/webp", b"GIF8": "image/gif", b"BM": "image/bmp",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +61,11 @@ class Picture:
     @classmethod
     def of(cls, data: bytes) -> "Picture":
         return cls(digest=sha256(data).hexdigest(), data=data)
+
+    @property
+    def media_type(self) -> str:
+        """Of the file, by its first bytes; application/octet-stream where these are none of a picture."""
+        return next((kind for magic, kind in MAGIC.items() if self.data.startswith(magic)), "application/octet-stream")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,7 @@ async def validate(config: schema.Eval, compute: Executor) -> tuple[int, list[Wr
 
 def rows(config: schema.Eval, world: World) -> list[Tasks]:
     """Those of data.validation, else the environment's own of both splits."""
-    given = partial(load_tasks, config.data, chat=True)
+    given = partial(load_tasks, config.data, chat=True, hosts=config.model.picture_hosts)
     if config.data.validation:
         return given("validation")
     result = {which: world.rows(which) for which in ("train", "validation")} if world.rows is not None else {}

@@ -46,7 +46,9 @@ def _parsed(path: Path) -> list[dict[str, Any]] | None:
 def _check(rows: Rows, config: Any) -> None:
     first = range(min(len(rows), ROWS))
     if isinstance(config.data, schema.Data):
-        tasks = Tasks(rows, replace(reader_of(rows, config.data, chat=True), offline=True))
+        tasks = Tasks(
+            rows, replace(reader_of(rows, config.data, True, tuple(config.model.picture_hosts)), offline=True)
+        )
         for i in first:
             tasks[i]
         return
@@ -55,5 +57,5 @@ def _check(rows: Rows, config: Any) -> None:
     else:
         form = pair_form(rows, config.data, getattr(config, "preference", None))
     for i in first:
-        finder = Finder(folder=rows.folder(i), hosts=tuple(config.data.picture_hosts), offline=True)
+        finder = Finder(folder=rows.folder(i), hosts=tuple(config.model.picture_hosts), offline=True)
         form.read(rows[i], rows.where(i), Shown.of(rows[i], finder, rows.where(i)))

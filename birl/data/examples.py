@@ -196,7 +196,8 @@ class Pairs:
 
 def shown(encoder: Encoder, folder: Path, row: dict[str, Any], where: str) -> Shown:
     """The row's pictures."""
-    return Shown.of(row, Finder(folder=folder, hosts=tuple(encoder.config.picture_hosts)), where)
+    pictures = encoder.chat.pictures
+    return Shown.of(row, Finder(folder=folder, hosts=pictures.bounds.hosts if pictures else ()), where)
 
 
 def _behind(prompt: tuple[Message, ...], talk: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -130,14 +130,16 @@ class Tasks(Sequence[Task]):
         return Tasks(self.rows, self.reader, [self.indices[p] for p in positions], self.prefix)
 
 
-def load_tasks(config: Data, which: Literal["train", "validation"], *, chat: bool, given: Any = None) -> list[Tasks]:
+def load_tasks(
+    config: Data, which: Literal["train", "validation"], *, chat: bool, given: Any = None, hosts: Sequence[str] = ()
+) -> list[Tasks]:
     """One `Tasks` for each source of data.train or data.validation; `given` rows, or such by name, take their place.
 
-    `chat`: the tokenizer has a chat template. What is wrong with a source as a whole raises `BirlError` at once, what
-    is wrong with a row raises when that row is asked for.
+    `chat`: the tokenizer has a chat template. `hosts`: of `Finder`. What is wrong with a source as a whole raises
+    `BirlError` at once, what is wrong with a row raises when that row is asked for.
     """
     sources = read_sources(config, which, given, partial(_is_prompt, config))
-    return [Tasks(s, reader_of(s, config, chat), prefix=p) for s, p in sources]
+    return [Tasks(s, reader_of(s, config, chat, tuple(hosts)), prefix=p) for s, p in sources]
 
 
 def _is_prompt(config: Any, name: str) -> bool:
@@ -242,7 +244,7 @@ def answer_text(value: Any) -> str:
     return THOUSANDS.sub("", final[1]) if final else text
 
 
-def reader_of(rows: Rows, config: Data, chat: bool) -> Reader:
+def reader_of(rows: Rows, config: Data, chat: bool, hosts: tuple[str, ...] = ()) -> Reader:
     raw = not (chat and config.apply_chat_template)
     prompt = column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column")
     if prompt is None:
@@ -251,7 +253,6 @@ def reader_of(rows: Rows, config: Data, chat: bool) -> Reader:
             + for_another(rows, "rl")
         )
     answer = column_of(rows, config.answer_column, ANSWERS, "data.answer_column")
-    hosts = tuple(config.picture_hosts)
     return Reader(prompt=prompt, answer=answer, raw=raw, chat=chat, system=config.system_prompt, hosts=hosts)
 
 

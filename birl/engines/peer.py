@@ -5,7 +5,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -18,6 +18,7 @@ from birl.engines.bounded import fetch
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.models.digests import digests
+from birl.text.pictures import is_picture
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 CONNECTIONS = 2048  # requests at the same time; more wait for their turn
@@ -220,6 +221,12 @@ class Scores(Protocol):
     ) -> Any: ...
     def parse(self, answer: Any, count: int) -> Completion: ...
     def scores(self, answer: Any, given: tuple[int, ...]) -> tuple[float, ...]: ...
+
+
+def refuse_pictures(prompt: Sequence[int], engine: str) -> None:
+    """Raises `BirlError` for a prompt with pictures, which only birl's own engines are given."""
+    if is_picture(max(prompt)):
+        raise BirlError(f"The prompt has a picture, and {engine} is sent tokens alone: set engine.kind=embedded.")
 
 
 async def answer_given(

@@ -30,6 +30,7 @@ from birl.parallel.machine import free_memory
 from birl.parallel.ranks import Ranks
 from birl.text.chat import PROBE, Chat
 from birl.text.pictures import Bounds
+from birl.types import PICTURES
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -51,7 +52,7 @@ class Policy:
     def keep_pictures(self, run: Path) -> None:
         """From now on the files of pictures are in the run's folder, too."""
         if self.chat.pictures is not None:
-            self.chat.pictures.keep(run / "pictures")
+            self.chat.pictures.keep(run / PICTURES)
 
     @property
     def pair_cost(self) -> float:
@@ -124,7 +125,12 @@ def check_whole(config: schema.Model, folder: Path, ranks: Ranks | None, quantiz
 
 def see(config: schema.Model, folder: Path, model: nn.Module, chat: Chat) -> None:
     """What finds pictures, for the model and for its text. Raises `BirlError`."""
-    bounds = Bounds(pixels=config.max_pixels, megabytes=config.max_picture_mb, count=config.max_pictures)
+    bounds = Bounds(
+        pixels=config.max_pixels,
+        megabytes=config.max_picture_mb,
+        count=config.max_pictures,
+        hosts=tuple(config.picture_hosts),
+    )
     chat.pictures = load_pictures(folder, model, chat.tokenizer, bounds)
     give(model, chat.pictures, frozen=config.freeze_vision)
     if config.freeze_vision and not tower(model):

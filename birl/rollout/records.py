@@ -5,22 +5,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, Protocol
 
 from birl.rollout import assemble, pipeline
 from birl.rollout.group import Rollout, last_reply
-from birl.types import Group, Message, Outcome, Sample
+from birl.types import PICTURES, Conversation, Group, Message, Outcome, Sample, Trajectory
+
+
+class Reading(Protocol):
+    """What records need of `birl.text.chat.Chat`."""
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+    def shown(self, ids: Sequence[int]) -> list[str]: ...
 
 
 def episode_records(
     step: pipeline.Step,
-    decode: Callable[[Sequence[int]], str],
+    chat: Reading,
     advantages: Mapping[tuple[int, int], float],
     figures: Callable[[Sample], dict[str, Any]],
     run: Path,
 ) -> list[dict[str, Any]]:
-    """Every episode of the step as rollouts.jsonl holds it. `decode`: ids -> text. `advantages`: by group and episode.
-    `figures`: what is known of a sample's tokens besides. The tokens come last, as readers look at the rest alone."""
+    """Every episode of the step as rollouts.jsonl holds it. `advantages`: by group and episode. `figures`: what is
+    known of a sample's tokens besides. The tokens come last, as readers look at the rest alone."""
     return [
         {
             "group": g.index,
@@ -34,14 +41,14 @@ def episode_records(
             "score": t.score,
             "parts": dict(t.parts),
             "advantage": advantages.get((g.index, i)),
-            "text": "".join(decode(turn.completion.tokens) for turn in t.turns),
+            "text": "".join(chat.decode(turn.completion.tokens) for turn in t.turns),
             "turns": [
-                {"agent": turn.agent, "reward": turn.reward, "text": decode(turn.completion.tokens)}
+                {"agent": turn.agent, "reward": turn.reward, "text": chat.decode(turn.completion.tokens)}
                 for turn in (t.turns if len(t.turns) > 1 else ())
             ],
             "rewards": dict(t.rewards),
             **({"extra": dict(t.extra)} if t.extra else {}),
-            **({"pictures": [_within(path, run) for path in t.pictures]} if t.pictures else {}),
+            **_seen(t, chat, run),
             "samples": [
                 {
                     "tokens": s.tokens.tolist(),
@@ -56,6 +63,13 @@ def episode_records(
         for g in (*step.groups, *step.refused)
         for i, t in enumerate(g.trajectories)
     ]
+
+
+def _seen(trajectory: Trajectory, chat: Reading, run: Path) -> dict[str, list[str]]:
+    """Files of what the environment showed, and of the pictures in prompts, each once."""
+    digests = dict.fromkeys(digest for turn in trajectory.turns for digest in chat.shown(turn.prompt))
+    files = [*(_within(path, run) for path in trajectory.pictures), *(f"{PICTURES}/{digest}" for digest in digests)]
+    return {"pictures": files} if files else {}
 
 
 def _within(path: str, run: Path) -> str:
@@ -114,6 +128,7 @@ def answers(groups: Sequence[Group], rollout: Rollout, limit: int | None = None)
         result.append(
             {
                 "prompt": prompt_text(group.task.prompt),
+                **({"pictures": files} if (files := _asked(group.task.prompt)) else {}),
                 "completion": last_reply(trajectory, rollout.chat).content if trajectory.turns else "",
                 "answer": group.task.answer,
                 "score": trajectory.score if trajectory.outcome.scored else None,
@@ -123,6 +138,11 @@ def answers(groups: Sequence[Group], rollout: Rollout, limit: int | None = None)
             }
         )
     return result
+
+
+def _asked(prompt: Conversation) -> list[str]:
+    """The files of a prompt's pictures."""
+    return [f"{PICTURES}/{p.digest}" for m in prompt for p in m.pictures] if isinstance(prompt, tuple) else []
 
 
 def prompt_text(prompt: tuple[Message, ...] | str) -> str:

@@ -48,9 +48,10 @@ def load_data(
     """Training sources and validation tasks; prompts that leave no room for an answer are dropped, and counted. Rows
     that are `given` take the place of data.train and data.validation."""
     data = config.data
-    train = load_tasks(data, "train", chat=chat.has_template, given=own_rows(config, world, "train", given))
+    of = {"chat": chat.has_template, "hosts": config.model.picture_hosts}
+    train = load_tasks(data, "train", given=own_rows(config, world, "train", given), **of)
     rows = own_rows(config, world, "validation", given_validation)
-    validation = load_tasks(data, "validation", chat=chat.has_template, given=rows)
+    validation = load_tasks(data, "validation", given=rows, **of)
     if data.validation_split > 0 and not validation:
         train, validation = split_validation(train, data.validation_split, config.seed)
     limit = data.max_prompt_tokens or context - config.rollout.max_tokens

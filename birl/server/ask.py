@@ -49,7 +49,7 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
     check_bulk(data, service.engine.context)
     known(data, (*SHARED, *CHAT), service)
     tools, form = service.terms.tools(data, typed(data, "tools", list, []), data.get("tool_choice"))
-    messages = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
+    messages = tuple(message(m, i, service.finder) for i, m in enumerate(typed(data, "messages", list, None)))
     if not messages:
         raise invalid("messages", "is empty")
     try:

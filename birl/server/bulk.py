@@ -5,6 +5,7 @@ from typing import Any
 
 from birl.server.limits import Refused
 from birl.text.bounds import CHARACTERS
+from birl.text.parts import IMAGES
 
 THINGS = 32  # keys and values of JSON for each token,
 SPARE = 20_000  # and beside them: settings, schemas
@@ -57,6 +58,8 @@ def _measure(key: str, value: Any, context: int) -> None:
         for one in level:
             if isinstance(one, str):
                 characters += len(one)
+            elif isinstance(one, dict) and one.get("type") in IMAGES:
+                pass  # its bytes are no text: what a request may have of them bounds them
             elif isinstance(one, dict):
                 characters += sum(map(len, one))
                 below += one.values()

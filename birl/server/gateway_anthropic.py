@@ -8,7 +8,7 @@ from typing import Any
 
 from birl.server.agent_session import Answers, Reply, Visit
 from birl.server.limits import OVERLOADED, Refused
-from birl.server.messages import invalid, text, typed
+from birl.server.messages import invalid, said, text, typed
 from birl.server.openai_format import call_id
 from birl.server.request_policy import SAMPLING, Terms, speaker
 from birl.types import Message, Stop, ToolCall, Turn
@@ -129,7 +129,7 @@ def spoken(role: str, content: Any, where: str) -> list[Message]:
     """A message as birl has it; the results of tools are messages of their own, and come first."""
     if not isinstance(content, list):
         return [Message(role=role, content=text(content, f"{where}.content"))]
-    results, written, thinking, calls = [], "", "", []
+    results, written, thinking, calls, pictures = [], "", "", [], []
     for i, block in enumerate(content):
         place = f"{where}.content.{i}"
         match block:
@@ -143,14 +143,21 @@ def spoken(role: str, content: Any, where: str) -> list[Message]:
                 id = str(block.get("id") or "")
                 calls.append(ToolCall(name=name, arguments=json.dumps(given, ensure_ascii=False), id=id))
             case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
-                answer = text(block.get("content") or "", f"{place}.content")
-                results.append(Message(role="tool", content=answer, tool_call_id=id))
+                answer = said(block.get("content") or "", f"{place}.content")
+                results.append(Message(role="tool", **answer, tool_call_id=id))
+            case {"type": "image", "source": dict()} if role == "user":
+                shown = said([block], place)
+                written += shown["content"]
+                pictures += shown["pictures"]
             case _:
                 kind = block.get("type") if isinstance(block, dict) else block
-                raise invalid(place, f"is of type {kind!r}; the model reads text, tool_use and tool_result"[:200])
+                raise invalid(
+                    place, f"is of type {kind!r}; the model reads text, image, tool_use and tool_result"[:200]
+                )
     if results and not written:
         return results
-    return [*results, Message(role=role, content=written, thinking=thinking, tool_calls=tuple(calls))]
+    own = {"thinking": thinking, "tool_calls": tuple(calls), "pictures": tuple(pictures)}
+    return [*results, Message(role=role, content=written, **own)]
 
 
 def tool(given: Any, place: int) -> Block:

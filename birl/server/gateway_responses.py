@@ -15,7 +15,7 @@ from birl.server.agent_session import Visit
 from birl.server.bulk import NAMES
 from birl.server.kept import Kept
 from birl.server.limits import Refused
-from birl.server.messages import call, invalid, text, typed
+from birl.server.messages import call, invalid, said, typed
 from birl.server.parameters import FORMS
 from birl.server.request_policy import SAMPLING, Terms, speaker
 from birl.server.responses_format import Item, ResponsesReply
@@ -110,6 +110,7 @@ def conversation(given: Any, kept: Kept) -> tuple[Message, ...]:
             last = result.pop()
             message = replace(
                 message, thinking=last.thinking + message.thinking, content=last.content + message.content,
+                pictures=(*last.pictures, *message.pictures),
                 tool_calls=(*last.tool_calls, *message.tool_calls),
             )  # fmt: skip
         result.append(message)
@@ -131,13 +132,13 @@ def item(given: Any, where: str, kept: Kept) -> tuple[Message, int]:
             one = call({"function": function, "id": short(id, where)}, where)
             return Message(role="assistant", content="", tool_calls=(one,)), CALL
         case {"type": "function_call_output", "call_id": str(id)}:
-            content = text(given.get("output"), f"{where}.output")
-            return Message(role="tool", content=content, tool_call_id=short(id, where)), SAID
+            output = said(given.get("output"), f"{where}.output")
+            return Message(role="tool", **output, tool_call_id=short(id, where)), SAID
         case {"type": "item_reference", "id": str(id)}:
             return referred(id, where, kept)
         case {"role": str(role)} if given.get("type") in (None, "message") and role in ROLES:
             role = "system" if role == "developer" else role
-            return Message(role=role, content=text(given.get("content"), f"{where}.content")), SAID
+            return Message(role=role, **said(given.get("content"), f"{where}.content")), SAID
         case _:
             kind = given.get("type") or f"message of role {given.get('role')!r}"
             raise invalid(

@@ -5,14 +5,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from birl.errors import BirlError
 from birl.server.limits import Refused
+from birl.text.parts import TEXTS, Finder, content
 from birl.types import Message, ToolCall
 
-TEXTS = ("text", "input_text", "output_text")  # types of a part
+NOWHERE = Finder()  # pictures come in the request itself
 
 
-def message(given: Any, place: int) -> Message:
-    """One message of a request. Raises `Refused`."""
+def message(given: Any, place: int, finder: Finder = NOWHERE) -> Message:
+    """One message of a request; `finder` has its pictures. Raises `Refused`."""
     where = f"messages.{place}"
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise invalid(where, "must be an object with a role and a content")
@@ -27,11 +29,22 @@ def message(given: Any, place: int) -> Message:
     thinking = given.get("reasoning_content") or given.get("reasoning")
     return Message(
         role="system" if given["role"] == "developer" else given["role"],  # its newer name
-        content="" if given.get("content") is None else text(given["content"], f"{where}.content"),
+        **said("" if given.get("content") is None else given["content"], f"{where}.content", finder),
         thinking=thinking if isinstance(thinking, str) else "",
         tool_calls=tuple(call(one, f"{where}.tool_calls.{i}") for i, one in enumerate(calls)),
         **told,
     )
+
+
+def said(given: Any, where: str, finder: Finder = NOWHERE) -> dict[str, Any]:
+    """The content and the pictures of a message: text, or a list of parts. Raises `Refused`."""
+    if not isinstance(given, list):
+        return {"content": text(given, where)}
+    try:
+        words, pictures = content(given, finder)
+    except BirlError as error:
+        raise invalid(where, f"{error}"[:300]) from error
+    return {"content": words, "pictures": tuple(pictures)}
 
 
 def text(given: Any, where: str) -> str:

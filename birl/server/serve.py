@@ -149,6 +149,8 @@ async def look(service: Service, root: Path) -> None:
 def load(config: schema.Serve, token: str, compute: Executor) -> Service:
     """Everything but the sockets."""
     policy = load_policy(config.model, compute)
+    if policy.chat.pictures is not None:
+        policy.chat.pictures.forgets = True
     cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
     context = min(config.model.max_length or policy.context, policy.context)
     engine = open_engine(policy, config.engine, context, None)

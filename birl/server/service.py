@@ -22,6 +22,7 @@ from birl.server.request_policy import Terms
 from birl.server.staging import Staging
 from birl.text.chat import Chat
 from birl.text.grammar import Guide
+from birl.text.parts import Finder
 from birl.types import Completion, Held, SamplingParams, Update
 
 T = TypeVar("T")
@@ -72,6 +73,11 @@ class Service:
     @property
     def version(self) -> int:
         return self.engine.version
+
+    @property
+    def finder(self) -> Finder:
+        """Where the pictures of requests may come from."""
+        return Finder(hosts=self.chat.pictures.bounds.hosts if self.chat.pictures else ())
 
     @property
     def end_ids(self) -> frozenset[int]:

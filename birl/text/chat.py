@@ -24,7 +24,7 @@ from birl.text import tools as templates
 from birl.text.bounds import CHARACTERS
 from birl.text.formats import FORMATS, MARK, Dict, Format
 from birl.text.grammar import words_of
-from birl.text.pictures import Pictures
+from birl.text.pictures import FIRST, Pictures
 from birl.text.thinking import ParsedReply, tags_of
 from birl.types import Conversation, Message, Picture
 
@@ -206,6 +206,12 @@ class Chat:
         tokens = tokens if self.pictures is None else self.pictures.shown(tokens)
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
+
+    def shown(self, ids: Sequence[int]) -> list[str]:
+        """Digests of the pictures in a sequence, in order."""
+        if self.pictures is None or max(ids, default=0) < FIRST:
+            return []
+        return [span.picture.digest for span in self.pictures.spans(ids)]
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of text that already holds its special tokens."""

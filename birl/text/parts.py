@@ -14,6 +14,7 @@ import binascii
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -91,21 +92,27 @@ class Finder:
         if host not in self.hosts:
             raise BirlError(
                 f"is at {host!r}, from which pictures are not downloaded. Give its bytes as base64, or name the host "
-                "(data.picture_hosts)"
+                "(model.picture_hosts)"
             )
         if self.offline:
             return b""
-        import httpx
+        return downloaded(url)
 
-        try:
-            with httpx.stream("GET", url, timeout=SECONDS, follow_redirects=False) as answer:
-                answer.raise_for_status()
-                data = b""
-                for piece in answer.iter_bytes():
-                    data = bounded(data + piece)
-            return data
-        except httpx.HTTPError as error:
-            raise BirlError(f"cannot be downloaded from {url[:200]}: {first_line(error)}") from error
+
+@lru_cache(64)
+def downloaded(url: str) -> bytes:
+    """Raises `BirlError`. A redirection, which could lead to another host, is an error."""
+    import httpx
+
+    try:
+        with httpx.stream("GET", url, timeout=SECONDS, follow_redirects=False) as answer:
+            answer.raise_for_status()
+            data = b""
+            for piece in answer.iter_bytes():
+                data = bounded(data + piece)
+        return data
+    except httpx.HTTPError as error:
+        raise BirlError(f"cannot be downloaded from {url[:200]}: {first_line(error)}") from error
 
 
 def content(parts: Sequence[Any], finder: Finder, beside: Iterator[Picture] | None = None) -> tuple[str, list[Picture]]:

@@ -14,7 +14,7 @@ with one id for a whole picture; of two ids, 56 bits of the digest, one finds th
 
 import io
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,12 +35,13 @@ PIXELS = 2**29  # bytes of pixel values that are held to be used again
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a picture may be at most: `pixels` of it when it is decoded, `megabytes` of its file; and how many `count`
-    one conversation may have."""
+    """What a picture may be at most: `pixels` of it when it is decoded, `megabytes` of its file; how many, `count`, one
+    conversation may have; and the `hosts` from which they may be downloaded."""
 
     pixels: int = 2**24
     megabytes: float = 20.0
     count: int = 64
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,7 +88,10 @@ class Pictures:
     def __init__(self, processor: Any, tokenizer: Any, bounds: Bounds | None = None) -> None:
         self.processor, self.tokenizer, self.bounds = processor, tokenizer, bounds or Bounds()
         self.folder: Path | None = None
+        self.forgets = False  # files go when newer ones need their room, whether or not a folder has them
         self.files: OrderedDict[str, bytes] = OrderedDict()  # by digest
+        self.size = 0  # of all of them [bytes]
+        self.known: defaultdict[str, list[str]] = defaultdict(list)  # digests by their first digits
         self.processed: OrderedDict[str, Processed] = OrderedDict()
         self.lock = threading.RLock()
 
@@ -118,6 +122,8 @@ class Pictures:
             result = self._process(picture.digest, picture.data)
             if picture.digest not in self.files:
                 self.files[picture.digest] = picture.data
+                self.size += len(picture.data)
+                self._know(picture.digest)
                 self._write(picture.digest, picture.data)
             self._trim()
             return result
@@ -185,11 +191,16 @@ class Pictures:
         raise BirlError(f"A sequence has a picture that is not there{where}: its file was never given, or removed.")
 
     def _beginning(self, prefix: str) -> list[str]:
-        known = [digest for digest in self.files if digest.startswith(prefix)]
-        known += [digest for digest in self.processed if digest.startswith(prefix)]
-        if not known and self.folder is not None and self.folder.is_dir():
-            known = sorted(path.name for path in self.folder.glob(f"{prefix}*") if len(path.name) == 64)
-        return list(dict.fromkeys(known))
+        result = [digest for digest in self.known.get(prefix[:DIGITS], ()) if digest.startswith(prefix)]
+        if not result and self.folder is not None and self.folder.is_dir():
+            result = sorted(path.name for path in self.folder.glob(f"{prefix}*") if len(path.name) == 64)
+            for digest in result:
+                self._know(digest)
+        return result
+
+    def _know(self, digest: str) -> None:
+        if digest not in (own := self.known[digest[:DIGITS]]):
+            own.append(digest)
 
     def _process(self, digest: str, data: bytes | None = None) -> Processed:
         if digest in self.processed:
@@ -219,8 +230,8 @@ class Pictures:
         part.replace(path)
 
     def _trim(self) -> None:
-        while self.folder is not None and len(self.files) > 1 and sum(map(len, self.files.values())) > FILES:
-            self.files.popitem(last=False)
+        while (self.forgets or self.folder is not None) and len(self.files) > 1 and self.size > FILES:
+            self.size -= len(self.files.popitem(last=False)[1])
 
 
 def processed(processor: Any, digest: str, data: bytes, bounds: Bounds) -> Processed:
@@ -258,7 +269,7 @@ def decoded(data: bytes, bounds: Bounds) -> Any:
     """A PIL image in RGB, upright. Its size is read from its head, and judged, before a pixel is decoded. Raises
     `BirlError`."""
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise BirlError("Pictures need Pillow: pip install 'birl[pictures]'.") from error
     if len(data) > bounds.megabytes * 1e6:
@@ -278,6 +289,7 @@ def decoded(data: bytes, bounds: Bounds) -> Any:
     except BirlError:
         raise
     except Exception as error:  # Pillow raises whatever a file makes it raise, DecompressionBombError among it
+        why = "it is none" if isinstance(error, UnidentifiedImageError) else first_line(error)
         raise BirlError(
-            f"A picture cannot be read ({first_line(error)}). It must be a whole file of {', '.join(FORMATS)}."
+            f"A picture cannot be read ({why}). It must be a whole file of {', '.join(FORMATS)}."
         ) from error

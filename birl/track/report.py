@@ -1,7 +1,9 @@
 """report.html: what a run did, in one file without outside parts, from the files of its folder alone."""
 
+import base64
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from birl.track.progress import headline, idle_words, numbers, rises, source, st
 from birl.track.runs import summary
 from birl.track.summary import Pair, change, facts, pairs, shown, tally, told, trained_on, verdict
 from birl.track.units import count, counted, decimal, duration
-from birl.types import Outcome
+from birl.types import PICTURES, Outcome, Picture
 
 PAIRS_SHOWN = 12
+PICTURES_SHOWN, PICTURE_BYTES = 4, 2**18  # of a prompt, and of each
 CHARTS = ("entropy", "kl", "length/mean", "grad_norm", "clip_fraction", "speed/generate", "mismatch/mean")
 Records = list[dict[str, Any]]
 
@@ -37,7 +40,7 @@ def report(run: Path) -> str:
     body = [
         _head(run, title, result),
         _curves(charts, steps, validations),
-        _samples(pairs(validations)),
+        _samples(run, pairs(validations)),
         _counts(steps),
         _next(kept.get("next"), bool(kept.get("finished"))),
         _config(run / "config.yaml"),
@@ -127,20 +130,33 @@ def _time_series(steps: Records) -> list[Line]:
     return [(part, at, values) for part, values in parts.items() if any(v > 0 for v in values)]
 
 
-def _samples(all_pairs: list[Pair]) -> str:
+def _samples(run: Path, all_pairs: list[Pair]) -> str:
     if not all_pairs:
         return ""
     first = shown(all_pairs, PAIRS_SHOWN)
     rest = [pair for pair in all_pairs if pair not in first]
-    inside = f'<div class="inside">{"".join(map(_side_by_side, rest))}</div>'
+    side_by_side = partial(_side_by_side, run)
+    inside = f'<div class="inside">{"".join(map(side_by_side, rest))}</div>'
     more = f"<details><summary>{len(rest)} more</summary>{inside}</details>"
-    body = "".join(map(_side_by_side, first)) + (more if rest else "")
+    body = "".join(map(side_by_side, first)) + (more if rest else "")
     return f'<h2>Before and after</h2><p class="muted">First and last validation: {escape(tally(all_pairs))}.</p>{body}'
 
 
-def _side_by_side(pair: Pair) -> str:
+def _pictures(run: Path, pair: Pair) -> str:
+    """Those of a prompt, within the page, unless a file is large or gone."""
+    result = []
+    for name in pair.pictures[:PICTURES_SHOWN]:
+        path = run / PICTURES / Path(name).name
+        if path.is_file() and path.stat().st_size <= PICTURE_BYTES:
+            picture = Picture.of(read_bytes(path))
+            data = base64.b64encode(picture.data).decode("ascii")
+            result.append(f'<img alt="" style="max-height:10em" src="data:{picture.media_type};base64,{data}">')
+    return "".join(result)
+
+
+def _side_by_side(run: Path, pair: Pair) -> str:
     answer = f' <span class="muted">→ {escape(pair.answer)}</span>' if pair.answer else ""
-    asked = f'<div class="prompt text">{escape(pair.prompt)}{answer}</div>'
+    asked = f'{_pictures(run, pair)}<div class="prompt text">{escape(pair.prompt)}{answer}</div>'
     before = _side("before", pair.before, pair.score_before, pair.threshold)
     sides = before + _side("after", pair.after, pair.score_after, pair.threshold)
     return f'<div class="pair">{asked}<div class="answers">{sides}</div></div>'

@@ -42,6 +42,7 @@ class Pair:
     answer: str
     before: str
     after: str
+    pictures: tuple[str, ...] = ()  # files within the run folder
     score_before: float
     score_after: float
     threshold: float = 1.0
@@ -86,7 +87,7 @@ def pairs(validations: list[dict[str, Any]]) -> list[Pair]:
 def _keyed(samples: list[dict[str, Any]]) -> Iterator[tuple[tuple[str, str, int], dict[str, Any]]]:
     seen: dict[tuple[str, str], int] = {}
     for sample in samples:
-        key = (str(sample.get("source")), str(sample.get("prompt")))
+        key = (str(sample.get("source")), f"{sample.get('prompt')} {sample.get('pictures') or ''}")
         seen[key] = seen.get(key, 0) + 1
         yield (*key, seen[key]), sample
 
@@ -98,6 +99,7 @@ def _pair(before: dict[str, Any], after: dict[str, Any], threshold: float) -> Pa
         answer="" if answer is None else str(answer),
         before=str(before.get("completion", "")),
         after=str(after.get("completion", "")),
+        pictures=tuple(map(str, before.get("pictures") or ())),
         score_before=score(before),
         score_after=score(after),
         threshold=threshold,

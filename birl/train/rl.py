@@ -167,7 +167,7 @@ class Loop:
         self.last_metrics = metrics
         if schedule.records:
             figures = token_figures(credited.samples, self.worker.seen)
-            records = episode_records(step, self.parts.chat.decode, credited.by_episode, figures, self.parts.run)
+            records = episode_records(step, self.parts.chat, credited.by_episode, figures, self.parts.run)
             self.parts.tracker.rollouts(self.run.step, records)
         await self.finish_step(metrics, time.perf_counter())
 

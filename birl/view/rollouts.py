@@ -16,6 +16,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from birl.errors import BirlError
+from birl.types import Picture
 from birl.view import flags
 from birl.view.answer import Answer
 from birl.view.episodes import BITS, Episodes
@@ -159,7 +160,9 @@ def _group(of: Inspector, request: Request) -> Response:
 def _picture(of: Inspector, request: Request) -> Response:
     of.episodes.read_on(PATIENCE)
     head = of.episodes.head(_number(request, "row", 0))
-    return FileResponse(picture(of.run.folder, head, _number(request, "number", 0)), media_type="image/png")
+    path = picture(of.run.folder, head, _number(request, "number", 0))
+    kind = Picture.of(path.read_bytes()).media_type
+    return FileResponse(path, media_type=kind, headers={"X-Content-Type-Options": "nosniff"})
 
 
 def _export(of: Inspector, request: Request) -> Response:

@@ -13,11 +13,13 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.regular import read_text
+from birl.text.pictures import is_picture
 from birl.visible import visible
 
 #: text of a token; or, where it holds parts of characters, its pieces: text, or (bytes in hex, the whole character)
 Shown = str | list[Any]
 BYTE = len("<0x00>")
+PART = "▦"  # a token that stands for a part of a picture
 
 
 def _byte_of() -> dict[str, int]:
@@ -67,6 +69,8 @@ class Vocabulary:
 
     def bytes_of(self, token: int) -> bytes:
         tokenizer, added, kinds = self._read
+        if is_picture(token):
+            return PART.encode()
         if token in added:
             return added[token].encode("utf-8", "replace")
         piece = None if tokenizer is None or not 0 <= token < 2**31 else tokenizer.id_to_token(token)

@@ -10,7 +10,7 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.text import calls
-from birl.types import ToolCall
+from birl.types import PICTURES, ToolCall
 from birl.view import flags
 from birl.view.episodes import Episodes, number
 from birl.view.tokens import Vocabulary
@@ -231,15 +231,17 @@ def _same(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def picture(folder: Path, record: Mapping[str, Any], number: int) -> Path:
-    """The file of a screenshot. Raises `BirlError` where there is none, or where it is not inside the run folder:
-    rollouts.jsonl may come from anywhere, and must not be able to show another file of this machine."""
+    """The file of a screenshot, or of a picture in a prompt. Raises `BirlError` where there is none, or where it is not
+    inside the run folder: rollouts.jsonl may come from anywhere, and must not be able to show another file of this
+    machine."""
     named = record.get("pictures") or ()
     if not isinstance(named, list) or not 0 <= number < len(named):
         raise BirlError(f"There is no picture {number}; there are {len(named)}, counted from 0.")
     root = folder.resolve()
     path = (root / str(named[number])).resolve()
-    if not path.is_relative_to(root) or path.suffix != ".png":
-        raise BirlError(f"{named[number]} is no .png inside the run folder, so it is not shown.")
+    kept = path.parent == root / PICTURES and len(path.name) == 64
+    if not path.is_relative_to(root) or not (kept or path.suffix == ".png"):
+        raise BirlError(f"{named[number]} is no picture inside the run folder, so it is not shown.")
     if not path.is_file():
         raise BirlError(f"{path.relative_to(root)} is gone; it was a picture of this episode.")
     return path

@@ -289,8 +289,6 @@ def test_a_broken_row_is_named(case: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("images", ["a.png"]),
-        ("image", "a.png"),
         ("tools", [{"type": "function", "function": {"name": "add"}}]),
         ("chat_template_kwargs", {"enable_thinking": False}),
         ("completions", ["3 + 4", "= 7"]),

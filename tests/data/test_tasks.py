@@ -197,7 +197,7 @@ def test_system_prompt() -> None:
         ([{"role": "user", "content": ["x"]}], "prompt[0].content[0] is a str"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image"}]}],
-            "content[1] is of type 'image'",
+            "content[1] is a picture, and there are none left beside the message",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "prompt[0].content[0].text is null"),
         ([{"role": "user"}], "prompt[0] has role; a message is"),

@@ -36,6 +36,9 @@ class Model(Section):
     """Largest file of a picture [MB]."""
     max_pictures: Count = 64
     """Most pictures of one conversation."""
+    picture_hosts: list[str] = field(default_factory=list)
+    """Names of machines from which pictures that rows and requests name by address (http, https) may be downloaded.
+    Empty: none; base64 and data: addresses are read always, and the files that rows name."""
 
 
 @dataclass(kw_only=True)
@@ -68,9 +71,6 @@ class Files(Section):
     """System message put in front of every prompt that has none."""
     apply_chat_template: bool = True
     """Treat a text prompt as a user message where the tokenizer has a chat template. False: continue the raw text."""
-    picture_hosts: list[str] = field(default_factory=list)
-    """Names of machines from which the pictures that rows name by address (http, https) may be downloaded. Empty: none;
-    files, base64 and data: addresses are read always."""
     shuffle: bool = True
     """Visit the rows in a new random order each epoch (seeded)."""
 

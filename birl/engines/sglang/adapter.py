@@ -14,7 +14,17 @@ from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from birl.engines.peer import QUICK, Adapter, answer_given, check_folder, number, size, versions, vocabulary
+from birl.engines.peer import (
+    QUICK,
+    Adapter,
+    answer_given,
+    check_folder,
+    number,
+    refuse_pictures,
+    size,
+    versions,
+    vocabulary,
+)
 from birl.engines.sglang.transfer import SGLangTransfer
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, WeightsFailed
@@ -70,6 +80,7 @@ class SGLang(Adapter):
         """One answer. Raises `EngineDown`, and `BirlError` for what SGLang refuses or would report wrongly."""
         if not prompt_ids:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
+        refuse_pictures(prompt_ids, "SGLang")
         if params.top_p < 1 or params.top_k or params.min_p:
             raise BirlError(
                 "SGLang reports log-probs before top_p, top_k and min_p, not those of the distribution that it samples "

@@ -24,6 +24,7 @@ from birl.engines.peer import (
     check_folder,
     fresh,
     number,
+    refuse_pictures,
     size,
     tied,
     versions,
@@ -109,6 +110,7 @@ class VLLM(Adapter):
             raise EngineDown(f"{self.address}: {self.broken}")
         if not prompt_ids:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
+        refuse_pictures(prompt_ids, "vLLM")
         room = min(params.max_tokens, await self.longest() - len(prompt_ids))
         if room <= 0:
             return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)

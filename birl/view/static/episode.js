@@ -174,10 +174,10 @@ function pretty(text) {
 
 function pictures(run, episode) {
   if (!episode.pictures) return null;
-  return el("section", { "aria-label": "Screenshots" }, el("h2", {}, "Screenshots"), el("div", { class: "pictures" },
+  return el("section", { "aria-label": "Pictures" }, el("h2", {}, "Pictures"), el("div", { class: "pictures" },
     Array.from({ length: episode.pictures }, (_, n) => {
       const address = `/api/rollouts/picture?${new URLSearchParams({ run, row: episode.row, number: n })}`;
-      return el("a", { href: address, target: "_blank", rel: "noreferrer" }, el("img", { src: address, alt: `Page ${n + 1} that the model saw`, loading: "lazy" }));
+      return el("a", { href: address, target: "_blank", rel: "noreferrer" }, el("img", { src: address, alt: `Picture ${n + 1} that the model saw`, loading: "lazy" }));
     })));
 }
 

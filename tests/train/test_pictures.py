@@ -1,0 +1,104 @@
+"""Runs on rows with pictures: every command, resume, other processes, and what the run shows of them."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from birl.cli import main
+from birl.learner import checkpoint
+from tests import sights
+
+QUIET = ("track.tensorboard=false", "track.console=off", "model.dtype=float32")
+ROLLOUT = ("rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=6", "rollout.max_failure_rate=1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sights.folder(tmp_path_factory.mktemp("sees") / "m")
+
+
+def rows(path: Path) -> dict[str, str]:
+    """Files of rows for each command; pictures as files, base64 and in a column."""
+    talks, prompts, pairs = [], [], []
+    for i in range(6):
+        data = sights.drawn(str(i))
+        (path / f"{i}.png").write_bytes(data)
+        url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+        image = {"type": "image", "image": f"{i}.png"} if i % 2 else {"type": "image_url", "image_url": {"url": url}}
+        asked = [{"role": "user", "content": [image, {"type": "text", "text": "Which digit?"}]}]
+        talks.append({"messages": [*asked, {"role": "assistant", "content": str(i)}]})
+        prompts.append({"prompt": asked, "answer": str(i)})
+        pairs.append({"prompt": "Which?", "images": [f"{i}.png"], "chosen": str(i), "rejected": str(i + 1)})
+    (path / "judge.py").write_text(
+        "def length(completions, **_):\n    return [float(len(str(c))) for c in completions]\n"
+    )
+    result = {}
+    for name, own in {"sft": talks, "rl": prompts, "dpo": pairs, "rm": pairs}.items():
+        (path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, own)))
+        result[name] = str(path / f"{name}.jsonl")
+    return result
+
+
+def run(command: str, folder: Path, data: str, goal: Path, *words: str) -> dict[str, Any]:
+    judged = f"reward.functions=[{Path(data).parent / 'judge.py'}:length]"
+    small = (*ROLLOUT, judged) if command == "rl" else ("batch_size=3",)
+    assert main([command, f"model={folder}", f"data.train=[{data}]", f"run={goal}", *QUIET, *small, *words]) == 0
+    return run_metrics(goal)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    newest = checkpoint.latest(run / "checkpoints")
+    assert newest is not None
+    return checkpoint.read_tensors(newest, "model.")
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "rm", "rl"])
+def test_a_resumed_run_is_the_uninterrupted_one(command: str, folder: Path, tmp_path: Path) -> None:
+    data = rows(tmp_path)[command]
+    more = ("optimizer.lr=0.001",)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(command, folder, data, whole, "steps=4", *more)
+    run(command, folder, data, parts, "steps=2", *more)
+    run(command, folder, data, parts, "steps=4", *more)
+    one, two = weights(whole), weights(parts)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert float(run_metrics(whole)["grad_norm"]) > 0
+    assert len(list((whole / "pictures").iterdir())) == 6
+
+
+def test_rollouts_are_those_of_the_learner_and_show_their_pictures(folder: Path, tmp_path: Path) -> None:
+    goal, data = tmp_path / "run", rows(tmp_path)["rl"]
+    validated = (f"data.validation=[{data}]", "validation.at_start=true")
+    metrics = run("rl", folder, data, goal, "steps=2", *validated)
+    records = [json.loads(line) for line in (goal / "rollouts.jsonl").read_text().splitlines()]
+    assert max(gap for r in records for s in r["samples"] for gap in s["gaps"]) <= 1e-5
+    assert all((goal / file).is_file() for r in records for file in r["pictures"])
+    assert "data:image/png;base64," in (goal / "report.html").read_text()
+    assert metrics["step"] == 2 and metrics["grad_norm"] > 0
+
+
+def test_the_export_of_a_run_sees(folder: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    files = rows(tmp_path)
+    run("sft", folder, files["sft"], first, "steps=1")
+    run("rl", first, files["rl"], tmp_path / "second", "steps=1")
+
+
+def test_what_is_not_built_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(tmp_path)["sft"]
+    words = [f"model={folder}", f"data.train=[{data}]", *QUIET, "steps=1"]
+    assert main(["sft", *words, f"run={tmp_path / 'q'}", "lora.quantize=int8", "lora.rank=2"]) == 2
+    assert "has a vision tower, for which lora.quantize=int8 is not built" in capsys.readouterr().err
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": "Which?", "images": ["none.png"], "response": "x"}))
+    assert (
+        main(["sft", f"model={folder}", f"data.train=[{tmp_path / 'bad.jsonl'}]", *QUIET, f"run={tmp_path / 'r'}"]) == 2
+    )
+    assert "row 1: `images` names the file 'none.png'" in capsys.readouterr().err
+
+
+def run_metrics(goal: Path) -> dict[str, Any]:
+    return json.loads((goal / "metrics.jsonl").read_text().splitlines()[-1])
