@@ -25,7 +25,7 @@ def message(given: Any, place: int, finder: Finder = NOWHERE) -> Message:
         raise invalid(f"{where}.tool_calls", "must be a list")
     if not calls and given.get("content") is None and given["role"] != "assistant":
         raise invalid(f"{where}.content", "is missing")
-    told = {key: v for key in ("name", "tool_call_id") if isinstance(v := given.get(key), str)}
+    told: dict[str, Any] = {key: v for key in ("name", "tool_call_id") if isinstance(v := given.get(key), str)}
     thinking = given.get("reasoning_content") or given.get("reasoning")
     return Message(
         role="system" if given["role"] == "developer" else given["role"],  # its newer name
