@@ -68,9 +68,9 @@ def ours(
     middle = time.perf_counter()
     data = [
         Sample(
-            tokens=np.array(p + c.tokens, np.int32), mask=np.repeat([False, True], [len(p), len(c.tokens)]),
-            logprobs=np.array((0.0,) * len(p) + c.logprobs, np.float32),
-            versions=np.array((0,) * len(p) + c.versions, np.int32),
+            tokens=np.append(np.array(p, np.int32), c.tokens), mask=np.repeat([False, True], [len(p), len(c.tokens)]),
+            logprobs=np.append(np.zeros(len(p), np.float32), c.logprobs),
+            versions=np.append(np.full(len(p), 0, np.int32), c.versions),
             advantage=(-1.0) ** i, group=i // bench.sizes.group, episode=i,
         )
         for i, (p, c) in enumerate(zip(prompts, completions, strict=True))

@@ -84,10 +84,10 @@ class Sampler:
         )
         return [
             Sample(
-                tokens=np.array(prompt + answer.tokens, np.int32),
+                tokens=np.append(np.array(prompt, np.int32), answer.tokens),
                 mask=np.repeat([False, True], [len(prompt), len(answer.tokens)]),
-                logprobs=np.array((0.0,) * len(prompt) + answer.logprobs, np.float32),
-                versions=np.array((-1,) * len(prompt) + answer.versions, np.int32),
+                logprobs=np.append(np.zeros(len(prompt), np.float32), answer.logprobs),
+                versions=np.append(np.full(len(prompt), -1, np.int32), answer.versions),
                 advantage=1.0 if episode % 2 else -1.0,
                 group=group,
                 episode=episode,

@@ -69,7 +69,7 @@ class Engine:
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
         await asyncio.sleep(self.random.lognormvariate(0, 0.5) * self.seconds)
         version = self.version
-        return Completion(tokens=(1,) * 8, logprobs=(0.0,) * 8, versions=(version,) * 8, stop=Stop.LENGTH)
+        return Completion.of((1,) * 8, (0.0,) * 8, (version,) * 8, Stop.LENGTH)
 
     async def load(self, update: Update) -> Held:
         await asyncio.sleep(1.0)

@@ -87,7 +87,8 @@ def answered(completion: Completion, began: float, session: str, process: str = 
     of a group is its number."""
     if LISTENERS:
         group = int(session) if session.isdecimal() else None
-        version, tokens = max(completion.versions, default=None), len(completion.tokens)
+        tokens = len(completion.tokens)
+        version = int(completion.versions[-1]) if tokens else None
         done("generate", began, process=process, lane="requests", version=version, tokens=tokens, group=group)
 
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
-from itertools import pairwise
-from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
+
+from birl.columns import SAMPLE, alike, become_arrays
 
 if TYPE_CHECKING:  # numpy is loaded by those that make samples: the process of rewards is light
     import numpy as np
@@ -161,47 +161,71 @@ class Completion:
     it was not. `routes`: which experts computed each token of the prompt and of the answer but its last, equally many
     bytes for each (`birl/models/routing.py`); empty where the engine does not tell.
 
+    Columns may be given as any sequence of numbers; they become arrays: int32 or float32. Raises `ValueError` where
+    they are not equally long, or have something that is no such number.
+
     Example: Completion(tokens=(45, 2), logprobs=(-0.1, -0.02), versions=(3, 3), stop=Stop.STOP)
     """
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    tokens: "Ints"
+    logprobs: "Floats"
+    versions: "Ints"
     stop: Stop
     routes: bytes = b""
 
     def __post_init__(self) -> None:
-        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
-            raise ValueError(f"{len(self.tokens)} tokens, {len(self.logprobs)} logprobs, {len(self.versions)} versions")
+        lengths = become_arrays(self, ("tokens", "logprobs", "versions"))
+        if len(set(lengths)) > 1:
+            raise ValueError("{} tokens, {} logprobs, {} versions".format(*lengths))
+
+    __eq__ = alike
+
+    @classmethod
+    def of(cls, tokens: Any, logprobs: Any, versions: Any, stop: Stop, routes: bytes = b"") -> "Completion":
+        """From any sequences of numbers."""
+        return cls(tokens=tokens, logprobs=logprobs, versions=versions, stop=stop, routes=routes)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """`tokens` as numbers of Python's: what is asked of an engine, and text is made of."""
+        return tuple(self.tokens.tolist())
 
     def possible(self) -> "Completion":
         """Itself. Raises `ValueError` where it can be none: a log-prob that is NaN, infinite, or above 0 by more than
-        rounding, an id that is no number of at least 0, weights that become older within it."""
+        rounding, an id or a version below 0, weights that become older within it."""
         for numbers, what in ((self.tokens, "token id"), (self.versions, "version")):
-            if wrong := [n for n in numbers if type(n) is not int or n < 0]:
-                raise ValueError(f"{wrong[0]!r} is no {what}")
-        if any(after < before for before, after in pairwise(self.versions)):
+            if (numbers < 0).any():
+                raise ValueError(f"{numbers.min()} is no {what}")
+        if (self.versions[1:] < self.versions[:-1]).any():
             raise ValueError("the versions of its tokens go back")
-        for place, value in enumerate(self.logprobs):
-            if not -inf < value <= ROUNDING:
-                raise ValueError(
-                    f"the log-prob of token {place} of {len(self.tokens)} is {value}, and not a number of at most 0"
-                )
+        wrong = ~((self.logprobs > -LARGEST) & (self.logprobs <= ROUNDING))
+        if wrong.any():
+            place = int(wrong.argmax())
+            raise ValueError(
+                f"the log-prob of token {place} of {len(wrong)} is {self.logprobs[place]}, "
+                "and not a number of at most 0"
+            )
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One call of the model within an episode: all ids that it saw, and what it answered. `reward` is what the
-    environment gave for this answer. `agent` says who spoke, where an episode has several, each with its own reward.
+    """One call of the model within an episode: all ids that it saw, an int32 array, and what it answered. `reward` is
+    what the environment gave for this answer. `agent` says who spoke, where an episode has several, each with its own
+    reward.
 
     Example: Turn(prompt=(1, 9, 4), completion=Completion(...))
     """
 
-    prompt: tuple[int, ...]
+    prompt: "Ints"
     completion: Completion
     reward: float = 0.0
     agent: str = ""
+
+    def __post_init__(self) -> None:
+        become_arrays(self, ("prompt",))
+
+    __eq__ = alike
 
 
 UNSCORED = "every reward function returned None"
@@ -290,15 +314,7 @@ class Sample:
     routes: bytes = b""
 
     def __post_init__(self) -> None:
-        import numpy as np
-
-        lengths = set[int]()
-        for name, dtype in COLUMNS.items():
-            column = getattr(self, name)
-            if column is not None and not isinstance(column, float | int):
-                column = np.asarray(column, dtype)
-                object.__setattr__(self, name, column)
-                lengths.add(len(column))
+        lengths = set(become_arrays(self, SAMPLE))
         if len(lengths) != 1:
             raise ValueError(f"a Sample's columns must be equally long, got {sorted(lengths)}")
         if self.routes and len(self.routes) % len(self.tokens):
@@ -312,18 +328,6 @@ class Sample:
 
         versions, counts = np.unique(self.versions[self.versions >= 0], return_counts=True)
         return Counter(dict(zip(versions.tolist(), counts.tolist(), strict=True)))
-
-
-COLUMNS = {
-    "tokens": "int32",
-    "mask": "bool",
-    "logprobs": "float32",
-    "versions": "int32",
-    "advantage": "float32",
-    "returns": "float32",
-    "values": "float32",
-    "proximal": "float32",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

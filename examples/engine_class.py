@@ -47,4 +47,4 @@ class Transformers:
                 stop = Stop.STOP
                 break
         versions = (version,) * len(tokens)
-        return Completion(tokens=tuple(tokens), logprobs=tuple(logprobs), versions=versions, stop=stop)
+        return Completion.of(tokens, logprobs, versions, stop)

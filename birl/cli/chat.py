@@ -104,8 +104,9 @@ async def _converse(target: str, settings: dict, compute: Executor) -> None:
                 print(f"That is more than the context of {policy.context} tokens holds. Ask less, or start anew.")
                 continue
             completion = await engine.generate(ids, params)
-            messages.append(policy.chat.parse(completion.tokens, prompt=ids))
-            print(policy.chat.reply_text(completion.tokens))
+            answer = completion.ids
+            messages.append(policy.chat.parse(answer, prompt=ids))
+            print(policy.chat.reply_text(answer))
     finally:
         await engine.close()
 

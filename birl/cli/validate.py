@@ -46,7 +46,7 @@ class Gold:
             self.asked_more = True
             raise RuntimeError("no gold reply is left")
         self.given += 1
-        return Completion(tokens=(self.given,), logprobs=(0.0,), versions=(0,), stop=Stop.STOP)
+        return Completion.of((self.given,), (0.0,), (0,), Stop.STOP)
 
     async def close(self) -> None:
         pass

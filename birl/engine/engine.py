@@ -134,7 +134,7 @@ class EmbeddedEngine:
         if self._closed is not None:
             raise self._closed
         if room <= 0:
-            return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
+            return Completion.of((), (), (), Stop.LENGTH)
         request = Request(
             prompt=prompt_ids,
             params=params,

@@ -106,10 +106,5 @@ class Request:
         return b"".join(known).ljust((len(self) - 1) * len(self.routes[0]), b"\xff")
 
     def completion(self) -> Completion:
-        return Completion(
-            tokens=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            stop=self.stop or Stop.ABORT,
-            routes=self.known_routes(),
-        )
+        stop = self.stop or Stop.ABORT
+        return Completion.of(self.tokens, self.logprobs, self.versions, stop, self.known_routes())

@@ -217,7 +217,7 @@ def checked_completion(completion: Completion, params: SamplingParams) -> Comple
     tokens, forced = completion.tokens, params.forced[: params.max_tokens]
     if len(tokens) > params.max_tokens:
         raise ValueError(f"{len(tokens)} tokens where {params.max_tokens} were asked for")
-    if tokens[: len(forced)] != forced[: len(tokens)]:
+    if tuple(tokens[: len(forced)].tolist()) != forced[: len(tokens)]:
         raise ValueError("it does not begin with the tokens that were given")
     return completion.possible()
 

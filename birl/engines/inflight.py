@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from birl.engines.member import Member
 from birl.errors import EngineDown
 from birl.types import Completion, SamplingParams, Stop
@@ -16,7 +18,7 @@ class Asked:
     params: SamplingParams
     session: str
     cut: "asyncio.Future[None]"  # done: give back what there is, now
-    part: Completion = field(default=Completion(tokens=(), logprobs=(), versions=(), stop=Stop.ABORT))
+    part: Completion = field(default=Completion.of((), (), (), Stop.ABORT))
     aborted: bool = False  # the router was asked to
     failures: list[str] = field(default_factory=list)
     avoid: set[Member] = field(default_factory=set)  # where it failed
@@ -25,7 +27,7 @@ class Asked:
     def rest(self, engine: str) -> tuple[tuple[int, ...], SamplingParams]:
         """Prompt and parameters for what is missing. birl's engines take the part as `forced`, so that each later place
         keeps its random number; others get it as prompt, and another seed: the same would draw the same numbers."""
-        done = self.part.tokens
+        done = self.part.ids
         if not done:
             return self.prompt, self.params
         if engine == "birl":
@@ -39,12 +41,12 @@ class Asked:
         go on from the part."""
         n = len(self.part.tokens)
         skip = n if engine == "birl" else 0
-        if skip and completion.tokens[:n] != self.part.tokens[: len(completion.tokens)]:
+        if skip and not np.array_equal(completion.tokens[:n], self.part.tokens[: len(completion.tokens)]):
             raise EngineDown("it did not begin with the tokens that were given")
         full = n + len(completion.tokens[skip:]) >= self.params.max_tokens
         return Completion(
-            tokens=self.part.tokens + completion.tokens[skip:],
-            logprobs=self.part.logprobs + completion.logprobs[skip:],
-            versions=self.part.versions + completion.versions[skip:],
+            tokens=np.append(self.part.tokens, completion.tokens[skip:]),
+            logprobs=np.append(self.part.logprobs, completion.logprobs[skip:]),
+            versions=np.append(self.part.versions, completion.versions[skip:]),
             stop=Stop.LENGTH if full and completion.stop is Stop.ABORT else completion.stop,
         )

@@ -150,5 +150,7 @@ def check_held(held: Held, update: Update) -> bool:
 
 def check_versions(completion: Completion, lowest: int, highest: int) -> None:
     """Raises `EngineDown` where tokens come from weights that the router has not given."""
-    if wrong := sorted(v for v in set(completion.versions) if not lowest <= v <= highest):
-        raise EngineDown(f"it answered with version {wrong[0]} of the weights, and has {lowest}")
+    versions = completion.versions
+    wrong = versions[(versions < lowest) | (versions > highest)]
+    if len(wrong):
+        raise EngineDown(f"it answered with version {wrong.min()} of the weights, and has {lowest}")

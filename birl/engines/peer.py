@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import httpx
+import numpy as np
 from torch import Tensor
 
 from birl.engine.weights import check_age, read
@@ -253,18 +254,18 @@ async def answer_given(
         answer = await adapter.ask(prompt_ids + given, params, max(more, 1), session, scored=len(given))
         rest = adapter.parse(answer, max(more, 1))
         # Scores are of one version, and its label is that of the first token after them.
-        if adapter.takes == known or exact or not rest.versions:
+        if adapter.takes == known or exact or not len(rest.versions):
             break
     else:
         raise EngineDown(f"{adapter.address}: its weights changed three times while it scored one answer.")
-    if not rest.versions:  # aborted before there was anything
+    if not len(rest.versions):  # aborted before there was anything
         return rest
     scores = adapter.scores(answer, given)
     keep = len(rest.tokens) if more else 0
     return Completion(
-        tokens=given + rest.tokens[:keep],
-        logprobs=scores + rest.logprobs[:keep],
-        versions=rest.versions[:1] * len(given) + rest.versions[:keep],
+        tokens=np.append(np.array(given, np.int32), rest.tokens[:keep]),
+        logprobs=np.append(np.array(scores, np.float32), rest.logprobs[:keep]),
+        versions=np.append(np.repeat(rest.versions[:1], len(given)), rest.versions[:keep]),
         stop=rest.stop if more else Stop.STOP if ended else Stop.LENGTH,
     )
 

@@ -296,7 +296,7 @@ class Router:
                 raise EngineDown(f"session {asked.session!r} had no answer within {self.attempt_timeout:g} s")
             answered(task.result(), began, asked.session, engine_name(member.remote.address))
             result = asked.join(engine, task.result())
-            self._computes(asked.prompt + result.tokens, member)
+            self._computes((*asked.prompt, *result.ids), member)
             await self._admit(member, gone, task.result(), lowest)
             member.served += 1
             member.row = 0
@@ -318,8 +318,8 @@ class Router:
             self.fleet.become(member, State.STALE, str(error))
             member.poke.set()
             raise
-        if max(completion.versions, default=-1) > member.version:
+        if completion.versions.max(initial=-1) > member.version:
             async with member.lock:
                 pass
-        if gone.done() or max(completion.versions, default=-1) > member.version:
+        if gone.done() or completion.versions.max(initial=-1) > member.version:
             raise EngineDown(f"its weights were in doubt when it had answered: {member.error}")

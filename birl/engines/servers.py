@@ -63,7 +63,7 @@ class Servers(Counting):
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
         result = await self.counted(self.router.generate(prompt_ids, params, session))
-        if 0 < self.vocabulary <= (most := max(result.tokens, default=0)):
+        if 0 < self.vocabulary <= (most := int(result.tokens.max(initial=0))):
             raise BirlError(f"An engine answered with token id {most}, and the model has {self.vocabulary} tokens.")
         return result
 

@@ -20,7 +20,6 @@ An error is {"error": {"message", "type"}} with a status of 400 or more; a refus
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from operator import index
 from typing import Any
 from urllib.parse import quote
 
@@ -140,9 +139,9 @@ def params_from(data: Mapping[str, Any]) -> SamplingParams:
 
 def completion_to(completion: Completion) -> dict[str, Any]:
     result = {
-        "tokens": completion.tokens,
-        "logprobs": completion.logprobs,
-        "versions": completion.versions,
+        "tokens": completion.ids,
+        "logprobs": completion.logprobs.tolist(),
+        "versions": completion.versions.tolist(),
         "stop": str(completion.stop),
     }
     return result | {"routes": b64encode(completion.routes).decode()} if completion.routes else result
@@ -151,9 +150,9 @@ def completion_to(completion: Completion) -> dict[str, Any]:
 def completion_from(data: Mapping[str, Any]) -> Completion:
     """Raises `ValueError` or `KeyError` where that is no completion."""
     return Completion(
-        tokens=tuple(map(index, data["tokens"])),
-        logprobs=tuple(map(float, data["logprobs"])),
-        versions=tuple(map(index, data["versions"])),
+        tokens=data["tokens"],
+        logprobs=data["logprobs"],
+        versions=data["versions"],
         stop=Stop(data["stop"]),
         routes=b64decode(data.get("routes", ""), validate=True),
     )

@@ -58,13 +58,17 @@ def turn_rewards(trajectory: Trajectory) -> list[float]:
 @dataclass(slots=True)
 class Chain:
     """Turns of which every prompt begins with all that came before, token by token. `turns`: the number of each, and
-    where its answer is."""
+    where its answer is; `last`: the newest one, which has all tokens."""
 
-    tokens: tuple[int, ...] = ()
-    turns: list[tuple[int, range]] = field(default_factory=list)
+    last: Turn
+    turns: list[tuple[int, slice]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.last.prompt) + len(self.last.completion.tokens)
 
     def continues(self, turn: Turn) -> bool:
-        return self.tokens == turn.prompt[: len(self.tokens)]
+        before, answer, n = self.last.prompt, self.last.completion.tokens, len(self.last.prompt)
+        return np.array_equal(turn.prompt[n : len(self)], answer) and np.array_equal(turn.prompt[:n], before)
 
 
 def chains(trajectory: Trajectory) -> list[Chain]:
@@ -74,33 +78,32 @@ def chains(trajectory: Trajectory) -> list[Chain]:
     for number, turn in enumerate(trajectory.turns):
         fitting = [c for c in result if c.continues(turn)]
         if not fitting:
-            result.append(Chain())
-        chain = max(fitting, key=lambda c: len(c.tokens)) if fitting else result[-1]
-        chain.tokens = (*turn.prompt, *turn.completion.tokens)
-        chain.turns.append((number, range(len(turn.prompt), len(chain.tokens))))
-    return [c for c in result if any(len(where) for _, where in c.turns)]
+            result.append(Chain(turn))
+        chain = max(fitting, key=len) if fitting else result[-1]
+        chain.last = turn
+        chain.turns.append((number, slice(len(turn.prompt), len(chain))))
+    return [c for c in result if any(where.stop > where.start for _, where in c.turns)]
 
 
 def samples(trajectory: Trajectory, advantage: float | Sequence[float], group: int, episode: int) -> list[Sample]:
     """One Sample for each chain of turns. `advantage`: of all turns, or one for each."""
     result = []
     for chain in chains(trajectory):
-        n = len(chain.tokens)
-        mask, logprobs, own = np.zeros(n, np.bool_), np.zeros(n, np.float32), np.zeros(n, np.float32)
-        versions = np.full(n, -1, np.int32)
+        n = len(chain)
+        mask, logprobs, versions = np.zeros(n, np.bool_), np.zeros(n, np.float32), np.full(n, -1, np.int32)
+        own = advantage if isinstance(advantage, float | int) else np.zeros(n, np.float32)
         for number, where in chain.turns:
             completion = trajectory.turns[number].completion
-            at = slice(where.start, where.stop)
-            mask[at] = True
-            logprobs[at], versions[at] = completion.logprobs, completion.versions
-            own[at] = advantage if isinstance(advantage, float | int) else advantage[number]
+            mask[where], logprobs[where], versions[where] = True, completion.logprobs, completion.versions
+            if isinstance(own, np.ndarray):
+                own[where] = advantage[number]  # pyright: ignore[reportIndexIssue]
         result.append(
             Sample(
-                tokens=np.array(chain.tokens, np.int32),
+                tokens=np.concatenate([chain.last.prompt, chain.last.completion.tokens]),
                 mask=mask,
                 logprobs=logprobs,
                 versions=versions,
-                advantage=advantage if isinstance(advantage, float | int) else own,
+                advantage=own,
                 group=group,
                 episode=episode,
                 routes=routes(trajectory, chain),
@@ -117,7 +120,7 @@ def routes(trajectory: Trajectory, chain: Chain) -> bytes:
     result = b""
     for completion, _ in completions:
         result += completion.routes[len(result) :]
-    return result.ljust(len(chain.tokens) * size, b"\xff")
+    return result.ljust(len(chain) * size, b"\xff")
 
 
 def token_rewards(trajectory: Trajectory, rewards: Sequence[float]) -> list[list[float]]:
@@ -128,7 +131,7 @@ def token_rewards(trajectory: Trajectory, rewards: Sequence[float]) -> list[list
         numbers = [number for number, _ in chain.turns]
         each: list[float] = []
         for (number, where), following in zip(chain.turns, [*numbers[1:], len(rewards)], strict=True):
-            each += [0.0] * len(where)
+            each += [0.0] * (where.stop - where.start)
             if each:
                 each[-1] += sum(rewards[number:following])
         result.append(each)
@@ -136,7 +139,7 @@ def token_rewards(trajectory: Trajectory, rewards: Sequence[float]) -> list[list
 
 
 def trained_lengths(samples: Sequence[Sample]) -> list[int]:
-    return [int(s.mask.sum()) for s in samples]
+    return [int(np.count_nonzero(s.mask)) for s in samples]
 
 
 def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:

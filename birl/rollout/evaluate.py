@@ -139,4 +139,4 @@ def _mean(values: Sequence[float]) -> float:
 
 def versions_of(groups: Sequence[Group]) -> set[int]:
     """All versions of the weights that sampled a token of them."""
-    return {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.completion.versions}
+    return {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.completion.versions.tolist()}

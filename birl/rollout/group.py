@@ -103,7 +103,7 @@ class Rollout:
         assert self.score is not None
         judged = [i for i, t in enumerate(trajectories) if t.outcome.scored]
         replies = [
-            Reply.of(last_reply(t, self.chat).content, t.turns[-1].completion.tokens)
+            Reply.of(last_reply(t, self.chat).content, t.turns[-1].completion.ids)
             for t in (trajectories[i] for i in judged)
         ]
         result = list(trajectories)
@@ -144,4 +144,4 @@ async def first(n: int, work: Sequence[Coroutine[Any, Any, Trajectory]]) -> list
 
 def last_reply(trajectory: Trajectory, chat: Translator) -> Message:
     """The model's whole last reply, its thinking included: reward functions may judge that too."""
-    return Message(role="assistant", content=chat.reply_text(trajectory.turns[-1].completion.tokens))
+    return Message(role="assistant", content=chat.reply_text(trajectory.turns[-1].completion.ids))

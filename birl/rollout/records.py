@@ -41,9 +41,9 @@ def episode_records(
             "score": t.score,
             "parts": dict(t.parts),
             "advantage": advantages.get((g.index, i)),
-            "text": "".join(chat.decode(turn.completion.tokens) for turn in t.turns),
+            "text": "".join(chat.decode(turn.completion.ids) for turn in t.turns),
             "turns": [
-                {"agent": turn.agent, "reward": turn.reward, "text": chat.decode(turn.completion.tokens)}
+                {"agent": turn.agent, "reward": turn.reward, "text": chat.decode(turn.completion.ids)}
                 for turn in (t.turns if len(t.turns) > 1 else ())
             ],
             "rewards": dict(t.rewards),
@@ -67,7 +67,7 @@ def episode_records(
 
 def _seen(trajectory: Trajectory, chat: Reading, run: Path) -> dict[str, list[str]]:
     """Files of what the environment showed, and of the pictures in prompts, each once."""
-    digests = dict.fromkeys(digest for turn in trajectory.turns for digest in chat.shown(turn.prompt))
+    digests = dict.fromkeys(digest for turn in trajectory.turns for digest in chat.shown(turn.prompt.tolist()))
     files = [*(_within(path, run) for path in trajectory.pictures), *(f"{PICTURES}/{digest}" for digest in digests)]
     return {"pictures": files} if files else {}
 

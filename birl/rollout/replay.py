@@ -7,7 +7,7 @@ weights that it names, as soon as the replay has these weights.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -82,17 +82,19 @@ async def resample(steps: list[Step], version: int, engine: Engine, params: Samp
         for group in (*step.groups, *step.refused)
         for episode, trajectory in enumerate(group.trajectories)
         for number, turn in enumerate(trajectory.turns)
-        for first, last in _spans(turn.completion.versions, version)
+        for first, last in _spans(turn.completion.versions.tolist(), version)
     ]
 
     async def one(index: int, episode: int, number: int, turn: Turn, first: int, last: int) -> int:
         recorded = turn.completion
         whole = last == len(recorded.tokens) and recorded.stop is not Stop.LENGTH
         limit = params.max_tokens if whole else last
-        own = replace(params, seed=derive_seed(seed, index, episode, number), forced=recorded.tokens[:first])
-        result = await engine.generate(turn.prompt, replace(own, max_tokens=limit))
+        own = replace(
+            params, seed=derive_seed(seed, index, episode, number), forced=tuple(recorded.tokens[:first].tolist())
+        )
+        result = await engine.generate(tuple(turn.prompt.tolist()), replace(own, max_tokens=limit))
         for name in ("tokens", "logprobs"):
-            now, then = getattr(result, name)[first:last], getattr(recorded, name)[first:last]
+            now, then = (getattr(c, name)[first:last].tolist() for c in (result, recorded))
             if now != then:
                 place = next(
                     (i for i, (a, b) in enumerate(zip(now, then, strict=False)) if a != b), min(len(now), len(then))
@@ -133,7 +135,7 @@ async def replay(
     return len(steps), tokens
 
 
-def _spans(versions: tuple[int, ...], version: int) -> Iterator[tuple[int, int]]:
+def _spans(versions: Sequence[int], version: int) -> Iterator[tuple[int, int]]:
     """Stretches of tokens of one version: first and behind last."""
     start = None
     for place, own in enumerate((*versions, None)):
@@ -155,10 +157,10 @@ def _group_to(group: Group) -> dict[str, Any]:
             {
                 "turns": [
                     {
-                        "prompt": turn.prompt,
-                        "tokens": turn.completion.tokens,
-                        "logprobs": turn.completion.logprobs,
-                        "versions": turn.completion.versions,
+                        "prompt": turn.prompt.tolist(),
+                        "tokens": turn.completion.ids,
+                        "logprobs": turn.completion.logprobs.tolist(),
+                        "versions": turn.completion.versions.tolist(),
                         "stop": str(turn.completion.stop),
                         "routes": turn.completion.routes.hex(),
                         "reward": turn.reward,
@@ -201,11 +203,11 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
     return Trajectory(
         turns=tuple(
             Turn(
-                prompt=tuple(turn["prompt"]),
+                prompt=turn["prompt"],
                 completion=Completion(
-                    tokens=tuple(turn["tokens"]),
-                    logprobs=tuple(turn["logprobs"]),
-                    versions=tuple(turn["versions"]),
+                    tokens=turn["tokens"],
+                    logprobs=turn["logprobs"],
+                    versions=turn["versions"],
                     stop=Stop(turn["stop"]),
                     routes=bytes.fromhex(turn["routes"]),
                 ),

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from birl.errors import Aborted, BirlError, EngineFailed, HistoryRewritten, TooLong
 from birl.text.bounds import cannot_fit
 from birl.text.parts import Finder, content
@@ -59,11 +61,11 @@ class Known:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        return self.turn.prompt
+        return tuple(self.turn.prompt.tolist())
 
     @property
     def answer(self) -> tuple[int, ...]:
-        return self.turn.completion.tokens
+        return self.turn.completion.ids
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,10 +174,10 @@ class Session:
                 completion = await self._generate(prompt, params)
         finally:
             self._open -= 1
-        turn = self._turns[number] = Turn(prompt=prompt, completion=completion, agent=agent)
+        turn = self._turns[number] = Turn(prompt=np.array(prompt, np.int32), completion=completion, agent=agent)
         if completion.stop is Stop.ABORT:
             raise Aborted
-        reply = before_stop(self.reply(conversation, prompt, completion.tokens, tools), own_stop)
+        reply = before_stop(self.reply(conversation, prompt, completion.ids, tools), own_stop)
         self.known.append(
             Known(key=plain(following(conversation, reply)), talk=following(talk, reply), owner=owner, turn=turn)
         )

@@ -4,6 +4,7 @@ gateway."""
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -53,10 +54,10 @@ class Direct(Visit):
         (params,) = service.seeded(reply.params)
         with service.gate.enter(1):
             result = await service.answering(grammar)(prompt, params)
-        message = service.chat.parse(result.tokens, reply.tools, prompt)
+        message = service.chat.parse(result.ids, reply.tools, prompt)
         cut = min((at for s in params.stop if (at := message.content.find(s)) >= 0), default=None)
         message = message if cut is None else replace(message, content=message.content[:cut])
-        return message, Turn(prompt=prompt, completion=result)
+        return message, Turn(prompt=np.array(prompt, np.int32), completion=result)
 
 
 async def messages(service: Service, request: Request) -> Response:

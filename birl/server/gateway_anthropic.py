@@ -53,7 +53,7 @@ class AnthropicReply(Reply):
         """The client's stop string that ended the answer."""
         if not self.own_stop:
             return None
-        text = self.chat.decode(turn.completion.tokens)
+        text = self.chat.decode(turn.completion.ids)
         result = [(at, s) for s in self.own_stop if (at := text.find(s)) >= 0]
         return min(result)[1] if result else None
 

@@ -42,10 +42,10 @@ class OpenAIReply(Reply):
     def pieces(self, answers: Answers) -> Pieces:
         turn = answers[0][1]
         asked = Ask(
-            chat=self.talk, prompts=(turn.prompt,), params=self.params, n=self.n, stream=self.stream, usage=self.usage,
-            logprobs=self.logprobs, token_ids=self.token_ids, tools=tuple(self.tools),
+            chat=self.talk, prompts=(tuple(turn.prompt.tolist()),), params=self.params, n=self.n, stream=self.stream,
+            usage=self.usage, logprobs=self.logprobs, token_ids=self.token_ids, tools=tuple(self.tools),
         )  # fmt: skip
-        return Pieces(Voice(self.model, max(turn.completion.versions, default=0), self.chat), asked)
+        return Pieces(Voice(self.model, int(turn.completion.versions.max(initial=0)), self.chat), asked)
 
     def whole(self, answers: Answers) -> dict[str, Any]:
         pieces = self.pieces(answers)
@@ -61,9 +61,8 @@ class OpenAIReply(Reply):
         for i, (reply, turn) in enumerate(answers):
             done = turn.completion
             yield event(pieces.delta(i, "", first=True, thinking=reply.thinking))
-            yield event(
-                pieces.delta(i, reply.content, tokens=done.tokens, logprobs=done.logprobs, versions=done.versions)
-            )
+            tokens, logprobs, versions = (x.tolist() for x in (done.tokens, done.logprobs, done.versions))
+            yield event(pieces.delta(i, reply.content, tokens=tokens, logprobs=logprobs, versions=versions))
             if reply.tool_calls:
                 yield event(pieces.delta(i, "", calls=reply.tool_calls))
             yield event(pieces.delta(i, "", reason=pieces.reason(done.stop, reply.tool_calls)))

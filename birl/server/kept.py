@@ -58,4 +58,4 @@ def bytes_of(known: Known) -> int:
     texts = [s for m in known.talk if isinstance(m, Message) for s in (m.content, m.thinking, m.tool_call_id)]
     texts += [s for m in known.talk if isinstance(m, Message) for c in m.tool_calls for s in (c.name, c.arguments)]
     own = 2 * sum(map(getsizeof, texts))  # they are in the key, too
-    return own + TOKEN * len(known.prompt) + SAMPLED * len(known.answer)
+    return own + TOKEN * len(known.turn.prompt) + SAMPLED * len(known.turn.completion.tokens)

@@ -19,7 +19,7 @@ from birl.server.stream import events, streamed
 from birl.types import Completion, Stop
 
 Body = dict[str, Any]
-EMPTY = Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
+EMPTY = Completion.of((), (), (), Stop.LENGTH)
 
 
 async def models(service: Service, request: Request) -> Response:

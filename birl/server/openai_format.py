@@ -61,7 +61,7 @@ class Pieces:
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """A finished one."""
         shown = self.visible()
-        shown.feed(completion.tokens)
+        shown.feed(completion.ids)
         reply = self.parsed(index, shown.whole())
         return self.spoken(index, completion, reply.content, reply.calls, reply.thinking or "")
 
@@ -70,7 +70,8 @@ class Pieces:
     ) -> dict[str, Any]:
         """A finished one of which it is known what it says."""
         result: dict[str, Any] = {"index": index, "finish_reason": self.reason(completion.stop, calls)}
-        result["logprobs"] = self.logprobs(completion.tokens, completion.logprobs, 0) if self.asked.logprobs else None
+        tokens, logprobs = completion.ids, completion.logprobs.tolist()
+        result["logprobs"] = self.logprobs(tokens, logprobs, 0) if self.asked.logprobs else None
         if self.asked.chat:
             own: dict[str, Any] = {"role": "assistant", "content": content if content.strip() or not calls else None}
             own |= {"reasoning_content": thinking} if thinking else {}
@@ -78,7 +79,7 @@ class Pieces:
         else:
             result["text"] = content
             result |= {"prompt_token_ids": self.prompt(index)} if self.asked.token_ids else {}
-        return result | (self.ids(completion.tokens, completion.versions) if self.asked.token_ids else {})
+        return result | (self.ids(tokens, completion.versions.tolist()) if self.asked.token_ids else {})
 
     def echo(self, choice: dict[str, Any], index: int, scored: Sequence[Scored]) -> None:
         """Puts the prompt before a finished answer, with the log-probs of its tokens: the first has none."""

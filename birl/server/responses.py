@@ -6,6 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -39,7 +40,7 @@ class Asked:
         return named(service.chat.parts(text, self.reply.tools, self.opened).message())
 
     def turn(self, completion: Completion) -> Turn:
-        return Turn(prompt=self.prompt, completion=completion)
+        return Turn(prompt=np.array(self.prompt, np.int32), completion=completion)
 
 
 async def responses(service: Service, request: Request) -> Response:
@@ -52,7 +53,7 @@ async def responses(service: Service, request: Request) -> Response:
         work = service.all([(asked.prompt, params)], asked.grammar)
         (completion,) = await answered(request, work, service.timeout)
     shown = asked.visible(service)
-    shown.feed(completion.tokens)
+    shown.feed(completion.ids)
     return JSONResponse(asked.reply.finished(asked.message(service, shown.whole()), asked.turn(completion)))
 
 

@@ -58,8 +58,8 @@ class ResponsesReply(Reply):
             "total_tokens": asked + said,
         }  # fmt: skip
         if self.token_ids:
-            result |= {"prompt_token_ids": list(turn.prompt), "token_ids": list(turn.completion.tokens)}
-            result["weight_versions"] = list(turn.completion.versions)
+            result |= {"prompt_token_ids": turn.prompt.tolist(), "token_ids": turn.completion.ids}
+            result["weight_versions"] = turn.completion.versions.tolist()
         if self.told["store"]:
             key, talk = (following(t, reply) for t in (self.conversation, self.talk or self.conversation))
             known = Known(key=plain(key), talk=talk, owner=owner_of(self.tools), turn=turn)
@@ -69,7 +69,7 @@ class ResponsesReply(Reply):
     def items(self, reply: Message, turn: Turn, status: str) -> list[Item]:
         result = [self.reasoning(reply.thinking)] if reply.thinking else []
         if reply.content.strip() or not reply.tool_calls:
-            rows = self.rows(turn.completion.tokens, turn.completion.logprobs)
+            rows = self.rows(turn.completion.ids, turn.completion.logprobs.tolist())
             result.append(self.message(reply.content, rows, status))
         for i, one in enumerate(reply.tool_calls):
             said = {"call_id": one.id, "name": one.name, "arguments": one.arguments, "status": "completed"}
@@ -99,7 +99,7 @@ class ResponsesReply(Reply):
 
     def thought(self, reply: Message, turn: Turn) -> int:
         """Tokens up to the end of the thinking."""
-        tokens, end = turn.completion.tokens, reply.thinking.strip()
+        tokens, end = turn.completion.ids, reply.thinking.strip()
         if not end:
             return 0
         place = bisect_left(range(len(tokens)), True, key=lambda n: end in self.chat.decode(tokens[: n + 1]))
@@ -109,7 +109,7 @@ class ResponsesReply(Reply):
         ((reply, turn),) = answers
         events, reply = Events(self), named(reply)
         yield from events.begin()
-        rows = self.rows(turn.completion.tokens, turn.completion.logprobs)
+        rows = self.rows(turn.completion.ids, turn.completion.logprobs.tolist())
         yield from events.more(reply.thinking, reply.content if reply.content.strip() else "", rows)
         yield from events.end(reply, turn)
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 CONFLICT = "conflict"
 ANSWERS, ANSWER_BYTES = 1000, 64 << 20  # that clients may cite
 #: log-probs, and the likeliest token of each place with its own
-Scored = tuple[tuple[float, ...], list[tuple[int, float]]]
+Scored = tuple[list[float], list[tuple[int, float]]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,9 +126,9 @@ class Service:
         """The log-prob of each token but the first, given those before it, and the likeliest token in its place."""
         best: list[tuple[int, float]] = []
         params = SamplingParams(max_tokens=max(len(ids) - 1, 1), ignore_eos=True, forced=ids[1:])
-        logprobs: tuple[float, ...] = ()
+        logprobs: list[float] = []
         if len(ids) > 1:
-            logprobs = (await self.engine.generate(ids[:1], params, best=best)).logprobs
+            logprobs = (await self.engine.generate(ids[:1], params, best=best)).logprobs.tolist()
         return logprobs, best
 
     async def all(self, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], grammar: str = "") -> list[Completion]:

@@ -279,14 +279,19 @@ def taught_by(model: Learner) -> Teacher:
 
 
 def _by_episode(samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> dict[tuple[int, int], float]:
-    result: dict[tuple[int, int], list[np.ndarray]] = {}
+    result: dict[tuple[int, int], list[Sample]] = {}
     for sample, e in zip(samples, owner.tolist(), strict=True):
         group, i = kept[e]
-        result.setdefault((group.index, i), []).append(per_token(sample)[sample.mask].astype(np.float64))
-    return {place: _mean(np.concatenate(own)) for place, own in result.items()}
+        result.setdefault((group.index, i), []).append(sample)
+    return {place: _mean(own) for place, own in result.items()}
 
 
-def _mean(values: np.ndarray) -> float:
+def _mean(samples: Sequence[Sample]) -> float:
+    """Of the advantages of their trained tokens."""
+    whole = {s.advantage if isinstance(s.advantage, float | int) else None for s in samples}
+    if len(whole) == 1 and (same := whole.pop()) is not None:
+        return float(np.float32(same))
+    values = np.concatenate([per_token(s)[s.mask] for s in samples]).astype(np.float64)
     same = values.min() == values.max()
     return float(values[0] if same else values.cumsum()[-1] / len(values))  # one after the other, in double precision
 

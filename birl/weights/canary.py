@@ -119,7 +119,7 @@ class Canary:
 
     async def scored(self, engine: Engine, name: str, ids: tuple[int, ...]) -> list[float]:
         """What the engine says of a prompt's scored tokens."""
-        return list((await self.given(engine, name, ids[:1], ids[1:])).logprobs)
+        return (await self.given(engine, name, ids[:1], ids[1:])).logprobs.tolist()
 
     async def drawn(self, engine: Engine, name: str, ids: tuple[int, ...]) -> list[tuple[float, float]] | None:
         """Log-probs of tokens that the engine samples after a prompt: as it reports them then, and when they are given.
@@ -127,18 +127,18 @@ class Canary:
         params = SamplingParams(max_tokens=DRAWN, ignore_eos=True, seed=0)
         answer = await answered(engine, name, ids, params)
         # one that reaches the end of the context cannot be scored to its end by every engine
-        tokens = answer.tokens if len(answer.tokens) == DRAWN else answer.tokens[:-1]
+        tokens = answer.ids[: None if len(answer.tokens) == DRAWN else -1]
         if not tokens:
             return []
         again = await self.given(engine, name, ids, tokens)
         if len({*answer.versions, *again.versions}) > 1:
             return None
-        return list(zip(answer.logprobs, again.logprobs, strict=False))
+        return list(zip(answer.logprobs.tolist(), again.logprobs.tolist(), strict=False))
 
     async def given(self, engine: Engine, name: str, ids: tuple[int, ...], tokens: tuple[int, ...]) -> Completion:
         params = SamplingParams(max_tokens=len(tokens), forced=tokens, ignore_eos=True, seed=0)
         answer = await answered(engine, name, ids, params)
-        if answer.tokens != tokens:
+        if answer.ids != tokens:
             raise WeightsFailed("mismatch", f"{name} was given {len(tokens)} tokens to score and scored others.")
         return answer
 

@@ -182,7 +182,7 @@ def advantages(s: Seen) -> list[float | None]:
 
 def texts(groups: list[Group], s: Seen) -> list[str]:
     chat = s.parts.rollout.chat
-    return [chat.decode(t.turns[-1].completion.tokens) for g in groups for t in g.trajectories if t.turns]
+    return [chat.decode(t.turns[-1].completion.ids) for g in groups for t in g.trajectories if t.turns]
 
 
 def answers(s: Seen) -> list[str]:
@@ -196,11 +196,11 @@ def reads_calls(s: Seen) -> bool:
 
 
 def first_prompt(s: Seen) -> str:
-    return s.parts.rollout.chat.decode(s.groups[0].trajectories[0].turns[0].prompt)
+    return s.parts.rollout.chat.decode(s.groups[0].trajectories[0].turns[0].prompt.tolist())
 
 
 def lengths(groups: list[Group]) -> list[int]:
-    return [len(t.turns[-1].completion.tokens) for g in groups for t in g.trajectories if t.turns]
+    return [len(t.turns[-1].completion.ids) for g in groups for t in g.trajectories if t.turns]
 
 
 def tasks(s: Seen) -> list[str]:

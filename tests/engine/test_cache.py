@@ -51,7 +51,7 @@ async def talk(own: EmbeddedEngine, folders: list[Path], seed: int) -> list[Comp
         answers = [await a for a in asking]
         result += answers
         for i, answer in enumerate(answers):
-            texts[i] += (*answer.tokens, *(rng.randint(3, 200) for _ in range(rng.randint(1, 40))))
+            texts[i] += (*answer.ids, *(rng.randint(3, 200) for _ in range(rng.randint(1, 40))))
         if turn == 1:
             texts[4:] = [(*texts[0][:-1], 201), (*texts[0], 202)]
     return result
@@ -82,7 +82,7 @@ def test_off_cold_or_warm_the_bits_are_the_same(
             assert own.scheduler.pages.room == pages
             await own.close()
         assert answers[0] == answers[1] == answers[2]
-        assert {v for a in answers[0] for v in a.versions} == {0, 7}
+        assert {v for a in answers[0] for v in a.versions.tolist()} == {0, 7}
 
     run(main)
 
@@ -102,10 +102,10 @@ def test_weights_that_change_within_an_answer_leave_no_page_known(
         await own.load(update(folders[1], 7))
         for _ in range(2):  # beside the first, and with what the one before left
             same = [await e.generate((*SYSTEM, 9), asked(3)) for e in (own, judge)]
-            assert same[0].logprobs == same[1].logprobs and same[0].tokens == same[1].tokens
+            assert same[0].logprobs.tolist() == same[1].logprobs.tolist() and same[0].ids == same[1].ids
         whole = await first
-        again = [await e.generate((*SYSTEM, *whole.tokens, 9), asked(4)) for e in (own, judge)]
-        assert again[0].logprobs == again[1].logprobs
+        again = [await e.generate((*SYSTEM, *whole.ids, 9), asked(4)) for e in (own, judge)]
+        assert again[0].logprobs.tolist() == again[1].logprobs.tolist()
         await own.close()
         await judge.close()
 
@@ -120,7 +120,7 @@ def test_a_turn_computes_what_is_new(tiny: Path, compute: ThreadPoolExecutor) ->
         (answer,) = bench.generate([text], [asked(turn, 30)])
         assert (counters.prefilled - before[0], counters.reused - before[1]) == (len(text) - known, known)
         known = (len(text) + 29) // 32 * 32  # the last token was only drawn
-        text = (*text, *answer.tokens, 8, 9)
+        text = (*text, *answer.ids, 8, 9)
 
 
 def test_prompts_with_one_beginning_compute_it_once_in_one_step(tiny: Path, compute: ThreadPoolExecutor) -> None:
@@ -160,7 +160,7 @@ def test_routes_come_with_their_pages(compute: ThreadPoolExecutor) -> None:
 
         found.append(asyncio.run(asyncio.wait_for(main(), 60)))
         assert (own.counters.reused > 0) == cache
-    assert [(c.tokens, c.routes) for c in found[0]] == [(c.tokens, c.routes) for c in found[1]]
+    assert [(c.ids, c.routes) for c in found[0]] == [(c.ids, c.routes) for c in found[1]]
 
 
 def test_the_least_recently_used_goes_first_and_of_a_sequence_the_last_page() -> None:

@@ -44,25 +44,29 @@ def test_the_same_tokens_with_guesses_and_without(
     found = bench.generate(PROMPTS, params)
     counters = bench.engine.counters
     assert counters.accepted > 20 and counters.drafted > counters.accepted
-    assert counters.tokens == sum(len(c.tokens) for c in found) == plain.engine.counters.tokens
-    assert [(c.tokens, c.stop, c.versions) for c in found] == [(c.tokens, c.stop, c.versions) for c in expected]
+    assert counters.tokens == sum(len(c.ids) for c in found) == plain.engine.counters.tokens
+    assert [(c.ids, c.stop, c.versions.tolist()) for c in found] == [
+        (c.ids, c.stop, c.versions.tolist()) for c in expected
+    ]
     for a, b in zip(found, expected, strict=True):
         if dtype == torch.bfloat16 and not kernels.problem():
-            assert a.logprobs == b.logprobs
+            assert a.logprobs.tolist() == b.logprobs.tolist()
         else:
-            assert a.logprobs == pytest.approx(b.logprobs, abs=5e-5 if dtype == torch.float32 else 0.5)  # logits of 60
+            assert a.logprobs.tolist() == pytest.approx(
+                b.logprobs.tolist(), abs=5e-5 if dtype == torch.float32 else 0.5
+            )  # logits of 60
 
 
 @pytest.mark.parametrize("ending", [{"stop_ids": True}, {"stop": True}])
 def test_an_end_among_the_guesses_ends_it(tiny: Path, compute: ThreadPoolExecutor, ending: dict[str, bool]) -> None:
     bench = repetitive(Bench(tiny, compute))
     (free,) = bench.generate(PROMPTS[:1], [SamplingParams(max_tokens=60, seed=1, temperature=0.0, ignore_eos=True)])
-    last = free.tokens[40]
+    last = free.ids[40]
     end = {"stop_ids": (last,)} if "stop_ids" in ending else {"stop": (bench.tokenizer.decode([last]),)}
     plain = repetitive(Bench(tiny, compute, draft_rows=0))
     params = [SamplingParams(max_tokens=60, seed=1, temperature=0.0, ignore_eos=True, **end)]  # type: ignore[arg-type]
     (found,), (expected,) = bench.generate(PROMPTS[:1], params), plain.generate(PROMPTS[:1], params)
-    assert found.tokens == expected.tokens and found.stop == expected.stop
+    assert found.ids == expected.ids and found.stop == expected.stop
 
 
 def test_the_distribution_is_the_models(
@@ -85,7 +89,7 @@ def test_the_distribution_is_the_models(
     monkeypatch.setattr(Drafts, "guess", lambda self, r, most: [next_one] if len(r.tokens) == 1 else [])
     n = 2000
     params = [SamplingParams(max_tokens=3, seed=i, ignore_eos=True) for i in range(n)]
-    answers = [c.tokens for c in bench.generate([prompt] * n, params)]
+    answers = [c.ids for c in bench.generate([prompt] * n, params)]
     after = Counter(a[1] for a in answers if a[0] == likeliest)
     total = sum(after.values())
     assert total > 100 and bench.engine.counters.accepted > 50

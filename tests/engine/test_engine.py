@@ -61,10 +61,10 @@ class Bench:
     def gap(self, prompts: list[tuple[int, ...]], completions: list[Completion]) -> torch.Tensor:
         samples = [
             Sample(
-                tokens=p + c.tokens,
-                mask=(False,) * len(p) + (True,) * len(c.tokens),
-                logprobs=(0.0,) * len(p) + c.logprobs,
-                versions=(-1,) * len(p) + c.versions,
+                tokens=p + c.ids,
+                mask=(False,) * len(p) + (True,) * len(c.ids),
+                logprobs=[0.0] * len(p) + c.logprobs.tolist(),
+                versions=[-1] * len(p) + c.versions.tolist(),
                 advantage=1.0,
                 group=i,
                 episode=0,
@@ -106,8 +106,10 @@ def test_they_agree_after_training_moved_the_weights(tiny: Path, compute: Thread
         tensor.grad = torch.randn_like(tensor)
     bench.learner.optim_step(3e-3)
     after = bench.generate(PROMPTS, seeded(len(PROMPTS)))
-    assert [c.tokens for c in before] != [c.tokens for c in after]
-    assert {v for c in before for v in c.versions} == {0} and {v for c in after for v in c.versions} == {1}
+    assert [c.ids for c in before] != [c.ids for c in after]
+    assert {v for c in before for v in c.versions.tolist()} == {0} and {
+        v for c in after for v in c.versions.tolist()
+    } == {1}
     assert bench.gap(PROMPTS, after).abs().mean() < 0.05
     assert bench.gap(PROMPTS, before).abs().mean() > 0.1
 
@@ -118,8 +120,8 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch(tiny: Path, compute: 
     together = bench.generate(PROMPTS, params)
     for prompt, param, expected in zip(PROMPTS, params, together, strict=True):
         (alone,) = bench.generate([prompt], [param])
-        assert alone.tokens == expected.tokens
-        assert alone.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+        assert alone.ids == expected.ids
+        assert alone.logprobs.tolist() == pytest.approx(expected.logprobs.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"max_batch": 1}, {"max_batch": 2}, {"kv_cache_gb": 3 * PAGE_BYTES / 2**30}])
@@ -129,7 +131,7 @@ def test_nor_on_slots_or_preemption(tiny: Path, compute: ThreadPoolExecutor, opt
     params = seeded(len(PROMPTS), ignore_eos=True)
     expected = Bench(tiny, compute).generate(PROMPTS, params)
     found = Bench(tiny, compute, **options).generate(PROMPTS, params)  # pyright: ignore
-    assert [c.tokens for c in found] == [c.tokens for c in expected]
+    assert [c.ids for c in found] == [c.ids for c in expected]
 
 
 def test_a_groups_prompt_is_prefilled_once(
@@ -154,7 +156,7 @@ def test_a_group_of_as_many_answers_as_its_prompt_has_tokens(tiny: Path, compute
     bench = Bench(tiny, compute)
     together = bench.generate([PROMPTS[1]] * 4, seeded(4))
     assert bench.gap([PROMPTS[1]] * 4, together).abs().max() <= 1e-5
-    assert [c.tokens for c in together] == [bench.generate([PROMPTS[1]], [p])[0].tokens for p in seeded(4)]
+    assert [c.ids for c in together] == [bench.generate([PROMPTS[1]], [p])[0].ids for p in seeded(4)]
 
 
 def test_later_answers_reuse_the_pages_of_a_running_one(
@@ -165,8 +167,8 @@ def test_later_answers_reuse_the_pages_of_a_running_one(
     expected = Bench(tiny, compute).generate([long] * 3, params)
     bench = Bench(tiny, compute, max_batch=2)
     found = bench.generate([long] * 3, [replace(params[0], max_tokens=5), *params[1:]])
-    assert found[0].tokens == expected[0].tokens[:5]
-    assert [f.tokens for f in found[1:]] == [e.tokens for e in expected[1:]]
+    assert found[0].ids == expected[0].ids[:5]
+    assert [f.ids for f in found[1:]] == [e.ids for e in expected[1:]]
     assert bench.engine.counters.prefilled == 70 + 6  # the third had two pages of 32 for nothing
 
 
@@ -176,26 +178,26 @@ def test_long_prompts_go_through_in_pieces(tiny: Path, compute: ThreadPoolExecut
     bench = Bench(tiny, compute)
     bench.engine.scheduler.prefill = 33
     found = bench.generate(prompts, seeded(3))
-    assert [c.tokens for c in found] == [c.tokens for c in expected]
+    assert [c.ids for c in found] == [c.ids for c in expected]
     assert bench.gap(prompts, found).abs().max() <= 1e-5
 
 
 def test_stops(tiny: Path, compute: ThreadPoolExecutor) -> None:
     bench = Bench(tiny, compute, context=48)
     (free,) = bench.generate([PROMPTS[2]], [SamplingParams(max_tokens=30, seed=1, ignore_eos=True)])
-    assert len(free.tokens) == 30 and free.stop is Stop.LENGTH
+    assert len(free.ids) == 30 and free.stop is Stop.LENGTH
     (cut,) = bench.generate([PROMPTS[5]], [SamplingParams(max_tokens=30, seed=1, ignore_eos=True)])
     assert len(cut.tokens) == 18 and cut.stop is Stop.LENGTH
     (full,) = bench.generate([tuple(range(3, 60))], [SamplingParams(max_tokens=30, seed=1)])
-    assert full.tokens == () and full.stop is Stop.LENGTH
+    assert full.ids == () and full.stop is Stop.LENGTH
     (by_id,) = bench.generate(
-        [PROMPTS[2]], [SamplingParams(max_tokens=30, seed=1, ignore_eos=True, stop_ids=(free.tokens[4],))]
+        [PROMPTS[2]], [SamplingParams(max_tokens=30, seed=1, ignore_eos=True, stop_ids=(free.ids[4],))]
     )
-    assert by_id.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1] and by_id.stop is Stop.STOP
-    text = bench.tokenizer.decode(free.tokens[6:9])  # pyright: ignore
+    assert by_id.ids == free.ids[: free.ids.index(free.ids[4]) + 1] and by_id.stop is Stop.STOP
+    text = bench.tokenizer.decode(free.ids[6:9])  # pyright: ignore
     (by_text,) = bench.generate([PROMPTS[2]], [SamplingParams(max_tokens=30, seed=1, ignore_eos=True, stop=(text,))])  # pyright: ignore
-    assert by_text.stop is Stop.STOP and by_text.tokens == free.tokens[: len(by_text.tokens)]
-    assert text in bench.tokenizer.decode(by_text.tokens)  # pyright: ignore
+    assert by_text.stop is Stop.STOP and by_text.ids == free.ids[: len(by_text.ids)]
+    assert text in bench.tokenizer.decode(by_text.ids)  # pyright: ignore
 
 
 def test_the_end_token_is_part_of_the_answer_only_when_it_was_sampled(tiny: Path, compute: ThreadPoolExecutor) -> None:
@@ -206,8 +208,8 @@ def test_the_end_token_is_part_of_the_answer_only_when_it_was_sampled(tiny: Path
     completions = bench.generate(PROMPTS * 4, seeded(4 * len(PROMPTS)))
     assert {c.stop for c in completions} == {Stop.STOP, Stop.LENGTH}
     for c in completions:
-        assert (c.tokens[-1] == 2) == (c.stop is Stop.STOP)
-        assert 2 not in c.tokens[:-1]
+        assert (c.ids[-1] == 2) == (c.stop is Stop.STOP)
+        assert 2 not in c.ids[:-1]
 
 
 def test_impossible_requests_are_refused_and_others_go_on(tiny: Path, compute: ThreadPoolExecutor) -> None:
@@ -219,7 +221,7 @@ def test_impossible_requests_are_refused_and_others_go_on(tiny: Path, compute: T
             await bench.engine.generate(PROMPTS[5], SamplingParams(max_tokens=40, seed=1))
         with pytest.raises(BirlError, match="prompt is empty"):
             await bench.engine.generate((), SamplingParams(max_tokens=5))
-        assert (await good).tokens
+        assert (await good).ids
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -231,7 +233,7 @@ def test_cancelling_the_caller_frees_the_slot(tiny: Path, compute: ThreadPoolExe
         long = asyncio.create_task(bench.engine.generate(PROMPTS[1], SamplingParams(max_tokens=200, ignore_eos=True)))
         await asyncio.sleep(0.05)
         long.cancel()
-        assert (await bench.engine.generate(PROMPTS[2], SamplingParams(max_tokens=3, seed=1))).tokens
+        assert (await bench.engine.generate(PROMPTS[2], SamplingParams(max_tokens=3, seed=1))).ids
         await bench.engine.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

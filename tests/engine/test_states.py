@@ -51,10 +51,10 @@ class Bench:
     def check(self, completions: list[Completion], prompts: list[tuple[int, ...]] = PROMPTS) -> None:
         """Each log-prob of the newest version is what transformers' own forward gives the sequence alone."""
         for prompt, c in zip(prompts, completions, strict=True):
-            expected = own_logprobs(self.model, [make(prompt, c.tokens, 0, 0)])
-            new = torch.tensor([v == self.version for v in c.versions])
-            assert len(c.tokens) == 20 and new.any()
-            torch.testing.assert_close(torch.tensor(c.logprobs)[new], expected[new], atol=1e-5, rtol=0)
+            expected = own_logprobs(self.model, [make(prompt, c.ids, 0, 0)])
+            new = torch.tensor([v == self.version for v in c.versions.tolist()])
+            assert len(c.ids) == 20 and new.any()
+            torch.testing.assert_close(torch.tensor(c.logprobs.tolist())[new], expected[new], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

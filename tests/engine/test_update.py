@@ -76,11 +76,11 @@ def test_given_tokens_get_the_log_probs_they_were_sampled_with(folders, compute,
         own = engine(folders[0], compute, dtype)
         answers = await asyncio.gather(*(own.generate(PROMPT[:n], params(200)) for n in (1, 3, 5)))
         scored = await asyncio.gather(
-            *(own.generate(PROMPT[:n], params(200, forced=a.tokens)) for n, a in zip((1, 3, 5), answers, strict=True))
+            *(own.generate(PROMPT[:n], params(200, forced=a.ids)) for n, a in zip((1, 3, 5), answers, strict=True))
         )
         for said, found in zip(answers, scored, strict=True):
-            assert found.tokens == said.tokens
-            gap = max(abs(a - b) for a, b in zip(found.logprobs, said.logprobs, strict=True))
+            assert found.ids == said.ids
+            gap = max(abs(a - b) for a, b in zip(found.logprobs.tolist(), said.logprobs.tolist(), strict=True))
             assert gap == 0 if dtype == torch.bfloat16 else gap < 1e-5
         assert own.counters.tokens == own.counters.scored == 600
         await own.close()
@@ -95,7 +95,7 @@ def test_given_tokens_can_begin_an_answer(folders, compute) -> None:
     async def main() -> None:
         own = engine(folders[0], compute)
         whole = await own.generate(PROMPT, params(60))
-        begun = await own.generate(PROMPT, params(60, forced=whole.tokens[:23]))
+        begun = await own.generate(PROMPT, params(60, forced=whole.ids[:23]))
         assert begun == whole
         await own.close()
 
@@ -111,9 +111,7 @@ def test_given_beginnings_beside_requests_that_share_their_prompt(folders, compu
         own = engine(folders[0], compute, draft_rows=draft_rows)
         wanted = [params(40) if i % 2 else SamplingParams(max_tokens=40, seed=i, ignore_eos=True) for i in range(9)]
         answers = await asyncio.gather(*(own.generate(PROMPT, p) for p in wanted))
-        begun = [
-            replace(p, forced=a.tokens[: 5 * (i % 3)]) for i, (p, a) in enumerate(zip(wanted, answers, strict=True))
-        ]
+        begun = [replace(p, forced=a.ids[: 5 * (i % 3)]) for i, (p, a) in enumerate(zip(wanted, answers, strict=True))]
         assert await asyncio.gather(*(own.generate(PROMPT, p) for p in begun)) == answers
         await own.close()
 
@@ -135,14 +133,16 @@ def test_weights_that_change_in_the_middle_of_an_answer(folders, compute, recomp
         assert held.digest == whole(digests(weights(folders[1]))) == whole(await own.digests())
         answers = [await a for a in asked]
         for answer, n in zip(answers, (2, 5), strict=True):
-            cut = answer.versions.index(7)
+            cut = answer.versions.tolist().index(7)
             assert (
-                0 < cut < 400 and set(answer.versions) == {0, 7} and answer.versions == tuple(sorted(answer.versions))
+                0 < cut < 400
+                and set(answer.versions.tolist()) == {0, 7}
+                and answer.versions.tolist() == sorted(answer.versions.tolist())
             )
             for folder, part in ((folders[0], slice(0, cut)), (folders[1], slice(cut, 400))):
                 judge = engine(folder, compute)
-                scored = await judge.generate(PROMPT[:n], params(400, forced=answer.tokens))
-                same = scored.logprobs[part] == answer.logprobs[part]
+                scored = await judge.generate(PROMPT[:n], params(400, forced=answer.ids))
+                same = scored.logprobs.tolist()[part] == answer.logprobs.tolist()[part]
                 assert same == (recompute or folder == folders[0])
                 await judge.close()
         await own.close()
@@ -160,7 +160,9 @@ def test_who_comes_after_an_update_shares_no_older_keys(folders, compute) -> Non
         await after(own, 50)
         await own.load(update(folders[1], 7))
         found = await own.generate(prompt, params(20))
-        assert not first.done() and found.logprobs == (await judge.generate(prompt, params(20))).logprobs
+        assert (
+            not first.done() and found.logprobs.tolist() == (await judge.generate(prompt, params(20))).logprobs.tolist()
+        )
         await own.abort()
         await first
         await own.close()
@@ -182,7 +184,7 @@ def test_a_pause_changes_nothing(folders, compute) -> None:
         await asyncio.sleep(0.05)
         assert own.counters.tokens == counted and not task.done() and not late.done()
         await own.resume()
-        assert await task == expected and (await late).tokens == expected.tokens[:10]
+        assert await task == expected and (await late).ids == expected.ids[:10]
         await own.close()
 
     run(main)
@@ -198,17 +200,17 @@ def test_aborted_answers_come_back_with_what_they_have(folders, compute) -> None
         await after(own, 20)
         assert await own.abort({"b"}) == 2
         kept, cut, waited = [await a for a in asked[1:]] and asked
-        assert cut.result().stop is waited.result().stop is Stop.ABORT and not waited.result().tokens
-        assert 0 < len(cut.result().tokens) < 400
+        assert cut.result().stop is waited.result().stop is Stop.ABORT and not waited.result().ids
+        assert 0 < len(cut.result().ids) < 400
         await own.pause(abort=True)
         partial = await kept
         assert partial.stop is Stop.ABORT
         task = asyncio.create_task(own.generate(PROMPT, params(5)))
         await asyncio.sleep(0)
-        assert await own.abort() == 1 and (await task).tokens == ()  # while paused
+        assert await own.abort() == 1 and (await task).ids == ()  # while paused
         await own.resume()
-        assert len((await own.generate(PROMPT, params(5))).tokens) == 5
-        assert own.counters.tokens == len(cut.result().tokens) + len(partial.tokens) + 5
+        assert len((await own.generate(PROMPT, params(5))).ids) == 5
+        assert own.counters.tokens == len(cut.result().ids) + len(partial.ids) + 5
         await own.close()
 
     run(main)
@@ -307,7 +309,7 @@ def test_who_watches_hears_every_token_once(folders, compute) -> None:
             heard.extend(request.tokens[request.told :])
 
         answer: Completion = await own.generate(PROMPT, params(50), watch=watch)
-        assert tuple(heard) == answer.tokens
+        assert tuple(heard) == answer.ids
         await own.close()
 
     run(main)

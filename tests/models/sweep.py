@@ -99,12 +99,12 @@ def sampled(bench: Bench) -> str:
         ids = torch.tensor([PROMPT])
         options = {"do_sample": False, "max_new_tokens": ANSWER, "use_cache": True, "eos_token_id": None}
         expected = bench.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(PROMPT) :].tolist()
-        if list(answer.tokens) == expected:
+        if answer.tokens.tolist() == expected:
             return ""
-        logits = bench.model(input_ids=torch.tensor([PROMPT + answer.tokens]), use_cache=False).logits[0]
+        logits = bench.model(input_ids=torch.tensor([PROMPT + answer.ids]), use_cache=False).logits[0]
     best = logits[len(PROMPT) - 1 : -1].float().log_softmax(-1)
-    gap = (best.max(1).values - best.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]).max().item()
-    return "" if gap < TIE and len(answer.tokens) == ANSWER else f"other tokens than generate ({gap:.2g} nats)"
+    gap = (best.max(1).values - best.gather(1, torch.tensor(answer.ids)[:, None])[:, 0]).max().item()
+    return "" if gap < TIE and len(answer.ids) == ANSWER else f"other tokens than generate ({gap:.2g} nats)"
 
 
 def trained(bench: Bench, samples: list[Sample]) -> str:
@@ -129,7 +129,7 @@ def adapted(model: Any) -> str:
     bench.gradient([samples])  # B is zero no more
     bench.learner.optim_step(1e-2)
     (answer,) = bench.generate([SamplingParams(max_tokens=16, seed=1)])
-    gap = (bench.logprobs([make(PROMPT, answer.tokens, 0, 0)]) - torch.tensor(answer.logprobs)).abs().max().item()
+    gap = (bench.logprobs([make(PROMPT, answer.ids, 0, 0)]) - torch.tensor(answer.logprobs.tolist())).abs().max().item()
     return "" if gap <= LOGP else f"other log-probs ({gap:.2g} nats)"
 
 

@@ -101,7 +101,7 @@ def test_greedy_answers_are_those_of_transformers(kind: str, tmp_path: Path) -> 
             options = {"do_sample": False, "max_new_tokens": 64, "use_cache": True, "eos_token_id": None}
             expected = b.model.generate(**b.inputs(ids), **options)[0, len(ids) :].tolist()
             assert list(answer.tokens) == expected
-    assert len({a.tokens for a in answers}) == 3
+    assert len({a.ids for a in answers}) == 3
 
 
 def test_the_processor_says_the_same_tokens(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_engine_and_learner_agree(kind: str, tmp_path: Path) -> None:
     prompt = b.prompt("Hi # and # is?", ONE, OTHER)
     for step in (2048, 7):
         answers = b.generate([prompt] * 3, SamplingParams(max_tokens=12), step)
-        samples = [make(prompt, a.tokens, 0, i, 1.0 - i) for i, a in enumerate(answers)]
+        samples = [make(prompt, a.ids, 0, i, 1.0 - i) for i, a in enumerate(answers)]
         (batch,) = pack(samples, [0.1] * 3, 10_000)
-        given = torch.tensor([p for a in answers for p in a.logprobs])
+        given = torch.tensor([p for a in answers for p in a.logprobs.tolist()])
         torch.testing.assert_close(b.learner.forward(batch), given, atol=1e-5, rtol=0)
         b.learner.forward_backward(batch, reinforce, Stats())
         b.learner.optim_step(1e-2)

@@ -1,6 +1,8 @@
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from birl.rollout.assemble import Usage, by_agent, has_signal, samples, token_rewards, turn_rewards
@@ -103,3 +105,21 @@ def test_agents_are_compared_with_their_like() -> None:
     ]
     alone = group(trajectory(1.0))
     assert by_agent(alone) == [alone]
+
+
+def test_columns_are_arrays_that_hold_every_number_as_it_was() -> None:
+    said = Completion.of([5, 6], (-0.5, -1), [0, 1], Stop.STOP)
+    assert (said.tokens.dtype, said.logprobs.dtype, said.versions.dtype) == (np.int32, np.float32, np.int32)
+    turn = Turn(prompt=np.array([1, 2]), completion=said)
+    assert turn == replace(turn) and turn.prompt.dtype == np.int32 and said.ids == (5, 6)
+    assert said != replace(said, logprobs=np.array([-0.5, -2.0])) and said != replace(said, stop=Stop.LENGTH)
+    assert said.tokens is replace(said, stop=Stop.LENGTH).tokens  # no copy
+
+
+@pytest.mark.parametrize(
+    ("tokens", "why"),
+    [([1.5], "1.5 is no token id"), ([2**40], "does not fit"), (["a"], "'a' is no"), ([1, 2], "2 tokens")],
+)
+def test_what_an_array_would_change_silently_is_refused(tokens: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Completion.of(tokens, [-0.5], [0], Stop.STOP)

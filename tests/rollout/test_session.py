@@ -217,6 +217,6 @@ def test_parallel_questions_keep_their_order() -> None:
         engine = Scripted(lambda prompt: "ab"[prompt.count("second")], delay=0.01)
         talk = session(engine)
         await asyncio.gather(talk.ask((user("first"),)), talk.ask((user("second"),)))
-        assert [CHAT.decode(t.completion.tokens) for t in talk.turns] == ["a<|im_end|>", "b<|im_end|>"]
+        assert [CHAT.decode(t.completion.ids) for t in talk.turns] == ["a<|im_end|>", "b<|im_end|>"]
 
     asyncio.run(play())

@@ -52,7 +52,7 @@ class Double:
     async def scored(self, ids: list[int]) -> list[float]:
         """The log-prob of each id but the first."""
         params = SamplingParams(max_tokens=len(ids) - 1, forced=tuple(ids[1:]), ignore_eos=True)
-        return list((await self.engine.generate((ids[0],), params)).logprobs)
+        return (await self.engine.generate((ids[0],), params)).logprobs.tolist()
 
     async def take(self, folder: str) -> None:
         tensors = weights(Path(folder), next(self.engine.runner.model.parameters()).dtype)
@@ -108,11 +108,11 @@ class VLLMDouble(Double):
         answer = await self.engine.generate(tuple(ids), params, "generate-tokens-" + body["request_id"])
         content = [
             {"token_id": t, "logprob": p, "rank": 1, "top_logprobs": [{"token_id": t, "logprob": p, "rank": 1}]}
-            for t, p in zip(answer.tokens, answer.logprobs, strict=True)
+            for t, p in zip(answer.ids, answer.logprobs.tolist(), strict=True)
         ]
         choice = {
-            **{"index": 0, "finish_reason": str(answer.stop), "stop_reason": None, "token_ids": list(answer.tokens)},
-            **{"routed_experts": None, "sampling_mask": None, "weight_versions": self.spans(answer.versions)},
+            **{"index": 0, "finish_reason": str(answer.stop), "stop_reason": None, "token_ids": answer.tokens.tolist()},
+            **{"routed_experts": None, "sampling_mask": None, "weight_versions": self.spans(answer.versions.tolist())},
             "logprobs": {"content": content},
         }
         return JSONResponse({"request_id": "x", "prompt_logprobs": prompt_logprobs, "choices": [choice]})
@@ -216,17 +216,17 @@ class SGLangDouble(Double):
         answer = await self.engine.generate(tuple(ids), params, asked.rid)
         reasons: dict[Stop, Any] = {
             Stop.STOP: {"type": "stop", "matched": 2},
-            Stop.LENGTH: {"type": "length", "length": len(answer.tokens)},
+            Stop.LENGTH: {"type": "length", "length": len(answer.ids)},
             Stop.ABORT: {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None},
         }
         meta = {
-            **{"id": asked.rid, "prompt_tokens": len(ids), "completion_tokens": len(answer.tokens), "cached_tokens": 0},
+            **{"id": asked.rid, "prompt_tokens": len(ids), "completion_tokens": len(answer.ids), "cached_tokens": 0},
             **{"finish_reason": reasons[answer.stop], "weight_version": self.label, "e2e_latency": 0.1},
-            "output_token_logprobs": [[p, t, None] for t, p in zip(answer.tokens, answer.logprobs, strict=True)],
+            "output_token_logprobs": [[p, t, None] for t, p in zip(answer.ids, answer.logprobs.tolist(), strict=True)],
             "input_token_logprobs": given,
-            "weight_versions": self.spans(answer.versions) or [{"version": self.label, "start": 0, "end": 0}],
+            "weight_versions": self.spans(answer.versions.tolist()) or [{"version": self.label, "start": 0, "end": 0}],
         }
-        told = {"text": "", "output_ids": list(answer.tokens), "meta_info": meta}
+        told = {"text": "", "output_ids": answer.tokens.tolist(), "meta_info": meta}
         GenerateResponse.from_json_value(told)
         return JSONResponse(told)
 

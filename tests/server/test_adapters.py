@@ -63,8 +63,8 @@ def test_an_answer_is_the_engines_own(folders, compute, kind) -> None:
             expected = await double.engine.generate(PROMPT, asked)
             assert await adapter.generate(PROMPT, asked) == expected
         full = await adapter.generate((5,) * 508, params(40))
-        assert len(full.tokens) == 4 and full.stop is Stop.LENGTH
-        assert (await adapter.generate((5,) * 512, params(40))).tokens == ()
+        assert len(full.ids) == 4 and full.stop is Stop.LENGTH
+        assert (await adapter.generate((5,) * 512, params(40))).ids == ()
         info = await adapter.info()
         assert (info.version, info.context, info.dtype) == (0, 512, "bfloat16") and info.vocabulary == 320
         await adapter.close()
@@ -78,15 +78,15 @@ def test_given_tokens_are_scored(folders, compute, kind) -> None:
     async def main() -> None:
         adapter, double = pair(kind, folders, compute)
         answer = await double.engine.generate(PROMPT, params(50))
-        assert await adapter.generate(PROMPT, params(50, forced=answer.tokens)) == answer
-        begun = await adapter.generate(PROMPT, params(50, forced=answer.tokens[:20]))
-        assert begun.tokens[:20] == answer.tokens[:20] and begun.logprobs[:20] == answer.logprobs[:20]
-        assert len(begun.tokens) == len(begun.versions) == 50 and begun.stop is Stop.LENGTH
-        ended = SamplingParams(max_tokens=50, forced=(*answer.tokens[:5], 2, 7, 7))
+        assert await adapter.generate(PROMPT, params(50, forced=answer.ids)) == answer
+        begun = await adapter.generate(PROMPT, params(50, forced=answer.ids[:20]))
+        assert begun.ids[:20] == answer.ids[:20] and begun.logprobs.tolist()[:20] == answer.logprobs.tolist()[:20]
+        assert len(begun.ids) == len(begun.versions.tolist()) == 50 and begun.stop is Stop.LENGTH
+        ended = SamplingParams(max_tokens=50, forced=(*answer.ids[:5], 2, 7, 7))
         assert await adapter.generate(PROMPT, ended) == await double.engine.generate(PROMPT, ended)
         for wrong in ({"temperature": 0.7}, {"top_k": 5}):
             with pytest.raises(BirlError, match="without"):
-                await adapter.generate(PROMPT, params(50, forced=answer.tokens, **wrong))
+                await adapter.generate(PROMPT, params(50, forced=answer.ids, **wrong))
         with pytest.raises(BirlError, match="at most 511"):
             await adapter.generate((5,) * 500, params(50, forced=(7,) * 12))
         await adapter.close()
@@ -103,9 +103,12 @@ def test_weights_change_in_the_middle_of_an_answer(folders, compute, kind) -> No
         held = await adapter.load(update(folders[1], 7))
         assert held.version == adapter.version == 7 and held.bytes > 0 and held.seconds > 0 and held.digest == ""
         answer = await asked
-        cut = answer.versions.index(7)
-        assert 0 < cut < 400 and set(answer.versions) == {0, 7} and not double.engine.paused
-        assert set((await adapter.generate(PROMPT, params(4))).versions) == {7} and (await adapter.info()).version == 7
+        cut = answer.versions.tolist().index(7)
+        assert 0 < cut < 400 and set(answer.versions.tolist()) == {0, 7} and not double.engine.paused
+        assert (
+            set((await adapter.generate(PROMPT, params(4))).versions.tolist()) == {7}
+            and (await adapter.info()).version == 7
+        )
         salts = {body.get("cache_salt") or body.get("extra_key") for body in double.bodies}
         assert salts == {"weights-0", "weights-7"}
         await adapter.close()
@@ -138,7 +141,7 @@ def test_a_bad_update_changes_nothing(folders, compute, tmp_path, kind, cause) -
         assert caught.value.cause == cause and adapter.version == 5 and not double.engine.paused
         assert await adapter.generate(PROMPT, params(20)) == before
         await adapter.load(update(folders[1], 9))
-        assert (await adapter.generate(PROMPT, params(20))).tokens != before.tokens
+        assert (await adapter.generate(PROMPT, params(20))).ids != before.ids
         await adapter.close()
 
     run(main)
@@ -160,7 +163,7 @@ def test_a_load_that_fails_half_way_breaks_the_engine_until_one_succeeds(folders
             await adapter.generate(PROMPT, params(5))
         double.fail.clear()
         await adapter.load(update(folders[1], 1))
-        assert len((await adapter.generate(PROMPT, params(5))).tokens) == 5
+        assert len((await adapter.generate(PROMPT, params(5))).ids) == 5
         await adapter.close()
 
     run(main)
@@ -182,13 +185,13 @@ def test_pause_and_abort(folders, compute, kind) -> None:
         await adapter.load(update(folders[0], 3))
         assert double.engine.paused  # a load does not end a pause
         await adapter.resume()
-        assert (await asked).tokens == expected.tokens
+        assert (await asked).ids == expected.ids
         asked = [asyncio.create_task(adapter.generate(PROMPT, params(500), s)) for s in ("a", "b", "b")]
         await after(double.engine, double.engine.counters.tokens + 30)
         assert await adapter.abort({"b"}) == 2
         await adapter.pause(abort=True)
         for answer in [await a for a in asked]:
-            assert answer.stop is Stop.ABORT and 0 < len(answer.tokens) < 500
+            assert answer.stop is Stop.ABORT and 0 < len(answer.ids) < 500
         await adapter.resume()
         assert await adapter.abort() == 0
         await adapter.close()
@@ -213,7 +216,7 @@ def test_sleep_keeps_what_runs_and_needs_weights_afterwards(folders, compute, ki
         await adapter.load(update(folders[0], 1))
         assert double.engine.paused
         await adapter.resume()
-        assert (await asked).tokens == expected.tokens
+        assert (await asked).ids == expected.ids
         await adapter.close()
 
     run(main)

@@ -137,7 +137,7 @@ def test_commands_do_what_they_say(folders) -> None:
             tensors = weights(folders[1])
             await client.load(Update(version=1, digests=digests(tensors), tensors=tensors))
             await client.resume()
-            assert (await client.generate(PROMPT, params(3))).versions == (1, 1, 1)
+            assert (await client.generate(PROMPT, params(3))).versions.tolist() == [1, 1, 1]
             await client.close()
 
     run(main)

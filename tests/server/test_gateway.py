@@ -148,7 +148,10 @@ def test_stop_strings_of_a_client_end_the_answer_and_not_the_sample() -> None:
             found = await super().generate(prompt_ids, params, session)
             assert params.stop == ("STOP",)
             return Completion(
-                tokens=found.tokens[:-1], logprobs=found.logprobs[:-1], versions=found.versions[:-1], stop=Stop.STOP
+                tokens=found.ids[:-1],
+                logprobs=found.logprobs.tolist()[:-1],
+                versions=found.versions.tolist()[:-1],
+                stop=Stop.STOP,
             )
 
     async def body(here: Place) -> None:
@@ -178,7 +181,7 @@ def test_text_completions_and_models() -> None:
         assert found.choices[0].text == " two"
         found = await here.openai.completions.create(model="any", prompt="one and two and")
         assert here.spoken() == [" two<|im_end|>", " three<|im_end|>"]
-        first, second = (turn.prompt for turn in here.session.turns)
+        first, second = (turn.prompt.tolist() for turn in here.session.turns)
         assert second[: len(first)] == first and CHAT.decode(second[len(first) :]) == " two and"
         assert [m.id async for m in here.openai.models.list()] == ["birl"]
         assert (await here.openai.models.retrieve("some/model")).id == "some/model"

@@ -110,7 +110,7 @@ def test_an_episode_keeps_its_own() -> None:
         await here.openai.responses.create(**more, instructions="Be brief.")
         await here.openai.responses.create(**more, instructions="Be long.")
         assert here.spoken() == ["a<|im_end|>b<|im_end|>", "c<|im_end|>"]
-        prompts = [here.session.chat.decode(turn.prompt) for turn in here.session.turns]  # type: ignore[attr-defined]
+        prompts = [here.session.chat.decode(turn.prompt.tolist()) for turn in here.session.turns]  # type: ignore[attr-defined]
         assert "Be brief." not in prompts[2] and "a<|im_end|>" in prompts[2]
 
         async with place(Scripted([])) as there:

@@ -52,7 +52,7 @@ def test_load_spreads_and_the_table_adds_up() -> None:
         router = Router(engines)
         await router.start()
         answers = await asyncio.gather(*(router.generate(PROMPT, params(seed=i)) for i in range(40)))
-        assert [a.tokens for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(40)]
+        assert [a.ids for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(40)]
         assert [e.most for e in engines] == [10, 10, 10, 10]
         assert [(r.served, r.in_flight, r.failures, r.state) for r in router.table()] == [(10, 0, 0, "ready")] * 4
         await router.close()
@@ -146,7 +146,7 @@ def test_an_engine_that_fails_in_the_middle_costs_nothing_but_time(way: str) -> 
         await asyncio.sleep(3.0)
         engines[0].crash() if way == "crash" else engines[0].change(**{{"freeze": "frozen"}.get(way, way): True})
         answers = await asyncio.gather(*asked)
-        assert [a.tokens for a in answers] == [expected(PROMPT, params(100, seed=i)) for i in range(10)]
+        assert [a.ids for a in answers] == [expected(PROMPT, params(100, seed=i)) for i in range(10)]
         assert sum(row.served for row in router.table()) == 10
         assert asyncio.get_running_loop().time() < 40  # the freeze was found by looking, not by a request's deadline
         assert sum(name == "retry" for name, _ in events) >= 5
@@ -167,7 +167,7 @@ def test_an_engine_that_looks_well_and_answers_nothing_is_left_alone_for_longer_
         router = Router(engines)
         await router.start()
         for i in range(200):
-            assert (await router.generate(PROMPT, params(5, seed=i))).tokens == expected(PROMPT, params(5, seed=i))
+            assert (await router.generate(PROMPT, params(5, seed=i))).ids == expected(PROMPT, params(5, seed=i))
         assert engines[0].log.count(("generate", "")) < 12 and states(router)[0] == "ready"
         await router.close()
 
@@ -186,7 +186,7 @@ def test_a_full_engine_is_not_a_sick_one() -> None:
         assert states(router) == ["ready", "ready"] and not task.done()
         assert sum(len(e.log) for e in engines) <= 24  # it does not knock all the time
         engines[1].full = False
-        assert (await task).tokens == expected(PROMPT, params(5)) and router.table()[1].failures == 0
+        assert (await task).ids == expected(PROMPT, params(5)) and router.table()[1].failures == 0
         await router.close()
 
     play(main)
@@ -208,7 +208,7 @@ def test_with_all_engines_down_a_request_waits_and_then_says_who_is_how() -> Non
         task = asyncio.create_task(router.generate(PROMPT, params(5)))
         await asyncio.sleep(3)
         engines[1].restart()
-        assert (await task).tokens == expected(PROMPT, params(5))
+        assert (await task).ids == expected(PROMPT, params(5))
         await router.close()
 
     play(main)
@@ -248,9 +248,9 @@ def test_new_weights_reach_all_and_requests_go_on() -> None:
         held = await router.load(update(5))
         assert held == Held(version=5, digest=digest_of(5), seconds=4.0, bytes=30) and router.version == 5
         answers = await asyncio.gather(*asked)
-        assert [a.tokens for a in answers] == [expected(PROMPT, params(100, seed=i)) for i in range(6)]
-        assert all(set(a.versions) == {0, 5} for a in answers)
-        assert (await router.generate(PROMPT, params(3))).versions == (5, 5, 5)
+        assert [a.ids for a in answers] == [expected(PROMPT, params(100, seed=i)) for i in range(6)]
+        assert all(set(a.versions.tolist()) == {0, 5} for a in answers)
+        assert (await router.generate(PROMPT, params(3))).versions.tolist() == [5, 5, 5]
         with pytest.raises(WeightsFailed, match="are given 4") as caught:
             await router.load(update(4))
         assert caught.value.cause == "stale" and router.version == 5
@@ -276,7 +276,7 @@ def test_a_learner_that_was_killed_goes_on_from_older_weights() -> None:
         assert (await router.load(replace(update(4), anew=True))).version == router.version == 4
         await until(lambda: states(router) == ["ready", "ready"])
         answers = await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(6)))
-        assert {v for a in answers for v in a.versions} == {4} and [e.truth for e in engines] == [4, 4]
+        assert {v for a in answers for v in a.versions.tolist()} == {4} and [e.truth for e in engines] == [4, 4]
         await router.close()
 
     play(main)
@@ -319,7 +319,7 @@ def test_an_engine_that_does_not_take_the_weights_gets_no_request_until_it_has(w
         bad.log.clear()
         assert states(router) == ["ready", "stale" if way == "refuses" else "down"]
         for answer in await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(10))):
-            assert set(answer.versions) == {5}
+            assert set(answer.versions.tolist()) == {5}
         assert ("generate", "") not in bad.log
         bad.restart() if way == "crash" else bad.change(refuses="", frozen=False)
         await until(lambda: states(router) == ["ready", "ready"])
@@ -340,7 +340,7 @@ def test_weights_that_nobody_takes_raise_and_the_old_ones_stay() -> None:
             await router.load(update(5))
         assert caught.value.cause == "mismatch" and router.version == 0
         await until(lambda: states(router) == ["ready", "ready"])  # their digests say that nothing has changed
-        assert (await router.generate(PROMPT, params(2))).versions == (0, 0)
+        assert (await router.generate(PROMPT, params(2))).versions.tolist() == [0, 0]
         for engine in engines:
             engine.crash()
         with pytest.raises(WeightsFailed) as caught:
@@ -369,7 +369,7 @@ def test_wrong_bytes_are_found_by_the_digest_even_if_the_engine_is_content() -> 
         await router.load(update(5))
         assert states(router) == ["ready", "stale"] and "not what was sent" in router.table()[1].error
         for answer in await asyncio.gather(*asked):
-            assert set(answer.versions) <= {0, 5}
+            assert set(answer.versions.tolist()) <= {0, 5}
         await router.close()
 
     play(main)
@@ -414,7 +414,7 @@ def test_an_answer_of_weights_that_are_not_proven_yet_waits_for_the_proof() -> N
         await asyncio.sleep(0.5)
         await router.load(update(5))
         answers = await asyncio.gather(*asked)
-        assert all(5 in a.versions for a in answers)
+        assert all(5 in a.versions.tolist() for a in answers)
         assert [row.served for row in router.table()] == [6, 0] and events.count(("retry", "engine1")) == 3
         assert events.count(("engine_stale", "engine1")) == 1 and ("engine_stale", "engine0") not in events
         await router.close()
@@ -451,7 +451,7 @@ def test_a_restarted_engine_is_brought_up_to_date_before_it_serves() -> None:
         engines[0].log.clear()
         engines[0].restart()  # between two looks: nobody has noticed
         answers = await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(20)))
-        assert all(set(a.versions) == {5} for a in answers)
+        assert all(set(a.versions.tolist()) == {5} for a in answers)
         await until(lambda: states(router) == ["ready", "ready"])
         assert ("load", 5) in engines[0].log
         engines[0].restart(version=5)  # says that it has them: that is not enough
@@ -471,7 +471,7 @@ def test_somebody_elses_weights_make_an_engine_stale() -> None:
         await router.load(update(5))
         engines[0].version = engines[0].truth = 8
         answers = await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(8)))
-        assert all(set(a.versions) == {5} for a in answers)
+        assert all(set(a.versions.tolist()) == {5} for a in answers)
         assert states(router) == ["stale", "ready"] and any("version 8" in (e or "") for _, e in events)
         engines[1].truth = 77  # same version, other weights: only the digest tells
         await until(lambda: states(router)[1] == "stale")
@@ -516,12 +516,12 @@ def test_an_answer_that_somebody_cut_goes_on(engine: str) -> None:
         await asyncio.sleep(2.05)
         await engines[0].pause(abort=True)
         answers = await asyncio.gather(*asked)
-        assert all(len(a.tokens) == 50 and a.stop is Stop.LENGTH for a in answers)
+        assert all(len(a.ids) == 50 and a.stop is Stop.LENGTH for a in answers)
         assert [r.failures for r in router.table()] == [0, 0] and "draining" in states(router)[0]
         rest = seen[4:]
         assert len(rest) == 2
         if engine == "birl":
-            assert [a.tokens for a in answers] == [expected(PROMPT, params(50, seed=i)) for i in range(4)]
+            assert [a.ids for a in answers] == [expected(PROMPT, params(50, seed=i)) for i in range(4)]
             assert all(20 <= len(p.forced) <= 21 and p.max_tokens == 50 for p in rest)
         else:
             assert all(p.max_tokens <= 30 and p.seed not in range(4) and not p.forced for p in rest)
@@ -546,7 +546,7 @@ def test_an_abort_that_was_asked_for_gives_what_there_is() -> None:
         await asyncio.sleep(2)
         assert await router.abort({"a"}) == 2
         first, second, third = await asyncio.gather(*asked)
-        assert first.stop is second.stop is Stop.ABORT and 0 < len(first.tokens) < 50 and len(third.tokens) == 50
+        assert first.stop is second.stop is Stop.ABORT and 0 < len(first.ids) < 50 and len(third.ids) == 50
         engines[0].change(frozen=True)
         engines[1].change(frozen=True)
         lost = asyncio.create_task(router.generate(PROMPT, params(50), session="c"))
@@ -571,9 +571,7 @@ def test_pause_holds_and_resume_goes_on_even_where_an_engine_missed_it() -> None
         assert len(engines[0].running) + len(engines[1].running) == 2
         engines[1].change(frozen=True)
         await router.resume()
-        assert [a.tokens for a in await asyncio.gather(*running)] == [
-            expected(PROMPT, params(50, seed=i)) for i in (0, 1)
-        ]
+        assert [a.ids for a in await asyncio.gather(*running)] == [expected(PROMPT, params(50, seed=i)) for i in (0, 1)]
         await late
         engines[1].change(frozen=False)
         await until(lambda: states(router) == ["ready", "ready"])
@@ -581,7 +579,7 @@ def test_pause_holds_and_resume_goes_on_even_where_an_engine_missed_it() -> None
         task = asyncio.create_task(router.generate(PROMPT, params(50)))
         await asyncio.sleep(1)
         await router.pause(abort=True)
-        assert (await task).stop is Stop.ABORT and len((await task).tokens) < 50
+        assert (await task).stop is Stop.ABORT and len((await task).ids) < 50
         await router.close()
 
     play(main)
@@ -730,8 +728,8 @@ def test_whatever_happens_every_request_is_answered_once_or_told_in_time(seed: i
             except EngineDown:
                 assert asyncio.get_running_loop().time() - asked <= 300.01
                 return "told"
-            assert answer.tokens == expected(PROMPT, wanted) and answer.stop is Stop.LENGTH
-            assert set(answer.versions) <= given and min(answer.versions) >= floor
+            assert answer.ids == expected(PROMPT, wanted) and answer.stop is Stop.LENGTH
+            assert set(answer.versions.tolist()) <= given and min(answer.versions.tolist()) >= floor
             return "answered"
 
         background = [asyncio.create_task(weather()), asyncio.create_task(learner())]
@@ -822,9 +820,9 @@ def test_two_real_engines_one_is_killed_and_one_is_frozen(tmp_path) -> None:
                 "engine_ready",
             ]
             late = await asyncio.gather(*ask(8, "late"))
-            assert [a.tokens for a in late] == [a.tokens for a in expect] and {v for a in late for v in a.versions} == {
-                2
-            }
+            assert [a.ids for a in late] == [a.ids for a in expect] and {
+                v for a in late for v in a.versions.tolist()
+            } == {2}
             assert all(row.in_flight == 0 and row.served for row in router.table())
         finally:
             await router.close()
@@ -845,9 +843,9 @@ def test_an_engine_that_joins_gets_the_weights_before_its_first_request() -> Non
         answers = await asyncio.gather(*(router.generate(PROMPT, params(seed=i)) for i in range(20)))
         await until(lambda: states(router) == ["ready", "ready"])
         answers += await asyncio.gather(*(router.generate(PROMPT, params(seed=i)) for i in range(20)))
-        assert [a.tokens for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(20)] * 2
+        assert [a.ids for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(20)] * 2
         assert second.log[0] == ("load", 1) and second.most == 10
-        assert all(set(a.versions) == {1} for a in answers)
+        assert all(set(a.versions.tolist()) == {1} for a in answers)
         await router.close()
 
     play(main)
@@ -864,7 +862,7 @@ def test_an_engine_that_leaves_answers_what_it_has() -> None:
         assert len(router.table()) == 1 and second.closed
         answers = await asyncio.gather(*work)
         answers += await asyncio.gather(*(router.generate(PROMPT, params(seed=i), f"s{i}") for i in range(8)))
-        assert [a.tokens for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(8)] * 2
+        assert [a.ids for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(8)] * 2
         assert sum(what == "generate" for what, _ in second.log) == 4, "nothing was asked twice, or of one that leaves"
         await router.load(update(1))
         await router.settle(10.0)
@@ -884,7 +882,7 @@ def test_an_engine_that_dies_while_it_leaves_is_forgotten() -> None:
         second.crash()
         await router.fleet.remove(router.fleet.members[1], "it was told to")
         answers = await asyncio.gather(*work)
-        assert [a.tokens for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(8)]
+        assert [a.ids for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(8)]
         assert [row.address for row in router.table()] == ["engine0"]
         await router.close()
 

@@ -89,9 +89,12 @@ def test_given_tokens_have_the_logprobs_that_they_were_sampled_with(server: Runn
     params = SamplingParams(max_tokens=60, stop=("e",), seed=5)
     data = {"prompt_ids": PROMPT, "params": wire.params_to(params)}
     answer = wire.completion_from(server.http.post("/generate", json=data).json())
-    forced = SamplingParams(max_tokens=len(answer.tokens), forced=answer.tokens, ignore_eos=True)
+    forced = SamplingParams(max_tokens=len(answer.ids), forced=answer.ids, ignore_eos=True)
     data = {"prompt_ids": PROMPT, "params": wire.params_to(forced)}
-    assert wire.completion_from(server.http.post("/generate", json=data).json()).logprobs == answer.logprobs
+    assert (
+        wire.completion_from(server.http.post("/generate", json=data).json()).logprobs.tolist()
+        == answer.logprobs.tolist()
+    )
 
 
 def test_what_it_is(server: Running, folders: list[Path]) -> None:

@@ -83,7 +83,7 @@ class Run:
                 assert t.outcome.scored, t.detail
                 for sample in samples(t, 1.0, 0, 0):
                     texts.append(sample.tokens[sample.mask].tolist())
-        assert sorted(i for text in texts for i in text) == sorted(i for c in self.sampled for i in c.tokens)
+        assert sorted(i for text in texts for i in text) == sorted(i for c in self.sampled for i in c.ids)
         return texts  # type: ignore[return-value]
 
 

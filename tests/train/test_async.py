@@ -167,13 +167,13 @@ def test_a_loss_without_bounds_is_refused(tiny: Path, tmp_path: Path) -> None:
 
 
 LIES = {
-    "constant": lambda c: replace(c, logprobs=(-1.0,) * len(c.tokens)),
-    "shifted": lambda c: replace(c, logprobs=tuple(p - 2 for p in c.logprobs)),
-    "infinite": lambda c: replace(c, logprobs=(*c.logprobs[:-1], math.inf)),
-    "lowest": lambda c: replace(c, logprobs=(*c.logprobs[:-1], -math.inf)),
-    "positive": lambda c: replace(c, logprobs=tuple(-p for p in c.logprobs)),
-    "nan": lambda c: replace(c, logprobs=(math.nan, *c.logprobs[1:])),
-    "replaced": lambda c: replace(c, tokens=tuple((t + 7) % 60 + 5 for t in c.tokens)),
+    "constant": lambda c: replace(c, logprobs=(-1.0,) * len(c.ids)),
+    "shifted": lambda c: replace(c, logprobs=tuple(p - 2 for p in c.logprobs.tolist())),
+    "infinite": lambda c: replace(c, logprobs=(*c.logprobs.tolist()[:-1], math.inf)),
+    "lowest": lambda c: replace(c, logprobs=(*c.logprobs.tolist()[:-1], -math.inf)),
+    "positive": lambda c: replace(c, logprobs=tuple(-p for p in c.logprobs.tolist())),
+    "nan": lambda c: replace(c, logprobs=(math.nan, *c.logprobs.tolist()[1:])),
+    "replaced": lambda c: replace(c, tokens=tuple((t + 7) % 60 + 5 for t in c.ids)),
 }
 
 
@@ -191,7 +191,10 @@ def test_wrong_log_probs_stop_an_asynchronous_run(
             return LIES[lie](found)
         return replace(
             found,
-            logprobs=tuple(p - 2 * (v < self.version) for p, v in zip(found.logprobs, found.versions, strict=True)),
+            logprobs=tuple(
+                p - 2 * (v < self.version)
+                for p, v in zip(found.logprobs.tolist(), found.versions.tolist(), strict=True)
+            ),
         )
 
     monkeypatch.setattr(EmbeddedEngine, "generate", generate)

@@ -63,12 +63,12 @@ def test_what_is_wrong_with_it_is_told(tiny: Path, tmp_path: Path, case: str) ->
 
 
 LIES = {  # after the canary, of which it knows the seed
-    "a number that is no token": ("replace(c, tokens=(10**6, *c.tokens[1:]))", "token id 1000000, and the model has"),
-    "a negative one": ("replace(c, tokens=(-1, *c.tokens[1:]))", "-1 is no token id"),
-    "versions that go back": ("replace(c, versions=(1, *c.versions[1:]))", "versions of its tokens go back"),
-    "versions to come": ("replace(c, versions=tuple(v + 1 for v in c.versions))", "answered with version 1"),
+    "a number that is no token": ("replace(c, tokens=(10**6, *c.ids[1:]))", "token id 1000000, and the model has"),
+    "a negative one": ("replace(c, tokens=(-1, *c.ids[1:]))", "-1 is no token id"),
+    "versions that go back": ("replace(c, versions=(1, *c.versions.tolist()[1:]))", "versions of its tokens go back"),
+    "versions to come": ("replace(c, versions=tuple(v + 1 for v in c.versions.tolist()))", "answered with version 1"),
     "more than was asked for": ("self.answer(p, replace(q, max_tokens=99, ignore_eos=True), s)", "tokens where 8 were"),
-    "no number": ("replace(c, logprobs=(float('nan'), *c.logprobs[1:]))", "the log-prob of token 0"),
+    "no number": ("replace(c, logprobs=(float('nan'), *c.logprobs.tolist()[1:]))", "the log-prob of token 0"),
     "another ending": ("replace(c, stop='because')", "'because' is not a valid Stop"),
     "another request": ("self.answer(p[::-1], q, s)", "does not sample from the weights"),
 }

@@ -304,13 +304,13 @@ def test_the_canary_finds_an_engine_that_computes_with_something_else(tiny: Path
 
 
 SPOKEN = {
-    "constant": lambda c: replace(c, logprobs=(-1.0,) * len(c.tokens)),
-    "shifted": lambda c: replace(c, logprobs=tuple(p - 2 for p in c.logprobs)),
-    "slightly": lambda c: replace(c, logprobs=tuple(p - 0.05 for p in c.logprobs)),
-    "infinite": lambda c: replace(c, logprobs=(*c.logprobs[:-1], math.inf)),
-    "positive": lambda c: replace(c, logprobs=tuple(-p for p in c.logprobs)),
-    "nan": lambda c: replace(c, logprobs=(math.nan, *c.logprobs[1:])),
-    "replaced": lambda c: replace(c, tokens=tuple((t + 7) % 60 + 5 for t in c.tokens)),
+    "constant": lambda c: replace(c, logprobs=(-1.0,) * len(c.ids)),
+    "shifted": lambda c: replace(c, logprobs=tuple(p - 2 for p in c.logprobs.tolist())),
+    "slightly": lambda c: replace(c, logprobs=tuple(p - 0.05 for p in c.logprobs.tolist())),
+    "infinite": lambda c: replace(c, logprobs=(*c.logprobs.tolist()[:-1], math.inf)),
+    "positive": lambda c: replace(c, logprobs=tuple(-p for p in c.logprobs.tolist())),
+    "nan": lambda c: replace(c, logprobs=(math.nan, *c.logprobs.tolist()[1:])),
+    "replaced": lambda c: replace(c, tokens=tuple((t + 7) % 60 + 5 for t in c.ids)),
 }
 
 

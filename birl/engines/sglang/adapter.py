@@ -87,12 +87,12 @@ class SGLang(Adapter):
                 "from: sample without them (temperature is accounted for)."
             )
         if not await self.let_in(session):
-            return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.ABORT)
+            return Completion.of((), (), (), Stop.ABORT)
         if self.broken:
             raise EngineDown(f"{self.address}: {self.broken}")
         room = min(params.max_tokens, await self.longest() - len(prompt_ids))
         if room <= 0:
-            return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
+            return Completion.of((), (), (), Stop.LENGTH)
         if not params.forced:
             return self.parse(await self.ask(prompt_ids, params, room, session), room)
         return await answer_given(self, "SGLang", prompt_ids, params, room, session)
@@ -140,11 +140,11 @@ class SGLang(Adapter):
             rows = meta.get("output_token_logprobs") or []
             if tuple(row[1] for row in rows) != tokens or len(tokens) > count:
                 raise ValueError("log-probs of other tokens")
-            return Completion(
-                tokens=tokens,
-                logprobs=tuple(float(row[0]) for row in rows),
-                versions=versions([s for s in meta.get("weight_versions") or [] if s["end"]], len(tokens)),
-                stop=STOPS[reason["type"]],
+            return Completion.of(
+                tokens,
+                [float(row[0]) for row in rows],
+                versions([s for s in meta.get("weight_versions") or [] if s["end"]], len(tokens)),
+                STOPS[reason["type"]],
             ).possible()
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self.peer.strange("/generate", f"{error!r} in {answer}", error)

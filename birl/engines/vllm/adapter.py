@@ -113,7 +113,7 @@ class VLLM(Adapter):
         refuse_pictures(prompt_ids, "vLLM")
         room = min(params.max_tokens, await self.longest() - len(prompt_ids))
         if room <= 0:
-            return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
+            return Completion.of((), (), (), Stop.LENGTH)
         if not params.forced:
             return self.parse(await self.ask(prompt_ids, params, room, session), room)
         return await answer_given(self, "vLLM", prompt_ids, params, room, session, exact=self.recompute_kv)
@@ -145,12 +145,8 @@ class VLLM(Adapter):
             logprobs = tuple(float(c["logprob"]) for c in content)
             if any(p <= -9999 for p in logprobs):  # vLLM's way to write NaN and -inf
                 raise ValueError("a log-prob that is no number")
-            return Completion(
-                tokens=tokens,
-                logprobs=logprobs,
-                versions=versions(choice["weight_versions"] or [], len(tokens)),
-                stop=STOPS[choice["finish_reason"]],
-            ).possible()
+            made = versions(choice["weight_versions"] or [], len(tokens))
+            return Completion.of(tokens, logprobs, made, STOPS[choice["finish_reason"]]).possible()
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self.peer.strange("/inference/v1/generate", f"{error!r} in {answer}", error)
 
