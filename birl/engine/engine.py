@@ -32,7 +32,8 @@ from birl.engine.sampler import given, likeliest, sample
 from birl.engine.scheduler import ScheduledTokens, Scheduler
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
-from birl.models.forward import head, logits
+from birl.models.forward import head
+from birl.models.low_rank import AdapterWeights
 from birl.models.slots import page_bytes, state_bytes
 from birl.models.vision import sight
 from birl.parallel.machine import check_returned, give_back, held_memory
@@ -119,14 +120,15 @@ class EmbeddedEngine:
         *,
         guide: Guide | None = None,
         best: list[tuple[int, float]] | None = None,
+        adapter: AdapterWeights | None = None,
     ) -> Completion:
         """Sample one answer. A prompt that fills the context gives an empty completion that ended for its length.
 
         `watch` is called with the request whenever it has new tokens. Cancelling the caller aborts the request; `abort`
         ends it with what it has. With a `guide` only tokens that it allows are drawn, and log-probs are those of the
         distribution over these. `best` is filled: for each given token, the likeliest one in its place and its
-        log-prob at temperature 1. While the engine is paused it waits. Raises `BirlError` when the KV cache could not
-        hold it, and `EngineDown` when the engine was closed.
+        log-prob at temperature 1. `adapter` is added to the weights. While the engine is paused it waits. Raises
+        `BirlError` when the KV cache could not hold it, and `EngineDown` when the engine was closed.
         """
         room = min(params.max_tokens, self.context - len(prompt_ids))
         if not prompt_ids:
@@ -147,6 +149,7 @@ class EmbeddedEngine:
             watch=watch,
             guide=guide,
             best=best,
+            adapter=adapter,
         )
         self._arrivals.append(request)
         self._open.add(request)
@@ -375,7 +378,8 @@ class EmbeddedEngine:
         return finished
 
     def single(self, plan: list[ScheduledTokens]) -> None:
-        """One forward pass."""
+        """One forward pass; rows of one adapter lie together."""
+        plan.sort(key=lambda work: -work.request.first)
         hidden = self.runner.run(plan)
         params: list[SamplingParams] = []
         uniforms: list[float] = []
@@ -389,8 +393,8 @@ class EmbeddedEngine:
         if not params:
             return
         scored: dict[Request, list[tuple[int, float]]] = {}
-        if any(r.forced or r.guide for work in plan for r in work.samplers):
-            scores = logits(self.runner.model, hidden)
+        if any(r.forced or r.guide or r.adapter for work in plan for r in work.samplers):
+            scores = self.runner.logits(plan, hidden)
             scored = self.score(plan, scores)
             self.restrict(plan, scores)
             tokens, logprobs = sample(scores, params, uniforms, self.runner.kernels)

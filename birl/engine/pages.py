@@ -74,11 +74,11 @@ class Pages:
             self.keys[page] = key
         return result
 
-    def find(self, ids: tuple[int, ...]) -> list[int]:
-        """The known pages that `ids` begin with."""
+    def find(self, ids: tuple[int, ...], first: int = FIRST) -> list[int]:
+        """The known pages that `ids` begin with. `first`: in place of the page before the first, of one adapter."""
         result: list[int] = []
         for end in range(PAGE, len(ids) + 1, PAGE):
-            page = self.known.get((result[-1] if result else FIRST, ids[end - PAGE : end]))
+            page = self.known.get((result[-1] if result else first, ids[end - PAGE : end]))
             if page is None:
                 break
             result.append(page)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from birl.engine.pages import FIRST
+from birl.models.low_rank import AdapterWeights
 from birl.models.vision import Sight
 from birl.text.chat import StopChecker
 from birl.text.grammar import Guide
@@ -30,6 +32,7 @@ class Request:
     session: str = ""
     sight: Sight | None = None  # the pictures in the prompt
     guide: Guide | None = None  # what the answer may be
+    adapter: AdapterWeights | None = None  # what is added to the model's weights
     best: list[tuple[int, float]] | None = None  # of each given token: the likeliest one in its place, its log-prob
     watch: "Callable[[Request], None] | None" = None  # called after every step that gave it tokens
     told: int = 0  # tokens that `watch` has heard of
@@ -54,6 +57,11 @@ class Request:
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def first(self) -> int:
+        """In place of the page before the first: pages are shared by requests of one adapter."""
+        return FIRST if self.adapter is None else FIRST - self.adapter.number
 
     @property
     def ids(self) -> tuple[int, ...]:

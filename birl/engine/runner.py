@@ -19,11 +19,13 @@ from birl.kernels import PAGE
 from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states, logits
 from birl.models.fused_decoder import fused_for
+from birl.models.low_rank import adapted, row_groups
 from birl.models.packed import PackedLinears
 from birl.models.paged import Cache, Paged
 from birl.models.routing import routing_for
 from birl.models.slots import slots_of, state_bytes
 from birl.models.states import Stretch
+from birl.models.target_logprobs import adapted_logits
 from birl.models.vision import pictures_of
 from birl.types import SamplingParams
 
@@ -58,7 +60,9 @@ class Runner:
         ends = list(accumulate(counts))
         each = zip(plan, counts, ends, strict=True)
         layout.stretches.extend(Stretch(w.request.place, end - n, n, begun=w.start > 0) for w, n, end in each)
-        with nullcontext({}) if self.routing is None else self.routing.watching() as seen:
+        groups = row_groups([w.request.adapter for w, n in zip(plan, counts, strict=True) for _ in range(n)])
+        routed = nullcontext({}) if self.routing is None else self.routing.watching()
+        with routed as seen, adapted(self.model, groups) if groups else nullcontext():
             positions = torch.tensor(lengths, device=device, dtype=torch.int64) - 1
             tokens, positions, pictures = self.looks.row(plan, tokens, positions)
             hidden = hidden_states(self.model, tokens, positions, layout, pictures)
@@ -88,11 +92,16 @@ class Runner:
         temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
         return checked(*decoder.head.sample(hidden, temperatures, torch.tensor(uniforms, dtype=torch.float32)))
 
+    def logits(self, plan: Sequence[ScheduledTokens], hidden: Tensor) -> Tensor:
+        """[samplers + guesses, V] float32, of what `run` gave."""
+        adapters = [w.request.adapter for w in plan for _ in w.samplers for _ in range(len(w.drafts) + 1)]
+        return adapted_logits(self.model, hidden, row_groups(adapters))
+
     def captures(self, work: ScheduledTokens) -> bool:
         """Is it for captured graphs: a single next token, which nothing but its distribution decides?"""
         request = work.request
         alone = len(work.tokens) == 1 and work.complete and not work.followers
-        return self.graphs is not None and alone and not (request.forced or request.guide)
+        return self.graphs is not None and alone and not (request.forced or request.guide or request.adapter)
 
     def burst(self, plan: Sequence[ScheduledTokens], count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The next `count` tokens of each request and their log-probs, one list each. The host waits for the device

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from birl.engine.drafts import Drafts
-from birl.engine.pages import FIRST, Pages, pages_for
+from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
 from birl.errors import BirlError
 from birl.kernels import PAGE
@@ -133,7 +133,7 @@ class Scheduler:
         if request.older or not self.cache:
             return
         for place in range(request.known, end // PAGE):
-            own, before = request.pages[place], request.pages[place - 1] if place else FIRST
+            own, before = request.pages[place], request.pages[place - 1] if place else request.first
             page = self.pages.keep((before, request.span(place * PAGE, (place + 1) * PAGE)), own)
             if page != own:
                 if end > request.computed:
@@ -207,7 +207,7 @@ class Scheduler:
         if leader is not None:
             known, computed = leader.request.pages[: len(request) // PAGE], len(request)
         else:
-            known = self.pages.find(request.ids[:-1])
+            known = self.pages.find(request.ids[:-1], request.first)
             computed = len(known) * PAGE
         need = pages_for(len(request)) - len(known)
         spare = min(len(self.running), self.pages.total // 8)  # so that it is not preempted at once
@@ -266,4 +266,5 @@ class Scheduler:
 
 def leads(work: ScheduledTokens, request: Request) -> bool:
     """Does `request` go on from the very tokens whose logits `work` gives?"""
-    return work.complete and not (work.request.forced or work.request.older) and work.request.ids == request.ids
+    same = work.request.ids == request.ids and work.request.adapter is request.adapter
+    return work.complete and not (work.request.forced or work.request.older) and same

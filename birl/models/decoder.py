@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from birl import kernels
 from birl.kernels import Kernels
 from birl.models.attention import Packed, RowLayout
+from birl.models.low_rank import active_in
 from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
 from birl.models.paged import Cache, Paged
 from birl.models.quantized import LINEAR
@@ -70,7 +71,8 @@ class Decoder:
 
     def __init__(self, model: nn.Module, kernels: Kernels) -> None:
         body: Any = cast(Any, model).base_model
-        self.kernels, self.body = kernels, body
+        self.kernels, self.body, self.active = kernels, body, active_in(model)
+        self.names = {m: name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         self.layers = [self._layer(i, layer) for i, layer in enumerate(body.layers)]
         self.head = Matrix(kernels, [cast(Any, model).get_output_embeddings()])
         self.checkpointing = False
@@ -84,22 +86,28 @@ class Decoder:
         return Layer(
             index=index,
             norm1=module.input_layernorm,
-            qkv=Matrix(self.kernels, [attention.q_proj, attention.k_proj, attention.v_proj]),
-            output=Matrix(self.kernels, [attention.o_proj]),
+            qkv=self._matrix(attention.q_proj, attention.k_proj, attention.v_proj),
+            output=self._matrix(attention.o_proj),
             norm2=module.post_attention_layernorm,
-            gate_up=Matrix(self.kernels, [mlp.gate_proj, mlp.up_proj], halves=True),
-            down=Matrix(self.kernels, [mlp.down_proj]),
+            gate_up=self._matrix(mlp.gate_proj, mlp.up_proj, halves=True),
+            down=self._matrix(mlp.down_proj),
             heads=attention.q_proj.out_features // head_dim,
             kv_heads=attention.k_proj.out_features // head_dim,
             scale=attention.scaling,
         )
 
+    def _matrix(self, *linears: nn.Linear, halves: bool = False) -> Matrix:
+        return Matrix(self.kernels, linears, halves, [self.names[m] for m in linears], self.active)
+
     def hidden_states(self, tokens: Tensor, positions: Tensor, layout: RowLayout) -> Tensor:
         """Last hidden state of each token, normed: tokens [T], positions [T] -> [T, H]."""
         x: Tensor = _Embed.apply(tokens, self.body.embed_tokens.weight)  # pyright: ignore
         cosine, sine = self.rotations(positions)
-        if not (torch.is_grad_enabled() and any(p.requires_grad for layer in self.layers for p in layer.parameters())):
-            if isinstance(layout, Paged) and layout.cache is self.cache:
+        if self.active.trained and not x.requires_grad:
+            x.requires_grad_()  # the base is frozen, and what is trained is none of autograd's inputs
+        trained = self.active.trained or any(p.requires_grad for layer in self.layers for p in layer.parameters())
+        if not (torch.is_grad_enabled() and trained):
+            if isinstance(layout, Paged) and layout.cache is self.cache and not self.active.groups:
                 self.all_layers(x, cosine, sine, layout)
             else:
                 for layer in self.layers:

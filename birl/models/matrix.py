@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.kernels import Kernels, PackedWeight
+from birl.models.low_rank import Active, absorb_low_rank, add_low_rank, low_rank_by_input
 from birl.models.quantized import matrix_of
 
 
@@ -19,9 +20,18 @@ class Matrix:
     """Weights [N_i, K] below one another, as one product. In bfloat16 by our own kernel, in float32 by oneDNN, both
     with weights laid out once and again whenever they have changed."""
 
-    def __init__(self, kernels: Kernels, linears: Sequence[nn.Linear], halves: bool = False) -> None:
-        """`halves`: of the two sides of a SwiGLU, laid out so that the engine can compute it with the product."""
+    def __init__(
+        self,
+        kernels: Kernels,
+        linears: Sequence[nn.Linear],
+        halves: bool = False,
+        names: Sequence[str] = (),
+        active: Active | None = None,
+    ) -> None:
+        """`halves`: of the two sides of a SwiGLU, laid out so that the engine can compute it with the product. `names`
+        of the layers, by which `active` has low-rank additions to them (models/low_rank.py)."""
         self.kernels, self.linears, self.halves = kernels, linears, halves
+        self.names, self.active = names, active or Active()
         self.packed: PackedWeight | Tensor | None = None
         self.bias: Tensor | None = None
         self.made_of: tuple[tuple[int, int], ...] = ()
@@ -59,21 +69,39 @@ class Matrix:
         """[T, K] -> [T, N]."""
         packed = self.layout()
         if isinstance(packed, PackedWeight):
-            return self.kernels.gemm(x, packed, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], "")
+            return self.extended(x, self.kernels.gemm(x, packed, self.bias))
+        return self.extended(x, torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], ""))
+
+    def extended(self, x: Tensor, y: Tensor) -> Tensor:
+        """y = x W', with the low-rank additions of the rows that have some."""
+        if self.active.groups:
+            add_low_rank(self.active.groups, self.names, self.sizes, x, y, self.on_kernels)
+        return y
+
+    @property
+    def sizes(self) -> list[int]:
+        return [m.out_features for m in self.linears]
+
+    @property
+    def on_kernels(self) -> Kernels | None:
+        """Those for products, which are PyTorch's in float32."""
+        return self.kernels if self.kernels.dtype == torch.bfloat16 else None
 
     def add(self, x: Tensor, to: Tensor) -> None:
         """to += x W', to [T, N] float32."""
         packed = self.layout()
         if isinstance(packed, PackedWeight):
             self.kernels.gemm(x, packed, self.bias, add_to=to)
+            self.extended(x, to)
         else:
             to += self(x)
 
     def floats(self, x: Tensor) -> Tensor:
         """x W' in float32."""
         packed = self.layout()
-        return self.kernels.gemm_float(x, packed, self.bias) if isinstance(packed, PackedWeight) else self(x)
+        if isinstance(packed, PackedWeight):
+            return self.extended(x, self.kernels.gemm_float(x, packed, self.bias))
+        return self(x)
 
     def sample(self, x: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Of a head: one word for each row of x [B, K], and its log-prob, drawn as `Kernels.sample` does."""
@@ -93,10 +121,14 @@ class Matrix:
         """grad W: the gradient by the input, [T, N] -> [T, K]."""
         weights = self.weights
         if self.kernels.dtype == torch.bfloat16:
-            return self.kernels.gemm(grad, self.kernels.pack(weights, transposed=True))
-        by_x, *rest = (torch.mm(g, w) for g, w in zip(grad.split([len(w) for w in weights], 1), weights, strict=True))
-        for part in rest:
-            by_x += part
+            by_x = self.kernels.gemm(grad, self.kernels.pack(weights, transposed=True))
+        else:
+            parts = zip(grad.split([len(w) for w in weights], 1), weights, strict=True)
+            by_x, *rest = (torch.mm(g, w) for g, w in parts)
+            for part in rest:
+                by_x += part
+        if self.active.groups:
+            low_rank_by_input(self.active.groups, self.names, self.sizes, grad, by_x, self.on_kernels)
         return by_x
 
     def by_parameters(self, x: Tensor, grad: Tensor) -> list[Tensor | None]:
@@ -104,6 +136,8 @@ class Matrix:
         for what is frozen."""
         weights = [m.weight for m in self.linears]
         sizes = [len(w) for w in weights]
+        if self.active.groups:
+            absorb_low_rank(self.active.groups, self.names, sizes, x, grad, self.on_kernels)
         trained = [w.requires_grad for w in weights]
         result: list[Tensor | None]
         if not any(trained):

@@ -1,0 +1,242 @@
+"""A low-rank adapter that is trained over a base which is never changed: its masters, gradients and optimizer.
+
+Many of these share one base and one pass (`SharedBase.learn`); what a run's numbers are depends on its own requests
+alone. A and B are float32 masters; what is computed with is their rounding, made anew after each step.
+Shapes: of a layer [N, K]: A [r, K], B [N, r].
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+
+from birl.errors import BirlError
+from birl.learner.lora import Lora, first_a
+from birl.models import fused_decoder
+from birl.models.after_head import after_head
+from birl.models.attention import Packed, Tree
+from birl.models.decoder import decoder_for
+from birl.models.forward import head, hidden_states
+from birl.models.heads import HEADS
+from birl.models.low_rank import HEAD, AdapterWeights, Factors, RowGroup, adapted, hook
+from birl.models.target_logprobs import target_logprobs
+
+ATTENTION, MLP = ("self_attn", "attn", "attention", "linear_attn", "mixer"), ("mlp", "feed_forward", "moe", "experts")
+ALPHA = 32.0  # of every adapter, as the service that this is like has it: the scale is 32 / rank
+NUMBERS = count(1)  # of the contents of adapters, in this process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankConfig:
+    """rank; seed of A; which parts of the model have factors."""
+
+    rank: int
+    seed: int = 0
+    attention: bool = True
+    mlp: bool = True
+    unembed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamStep:
+    """Of one step of AdamW, with decoupled weight decay. `clip`: the largest norm of the whole gradient, 0: none."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    clip: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetRow:
+    """Tokens [T] int64 of one datum, and what is predicted from each of them, targets [T, K] int64."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+class LowRankRun:
+    """One adapter in training. Everything in `state` is what it is; the rest follows from it."""
+
+    def __init__(self, config: LowRankConfig, layers: Mapping[str, nn.Linear], dtype: torch.dtype) -> None:
+        self.config, self.dtype = config, dtype
+        random = torch.Generator().manual_seed(config.seed)
+        self.masters: dict[str, Tensor] = {}
+        for name, layer in layers.items():
+            rows, width = layer.out_features, layer.in_features
+            lora = Lora(rank=config.rank)
+            self.masters[f"{name}.lora_A"] = first_a(lora, width, random).requires_grad_()
+            self.masters[f"{name}.lora_B"] = torch.zeros(rows, config.rank, dtype=torch.float32).requires_grad_()
+        self.names = list(layers)
+        self.optimizer = torch.optim.AdamW(self.masters.values(), lr=0.0, fused=True)
+        self.steps = 0
+        self.weights = self._rounded()
+
+    def _rounded(self, gradients: bool = False) -> AdapterWeights:
+        scale, factors = ALPHA / self.config.rank, {}
+        for name in self.names:
+            a, b = (self.masters[f"{name}.lora_{key}"].detach() for key in "AB")
+            factors[name] = Factors.of(a, b, scale, self.dtype)
+        return AdapterWeights(next(NUMBERS), factors)
+
+    def collect(self) -> None:
+        """Have places for the gradients of the step that begins."""
+        for f in self.weights.factors.values():
+            if f.gradients is None:
+                f.gradients = torch.zeros(f.a.shape, dtype=torch.float32), torch.zeros(f.b.shape, dtype=torch.float32)
+
+    def drop_gradients(self) -> None:
+        for f in self.weights.factors.values():
+            f.gradients = None
+
+    @torch.no_grad()
+    def step(self, how: AdamStep) -> float:
+        """One step with what was collected; gives the gradient's norm before clipping. The gradient is gone afterwards.
+        Raises `BirlError` where it is not finite, and then nothing else has changed."""
+        scale = ALPHA / self.config.rank
+        for name, f in self.weights.factors.items():
+            a, b = self.masters[f"{name}.lora_A"], self.masters[f"{name}.lora_B"]
+            if f.gradients is None:
+                a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
+            else:
+                a.grad, b.grad = f.gradients[0][: len(a)].clone(), f.gradients[1][:, : b.shape[1]] * scale
+        self.drop_gradients()
+        masters = list(self.masters.values())
+        norm = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
+        try:
+            if not norm.isfinite():
+                raise BirlError(
+                    f"The gradient is not finite (its norm is {norm.item()}): the step was left out, and the gradient "
+                    "dropped. Look at the advantages, weights and log-probs that were sent, or lower the learning rate."
+                )
+            if how.clip > 0:
+                torch.nn.utils.clip_grads_with_norm_(masters, how.clip, norm)
+            for group in self.optimizer.param_groups:
+                group |= {"lr": how.learning_rate, "betas": (how.beta1, how.beta2), "eps": how.eps}
+                group["weight_decay"] = how.weight_decay
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        self.weights = self._rounded()
+        return norm.item()
+
+    def state(self, optimizer: bool = True) -> dict[str, Tensor]:
+        """Masters, and AdamW's moments where a step was taken, by name."""
+        result = {name: master.detach() for name, master in self.masters.items()}
+        if optimizer:
+            for name, master in self.masters.items():
+                for key, value in self.optimizer.state[master].items():
+                    result[f"optimizer.{name}.{key}"] = value.reshape(-1) if value.ndim == 0 else value
+        return result
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor], steps: int = 0) -> None:
+        """What `state` gave. Raises `BirlError` where a name or shape is another, or a number is none."""
+        for name, master in self.masters.items():
+            value = state.get(name)
+            if value is None or value.shape != master.shape or not value.isfinite().all():
+                have = "is missing" if value is None else f"has the shape {list(value.shape)}, or is not finite"
+                raise BirlError(f"{name} of the checkpoint {have}; this adapter's has {list(master.shape)}.")
+        self.optimizer.state.clear()
+        for name, master in self.masters.items():
+            master.copy_(state[name])
+            moments = {key: state.get(f"optimizer.{name}.{key}") for key in ("step", "exp_avg", "exp_avg_sq")}
+            if all(value is not None for value in moments.values()):
+                kept = {k: v.clone() for k, v in moments.items() if v is not None}
+                kept["step"] = kept["step"].reshape(())
+                self.optimizer.state[master] = kept
+        self.steps = steps
+        self.weights = self._rounded()
+
+
+class SharedBase:
+    """A frozen model, and passes through it for rows of different adapters."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, max_tokens: int = 4096) -> None:
+        """`max_tokens`: most of one pass. Raises `BirlError` for a model whose head does more than multiply."""
+        if after_head(model) is not None:
+            raise BirlError(f"{type(model).__name__} scales or caps its logits, which shared adapters do not support.")
+        self.model, self.dtype, self.max_tokens = model.requires_grad_(False), dtype, max_tokens
+        model.eval()
+        self.layers = linear_layers(model)
+        self.device = head(model).weight.device
+        if decoder_for(model) is None:
+            fused_decoder.MADE[model] = None  # transformers' own layers, which hooks reach
+            hook(model, {n: m for n, m in self.layers.items() if n != HEAD})
+
+    def run(self, config: LowRankConfig) -> LowRankRun:
+        return LowRankRun(config, self.chosen(config), self.dtype)
+
+    def chosen(self, config: LowRankConfig) -> dict[str, nn.Linear]:
+        """The layers that have factors."""
+        wanted = {"attention": config.attention, "mlp": config.mlp, "unembed": config.unembed}
+        result = {name: m for name, m in self.layers.items() if wanted[part_of(name)]}
+        if not result:
+            raise BirlError("An adapter needs at least one of train_attn, train_mlp and train_unembed.")
+        return result
+
+    def hidden(self, tokens: Sequence[Tensor]) -> Tensor:
+        """Of sequences behind one another, [T, H]; within `adapted`."""
+        positions = torch.cat([torch.arange(len(t), dtype=torch.int64) for t in tokens]).to(self.device)
+        layout = Packed([Tree(len(t)) for t in tokens], self.device)
+        return hidden_states(self.model, torch.cat(list(tokens)).to(self.device), positions, layout)
+
+    def learn(
+        self,
+        work: Sequence[tuple[AdapterWeights | None, Sequence[TargetRow]]],
+        loss: Callable[[int, Sequence[Tensor]], Tensor] | None,
+    ) -> list[list[Tensor]]:
+        """One pass for several adapters, each with sequences of its own: the log-probs of their targets, [T, K] each.
+        With a `loss` (of the number of the work, and the log-probs of its sequences, which have a gradient) its
+        gradients are added to those that the adapters collect."""
+        tokens = [s.tokens for _, sequences in work for s in sequences]
+        groups, start = [], 0
+        for adapter, sequences in work:
+            stop = start + sum(len(s.tokens) for s in sequences)
+            groups += [] if adapter is None else [RowGroup(start, stop, adapter)]
+            start = stop
+        targets = [s.targets for _, sequences in work for s in sequences]
+        width = max(t.shape[1] for t in targets)
+        joined = torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in targets]).to(self.device)
+        with torch.set_grad_enabled(loss is not None), adapted(self.model, groups, trained=loss is not None):
+            logp = target_logprobs(self.model, self.hidden(tokens), joined, groups)
+            pieces = [p[:, : t.shape[1]] for p, t in zip(logp.split([len(t) for t in tokens]), targets, strict=True)]
+            result, start = [], 0
+            total = logp.new_zeros(())
+            for number, (_, sequences) in enumerate(work):
+                own = pieces[start : start + len(sequences)]
+                start += len(sequences)
+                if loss is not None:
+                    total = total + loss(number, own)
+                result.append([p.detach() for p in own])
+            if loss is not None and total.requires_grad:
+                total.backward()
+        return result
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every linear layer by its name, in the model's order, the head as `HEAD` and last."""
+    output = head(model)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in HEADS and m is not output}
+    return {n: m for n, m in layers.items() if not m.weight.is_meta} | {HEAD: output}
+
+
+def part_of(name: str) -> str:
+    """attention | mlp | unembed."""
+    words = name.split(".")
+    if name == HEAD:
+        return "unembed"
+    return "attention" if any(w in ATTENTION for w in words) else "mlp"
+
+
+def parts_bytes(config: LowRankConfig, layers: Mapping[str, nn.Linear], dtype: torch.dtype) -> int:
+    """Memory of an adapter in training: masters, two moments, gradients, and what is computed with."""
+    numbers = sum(config.rank * (m.in_features + m.out_features) for m in layers.values())
+    padded = sum(math.ceil(config.rank / 32) * 32 * (m.in_features + m.out_features) for m in layers.values())
+    return 12 * numbers + (4 + dtype.itemsize * 5) * padded

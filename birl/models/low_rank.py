@@ -1,0 +1,219 @@
+"""Low-rank additions to linear layers: y = x W' + (x A') B', with other matrices A and B in other rows of one pass, and
+none in some. The weights W are never changed, so many adapters (LoRA, arXiv:2106.09685) share one base in one pass.
+
+Rows of one adapter lie together (`RowGroup`). What is added to a row depends on that row and its adapter alone, on
+birl's bfloat16 kernels bit for bit; the gradient of A and B on the adapter's rows alone, in their order.
+
+Shapes: T rows, K inputs, N outputs, R the rank, padded with zeros to a multiple of 32 (the kernels' blocks).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from birl.kernels import BLOCK, Kernels, PackedWeight
+
+HEAD = "lm_head"  # the name of the output layer's factors, whatever the model calls it
+
+
+@dataclass(slots=True, eq=False)
+class Factors:
+    """A [R, K] and B [N, R] of one layer in the type that is computed in; the scale is within B. `gradients`: float32
+    sums of the same shapes, where they are trained."""
+
+    a: Tensor
+    b: Tensor
+    gradients: tuple[Tensor, Tensor] | None = None
+    layouts: dict[str, PackedWeight] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> "Factors":
+        """From float32 masters A [r, K], B [N, r], rounded once; where neither is trained they may be shared."""
+        extra = -len(a) % BLOCK
+        return cls(pad(a, (0, 0, 0, extra)).to(dtype), pad(b * scale, (0, extra)).to(dtype).contiguous())
+
+    def layout(self, k: Kernels, what: str, transposed: bool = False) -> PackedWeight:
+        """`a` or `b` as the kernels' product wants it, laid out once."""
+        key = what + "'" * transposed
+        if key not in self.layouts:
+            self.layouts[key] = k.pack([getattr(self, what)], transposed=transposed)
+        return self.layouts[key]
+
+    def down(self, x: Tensor, k: Kernels | None) -> Tensor:
+        """x A': [T, K] -> [T, R]."""
+        return x @ self.a.T if k is None else k.gemm(x, self.layout(k, "a"))
+
+    def up(self, x: Tensor, k: Kernels | None, to: Tensor) -> None:
+        """to += (x A') B', to [T, N] in the type of x or float32; the sum is rounded once."""
+        u = self.down(x, k)
+        if k is None:
+            to += u @ self.b.T
+        elif to.dtype == torch.float32:
+            k.gemm(u, self.layout(k, "b"), add_to=to)
+        else:
+            to.copy_(k.gemm_float(u, self.layout(k, "b")).add_(to))
+
+    def by_input(self, grad: Tensor, k: Kernels | None, to: Tensor) -> None:
+        """to += (grad B) A, to [T, K] float32."""
+        if k is None:
+            to += (grad @ self.b) @ self.a
+        else:
+            k.gemm(k.gemm(grad, self.layout(k, "b", True)), self.layout(k, "a", True), add_to=to)
+
+    def absorb(self, x: Tensor, grad: Tensor, k: Kernels | None) -> None:
+        """Add the gradients by A, (grad B)' x, and by B, grad' (x A'), to the sums."""
+        if self.gradients is None:
+            return
+        by_a, by_b = self.gradients
+        u = self.down(x, k)
+        if k is None:
+            by_a += ((grad @ self.b).T @ x).float()
+            by_b += (grad.T @ u).float()
+        else:
+            gu = k.gemm(grad, self.layout(k, "b", True))
+            k.outer(gu, k.pack([x], transposed=True), by_a, True)
+            k.outer(grad, k.pack([u], transposed=True), by_b, True)
+
+
+@dataclass(eq=False)
+class AdapterWeights:
+    """What one adapter adds to a base, by the names of its layers; never changed once it is made. `number` names its
+    content: pages of keys and values are found again for the same one only."""
+
+    number: int
+    factors: Mapping[str, Factors]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(f.a.nbytes + f.b.nbytes for f in self.factors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows `start` to `stop` of a pass have this adapter."""
+
+    start: int
+    stop: int
+    adapter: AdapterWeights
+
+
+def row_groups(adapters: Sequence[AdapterWeights | None]) -> list[RowGroup]:
+    """Of the adapter of each row; rows of the same one that lie together are one group."""
+    result, start = [], 0
+    for adapter, rows in groupby(adapters, key=lambda x: x):
+        stop = start + len(list(rows))
+        if adapter is not None:
+            result.append(RowGroup(start, stop, adapter))
+        start = stop
+    return result
+
+
+@dataclass(slots=True)
+class Active:
+    """Whose rows the pass that is being computed has; layers read it. `trained`: their gradients are wanted."""
+
+    groups: Sequence[RowGroup] = ()
+    trained: bool = False
+
+
+ACTIVE: "WeakKeyDictionary[nn.Module, Active]" = WeakKeyDictionary()
+
+
+def active_in(model: nn.Module) -> Active:
+    return ACTIVE.setdefault(model, Active())
+
+
+@contextmanager
+def adapted(model: nn.Module, groups: Sequence[RowGroup], trained: bool = False) -> Iterator[None]:
+    """Within, rows of passes through `model` have these adapters; a backward pass belongs within, too."""
+    active = active_in(model)
+    active.groups, active.trained = groups, trained
+    try:
+        yield
+    finally:
+        active.groups, active.trained = (), False
+
+
+def add_low_rank(groups: Sequence[RowGroup], names: Sequence[str], sizes: Sequence[int], x: Tensor, to: Tensor,
+                 k: Kernels | None) -> None:  # fmt: skip
+    """to [T, sum of sizes] += what the layers `names`, which all have the input x [T, K], add to each group's rows."""
+    for group in groups:
+        rows, start = slice(group.start, group.stop), 0
+        for name, size in zip(names, sizes, strict=True):
+            if (factors := group.adapter.factors.get(name)) is not None:
+                factors.up(x[rows], k, to[rows, start : start + size])
+            start += size
+
+
+def low_rank_by_input(groups: Sequence[RowGroup], names: Sequence[str], sizes: Sequence[int], grad: Tensor,
+                      to: Tensor, k: Kernels | None) -> None:  # fmt: skip
+    """to [T, K] += what the additions' part in grad [T, sum of sizes] gives to the input; rounded once."""
+    for group in groups:
+        rows, start = slice(group.start, group.stop), 0
+        whole = to[rows].float()
+        for name, size in zip(names, sizes, strict=True):
+            if (factors := group.adapter.factors.get(name)) is not None:
+                factors.by_input(grad[rows, start : start + size], k, whole)
+            start += size
+        to[rows] = whole.to(to.dtype)
+
+
+def absorb_low_rank(groups: Sequence[RowGroup], names: Sequence[str], sizes: Sequence[int], x: Tensor, grad: Tensor,
+                    k: Kernels | None) -> None:  # fmt: skip
+    """Add each group's part of the gradient by its A and B to their sums."""
+    for group in groups:
+        rows, start = slice(group.start, group.stop), 0
+        for name, size in zip(names, sizes, strict=True):
+            if (factors := group.adapter.factors.get(name)) is not None:
+                factors.absorb(x[rows], grad[rows, start : start + size], k)
+            start += size
+
+
+def hook(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
+    """Have transformers' forward add them, too: for a model that birl's kernels do not compute."""
+    active = active_in(model)
+    for name, layer in layers.items():
+        layer.register_forward_hook(_Hook(name, active))
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    name: str
+    active: Active
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        groups = [g for g in self.active.groups if self.name in g.adapter.factors]
+        if not groups:
+            return None
+        leaf = torch.empty(0, dtype=torch.float32, requires_grad=self.active.trained)
+        x = inputs[0].reshape(-1, inputs[0].shape[-1])
+        return output + _LowRank.apply(x, leaf, self.name, groups).view_as(output)  # pyright: ignore
+
+
+class _LowRank(torch.autograd.Function):
+    """Zeros in rows without an adapter. `leaf` has the graph reach here though all weights are frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: Tensor, name: str, groups: Sequence[RowGroup]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.name, ctx.groups = name, groups
+        size = len(groups[0].adapter.factors[name].b)
+        result = torch.zeros(len(x), size, dtype=x.dtype, device=x.device)
+        add_low_rank(groups, [name], [size], x, result, None)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        grad, shape = grads[0], ([ctx.name], [grads[0].shape[1]])
+        absorb_low_rank(ctx.groups, *shape, x, grad, None)
+        by_x = torch.zeros_like(x)
+        low_rank_by_input(ctx.groups, *shape, grad, by_x, None)
+        return by_x, None, None, None

@@ -1,0 +1,136 @@
+"""Log-probs of several given tokens in each place, under a frozen head with low-rank additions (models/low_rank.py):
+what training as a service answers with.
+
+Places are taken in pieces, forwards and backwards, since no gradient by the head's weight is wanted. With one target in
+a place the numbers are those that the engine samples with, on birl's kernels bit for bit.
+Shapes: N places, H hidden size, K targets in each, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from birl.models import shape
+from birl.models.decoder import decoder_for
+from birl.models.forward import head, logits
+from birl.models.logprobs import float_product
+from birl.models.low_rank import HEAD, RowGroup, absorb_low_rank, add_low_rank, low_rank_by_input
+
+
+class Top(NamedTuple):
+    """The likeliest tokens of each place, [N, k], and their log-probs."""
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
+def target_logprobs(model: nn.Module, hidden: Tensor, targets: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    """log softmax(head(hidden))[targets]: hidden [N, H], targets [N, K] int64, groups of the N places -> [N, K]
+    float32, with a gradient by `hidden` and by the factors of the head."""
+    return _TargetLogprobs.apply(hidden, targets, model, groups)  # pyright: ignore
+
+
+def adapted_logits(model: nn.Module, hidden: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    """[N, H] -> [N, V] float32."""
+    result = logits(model, hidden)
+    add_low_rank(groups, [HEAD], [result.shape[1]], hidden, result, _kernels(model))
+    return result
+
+
+def pieces(count: int, words: int, device: torch.device, groups: Sequence[RowGroup]) -> list[tuple[slice, list]]:
+    """Slices of places whose logits fit into memory, and the groups of each."""
+    step = max((shape.GPU_CHUNK if device.type == "cuda" else 2 * shape.CHUNK) // words, 1)
+    result = []
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        own = [(max(g.start, start) - start, min(g.stop, stop) - start, g.adapter) for g in groups]
+        result.append((slice(start, stop), [RowGroup(*g) for g in own if g[0] < g[1]]))
+    return result
+
+
+@torch.no_grad()
+def likeliest(model: nn.Module, hidden: Tensor, count: int, groups: Sequence[RowGroup]) -> Top:
+    """The `count` likeliest tokens of each place."""
+    tokens = torch.empty(len(hidden), count, dtype=torch.int64)
+    found = torch.empty(len(hidden), count, dtype=torch.float32)
+    for rows, own in pieces(len(hidden), head(model).weight.shape[0], hidden.device, groups):
+        scores = adapted_logits(model, hidden[rows], own)
+        best = scores.topk(count)
+        tokens[rows], found[rows] = best.indices.cpu(), (best.values - scores.logsumexp(-1, keepdim=True)).cpu()
+    return Top(tokens, found)
+
+
+@torch.no_grad()
+def drawn(
+    model: nn.Module, hidden: Tensor, uniforms: Tensor, temperature: float, groups: Sequence[RowGroup]
+) -> tuple[Tensor, Tensor]:
+    """Independent draws from each place's own distribution, by uniform numbers [N, K] -> tokens [N, K] and their
+    log-probs under it."""
+    tokens = torch.empty(uniforms.shape, dtype=torch.int64)
+    found = torch.empty(uniforms.shape, dtype=torch.float32)
+    for rows, own in pieces(len(hidden), head(model).weight.shape[0], hidden.device, groups):
+        logp = (adapted_logits(model, hidden[rows], own) / (temperature or 1.0)).log_softmax(-1)
+        if temperature == 0:
+            chosen = logp.argmax(-1, keepdim=True).expand(uniforms[rows].shape)
+        else:
+            cumulative = logp.exp().cumsum(-1)
+            points = uniforms[rows].to(cumulative) * cumulative[:, -1:]
+            chosen = torch.searchsorted(cumulative, points, right=True).clamp(max=logp.shape[1] - 1)
+        tokens[rows], found[rows] = chosen.cpu(), logp.gather(1, chosen).cpu()
+    return tokens, found
+
+
+def _kernels(model: nn.Module) -> Any:
+    decoder = decoder_for(model)
+    return None if decoder is None else decoder.head.on_kernels
+
+
+def _head_gradient(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What goes back through the head; its weight is laid out for that once."""
+    decoder = decoder_for(model)
+    if decoder is not None and (k := decoder.head.on_kernels) is not None:
+        packed = k.pack(decoder.head.weights, transposed=True)
+        return lambda grad: k.gemm(grad, packed)
+    return lambda grad: float_product(grad, head(model).weight).to(grad.dtype)
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """With p = softmax(logits):  d logp_k / d logits = onehot(target_k) - p. Logits are computed again going back."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, model: nn.Module, groups: Sequence[RowGroup]) -> Tensor:
+        result = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        norm = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        decoder = decoder_for(model)
+        for rows, own in pieces(len(hidden), head(model).weight.shape[0], hidden.device, groups):
+            scores = adapted_logits(model, hidden[rows], own)
+            if decoder is None:
+                norm[rows] = scores.logsumexp(-1)
+            else:
+                first, norm[rows], _ = decoder.kernels.logprobs(scores, targets[rows, 0].contiguous(), 1.0)
+            result[rows] = scores.gather(1, targets[rows]) - norm[rows, None]
+            if decoder is not None:
+                result[rows, 0] = first  # pyright: ignore
+        ctx.save_for_backward(hidden, targets, norm)
+        ctx.model, ctx.groups = model, groups
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, targets, norm = ctx.saved_tensors
+        by_logp, by_hidden, to_hidden = grads[0].float(), torch.zeros_like(hidden), _head_gradient(ctx.model)
+        k, words = _kernels(ctx.model), head(ctx.model).weight.shape[0]
+        for rows, own in pieces(len(hidden), words, hidden.device, ctx.groups):
+            if not by_logp[rows].any():
+                continue
+            grad = adapted_logits(ctx.model, hidden[rows], own).sub_(norm[rows, None]).exp_()
+            grad.mul_(-by_logp[rows].sum(1, keepdim=True)).scatter_add_(1, targets[rows], by_logp[rows])
+            rounded = grad.to(hidden.dtype)
+            by_hidden[rows] = to_hidden(rounded)
+            x = hidden[rows].contiguous()
+            absorb_low_rank(own, [HEAD], [words], x, rounded, k)
+            part = by_hidden[rows]
+            low_rank_by_input(own, [HEAD], [words], rounded, part, k)
+        return by_hidden, None, None, None

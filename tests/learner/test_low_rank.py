@@ -1,0 +1,190 @@
+"""Adapters that share a base and a pass: gradients, bits, and the engine's log-probs."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from birl import kernels
+from birl.engine.engine import EmbeddedEngine
+from birl.learner.low_rank_run import ALPHA, AdamStep, LowRankConfig, LowRankRun, SharedBase, TargetRow
+from birl.models import attention
+from birl.models.low_rank import HEAD
+from birl.types import SamplingParams
+from tests.tiny import tiny_model, tiny_tokenizer
+
+STEP = AdamStep(learning_rate=1e-2)
+
+
+def base(dtype: torch.dtype = torch.float32, heads: int = 2) -> SharedBase:
+    model = tiny_model(heads=heads, kv_heads=heads // 2)
+    model.set_attn_implementation(attention.NAME)
+    return SharedBase(model.to(dtype), dtype)
+
+
+def rows(seed: int, count: int = 3, width: int = 1) -> list[TargetRow]:
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 40, (count,), generator=random).tolist()
+    return [
+        TargetRow(
+            torch.randint(3, 300, (n,), generator=random), torch.randint(3, 300, (n, width), generator=random)
+        )
+        for n in lengths
+    ]  # fmt: skip
+
+
+def linear(_: int, logp: list[Tensor]) -> Tensor:
+    """Different for each place, so that a row that is confused with another is noticed."""
+    return sum(((p * torch.linspace(-1, 1, p.numel()).view_as(p)).sum() for p in logp), torch.zeros(()))  # pyright: ignore
+
+
+def moved(shared: SharedBase, seed: int, rank: int = 4, **parts: bool) -> LowRankRun:
+    """A run whose B is not zero."""
+    run = shared.run(LowRankConfig(rank=rank, seed=seed, **parts))
+    with torch.no_grad():
+        random = torch.Generator().manual_seed(seed)
+        for name, master in run.masters.items():
+            if name.endswith("lora_B"):
+                master.copy_(0.05 * torch.randn(master.shape, generator=random))
+    run.load(run.state(optimizer=False))
+    return run
+
+
+def reference(run: LowRankRun, data: list[TargetRow], heads: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The same by autograd through a model whose weights are merged, one sequence at a time, without padding."""
+    model, scale = tiny_model(heads=heads, kv_heads=heads // 2), ALPHA / run.config.rank
+    leaves = {name: m.detach().clone().requires_grad_() for name, m in run.masters.items()}
+    merged = {}
+    for name in run.names:
+        module = model.lm_head if name == HEAD else model.get_submodule(name)
+        weight = module.weight.detach()
+        merged[f"{name}.weight"] = weight + scale * leaves[f"{name}.lora_B"] @ leaves[f"{name}.lora_A"]
+    if HEAD in run.names:  # embeddings are tied to it, and have no factors
+        merged["model.embed_tokens.weight"] = model.model.embed_tokens.weight.detach()
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    result = []
+    for row in data:
+        inputs = {"input_ids": row.tokens[None]}
+        logits = torch.func.functional_call(model, merged, kwargs=inputs, tie_weights=False).logits[0]  # pyright: ignore
+        result.append(logits.log_softmax(-1).gather(1, row.targets))
+    linear(0, result).backward()
+    return [p.detach() for p in result], {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
+
+
+def gradients(run: LowRankRun) -> dict[str, Tensor]:
+    scale, result = ALPHA / run.config.rank, {}
+    for name, f in run.weights.factors.items():
+        assert f.gradients is not None
+        result[f"{name}.lora_A"] = f.gradients[0][: run.config.rank]
+        result[f"{name}.lora_B"] = f.gradients[1][:, : run.config.rank] * scale
+    return result
+
+
+@pytest.mark.parametrize("heads", [2, 4])  # birl's kernels; transformers' layers with hooks
+@pytest.mark.parametrize("unembed", [True, False])
+def test_log_probs_and_gradients_are_those_of_merged_weights(heads: int, unembed: bool) -> None:
+    shared = base(heads=heads)
+    run, data = moved(shared, 1, unembed=unembed), rows(2, width=3)
+    run.collect()
+    (logp,) = shared.learn([(run.weights, data)], linear)
+    expected, grads = reference(run, data, heads)
+    for mine, theirs in zip(logp, expected, strict=True):
+        assert torch.allclose(mine, theirs, atol=2e-5)
+    own = gradients(run)
+    assert own.keys() == grads.keys()
+    for name, grad in grads.items():
+        assert torch.allclose(own[name], grad, atol=1e-4 * float(grad.abs().max()) + 1e-6), name
+
+
+def test_in_bfloat16_a_run_beside_others_has_the_bits_that_it_has_alone() -> None:
+    if kernels.load(torch.bfloat16, 32) is None:
+        pytest.skip("no C compiler")
+    shared = base(torch.bfloat16)
+    runs = [moved(shared, seed, rank) for seed, rank in ((1, 4), (2, 40), (3, 8))]
+    data = [rows(10 + i) for i in range(3)]
+
+    def results(together: bool) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+        for run in runs:
+            run.drop_gradients()
+            run.collect()
+        work = [(run.weights, own) for run, own in zip(runs, data, strict=True)]
+        parts = [work] if together else [[one] for one in reversed(work)]
+        logp = [one for part in parts for one in shared.learn(part, linear)]
+        return list(zip(logp if together else logp[::-1], map(gradients, runs), strict=True))
+
+    for (logp, grads), (others, own) in zip(results(True), results(False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(logp, others, strict=True))
+        assert all(torch.equal(grads[name], own[name]) for name in grads)
+
+
+@pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, 2), (torch.float32, 2), (torch.float32, 4)])
+def test_the_engine_samples_for_several_adapters_with_the_learners_log_probs(dtype: torch.dtype, heads: int) -> None:
+    """Also for the same prompt, whose pages must not be shared by different adapters."""
+    if kernels.load(dtype, 32) is None:
+        pytest.skip("no C compiler")
+    shared = base(dtype, heads)
+    runs: list[LowRankRun | None] = [moved(shared, 1), None, moved(shared, 2, unembed=False), moved(shared, 3, 40)]
+    prompt = tuple(range(5, 75))
+
+    async def sampled() -> list:
+        with ThreadPoolExecutor(1) as compute:
+            engine = EmbeddedEngine(
+                shared.model, tiny_tokenizer(), end_ids=frozenset((2,)), context=512, compute=compute,
+                version=lambda: 0, max_batch=8, kv_cache_gb=0.05, draft_rows=0,
+            )  # fmt: skip
+            asked = [
+                engine.generate(prompt, SamplingParams(max_tokens=12, seed=i % 4, ignore_eos=True),
+                                adapter=runs[i % 4].weights if runs[i % 4] else None)  # pyright: ignore
+                for i in range(8)
+            ]  # fmt: skip
+            result = await asyncio.gather(*asked)
+            await engine.close()
+            return result
+
+    completions = asyncio.run(sampled())
+    assert len({c.tokens for c in completions}) == 4
+    for i, completion in enumerate(completions):
+        run, ids = runs[i % 4], torch.tensor((*prompt, *completion.tokens))
+        row = TargetRow(ids[:-1], ids[1:, None])
+        ((logp,),) = shared.learn([(run.weights if run else None, [row])], None)
+        learned, own = logp[len(prompt) - 1 :, 0], torch.tensor(completion.logprobs)
+        if dtype == torch.bfloat16:
+            assert torch.equal(learned, own)
+        else:
+            assert torch.allclose(learned, own, atol=1e-5)
+
+
+def test_a_step_is_adamws_and_a_loaded_run_goes_on_as_the_one_that_was_saved() -> None:
+    shared = base()
+    run = moved(shared, 1)
+    before = {n: m.detach().clone() for n, m in run.masters.items()}
+    run.collect()
+    shared.learn([(run.weights, rows(3))], linear)
+    grads = {n: g.clone() for n, g in gradients(run).items()}
+    norm = run.step(AdamStep(learning_rate=1e-2, clip=0.5, weight_decay=0.1))
+    assert norm == pytest.approx(sum(float(g.square().sum()) for g in grads.values()) ** 0.5, rel=1e-4)
+    for name, master in run.masters.items():
+        g = grads[name] * min(1.0, 0.5 / norm)
+        expected = before[name] * (1 - 1e-2 * 0.1) - 1e-2 * g / (g.abs() + 1e-12)
+        assert torch.allclose(master, expected, atol=1e-4), name
+    other = shared.run(LowRankConfig(rank=4, seed=9))
+    other.load({n: t.clone() for n, t in run.state().items()}, run.steps)
+    for each in (run, other):
+        each.collect()
+        shared.learn([(each.weights, rows(4))], linear)
+        each.step(STEP)
+    assert all(torch.equal(run.masters[n], other.masters[n]) for n in run.masters)
+
+
+def test_a_gradient_that_is_no_number_changes_nothing() -> None:
+    shared = base()
+    run = moved(shared, 1)
+    before = run.state()
+    run.collect()
+    shared.learn([(run.weights, rows(3))], lambda _, logp: logp[0].sum() * float("inf"))
+    with pytest.raises(Exception, match="not finite"):
+        run.step(STEP)
+    assert all(torch.equal(before[n], t) for n, t in run.state().items())
+    assert run.steps == 0
