@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from birl import __version__
 
 TRAINING = ("sft", "rm", "dpo", "rl")
-CONFIGURED = (*TRAINING, "eval", "serve")  # words are flags, YAML files and key=value (configured.py)
+CONFIGURED = (*TRAINING, "eval", "serve", "tinker")  # words are flags, YAML files and key=value (configured.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ ALL = (
     Command(name="rl", brief="train a model by reinforcement learning"),
     Command(name="eval", brief="measure a model on data; --validate: are the right answers right?"),
     Command(name="serve", brief="a model behind HTTP: OpenAI's dialect and birl's own"),
+    Command(name="tinker", brief="training as a service, for Tinker's client: many tenants, one model"),
     Command(
         name="launch",
         brief="start a training somewhere else, or detached: this machine, a cluster, a cloud",

@@ -24,6 +24,7 @@ ONLY = {  # flag -> the commands that take it, and why others do not
 RUNS = dict.fromkeys(TRAINING, "birl.train.command") | {
     "eval": "birl.cli.evaluation",
     "serve": "birl.server.serve",
+    "tinker": "birl.server.tinker.command",
 }
 
 
@@ -57,7 +58,7 @@ def run(command: str, words: list[str]) -> int:
         return load("birl.cli.validate").run(config)
     elif command == "eval":
         load(RUNS[command]).run(config)
-    elif command == "serve":
+    elif command in ("serve", "tinker"):
         return load(RUNS[command]).run(config)
     else:
         loop = load(RUNS[command])

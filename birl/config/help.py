@@ -48,6 +48,10 @@ birl serve                                                   # SmolLM2-135M at a
 birl serve model=/path/to/model port=8000
 birl serve port=8000 host=0.0.0.0                            # for other machines: BIRL_TOKEN must be set
 birl serve name=arithmetic/0                                 # to be found by that name""",
+    "tinker": """\
+birl tinker                                                  # SmolLM2-135M at http://127.0.0.1:8000, for one tenant
+birl tinker model=/path/to/model names=[Qwen/Qwen3-8B]       # under the name that a program asks for
+birl tinker keys=tenants.txt host=0.0.0.0                    # for others: a name and a key in each line""",
 }
 
 _TRAINING = {  # the keys on the first screen; a command shows those that it has
@@ -72,6 +76,13 @@ EVERYDAY = dict.fromkeys(("rl", "sft", "rm", "dpo"), _TRAINING) | {
         "server": "host port name volume",
         "engine": "engine.max_batch engine.kv_cache_gb threads seed",
         "limits": "max_waiting max_request_mb request_timeout drain_timeout",
+    },
+    "tinker": {
+        "model": "model.path names model.dtype model.device model.max_length",
+        "server": "folder host port keys",
+        "computing": "tokens_per_pass max_batch kv_cache_gb threads",
+        "adapters": "max_rank adapters_gb idle_timeout",
+        "limits": "quota_runs quota_requests quota_tokens quota_gb max_request_mb drain_timeout",
     },
 }
 

@@ -28,13 +28,13 @@ from birl.config.check import configured, refusal, wrong_type
 from birl.config.keys import DEFAULT_PRESETS, PRESETS, SHORTHANDS, Doc, documentation, presets, written
 from birl.config.nearest import meant, suggest
 from birl.config.rules import rules
-from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage
+from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, Tinker
 from birl.config.schema import Config as AnyConfig
 from birl.config.words import command
 from birl.errors import BirlError, did_you_mean, first_line
 from birl.hub import is_model, is_run
 
-Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)
+Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve, Tinker)
 Section = TypeVar("Section")
 
 EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
@@ -105,7 +105,7 @@ def _read_argument(argument: str, schema: type) -> Setting:
         hint = f" Did you mean {name}={value or '...'}?" if name in documentation(schema) else suggest(name, schema)
         without = "without dashes" if key[0] == "-" else "and can neither be added (+) nor removed (~)"
         raise BirlError(f"{argument}: keys are written key=value, {without}.{hint}")
-    if not equals and schema in (Eval, Serve) and is_model(argument):  # what they are about
+    if not equals and schema in (Eval, Serve, Tinker) and is_model(argument):  # what they are about
         return Setting(key="model.path", value=argument, source=argument)
     if not equals and key in documentation(schema):
         raise BirlError(f"{argument}: has no value; write {key}=VALUE")
@@ -117,7 +117,7 @@ def _read_argument(argument: str, schema: type) -> Setting:
 
 
 def _read_file(name: str, schema: type) -> list[Setting]:
-    if schema in (Eval, Serve) and Path(name).name == "config.yaml" and is_run(Path(name).parent):
+    if schema in (Eval, Serve, Tinker) and Path(name).name == "config.yaml" and is_run(Path(name).parent):
         command, run = schema.__name__.lower(), Path(name).parent
         raise BirlError(
             f"{name}: says how a training run was configured, and `birl {command}` has other keys. The run itself is a "

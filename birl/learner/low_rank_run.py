@@ -94,6 +94,19 @@ class LowRankRun:
         for f in self.weights.factors.values():
             f.gradients = None
 
+    def gradients(self) -> dict[str, Tensor]:
+        """What was collected, by name; nothing where a step begins."""
+        result = {}
+        for name, f in self.weights.factors.items():
+            if f.gradients is not None:
+                result[f"gradient.{name}.A"], result[f"gradient.{name}.B"] = f.gradients
+        return result
+
+    def load_gradients(self, state: Mapping[str, Tensor]) -> None:
+        for name, f in self.weights.factors.items():
+            if f"gradient.{name}.A" in state:
+                f.gradients = state[f"gradient.{name}.A"].clone(), state[f"gradient.{name}.B"].clone()
+
     @torch.no_grad()
     def step(self, how: AdamStep) -> float:
         """One step with what was collected; gives the gradient's norm before clipping. The gradient is gone afterwards.

@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from birl.config import schema
 from birl.engine.engine import EmbeddedEngine
@@ -76,7 +77,7 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _listen(sock: socket.socket) -> None:
+def listen(sock: socket.socket) -> None:
     try:
         sock.listen(2048)
     except OSError as error:  # another process took the port while the model was loaded
@@ -104,8 +105,8 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
 
     try:
         await service.start()
-        server = uvicorn_server(service)
-        _listen(sock)
+        server = uvicorn_server(app(service))
+        listen(sock)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -194,7 +195,7 @@ def hosted(service: Service) -> str:
     """Serve until the process ends, in a thread, for the other ranks of a learner; the address."""
     sock = bind(own_host(), 0)
     sock.listen(2048)
-    server = uvicorn_server(service)
+    server = uvicorn_server(app(service))
     threading.Thread(target=server.run, args=([sock],), name="engine", daemon=True).start()
     return address(sock)
 
@@ -206,10 +207,10 @@ def own_host() -> str:
         return way.getsockname()[0]
 
 
-def uvicorn_server(service: Service) -> uvicorn.Server:
+def uvicorn_server(served: ASGIApp) -> uvicorn.Server:
     server = uvicorn.Server(
         uvicorn.Config(
-            app(service), http=Patient, ws="none", lifespan="off", log_level="error", access_log=False,
+            served, http=Patient, ws="none", lifespan="off", log_level="error", access_log=False,
             timeout_graceful_shutdown=GRACE, timeout_keep_alive=75, server_header=False, backlog=2048,
         )
     )  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.config.decided import UNCLIPPED, weights_method
-from birl.config.schema import DPO, RL, SFT, Eval, Serve, Stage, reward_functions
+from birl.config.schema import DPO, RL, SFT, Eval, Serve, Stage, Tinker, reward_functions
 from birl.named import TEMPLATES, template_file
 
 
@@ -48,7 +48,16 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
         },
     ),
     (
-        Serve,
+        Tinker,
+        {
+            "model.chat_template and model.tool_format are not read: clients send token ids, and render them.": lambda c: (
+                c.model.chat_template or c.model.tool_format != "auto"
+            ),
+            "folder is empty: name one for adapters and checkpoints.": lambda c: not c.folder.strip(),
+        },
+    ),
+    (
+        Serve | Tinker,
         {
             "host is empty: name an address, as in host=127.0.0.1.": lambda c: not c.host.strip(),
         },

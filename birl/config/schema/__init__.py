@@ -18,7 +18,7 @@ from birl.config.schema.data import Model as Model
 from birl.config.schema.data import Pairs as Pairs
 from birl.config.schema.data import RankedPairs as RankedPairs
 from birl.config.schema.data import Texts as Texts
-from birl.config.schema.kinds import Count, Deadline, Section, Seed, Threads, Wait, Whole
+from birl.config.schema.kinds import Count, Deadline, Section, Seed, Size, Threads, Wait, Whole
 from birl.config.schema.rollout import Engine as Engine
 from birl.config.schema.rollout import Env as Env
 from birl.config.schema.rollout import Generation as Generation
@@ -199,7 +199,51 @@ class Serve(Section):
     """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
 
 
-Config = RL | Stage | Eval | Serve
+@dataclass(kw_only=True)
+class Tinker(Section):
+    """Training as a service for Tinker's client, many tenants over one model: `birl tinker`."""
+
+    model: Model = field(default_factory=Model)
+    folder: str = "tinker"
+    """Folder of everything that is kept: sessions, adapters, optimizers, checkpoints, the audit."""
+    names: list[str] = field(default_factory=list)
+    """Names by which clients ask for the model, such as Qwen/Qwen3-8B, beside its own."""
+    keys: str = ""
+    """File with a tenant's name and key in each line, which only its owner may read. Also in the environment variable
+    BIRL_TINKER_KEYS, as "name key" pairs with commas. Neither: one tenant, whatever its key."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Any but this machine's own needs keys."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port to listen at. 0: a free one, which is printed."""
+    max_batch: Count = 64
+    """Most answers that are sampled at once."""
+    kv_cache_gb: Size = 0.0
+    """Memory for the KV cache [GiB]. 0: half of what is free, at most what max_batch answers can fill."""
+    tokens_per_pass: Count = 4096
+    """Tokens of one pass of training: those of several tenants share it. More is faster, and takes more memory."""
+    max_rank: Count = 128
+    """Highest rank of an adapter."""
+    adapters_gb: Annotated[float, Field(gt=0, le=1e6)] = 4.0
+    """Memory for adapters in training [GiB]. Those that wait longest go to disk. As much again is for sampling."""
+    idle_timeout: Wait = 600.0
+    """An adapter that is not used for so long goes to disk [s]."""
+    quota_runs: Count = 64
+    """Training runs of one tenant."""
+    quota_requests: Count = 4096
+    """Requests of one tenant that wait or run."""
+    quota_tokens: Count = 10000000
+    """Tokens in the requests of one tenant that wait or run."""
+    quota_gb: Annotated[float, Field(gt=0, le=1e6)] = 100.0
+    """Checkpoints of one tenant [GiB]."""
+    max_request_mb: Annotated[float, Field(gt=0, le=1000000)] = 64.0
+    """Largest request [MiB]."""
+    drain_timeout: Deadline = 30.0
+    """Longest wait for what is being computed at shutdown [s]."""
+    threads: Threads = 0
+    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+
+
+Config = RL | Stage | Eval | Serve | Tinker
 
 
 def reward_functions(config: RL | Eval) -> list[str]:
@@ -209,4 +253,4 @@ def reward_functions(config: RL | Eval) -> list[str]:
 
 #: what `birl COMMAND` reads its words into
 TRAINING: dict[str, type[Any]] = {"sft": SFT, "rm": RM, "dpo": DPO, "rl": RL}
-COMMANDS: dict[str, type[Any]] = {**TRAINING, "eval": Eval, "serve": Serve}
+COMMANDS: dict[str, type[Any]] = {**TRAINING, "eval": Eval, "serve": Serve, "tinker": Tinker}

@@ -1,0 +1,168 @@
+"""Checkpoints: an adapter on disk, to train on from, to sample with, or to take along as PEFT has it."""
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birl.errors import BirlError
+from birl.learner.low_rank_run import ALPHA, LowRankConfig, LowRankRun, SharedBase
+from birl.models.low_rank import HEAD, AdapterWeights
+from birl.server.tinker import requests
+from birl.server.tinker.runs import Run, described
+from birl.server.tinker.store import Checkpoint, Store, named, read_tensors
+
+SHORTEST, LONGEST = 3600, 10 * 366 * 24 * 3600  # seconds that a checkpoint may be kept
+EPHEMERAL = 24 * 3600.0  # seconds that weights of sampling sessions without a name are kept after their last use,
+NEWEST, QUIET = 8, 600.0  # but for a run's newest ones only so many seconds
+MOST_SAVED = 10**6  # saves of one run
+
+
+@dataclass(slots=True)
+class Sampler:
+    """A sampling session: base weights, or a checkpoint's. `clients`: copies of it that were given a number."""
+
+    id: str
+    owner: str
+    base: str
+    path: str | None
+    clients: int = 0
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    """`memory`: bytes of weights that are kept to sample with. `disk`: bytes of one tenant's checkpoints."""
+
+    store: Store
+    shared: SharedBase
+    memory: int
+    disk: int
+    kept: "OrderedDict[str, AdapterWeights]" = field(default_factory=OrderedDict)
+    samplers: dict[str, Sampler] = field(default_factory=dict)
+    used: dict[str, float] = field(default_factory=dict)  # when weights of a session were asked for last
+    began: float = field(default_factory=time.monotonic)
+
+    def restore(self) -> None:
+        for id, about in self.store.read_all("samplers"):
+            self.samplers[id] = Sampler(id, about["owner"], about["base"], about["path"], about["clients"])
+
+    def save(self, run: Run, adapter: LowRankRun, kind: str, data: Mapping[str, Any], seq: int) -> Checkpoint:
+        """What a request asks for. Raises `BirlError` for a name that cannot be or is there, and over the quota."""
+        name, seconds = data.get("path"), data.get("ttl_seconds")
+        if seconds is not None:
+            seconds = requests.whole(data, "ttl_seconds", 0, SHORTEST, LONGEST)
+        elif name is None:
+            seconds = EPHEMERAL
+        if data.get("age_encryption_recipients"):
+            raise BirlError("age_encryption_recipients: encrypted exports are not offered by this server.")
+        used = self.store.used(run.owner)
+        if used > self.disk:
+            raise BirlError(
+                f"Your checkpoints have {used / 2**20:.0f} MiB, the quota is {self.disk / 2**20:.0f}: delete some."
+            )
+        made = Checkpoint(
+            run=run.id, kind=kind, name=f"session-{seq}" if name is None else named(requests.words(data, "path")),
+            owner=run.owner, made=time.time(), expires=None if seconds is None else time.time() + seconds,
+            metadata=requests.metadata(data), info={"base": run.base, "config": described(run.config)},
+        )  # fmt: skip
+        again = name is None or requests.flag(data, "overwrite", False)
+        if (old := self.store.find(made.path)) is not None and old.info.get("seq") == seq:
+            again = True  # this very request, before a kill
+        made.info |= {"seq": seq, "steps": adapter.steps}
+        result = self.store.save(made, self._files(adapter, kind, made), again)
+        if name is None:
+            self.prune(run)
+        return result
+
+    def prune(self, run: Run) -> None:
+        """Remove weights of sampling sessions that nobody has asked for in a while; not the newest."""
+        old = [
+            c for c in self.store.checkpoints(run.id) if c.kind == "sampler_weights" and c.name.startswith("session-")
+        ]
+        for checkpoint in sorted(old, key=lambda c: c.made)[:-NEWEST]:
+            if time.monotonic() - self.used.get(checkpoint.path, self.began) > QUIET:
+                self.kept.pop(checkpoint.path, None)
+                self.store.delete(checkpoint)
+
+    def _files(self, adapter: LowRankRun, kind: str, made: Checkpoint) -> dict[str, Any]:
+        if kind == "external_weights":
+            tensors, config = peft(adapter, str(made.info["base"]))
+            return {"adapter_model.safetensors": (tensors, {}), "adapter_config.json": config}
+        about = {"config": made.info["config"], "steps": adapter.steps, "base": made.info["base"]}
+        return {"adapter.safetensors": (adapter.state(optimizer=kind == "weights"), about)}
+
+    def read(self, path: str, owner: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Raises `BirlError` where the owner has no such checkpoint, and it is not published."""
+        found = self.readable(path, owner)
+        if found.kind == "external_weights":
+            raise BirlError(f"{path} is an export; load tinker://.../weights/... or .../sampler_weights/... instead.")
+        return read_tensors(self.store.folder(found) / "adapter.safetensors")
+
+    def readable(self, path: str, owner: str) -> Checkpoint:
+        found = self.store.find(path)
+        if found is None or (found.owner != owner and not found.public):
+            raise BirlError(f"There is no checkpoint {path}.")
+        return found
+
+    def own(self, path: str, owner: str) -> Checkpoint:
+        found = self.readable(path, owner)
+        if found.owner != owner:
+            raise BirlError(f"There is no checkpoint {path} of yours.")
+        return found
+
+    def open_sampler(self, run: Run, made: Checkpoint) -> str:
+        """For weights that were saved without a name; one id for one request."""
+        session, _, number = run.id.partition(":train:")
+        id = f"{session}:sample:{(int(number) + 1) * MOST_SAVED + made.info['seq']}"  # client's own begin at 0
+        return self.add_sampler(Sampler(id, run.owner, run.base, made.path)).id
+
+    def add_sampler(self, sampler: Sampler) -> Sampler:
+        result = self.samplers.setdefault(sampler.id, sampler)
+        about = {"owner": result.owner, "base": result.base, "path": result.path, "clients": result.clients}
+        self.store.write("samplers", result.id, about)
+        return result
+
+    def remember(self, made: Checkpoint, weights: AdapterWeights) -> None:
+        """To sample with, without reading it again; those that were used longest ago go."""
+        self.kept[made.path] = weights
+        self.kept.move_to_end(made.path)
+        while len(self.kept) > 1 and sum(w.nbytes for w in self.kept.values()) > self.memory:
+            self.kept.popitem(last=False)
+
+    def weights(self, sampler: Sampler) -> AdapterWeights | None:
+        """What is added to the base; None: nothing. Raises `BirlError` where the checkpoint has gone."""
+        if sampler.path is None:
+            return None
+        found = self.readable(sampler.path, sampler.owner)
+        self.used[found.path] = time.monotonic()
+        if found.name.startswith("session-") and (found.expires or 0) < time.time() + EPHEMERAL / 2:
+            found.expires = time.time() + EPHEMERAL
+            self.store.change(found)
+        if sampler.path not in self.kept:
+            tensors, about = self.read(sampler.path, sampler.owner)
+            adapter = self.shared.run(LowRankConfig(**about["config"]))
+            adapter.load(tensors)
+            self.remember(found, adapter.weights)
+        self.kept.move_to_end(sampler.path)
+        return self.kept[sampler.path]
+
+
+def peft(adapter: LowRankRun, base: str) -> tuple[dict[str, Tensor], bytes]:
+    """Files that peft's `PeftModel.from_pretrained` takes, and vLLM."""
+    tensors = {}
+    for name, tensor in adapter.masters.items():
+        layer, _, key = name.rpartition(".")
+        tensors[f"base_model.model.{layer if layer != HEAD else 'lm_head'}.{key}.weight"] = tensor.detach().to(
+            torch.float32
+        )
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": adapter.config.rank,
+        "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+        "target_modules": sorted({n.rpartition(".")[2] for n in adapter.names}),
+    }  # fmt: skip
+    return tensors, json.dumps(config, indent=2).encode()

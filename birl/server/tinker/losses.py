@@ -1,0 +1,176 @@
+"""The losses that a client names: sums over all places of all data, as Tinker's documentation defines them.
+
+    cross_entropy         -sum w_t log p_t;  targets may be [T] or [T, K]
+    importance_sampling   -sum r_t A_t,  r_t = p_t / q_t,  log q_t = logprobs
+    ppo                   -sum min(r_t A_t, clip(r_t, low, high) A_t);  0.8 and 1.2
+    cispo                 -sum sg[clip(r_t, low, high)] A_t log p_t;  0.8 and 1.2
+    dro                   -sum (log p_t A_t - beta / 2 (log p_t - log q_t)^2);  beta 0.05
+    gspo                  ppo with the geometric mean of r over sequence_ratio_mask in place of r_t (arXiv:2507.18071)
+    stable_reinforce      -sum sg[min(r_t, 1)] A_t log p_t + kl_coeff / 2 (log p_t - log q_t)^2;  kl_coeff 0
+
+The last one's definition is birl's own: Tinker's is not published. On-policy the gradient of all but the first and dro's
+second term is REINFORCE's. `clip_low_threshold` and `clip_high_threshold` are bounds of the ratio itself; they may also
+come with a datum, one for each place.
+Shapes: T places of one datum.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from birl.algorithms.surrogates import LOG_LIMIT, Surrogate, cispo, gspo, importance
+from birl.errors import BirlError
+from birl.server.tinker.requests import Datum, ForwardBackward
+
+Config = Mapping[str, float | str]
+
+
+class Given(NamedTuple):
+    """Of one datum, [T] float32: what was sampled with, how good it was, and the bounds of the ratio."""
+
+    logprobs: Tensor
+    advantages: Tensor
+    low: Tensor
+    high: Tensor
+    ratio_mask: Tensor
+
+
+def cross_entropy(logp: Tensor, datum: Datum) -> Tensor:
+    """[T, K] log-probs -> the sum."""
+    weights = datum.inputs.get("weights")
+    given = np.ones(logp.shape, np.float32) if weights is None else weights.astype(np.float32)
+    return -(logp * tensor(given.reshape(logp.shape), logp)).sum()
+
+
+def importance_sampling(logp: Tensor, given: Given, config: Config) -> Tensor:
+    return importance(logp, given.logprobs, given.advantages, _one_sample(logp)).loss.sum()
+
+
+def ppo(logp: Tensor, given: Given, config: Config) -> Tensor:
+    ratio = (logp - given.logprobs).clamp(max=LOG_LIMIT).exp()
+    bounded = torch.minimum(torch.maximum(ratio, given.low), given.high)
+    return -torch.minimum(ratio * given.advantages, bounded * given.advantages).sum()
+
+
+def bounded_reinforce(logp: Tensor, given: Given, config: Config) -> Tensor:
+    """cispo, with bounds of the ratio for each place."""
+    ratio = (logp - given.logprobs).detach().clamp(max=LOG_LIMIT).exp()
+    bounded = torch.minimum(torch.maximum(ratio, given.low), given.high)
+    return -(bounded * given.advantages * logp).sum()
+
+
+def dro(logp: Tensor, given: Given, config: Config) -> Tensor:
+    beta = number(config, "beta", 0.05)
+    return -(logp * given.advantages - 0.5 * beta * (logp - given.logprobs).square()).sum()
+
+
+def sequence_ratio(logp: Tensor, given: Given, config: Config) -> Tensor:
+    """gspo over the places of `sequence_ratio_mask`; the others have no part in it."""
+    chosen = given.ratio_mask > 0
+    if not bool(chosen.any()):
+        return (logp * 0.0).sum()
+    own, old, advantages = logp[chosen], given.logprobs[chosen], given.advantages[chosen]
+    low, high = float(given.low[0]), float(given.high[0])
+    result: Surrogate = gspo(own, old, advantages, _one_sample(own), clip_low=1 - low, clip_high=high - 1)
+    return result.loss.sum()
+
+
+def stable_reinforce(logp: Tensor, given: Given, config: Config) -> Tensor:
+    truncated = cispo(logp, given.logprobs, given.advantages, _one_sample(logp), clip_low=1.0, clip_high=0.0).loss.sum()
+    distance = (logp - given.logprobs) * (given.ratio_mask > 0)
+    return truncated + 0.5 * number(config, "kl_coeff", 0.0) * distance.square().sum()
+
+
+class Kind(NamedTuple):
+    """A loss of log-probs [T]: its function, the keys of its configuration, and the bounds of its ratio."""
+
+    loss: Callable[[Tensor, Given, Config], Tensor]
+    keys: tuple[str, ...] = ()
+    low: float = 0.8
+    high: float = 1.2
+
+
+BOUNDS = ("clip_low_threshold", "clip_high_threshold")
+POLICY = {
+    "importance_sampling": Kind(importance_sampling),
+    "ppo": Kind(ppo, BOUNDS),
+    "cispo": Kind(bounded_reinforce, BOUNDS),
+    "dro": Kind(dro, ("beta",)),
+    "gspo": Kind(sequence_ratio, BOUNDS, 1 - 3e-4, 1 + 4e-4),
+    "stable_reinforce": Kind(stable_reinforce, ("kl_coeff",)),
+}
+NAMES = ("cross_entropy", *POLICY)
+
+
+def check(request: ForwardBackward) -> None:
+    """Raises `BirlError` where the loss is none, or something that it takes is missing or of another shape."""
+    if request.loss == "custom":
+        raise BirlError(
+            "loss_fn=custom: this server does not run uploaded losses; forward_backward_custom computes them at the "
+            "client, from a forward pass, which needs nothing from the server."
+        )
+    if request.loss not in NAMES:
+        raise BirlError(f"loss_fn={request.loss}: there is no such loss; there are {', '.join(NAMES)}.")
+    known = POLICY[request.loss].keys if request.loss in POLICY else ()
+    for key in request.config:
+        if key not in known:
+            raise BirlError(f"loss_fn_config: {request.loss} has no {key}; it has {', '.join(known) or 'no keys'}.")
+        number(request.config, key, 0.0)
+    for i, datum in enumerate(request.data):
+        needed = {"weights": False} if request.loss == "cross_entropy" else {"logprobs": True, "advantages": True}
+        for name, must in needed.items():
+            values = datum.inputs.get(name)
+            if values is None and must:
+                raise BirlError(f"data[{i}]: {name} is missing, which {request.loss} needs.")
+            if values is not None and values.size != datum.targets.size:
+                want = list(datum.inputs["target_tokens"].shape)
+                raise BirlError(f"data[{i}].{name}: has the shape {list(values.shape)}, and the targets {want}.")
+        if request.loss in POLICY and datum.targets.shape[1] != 1:
+            raise BirlError(f"data[{i}].target_tokens: {request.loss} takes one target in each place.")
+
+
+def of_data(request: ForwardBackward, data: Sequence[Datum], logp: Sequence[Tensor]) -> Tensor:
+    """The sum of some data's losses, of their log-probs [T, K] each."""
+    parts = []
+    for datum, own in zip(data, logp, strict=True):
+        if request.loss == "cross_entropy":
+            parts.append(cross_entropy(own, datum))
+        else:
+            kind = POLICY[request.loss]
+            parts.append(kind.loss(own[:, 0], given(datum, own, kind, request.config), request.config))
+    return torch.stack(parts).sum()
+
+
+def given(datum: Datum, like: Tensor, kind: Kind, config: Config) -> Given:
+    def bound(key: str, otherwise: float) -> Tensor:
+        own = datum.inputs.get(key)
+        value = number(config, key, otherwise)
+        return tensor(np.full(len(datum), value, np.float32) if own is None else own.reshape(-1), like)
+
+    advantages = tensor(datum.inputs["advantages"].reshape(-1), like)
+    mask = datum.inputs.get("sequence_ratio_mask")
+    return Given(
+        tensor(datum.inputs["logprobs"].reshape(-1), like),
+        advantages,
+        bound(BOUNDS[0], kind.low),
+        bound(BOUNDS[1], kind.high),
+        (advantages != 0).float() if mask is None else tensor(mask.reshape(-1), like),
+    )
+
+
+def tensor(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(like.device)
+
+
+def number(config: Config, key: str, default: float) -> float:
+    value = config.get(key, default)
+    if not isinstance(value, float | int) or not np.isfinite(value):
+        raise BirlError(f"loss_fn_config.{key}: must be a finite number, not {value!r}.")
+    return float(value)
+
+
+def _one_sample(logp: Tensor) -> Tensor:
+    return torch.zeros(len(logp), dtype=torch.int64, device=logp.device)

@@ -1,0 +1,130 @@
+"""Passes through the shared base: pieces of the requests of different runs, computed together where they wait.
+
+A request is cut into pieces on its own, by tokens, so a run's numbers do not depend on who else is there. The tenant
+that was served least comes next; pieces of other runs fill the rest of the pass.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from birl.errors import BirlError
+from birl.learner.low_rank_run import SharedBase, TargetRow
+from birl.models.low_rank import AdapterWeights
+from birl.server.tinker.tenants import Tenant
+
+Loss = Callable[[Sequence[Tensor]], Tensor]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Piece:
+    """Rows of one run in one pass. `loss`: of their log-probs; None: only these are wanted."""
+
+    tenant: Tenant
+    adapter: AdapterWeights | None
+    rows: Sequence[TargetRow]
+    loss: Loss | None
+    result: "asyncio.Future[list[Tensor]]"
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(r.tokens) for r in self.rows)
+
+
+@dataclass(slots=True)
+class Passes:
+    """`together`: rows have the same bits in every pass, so that runs may share one."""
+
+    base: SharedBase
+    compute: Executor
+    together: bool
+    waiting: list[Piece] = field(default_factory=list)
+    running: "asyncio.Task[None] | None" = None
+    computed: int = 0  # passes so far,
+    pieces: int = 0  # and pieces in them
+
+    async def __call__(self, tenant: Tenant, adapter: AdapterWeights | None, rows: Sequence[TargetRow],
+                       loss: Loss | None) -> list[Tensor]:  # fmt: skip
+        """Log-probs of the targets of each row, [T, K]; with a loss its gradients are added to what the adapter
+        collects. Raises what the loss raises, and then there are no gradients of this piece."""
+        result: asyncio.Future[list[Tensor]] = asyncio.get_running_loop().create_future()
+        self.waiting.append(Piece(tenant=tenant, adapter=adapter, rows=rows, loss=loss, result=result))
+        if self.running is None or self.running.done():
+            self.running = asyncio.create_task(self._run())
+        return await result
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self.waiting:
+            await asyncio.sleep(0)  # those that are about to ask do so
+            chosen = self.choose()
+            results: list[Any]
+            try:
+                results = await loop.run_in_executor(self.compute, self._learn, chosen)
+            except Exception as error:
+                results = [error]
+                if len(chosen) > 1:  # one of them is to blame: each alone
+                    results = [await loop.run_in_executor(self.compute, self._alone, piece) for piece in chosen]
+            for piece, result in zip(chosen, results, strict=True):
+                if piece.result.done():
+                    continue
+                if isinstance(result, Exception):
+                    piece.result.set_exception(result)
+                else:
+                    piece.result.set_result(result)
+
+    def choose(self) -> list[Piece]:
+        """The next pass, which is taken out of what waits."""
+        first = min(self.waiting, key=lambda p: p.tenant.served)
+        chosen, room = [first], self.base.max_tokens - first.tokens
+        for piece in sorted(self.waiting, key=lambda p: p.tenant.served) if self.together else ():
+            alike = (piece.loss is None) == (first.loss is None)
+            own = piece.adapter is None or all(piece.adapter is not other.adapter for other in chosen)
+            if piece is not first and alike and own and piece.tokens <= room:
+                chosen.append(piece)
+                room -= piece.tokens
+        self.waiting = [p for p in self.waiting if p not in chosen]
+        least = min((p.tenant.served for p in self.waiting), default=0.0)
+        for piece in chosen:
+            piece.tenant.served = max(piece.tenant.served, least) + piece.tokens
+        self.computed += 1
+        self.pieces += len(chosen)
+        return chosen
+
+    def _learn(self, pieces: Sequence[Piece]) -> list[list[Tensor]]:
+        """(compute thread)"""
+        losses = [p.loss for p in pieces]
+        work = [(p.adapter, p.rows) for p in pieces]
+        if losses[0] is None:
+            return self.base.learn(work, None)
+
+        def loss(number: int, logp: Sequence[Tensor]) -> Tensor:
+            own = losses[number]
+            assert own is not None
+            value = own(logp)
+            if not value.isfinite():
+                raise BirlError(f"The loss is {value.item()}: look at the advantages, weights and log-probs sent.")
+            return value
+
+        return self.base.learn(work, loss)
+
+    def _alone(self, piece: Piece) -> list[Tensor] | Exception:
+        try:
+            return self._learn([piece])[0]
+        except Exception as error:
+            return error
+
+
+def cut(sizes: Sequence[int], most: int) -> list[slice]:
+    """Neighbouring items in pieces of at most `most` tokens, or of one item that is longer."""
+    result, start, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > most:
+            result.append(slice(start, i))
+            start, total = i, 0
+        total += size
+    return [*result, slice(start, len(sizes))] if sizes else []

@@ -1,0 +1,312 @@
+"""What a client asks, as types: made of JSON or protobuf once, where it comes in, and checked there.
+
+Example: forward_backward(body, vocabulary=49152, context=8192).data[0].tokens
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from birl.errors import BirlError
+from birl.server.tinker import wire
+from birl.types import SamplingParams
+
+MOST_TARGETS = 256  # tokens in each place: top-k distillation takes 20 or so
+MOST_SAMPLES = 1024
+NO_PICTURES = "This model takes text alone: images and audio are not offered by this server."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """tokens [T] int64; inputs: arrays by name, [T] or [T, K]; origins: for each token the sampled sequence that it
+    comes from, as (id, place, length) runs, where the client says so."""
+
+    tokens: np.ndarray
+    inputs: dict[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """[T, K] int64."""
+        targets = self.inputs["target_tokens"]
+        return targets[:, None] if targets.ndim == 1 else targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackward:
+    data: list[Datum]
+    loss: str
+    config: dict[str, float | str]
+    forward_only: bool
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.data))
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Whom a protobuf request is for; known though the rest of it is wrong."""
+
+    model: str
+    seq: int
+
+
+def address(body: bytes) -> Address:
+    """Raises `BirlError` where the body is no such message."""
+    model, seq = "", 0
+    for number, value in wire.fields(body):
+        if number == 1:
+            model = wire.text(value)
+        elif number == 2:
+            seq = wire.signed(value)
+    return Address(model, seq)
+
+
+def forward_backward(body: bytes, vocabulary: int, context: int) -> ForwardBackward:
+    """Raises `BirlError` that names the datum, the field and what is wrong with it."""
+    data: list[bytes] = []
+    loss, forward_only, old, new = "", False, {}, {}
+    for number, value in wire.fields(body):
+        if number == 3:
+            data.append(wire.raw(value))
+        elif number == 4:
+            loss = wire.text(value, 100)
+        elif number == 5:
+            key, entry = _entry(value)
+            old[key] = wire.double(entry)
+        elif number == 6:
+            forward_only = bool(value)
+        elif number == 7:
+            key, entry = _entry(value)
+            new[key] = _config_value(wire.raw(entry))
+    if not data:
+        raise BirlError("The request has no data.")
+    read = [_datum(d, f"data[{i}]", vocabulary, context) for i, d in enumerate(data)]
+    return ForwardBackward(data=read, loss=loss, config=new or old, forward_only=forward_only)
+
+
+def _entry(value: wire.Value) -> tuple[str, wire.Value]:
+    """Of a map: key and value."""
+    parts = dict(wire.fields(wire.raw(value)))
+    return wire.text(parts.get(1, b""), 200), parts.get(2, b"")
+
+
+def _config_value(value: bytes) -> float | str:
+    for number, part in wire.fields(value):
+        return wire.double(part) if number == 1 else wire.text(part, 1000)
+    return 0.0
+
+
+def _datum(body: bytes, what: str, vocabulary: int, context: int) -> Datum:
+    chunks: list[np.ndarray] = []
+    inputs: dict[str, np.ndarray] = {}
+    for number, value in wire.fields(body):
+        if number == 1:
+            for kind, chunk in wire.fields(wire.raw(value)):
+                if kind != 1:
+                    raise BirlError(f"{what}.model_input: {NO_PICTURES}")
+                tokens = dict(wire.fields(wire.raw(chunk))).get(1, b"")
+                chunks.append(wire.array(tokens, np.dtype("<i4"), f"{what}.model_input"))
+        elif number == 2:
+            name, entry = _entry(value)
+            inputs[name] = wire.tensor(wire.raw(entry), f"{what}.{name}")
+    tokens = np.concatenate(chunks).astype(np.int64) if chunks else np.empty(0, np.int64)
+    return checked(Datum(tokens=tokens, inputs=inputs), what, vocabulary, context)
+
+
+def checked(datum: Datum, what: str, vocabulary: int, context: int) -> Datum:
+    """Raises `BirlError` where a pass could not be made of it, or where a number is none."""
+    count = len(datum)
+    if not 0 < count <= context:
+        raise BirlError(f"{what}: has {count} tokens; a sequence has 1 to {context}.")
+    _tokens(datum.tokens, f"{what}.model_input", vocabulary)
+    if "target_tokens" not in datum.inputs:
+        raise BirlError(f"{what}: target_tokens is missing.")
+    for name, values in datum.inputs.items():
+        if values.ndim not in (1, 2) or len(values) != count:
+            raise BirlError(f"{what}.{name}: has the shape {list(values.shape)}; the input has {count} tokens.")
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            raise BirlError(f"{what}.{name}: {int((~np.isfinite(values)).sum())} numbers are infinite or NaN.")
+    targets = datum.targets
+    if targets.dtype.kind != "i" or not 0 < targets.shape[1] <= MOST_TARGETS:
+        raise BirlError(f"{what}.target_tokens: must be 1 to {MOST_TARGETS} whole numbers for each token.")
+    _tokens(targets, f"{what}.target_tokens", vocabulary)
+    return datum
+
+
+def _tokens(ids: np.ndarray, what: str, vocabulary: int) -> None:
+    wrong = (ids < 0) | (ids >= vocabulary)
+    if wrong.any():
+        raise BirlError(f"{what}: {int(ids[wrong][0])} is no token; the model has {vocabulary}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """prompt; how many answers, how they are drawn; and what is asked about the prompt: log-probs of its last tokens
+    (`scored_from`: the first place that counts), `top` likeliest ones, `targets` [len(prompt) - 1, K] with -1 where
+    nothing is asked, `alternatives` drawn in each place."""
+
+    prompt: tuple[int, ...]
+    count: int
+    params: SamplingParams
+    scored_from: int | None = None
+    top: int = 0
+    top_sampled: int = 0
+    targets: np.ndarray | None = None
+    alternatives: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """That may be computed for it."""
+        return len(self.prompt) + self.count * self.params.max_tokens
+
+
+def sample(data: Mapping[str, Any], vocabulary: int, context: int) -> Sample:
+    """Of an `asample` body. Raises `BirlError`."""
+    prompt = _chunks(_mapping(data.get("prompt"), "prompt").get("chunks"), vocabulary)
+    count = whole(data, "num_samples", 1, 1, MOST_SAMPLES)
+    if not 0 < len(prompt) < context:
+        raise BirlError(
+            f"prompt: has {len(prompt)} tokens; this model's context holds 1 to {context - 1}, and an answer."
+        )
+    last = data.get("prompt_logprobs_last_n")
+    scored = None
+    if data.get("prompt_logprobs") or whole(data, "topk_prompt_logprobs", 0, 0, 1000):
+        scored = (
+            1 if last is None else len(prompt) - whole(data, "prompt_logprobs_last_n", 1, 1, max(len(prompt) - 1, 1))
+        )
+    k = whole(data, "topk_prompt_logprobs", 0, 0, min(1000, vocabulary))
+    result = Sample(
+        prompt=prompt,
+        count=count,
+        params=_params(_mapping(data.get("sampling_params"), "sampling_params"), vocabulary, context - len(prompt)),
+        scored_from=scored,
+        top=k,
+        top_sampled=whole(data, "topk_sample_logprobs", 0, 0, min(1000, vocabulary)),
+        targets=_targets(data.get("target_prompt_logprobs"), len(prompt) - 1, vocabulary),
+        alternatives=whole(data, "prompt_alt_tokens_k", 0, 0, 256),
+    )
+    if result.params.temperature and not 0.001 <= result.params.temperature <= 1000:
+        raise BirlError(f"temperature: must be 0, or 0.001 to 1000, not {result.params.temperature}.")
+    return result
+
+
+def _chunks(chunks: Any, vocabulary: int) -> tuple[int, ...]:
+    result: list[int] = []
+    if not isinstance(chunks, list):
+        raise BirlError("prompt.chunks must be a list.")
+    for chunk in chunks:
+        chunk = _mapping(chunk, "prompt.chunks")
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            raise BirlError(f"prompt: {NO_PICTURES}")
+        tokens = chunk.get("tokens")
+        if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
+            raise BirlError("prompt: tokens must be a list of token ids.")
+        result += tokens
+    wrong = next((t for t in result if not 0 <= t < vocabulary), None)
+    if wrong is not None:
+        raise BirlError(f"prompt: {wrong} is no token; the model has {vocabulary}.")
+    return tuple(result)
+
+
+def _params(data: Mapping[str, Any], vocabulary: int, room: int) -> SamplingParams:
+    """`stop`: None ends at the model's own end; [] never; texts or ids in addition to it."""
+    stop = data.get("stop")
+    stop = [stop] if isinstance(stop, str) else stop
+    if stop is not None and not isinstance(stop, list):
+        raise BirlError("stop: must be a text, or a list of texts or of token ids.")
+    texts = tuple(s for s in stop or () if isinstance(s, str))
+    ids = tuple(s for s in stop or () if type(s) is int)
+    right = len(texts) + len(ids) == len(stop or ()) <= 256
+    if not right or not all(texts) or any(len(t) > 4096 for t in texts) or not all(0 <= i < vocabulary for i in ids):
+        raise BirlError("stop: must be at most 256 texts of 1 to 4096 characters, or token ids of the model.")
+    most, k = data.get("max_tokens"), whole(data, "top_k", -1, -1, 2**31 - 1)
+    return SamplingParams(
+        max_tokens=min(whole(data, "max_tokens", 1, 1, 2**31 - 1), room) if most is not None else room,
+        temperature=real(data, "temperature", 1.0, 0.0, 1000.0),
+        top_p=real(data, "top_p", 1.0, 1e-9, 1.0),
+        top_k=max(k, 0),
+        seed=whole(data, "seed", 0, -(2**63), 2**64 - 1) % 2**64 if data.get("seed") is not None else None,
+        stop=texts,
+        stop_ids=ids,
+        ignore_eos=stop == [],
+    )
+
+
+def _targets(data: Any, rows: int, vocabulary: int) -> np.ndarray | None:
+    if data is None:
+        return None
+    data, what = _mapping(data, "target_prompt_logprobs"), "target_prompt_logprobs"
+    values, shape = data.get("data"), data.get("shape")
+    lists = [values, shape, data.get("sparse_crow_indices") or [], data.get("sparse_col_indices") or []]
+    if not all(isinstance(x, list) and all(type(i) is int for i in x) for x in lists) or len(shape or ()) != 2:
+        raise BirlError(f"{what}: must be an int64 tensor of two dimensions.")
+    numbers, shape, crow, columns = (np.array(x, dtype=np.int64) for x in lists)
+    size = tuple(shape.tolist())
+    if size[0] != rows or not 0 < size[1] <= MOST_TARGETS:
+        raise BirlError(f"{what}: the shape {list(size)} is not [{rows}, 1 to {MOST_TARGETS}].")
+    sparse = data.get("sparse_crow_indices") is not None
+    result = wire.spread(numbers, crow, columns, size, what, -1) if sparse else wire.shaped(numbers, size, what)
+    if (result >= vocabulary).any() or (result < -1).any() or (result < 0).all():
+        raise BirlError(f"{what}: must name tokens of the model, or -1 for none, and at least one.")
+    return result
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BirlError(f"{what} must be an object.")
+    return value
+
+
+def whole(data: Mapping[str, Any], key: str, default: int, least: int, most: int) -> int:
+    """Raises `BirlError` where it is no whole number of that range."""
+    value = data.get(key)
+    if value is None:
+        return default
+    if type(value) is not int or not least <= value <= most:
+        raise BirlError(f"{key}: must be a whole number from {least} to {most}, not {str(value)[:50]}.")
+    return value
+
+
+def real(data: Mapping[str, Any], key: str, default: float, least: float, most: float) -> float:
+    value = data.get(key)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
+        raise BirlError(f"{key}: must be a number from {least:g} to {most:g}, not {str(value)[:50]}.")
+    return float(value)
+
+
+def words(data: Mapping[str, Any], key: str, default: str = "", most: int = 1000) -> str:
+    value = data.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, str) or len(value) > most:
+        raise BirlError(f"{key}: must be a text of at most {most} characters.")
+    return value
+
+
+def flag(data: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = data.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise BirlError(f"{key}: must be true or false.")
+    return value
+
+
+def metadata(data: Mapping[str, Any], key: str = "user_metadata") -> dict[str, str]:
+    """Of at most 64 entries, as texts."""
+    value = data.get(key) or {}
+    if not isinstance(value, Mapping) or len(value) > 64:
+        raise BirlError(f"{key}: must be an object of at most 64 entries.")
+    result = {str(k)[:200]: v if isinstance(v, str) else str(v) for k, v in value.items()}
+    if any(len(v) > 10_000 for v in result.values()):
+        raise BirlError(f"{key}: a value is longer than 10,000 characters.")
+    return result

@@ -1,0 +1,186 @@
+"""Runs: adapters in training, each with its requests in order, on disk and in memory.
+
+A run is its snapshot and the requests behind it. A request is journaled when it is accepted and done in the order of
+its number, once: one that is sent again is found by its number. After a kill the requests behind the snapshot are done
+again, from the same state to the same bits.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from birl.errors import BirlError
+from birl.learner.low_rank_run import LowRankConfig, LowRankRun, SharedBase, parts_bytes
+from birl.server.tinker.futures import Answer, Promise, Promises
+from birl.server.tinker.store import Record, Store
+
+MOST_AHEAD = 10_000  # numbers that a request may be ahead of the one that is done next
+ANSWERS_KEPT = 64  # of the newest requests of a run, after a restart
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One that was accepted. `tokens`: what it costs."""
+
+    record: Record
+    promise: Promise
+    tokens: int = 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Run:
+    """`done`: number of the last request that is. `made`: from nothing, not from a checkpoint. `broken`: why the
+    gradient is not complete."""
+
+    id: str
+    owner: str
+    base: str
+    config: LowRankConfig | None = None  # None until it is loaded from a checkpoint
+    metadata: dict[str, str] = field(default_factory=dict)
+    made: bool = True
+    adapter: LowRankRun | None = None
+    done: int = -1
+    snapshot: int = -1  # the last request in it
+    snapshot_time: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=time.time)
+    broken: str = ""
+    waiting: dict[int, Request] = field(default_factory=dict)
+    promises: dict[int, Promise] = field(default_factory=dict)
+    working: "asyncio.Task[None] | None" = None
+    deleted: bool = False
+
+    @property
+    def next(self) -> Request | None:
+        return self.waiting.get(self.done + 1)
+
+    def about(self) -> dict[str, Any]:
+        """What `run.json` holds."""
+        result = {"owner": self.owner, "base": self.base, "metadata": self.metadata, "config": described(self.config)}
+        return result | {"made": self.made, "deleted": self.deleted}
+
+
+def described(config: LowRankConfig | None) -> dict[str, Any] | None:
+    if config is None:
+        return None
+    return {
+        "rank": config.rank, "seed": config.seed, "attention": config.attention, "mlp": config.mlp,
+        "unembed": config.unembed,
+    }  # fmt: skip
+
+
+@dataclass(slots=True)
+class Runs:
+    """All of them. `memory`: bytes that adapters in training may have."""
+
+    store: Store
+    shared: SharedBase
+    promises: Promises
+    memory: int
+    by_id: dict[str, Run] = field(default_factory=dict)
+
+    def restore(self) -> list[Run]:
+        """Those on disk, without their tensors; gives those that have something left to do."""
+        for id, about in self.store.runs():
+            config = LowRankConfig(**about["config"]) if about["config"] else None
+            run = Run(id=id, owner=about["owner"], base=about["base"], config=config, metadata=about["metadata"])
+            run.made, run.deleted = about["made"], about["deleted"]
+            self.by_id[id] = run
+            for seq, answer in self.store.answers(id).items():
+                self.promise(run, seq).settle(answer)
+            run.done = run.snapshot = self.store.snapshot_of(id)
+            if run.made and run.done < 0:
+                run.done = 0
+                self.promise(run, 0).settle(Answer.of(model_id=id, type="create_model"))
+            for record in self.store.journal(id):
+                if record.seq > run.done:
+                    run.waiting[record.seq] = Request(record, self.promise(run, record.seq))
+        return [run for run in self.by_id.values() if run.next is not None]
+
+    def promise(self, run: Run, seq: int) -> Promise:
+        result = self.promises.make(f"{run.id}#{seq}", run.owner)
+        run.promises[seq] = result
+        return result
+
+    def create(self, id: str, owner: str, base: str, config: LowRankConfig | None, metadata: dict[str, str]) -> Run:
+        """On disk, too. The same one where it is there already."""
+        if id not in self.by_id:
+            run = Run(id=id, owner=owner, base=base, config=config, metadata=metadata, made=config is not None)
+            if config is not None:
+                self.make_room(parts_bytes(config, self.shared.chosen(config), self.shared.dtype), run)
+                run.adapter = self.shared.run(config)
+                run.done = 0
+            self.store.make_run(id, run.about())
+            self.by_id[id] = run
+            if config is not None:
+                self.promise(run, 0).settle(Answer.of(model_id=id, type="create_model"))
+        return self.by_id[id]
+
+    def accept(self, run: Run, record: Record) -> tuple[Request | None, Promise]:
+        """Journal a request, unless it was accepted before; then there is only its promise. Raises `BirlError` for a
+        number that cannot be."""
+        known = run.promises.get(record.seq)
+        if known is not None:
+            return None, known
+        if not run.done < record.seq <= run.done + MOST_AHEAD:
+            raise BirlError(f"Request {record.seq} of {run.id}: it is {run.done + 1}'s turn, and its answer is gone.")
+        self.store.append(run.id, record)
+        request = Request(record, self.promise(run, record.seq))
+        run.waiting[record.seq] = request
+        run.used = time.time()
+        return request, request.promise
+
+    def load(self, run: Run) -> LowRankRun:
+        """Its tensors, from disk where they are not here. Raises `BirlError` where there is no room for them."""
+        if run.adapter is not None:
+            return run.adapter
+        if run.config is None:
+            raise BirlError(f"{run.id} was not made: loading its checkpoint failed.")
+        self.make_room(parts_bytes(run.config, self.shared.chosen(run.config), self.shared.dtype), run)
+        adapter = self.shared.run(run.config)
+        snapshot = self.store.load_snapshot(run.id)
+        if snapshot is not None:
+            tensors, about = snapshot
+            adapter.load(tensors, int(about["steps"]))
+            adapter.load_gradients(tensors)
+            run.broken = about.get("broken", "")
+        run.adapter = adapter
+        return adapter
+
+    def make_room(self, size: int, wanted: Run) -> None:
+        """Put the runs that were used longest ago to disk. Raises `BirlError` where that is not enough."""
+        idle = sorted((r for r in self.by_id.values() if r.adapter and r.working is None), key=lambda r: r.used)
+        while self.held() + size > self.memory and idle:
+            run = idle.pop(0)
+            if run is not wanted:
+                self.unload(run)
+        if self.held() + size > self.memory:
+            raise BirlError(
+                f"An adapter of this rank takes {size / 2**20:.0f} MiB in training; {self.held() / 2**20:.0f} of the "
+                f"{self.memory / 2**20:.0f} MiB for adapters are in use. Take a lower rank, or wait for other runs."
+            )
+
+    def held(self) -> int:
+        return sum(
+            parts_bytes(r.config, self.shared.chosen(r.config), self.shared.dtype)
+            for r in self.by_id.values()
+            if r.adapter is not None and r.config is not None
+        )
+
+    def save(self, run: Run) -> None:
+        """A snapshot of all that is done."""
+        if run.adapter is None or run.snapshot == run.done:
+            return
+        fresh = {s: p.answer for s, p in run.promises.items() if run.snapshot < s <= run.done and p.answer}
+        about = {"steps": run.adapter.steps, "broken": run.broken}
+        self.store.snapshot(run.id, run.adapter.state() | run.adapter.gradients(), run.done, about, fresh)
+        run.snapshot, run.snapshot_time = run.done, time.monotonic()
+        old = [s for s, p in run.promises.items() if s <= run.done - ANSWERS_KEPT and p.fetched is not None]
+        self.store.forget_answers(run.id, old)
+        for seq in old:
+            self.promises.by_id.pop(run.promises[seq].id, None)
+            run.promises.pop(seq)
+
+    def unload(self, run: Run) -> None:
+        self.save(run)
+        run.adapter = None

@@ -1,0 +1,138 @@
+"""Answers to prompts, and log-probs of their tokens, with the weights of a sampling session."""
+
+import asyncio
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from birl.engine.engine import EmbeddedEngine
+from birl.learner.low_rank_run import SharedBase
+from birl.models.low_rank import AdapterWeights, RowGroup, adapted
+from birl.models.target_logprobs import Top, drawn, likeliest, target_logprobs
+from birl.seeds import derive_seed
+from birl.server.tinker import wire
+from birl.server.tinker.requests import Sample
+from birl.types import Completion, Stop
+
+EMPTY, NO_LOGPROB = 0, -99999.0  # what an empty cell of a table of likeliest tokens has
+STOPPED, TOO_LONG = 0, 1  # the message's stop reasons
+
+
+@dataclass(slots=True)
+class Scores:
+    """Of a prompt, where they were asked for: log-probs [T], NaN where none is; likeliest tokens of each place;
+    log-probs of `targets`, and drawn alternatives with theirs."""
+
+    logprobs: np.ndarray | None = None
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    targets: np.ndarray | None = None
+    alternatives: tuple[np.ndarray, np.ndarray] | None = None
+
+
+@dataclass(slots=True)
+class Sampling:
+    base: SharedBase
+    engine: EmbeddedEngine
+    compute: Executor
+
+    async def answer(self, sample: Sample, adapter: AdapterWeights | None, number: int) -> bytes:
+        """A message SampleResponse. `number`: of the request, for its seed where it names none."""
+        seed = sample.params.seed if sample.params.seed is not None else number
+        asked = [
+            self.engine.generate(sample.prompt, replace(sample.params, seed=derive_seed(seed, i)), adapter=adapter)
+            for i in range(sample.count)
+        ]
+        loop = asyncio.get_running_loop()
+        completions = await asyncio.gather(*asked)
+        scores = await loop.run_in_executor(self.compute, self.score, sample, adapter, seed)
+        tops: list[Top | None] = [None] * len(completions)
+        if sample.top_sampled:
+            for i, completion in enumerate(completions):
+                args = (sample.prompt, completion.tokens, sample.top_sampled, adapter)
+                tops[i] = await loop.run_in_executor(self.compute, self.top_sampled, *args)
+        return response(completions, tops, scores)
+
+    @torch.no_grad()
+    def score(self, sample: Sample, adapter: AdapterWeights | None, seed: int) -> Scores:
+        """(compute thread) One pass over the prompt; nothing where nothing was asked."""
+        result, size = Scores(), len(sample.prompt)
+        if size < 2 or (sample.scored_from is None and sample.targets is None and not sample.alternatives):
+            if sample.scored_from is not None:
+                result.logprobs = np.full(size, np.nan, np.float32)
+            return result
+        hidden, groups = self.hidden(sample.prompt[:-1], adapter)  # place i says what comes at i + 1
+        if sample.scored_from is not None:
+            first = sample.scored_from - 1
+            part, own = hidden[first:], [RowGroup(0, size - 1 - first, g.adapter) for g in groups]
+            actual = torch.tensor(sample.prompt[first + 1 :], dtype=torch.int64, device=hidden.device)[:, None]
+            result.logprobs = np.full(size, np.nan, np.float32)
+            result.logprobs[first + 1 :] = target_logprobs(self.base.model, part, actual, own)[:, 0].cpu().numpy()
+            if sample.top:
+                top = likeliest(self.base.model, part, sample.top, own)
+                result.top = table(top, size, first + 1)
+        if sample.targets is not None:
+            ids = torch.from_numpy(sample.targets).to(hidden.device)
+            found = target_logprobs(self.base.model, hidden, ids.clamp(min=0), groups).cpu().numpy()
+            result.targets = np.where(sample.targets >= 0, found, 0.0).astype(np.float32)
+        if sample.alternatives:
+            random = np.random.Generator(np.random.Philox(key=derive_seed(seed, -1) % 2**64))
+            uniforms = torch.from_numpy(random.random((size - 1, sample.alternatives), np.float32))
+            tokens, logp = drawn(self.base.model, hidden, uniforms, sample.params.temperature, groups)
+            result.alternatives = tokens.numpy(), logp.numpy()
+        return result
+
+    def hidden(self, ids: tuple[int, ...], adapter: AdapterWeights | None) -> tuple[Tensor, list[RowGroup]]:
+        groups = [] if adapter is None else [RowGroup(0, len(ids), adapter)]
+        with adapted(self.base.model, groups):
+            return self.base.hidden([torch.tensor(ids, dtype=torch.int64)]), groups
+
+    @torch.no_grad()
+    def top_sampled(
+        self, prompt: tuple[int, ...], answer: tuple[int, ...], count: int, adapter: AdapterWeights | None
+    ) -> Top | None:
+        """(compute thread) The likeliest tokens in each place of an answer."""
+        if not answer:
+            return None
+        hidden, groups = self.hidden((*prompt, *answer)[:-1], adapter)
+        own = [RowGroup(0, len(answer), g.adapter) for g in groups]
+        return likeliest(self.base.model, hidden[len(prompt) - 1 :], count, own)
+
+
+def table(top: Top, size: int, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """With empty rows before place `first`."""
+    tokens = np.full((size, top.tokens.shape[1]), EMPTY, np.int32)
+    logprobs = np.full(tokens.shape, NO_LOGPROB, np.float32)
+    tokens[first:], logprobs[first:] = top.tokens.numpy(), top.logprobs.numpy()
+    return tokens, logprobs
+
+
+def response(completions: list[Completion], tops: list[Top | None], scores: Scores) -> bytes:
+    body = b""
+    for completion, top in zip(completions, tops, strict=True):
+        tokens = np.array(completion.tokens, "<i4").tobytes()
+        logprobs = np.array(completion.logprobs, "<f4").tobytes()
+        one = wire.number_field(1, STOPPED if completion.stop == Stop.STOP else TOO_LONG)
+        one += wire.bytes_field(2, tokens) + wire.bytes_field(3, logprobs)
+        if top is not None:
+            one += wire.bytes_field(4, _table(top.tokens.numpy().astype(np.int32), top.logprobs.numpy()))
+        body += wire.bytes_field(1, one)
+    if scores.logprobs is not None:
+        body += wire.bytes_field(2, scores.logprobs.astype("<f4").tobytes())
+    if scores.top is not None:
+        body += wire.bytes_field(3, _table(*scores.top))
+    body += wire.number_field(4, 0)
+    if scores.targets is not None:
+        body += wire.tensor_field(5, scores.targets)
+    if scores.alternatives is not None:
+        both = wire.tensor_field(1, scores.alternatives[0]) + wire.tensor_field(2, scores.alternatives[1])
+        body += wire.bytes_field(6, both)
+    return body
+
+
+def _table(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
+    """A message TopkLogprobs."""
+    body = wire.bytes_field(1, tokens.astype("<i4").tobytes()) + wire.bytes_field(2, logprobs.astype("<f4").tobytes())
+    return body + wire.number_field(3, tokens.shape[1]) + wire.number_field(4, len(tokens))

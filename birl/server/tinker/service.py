@@ -1,0 +1,260 @@
+"""The service: sessions, runs, samplers and promises of all tenants, over one base."""
+
+import asyncio
+import json
+import secrets
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from birl.errors import BirlError
+from birl.learner.low_rank_run import LowRankConfig
+from birl.server.limits import Refused
+from birl.server.tinker import requests
+from birl.server.tinker.checkpoints import Checkpoints, Sampler
+from birl.server.tinker.futures import PROTO, Answer, Promise, Promises
+from birl.server.tinker.runs import Run, Runs
+from birl.server.tinker.sampling import Sampling
+from birl.server.tinker.store import Record, Store
+from birl.server.tinker.tenants import Quota, Tenant, Tenants
+from birl.server.tinker.work import Work
+
+SILENT = 600.0  # seconds without a heartbeat; then a session's runs may be put to disk
+CLONES = 1_000_000_000  # requests of a copy of a sampling session begin at a multiple of it
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    owner: str
+    metadata: dict[str, str]
+    name: str = ""
+    made: float = field(default_factory=time.time)
+    heard: float = field(default_factory=time.monotonic)
+    finished: bool = False
+
+    def about(self) -> dict[str, Any]:
+        return {"owner": self.owner, "metadata": self.metadata, "name": self.name, "made": self.made,
+                "finished": self.finished}  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class TinkerService:
+    """`names`: what clients may call the model, its own first. `most_bytes`: of a request."""
+
+    names: tuple[str, ...]
+    tenants: Tenants
+    quota: Quota
+    store: Store
+    promises: Promises
+    runs: Runs
+    work: Work
+    checkpoints: Checkpoints
+    sampling: Sampling
+    most_rank: int
+    most_bytes: int
+    idle: float
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))  # of links
+    sessions: dict[str, Session] = field(default_factory=dict)
+    ending: bool = False
+
+    def restore(self) -> int:
+        """What is on disk; says how many requests are left to do, which begin now."""
+        for id, about in self.store.read_all("sessions"):
+            self.sessions[id] = Session(**about)
+        self.checkpoints.restore()
+        left = self.runs.restore()
+        for run in left:
+            self.work.start(run)
+        return sum(len(r.waiting) for r in left)
+
+    def open_session(self, tenant: Tenant, data: Mapping[str, Any]) -> str:
+        id = secrets.token_hex(16)
+        tags = [str(t)[:200] for t in data.get("tags") or () if isinstance(t, str)][:100]
+        about = requests.metadata(data) | ({"tags": ",".join(tags)} if tags else {})
+        self.sessions[id] = Session(owner=tenant.name, metadata=about, name=requests.words(data, "display_name"))
+        self.store.write("sessions", id, self.sessions[id].about())
+        self.store.note(tenant.name, "create_session", session=id)
+        return id
+
+    def session(self, id: str, tenant: Tenant) -> Session:
+        """Raises `Refused` (404) where the tenant has none of this name: another's is as if it were not there."""
+        found = self.sessions.get(id)
+        if found is None or found.owner != tenant.name:
+            raise Refused(404, f"There is no session {id[:80]!r}.", "user")
+        found.heard = time.monotonic()
+        return found
+
+    def run(self, id: str, tenant: Tenant) -> Run:
+        found = self.runs.by_id.get(id)
+        if found is None or found.owner != tenant.name:
+            raise Refused(404, f"There is no training run {id[:80]!r}.", "user")
+        return found
+
+    def sampler(self, id: str, tenant: Tenant) -> Sampler:
+        found = self.checkpoints.samplers.get(id)
+        if found is None or found.owner != tenant.name:
+            raise Refused(404, f"There is no sampling session {id[:80]!r}.", "user")
+        return found
+
+    def create(self, tenant: Tenant, data: Mapping[str, Any]) -> Promise:
+        """A run with a new adapter. An error is the promise's answer."""
+        id = self._run_id(tenant, data)
+        if id in self.runs.by_id:
+            return self.runs.promise(self.runs.by_id[id], 0)
+        try:
+            self.known(requests.words(data, "base_model"))
+            lora, seed = data.get("lora_config"), secrets.randbits(31)
+            if not isinstance(lora, Mapping):
+                raise BirlError("Full fine-tuning is not offered by this server: ask for a LoRA adapter.")
+            if (data.get("optimizer_config") or {}).get("type", "adamw") != "adamw":
+                raise BirlError("Only the optimizer adamw is offered.")
+            config = LowRankConfig(
+                rank=requests.whole(lora, "rank", 32, 1, self.most_rank),
+                seed=requests.whole(lora, "seed", seed, 0, 2**63 - 1),
+                attention=requests.flag(lora, "train_attn", True),
+                mlp=requests.flag(lora, "train_mlp", True),
+                unembed=requests.flag(lora, "train_unembed", True),
+            )
+            self._count_runs(tenant)
+            self.runs.create(id, tenant.name, requests.words(data, "base_model"), config, requests.metadata(data))
+        except BirlError as error:
+            promise = self.promises.make(f"{id}#0", tenant.name)
+            promise.settle(Answer.failure(str(error)))
+            return promise
+        self.store.note(tenant.name, "create_model", run=id, rank=config.rank)
+        return self.runs.by_id[id].promises[0]
+
+    def _run_id(self, tenant: Tenant, data: Mapping[str, Any]) -> str:
+        session = requests.words(data, "session_id")
+        self.session(session, tenant)
+        return f"{session}:train:{requests.whole(data, 'model_seq_id', 0, 0, 999_999)}"
+
+    def _count_runs(self, tenant: Tenant) -> None:
+        count = sum(1 for r in self.runs.by_id.values() if r.owner == tenant.name and not r.deleted)
+        if count >= self.quota.runs:
+            raise BirlError(f"You have {count} training runs, which is your quota: unload one, or wait.")
+
+    def known(self, name: str) -> None:
+        if name not in self.names:
+            raise BirlError(f"base_model={name}: this server has {', '.join(self.names)}.")
+
+    def submit(self, tenant: Tenant, run: Run, record: Record, tokens: int = 0) -> Promise:
+        """Accept a request of a run: it is on disk when this returns, and done in its turn."""
+        if self.ending:
+            raise Refused(503, "The server is shutting down; it goes on when it is started again.", "overloaded", 1)
+        if record.seq in run.promises:
+            return run.promises[record.seq]
+        with tenant.holding(self.quota, tokens):
+            pass  # raises where there is no room
+        request, promise = self.runs.accept(run, record)
+        if request is not None:
+            request.tokens = tokens
+            tenant.tokens += tokens
+            tenant.requests += 1
+            task = asyncio.get_running_loop().create_task(self._release(tenant, request.promise, tokens))
+            TASKS.add(task)
+            task.add_done_callback(TASKS.discard)
+        self.work.start(run)
+        return promise
+
+    async def _release(self, tenant: Tenant, promise: Promise, tokens: int) -> None:
+        await promise.done.wait()
+        tenant.tokens -= tokens
+        tenant.requests -= 1
+
+    def load(self, tenant: Tenant, data: Mapping[str, Any]) -> tuple[Run, Promise]:
+        """A checkpoint into a run that is, or into one that is made for it."""
+        body = written(data)
+        if data.get("session_id") is None:
+            run = self.run(requests.words(data, "model_id"), tenant)
+            seq = requests.whole(data, "seq_id", 1, 1, 2**31)
+            return run, self.submit(tenant, run, Record(seq, "load_weights", body))
+        id = self._run_id(tenant, data)
+        if id not in self.runs.by_id:
+            try:
+                found = self.checkpoints.readable(requests.words(data, "path"), tenant.name)
+                self.known(requests.words(data, "base_model") or str(found.info["base"]))
+                self._count_runs(tenant)
+            except BirlError as error:
+                promise = self.promises.make(f"{id}#0", tenant.name)
+                promise.settle(Answer.failure(str(error)))
+                return Run(id=id, owner=tenant.name, base=""), promise
+            base = requests.words(data, "base_model") or str(found.info["base"])
+            self.runs.create(id, tenant.name, base, None, requests.metadata(data))
+            self.store.note(tenant.name, "load_weights", run=id, path=found.path)
+        run = self.runs.by_id[id]
+        return run, self.submit(tenant, run, Record(0, "load_weights", body))
+
+    def sample(self, tenant: Tenant, sampler: Sampler, seq: int, data: Mapping[str, Any]) -> tuple[Promise, list[str]]:
+        """The promise of an answer, and an id of each sequence."""
+        id = f"{sampler.id}#{seq}"
+        count = data.get("num_samples", 1)
+        ids = [f"{id}.{i}" for i in range(count if type(count) is int and 0 < count <= requests.MOST_SAMPLES else 0)]
+        if (promise := self.promises.find(id, tenant.name)) is not None:
+            return promise, ids
+        if self.ending:
+            raise Refused(503, "The server is shutting down; it goes on when it is started again.", "overloaded", 1)
+        try:
+            asked = requests.sample(data, self.work.words, self.work.context)
+            with tenant.holding(self.quota, asked.tokens):
+                pass
+        except BirlError as error:
+            promise = self.promises.make(id, tenant.name)
+            promise.settle(Answer.failure(str(error)))
+            return promise, ids
+        promise = self.promises.make(id, tenant.name)
+        promise.task = asyncio.create_task(self._sample(tenant, sampler, promise, asked, seq))
+        return promise, ids
+
+    async def _sample(
+        self, tenant: Tenant, sampler: Sampler, promise: Promise, asked: requests.Sample, seq: int
+    ) -> None:
+        try:
+            with tenant.holding(self.quota, asked.tokens):
+                weights = await asyncio.to_thread(self.checkpoints.weights, sampler)
+                body = await self.sampling.answer(asked, weights, hash_of(sampler.id, seq))
+                promise.settle(Answer(body, PROTO))
+        except asyncio.CancelledError:
+            promise.settle(Answer.failure("The request was cancelled."))
+        except (BirlError, Refused) as error:
+            promise.settle(Answer.failure(str(error)))
+        except Exception as error:
+            promise.settle(Answer.failure(f"{type(error).__name__}: {error}", "server"))
+
+    async def tidy(self) -> None:
+        """Put to disk what nobody uses, for ever."""
+        while True:
+            await asyncio.sleep(min(self.idle, 30.0))
+            for run in list(self.runs.by_id.values()):
+                if run.adapter is not None and run.working is None and time.time() - run.used > self.idle:
+                    await asyncio.to_thread(self.runs.unload, run)
+            self.promises.sweep()
+
+    async def close(self, grace: float) -> None:
+        """Take nothing more, finish the requests that are being done, for `grace` seconds at most, and write snapshots.
+        What is not finished is done again at the next start."""
+        self.ending = self.work.ending = True
+        for promise in self.promises.by_id.values():
+            if promise.task is not None:
+                promise.task.cancel()
+        working = [run.working for run in self.runs.by_id.values() if run.working is not None]
+        if working:
+            await asyncio.wait(working, timeout=grace)
+        for run in self.runs.by_id.values():
+            if run.working is None and not run.deleted:
+                await asyncio.to_thread(self.runs.save, run)
+        await self.sampling.engine.close()
+
+
+TASKS: set["asyncio.Task[None]"] = set()  # asyncio itself does not keep them
+
+
+def written(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data).encode()
+
+
+def hash_of(sampler: str, seq: int) -> int:
+    """A number of its own for each request, the same one when it is sent again."""
+    return zlib.crc32(f"{sampler}#{seq}".encode()) << 20 | seq % 2**20

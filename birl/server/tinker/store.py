@@ -1,0 +1,271 @@
+"""What a service keeps on disk, so that a killed one goes on.
+
+    sessions/ID.json                      who, when, what for
+    samplers/ID.json                      which weights a sampling session has
+    runs/ID/run.json                      an adapter in training: its owner, base and shape
+    runs/ID/state.safetensors             the newest snapshot: masters, moments, gradients; up to which request
+    runs/ID/journal                       requests that were accepted since, in order of arrival
+    runs/ID/answers/SEQ                   answers of requests before the snapshot
+    runs/ID/{weights,sampler_weights,external_weights}/NAME/   checkpoints
+    audit.jsonl                           who did what
+
+Whatever is there is complete: a file or folder is written beside its place, and renamed. A request is in the journal
+before its client hears that it was accepted; a record that a kill cut off was not accepted.
+"""
+
+import json
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from birl.errors import BirlError
+from birl.server.tinker.futures import Answer
+
+ID = re.compile(r"[0-9a-f]{32}(:(train|sample):[0-9]{1,12})?")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A request in the journal."""
+
+    seq: int
+    kind: str
+    body: bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class Checkpoint:
+    """`expires`: seconds since 1970; None never."""
+
+    run: str
+    kind: str  # of KINDS
+    name: str
+    owner: str
+    made: float
+    size: int = 0
+    expires: float | None = None
+    public: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)  # base, rank, parts, steps
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+class Store:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name in ("sessions", "samplers", "runs"):
+            (root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+        for left in root.glob("**/*.partial"):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+    def write(self, kind: str, id: str, values: Mapping[str, Any]) -> None:
+        """kind: sessions | samplers."""
+        replace(self.root / kind / f"{file_of(id)}.json", json.dumps(values).encode())
+
+    def read_all(self, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        for file in sorted((self.root / kind).glob("*.json")):
+            yield id_of(file.stem), json.loads(file.read_bytes())
+
+    def run(self, id: str) -> Path:
+        return self.root / "runs" / file_of(id)
+
+    def runs(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for file in sorted((self.root / "runs").glob("*/run.json")):
+            yield id_of(file.parent.name), json.loads(file.read_bytes())
+
+    def make_run(self, id: str, values: Mapping[str, Any]) -> None:
+        folder = self.run(id)
+        (folder / "answers").mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace(folder / "run.json", json.dumps(values).encode())
+
+    def append(self, id: str, record: Record) -> None:
+        """Returns when the record is where a killed process's file ends."""
+        head = {"seq": record.seq, "kind": record.kind, "size": len(record.body), "crc": zlib.crc32(record.body)}
+        with (self.run(id) / "journal").open("ab") as file:
+            file.write(json.dumps(head).encode() + b"\n" + record.body + b"\n")
+
+    def journal(self, id: str) -> list[Record]:
+        """All complete records; what a kill cut off at the end is taken away."""
+        path, result, good = self.run(id) / "journal", [], 0
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            while line := file.readline():
+                try:
+                    head = json.loads(line)
+                    body = file.read(head["size"])
+                    if len(body) != head["size"] or zlib.crc32(body) != head["crc"] or file.read(1) != b"\n":
+                        break
+                    result.append(Record(int(head["seq"]), str(head["kind"]), body))
+                except (ValueError, KeyError, TypeError):
+                    break
+                good = file.tell()
+        os.truncate(path, good)
+        return result
+
+    def snapshot(self, id: str, state: Mapping[str, Tensor], done: int, about: Mapping[str, Any],
+                 answers: Mapping[int, Answer]) -> None:  # fmt: skip
+        """All that requests up to `done` made: answers first, then the state, then the shorter journal. Killed in
+        between, the newer state counts, and the journal's older records are passed over."""
+        folder = self.run(id)
+        for seq, answer in answers.items():
+            head = json.dumps({"media": answer.media_type, "failed": answer.failed}).encode()
+            replace(folder / "answers" / str(seq), head + b"\n" + answer.body)
+        write_tensors(folder / "state.safetensors", state, {"done": done, **about})
+        left = [r for r in self.journal(id) if r.seq > done]
+        replace(folder / "journal", b"")
+        for record in left:
+            self.append(id, record)
+
+    def load_snapshot(self, id: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        path = self.run(id) / "state.safetensors"
+        return read_tensors(path) if path.exists() else None
+
+    def snapshot_of(self, id: str) -> int:
+        """The last request in the snapshot; -1 without one."""
+        path = self.run(id) / "state.safetensors"
+        if not path.exists():
+            return -1
+        with safe_open(path, "pt") as file:
+            return int(json.loads((file.metadata() or {}).get("about", "{}"))["done"])
+
+    def answers(self, id: str) -> dict[int, Answer]:
+        result = {}
+        for file in (self.run(id) / "answers").glob("*"):
+            if file.name.isdigit():
+                head, _, body = file.read_bytes().partition(b"\n")
+                values = json.loads(head)
+                result[int(file.name)] = Answer(body, values["media"], values["failed"])
+        return result
+
+    def forget_answers(self, id: str, seqs: Sequence[int]) -> None:
+        for seq in seqs:
+            (self.run(id) / "answers" / str(seq)).unlink(missing_ok=True)
+
+    def save(self, checkpoint: Checkpoint, files: Mapping[str, Any], overwrite: bool) -> Checkpoint:
+        """A folder with these files: (tensors, about) or bytes. Raises `BirlError` where there is one already."""
+        folder = self.folder(checkpoint)
+        if folder.exists() and not overwrite:
+            raise BirlError(f"There is a checkpoint {checkpoint.path} already; give another name, or overwrite=True.")
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True, mode=0o700)
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                (partial / name).write_bytes(content)
+            else:
+                write_tensors(partial / name, *content)
+        checkpoint.size = sum(f.stat().st_size for f in partial.iterdir())
+        (partial / "checkpoint.json").write_text(json.dumps(asdict(checkpoint)))
+        if folder.exists():
+            old = folder.with_name(folder.name + ".old.partial")
+            folder.rename(old)
+            partial.rename(folder)
+            shutil.rmtree(old)
+        else:
+            partial.rename(folder)
+        return checkpoint
+
+    def folder(self, checkpoint: Checkpoint) -> Path:
+        return self.run(checkpoint.run) / checkpoint.kind / checkpoint.name
+
+    def checkpoints(self, run: str | None = None) -> Iterator[Checkpoint]:
+        """Those that have not expired; the others are removed."""
+        for file in sorted((self.root / "runs").glob(f"{'*' if run is None else file_of(run)}/*/*/checkpoint.json")):
+            try:
+                found = Checkpoint(**json.loads(file.read_bytes()))
+            except (OSError, ValueError, TypeError):
+                continue
+            if found.expires is not None and found.expires < time.time():
+                shutil.rmtree(file.parent, ignore_errors=True)
+            elif found.kind in KINDS and not file.parent.name.endswith(".partial"):
+                yield found
+
+    def find(self, path: str) -> Checkpoint | None:
+        """Of a tinker:// path; None where there is none."""
+        run, kind, name = parsed(path)
+        return next((c for c in self.checkpoints(run) if (c.kind, c.name) == (kind, name)), None)
+
+    def change(self, checkpoint: Checkpoint) -> None:
+        replace(self.folder(checkpoint) / "checkpoint.json", json.dumps(asdict(checkpoint)).encode())
+
+    def delete(self, checkpoint: Checkpoint) -> None:
+        folder = self.folder(checkpoint)
+        gone = folder.with_name(folder.name + ".gone.partial")
+        folder.rename(gone)
+        shutil.rmtree(gone)
+
+    def used(self, owner: str) -> int:
+        """Bytes of an owner's checkpoints."""
+        return sum(c.size for c in self.checkpoints() if c.owner == owner)
+
+    def note(self, tenant: str, what: str, **about: Any) -> None:
+        """In the audit."""
+        line = json.dumps({"time": time.time(), "tenant": tenant, "event": what, **about})
+        with (self.root / "audit.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def file_of(id: str) -> str:
+    """Raises `BirlError` for what is no id: nothing else ever becomes a file's name."""
+    if not ID.fullmatch(id):
+        raise BirlError(f"{id[:80]!r} is no session, run or sampler of this server.")
+    return id.replace(":", "-")
+
+
+def id_of(name: str) -> str:
+    return name.replace("-", ":")
+
+
+def parsed(path: str) -> tuple[str, str, str]:
+    """Run, kind and name. Raises `BirlError` for what is no path of a checkpoint."""
+    parts = path.removeprefix("tinker://").split("/")
+    if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS or not NAME.fullmatch(parts[2]):
+        raise BirlError(f"{path[:200]!r} is no path of a checkpoint: tinker://RUN/weights/NAME, say.")
+    file_of(parts[0])
+    return parts[0], parts[1], parts[2]
+
+
+def named(name: str) -> str:
+    """Raises `BirlError` where it cannot be a checkpoint's name."""
+    if not NAME.fullmatch(name) or name.endswith(".partial"):
+        raise BirlError(f"{name[:150]!r}: a checkpoint's name has letters, digits, dots, _ and -, at most 128.")
+    return name
+
+
+def replace(path: Path, data: bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    kept = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    save_file(kept, partial, metadata={"format": "pt", "about": json.dumps(about)})
+    partial.replace(path)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Raises `BirlError` where the file is damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            about = json.loads((file.metadata() or {}).get("about", "{}"))
+            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise BirlError(f"{path.parent.name}/{path.name}: cannot be read ({type(error).__name__}).") from error

@@ -1,0 +1,119 @@
+"""Who asks, and how much each may have at once.
+
+A key is compared by its digest, in constant time, and neither kept nor printed. Without any key everyone on this
+machine is the tenant `local`.
+"""
+
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from birl.errors import BirlError
+from birl.server.limits import Refused
+
+VARIABLE = "BIRL_TINKER_KEYS"
+LOCAL = "local"
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+SHORTEST = 16  # characters of a key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """Of one tenant: runs that exist, tokens in requests that wait or run, requests that wait, bytes on disk."""
+
+    runs: int
+    tokens: int
+    requests: int
+    disk: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Tenant:
+    """`served`: tokens computed for it, by which the next one is chosen."""
+
+    name: str
+    tokens: int = 0
+    requests: int = 0
+    served: float = 0.0
+
+    @contextmanager
+    def holding(self, quota: Quota, tokens: int) -> Iterator[None]:
+        """Count a request in. Raises `Refused`: 429 while others of this tenant are in the way, which the client sends
+        again; 400 where it could never be taken."""
+        if tokens > quota.tokens:
+            raise Refused(400, f"The request has {tokens} tokens, and a tenant may have {quota.tokens} at once.")
+        if self.tokens + tokens > quota.tokens or self.requests >= quota.requests:
+            raise Refused(
+                429, f"{self.requests} requests with {self.tokens} tokens of yours wait; the limits are "
+                f"{quota.requests} and {quota.tokens}.", "overloaded", 1,
+            )  # fmt: skip
+        self.tokens += tokens
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.tokens -= tokens
+            self.requests -= 1
+
+
+@dataclass(slots=True)
+class Tenants:
+    """All of them, by the digests of their keys."""
+
+    keys: dict[bytes, str]
+    by_name: dict[str, Tenant] = field(default_factory=dict)
+
+    def named(self, name: str) -> Tenant:
+        return self.by_name.setdefault(name, Tenant(name=name))
+
+    def of(self, headers: Mapping[str, str]) -> Tenant:
+        """Raises `Refused` (401) for a key that is none."""
+        if not self.keys:
+            return self.named(LOCAL)
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = digest(headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else ""))
+        result = ""
+        for known, name in self.keys.items():
+            if hmac.compare_digest(known, given):
+                result = name
+        if not result:
+            raise Refused(401, "The key is missing or wrong: set TINKER_API_KEY to one that this server knows.", "user")
+        return self.named(result)
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()
+
+
+def read(path: str) -> Tenants:
+    """Of a file with a name and a key in each line, and of the variable BIRL_TINKER_KEYS: "name key" pairs, separated
+    by commas. Raises `BirlError` that says where a line is wrong, and never what it has."""
+    lines = [(f"{VARIABLE}, entry {i}", line) for i, line in enumerate(os.environ.get(VARIABLE, "").split(","), 1)]
+    if path:
+        file = Path(path).expanduser()
+        try:
+            if file.stat().st_mode & 0o077:
+                raise BirlError(f"keys={path}: others may read the file; run `chmod 600 {path}`.")
+            written = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BirlError(f"keys={path}: cannot be read ({type(error).__name__}).") from None
+        lines += [(f"keys={path}, line {i}", line.partition("#")[0]) for i, line in enumerate(written, 1)]
+    keys: dict[bytes, str] = {}
+    for where, line in lines:
+        name, *rest = line.split() or ("",)
+        if not name:
+            continue
+        if len(rest) != 1 or not NAME.fullmatch(name) or len(rest[0]) < SHORTEST or not rest[0].isascii():
+            raise BirlError(
+                f"{where}: must be a name of small letters, digits, _ and -, and a key of at least {SHORTEST} ASCII "
+                "characters; Tinker's client wants keys to begin with tml-."
+            )
+        if digest(rest[0]) in keys:
+            raise BirlError(f"{where}: this key is {keys[digest(rest[0])]}'s already.")
+        keys[digest(rest[0])] = name
+    return Tenants(keys)

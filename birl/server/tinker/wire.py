@@ -1,0 +1,198 @@
+"""Protocol buffers as bytes: the few messages of Tinker's client that are not JSON, read without any generated code.
+
+A message is a row of fields, each a number, a kind and a value: 0 a varint, 1 eight bytes, 2 a length and as many
+bytes, 5 four bytes (https://protobuf.dev/programming-guides/encoding). What is read comes from strangers: every length
+is compared with what is there before it is used, and nothing is allocated for what was only announced.
+"""
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from birl.errors import BirlError
+
+FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # the message Tensor's types
+TYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
+MOST_FIELDS = 2_000_000  # of one message
+
+Value = int | bytes
+
+
+def fields(data: bytes) -> Iterator[tuple[int, Value]]:
+    """Number and value of each field of a message. Raises `BirlError` where it is none."""
+    place, seen = 0, 0
+    while place < len(data):
+        seen += 1
+        if seen > MOST_FIELDS:
+            raise BirlError(f"A message has more than {MOST_FIELDS} fields.")
+        key, place = varint(data, place)
+        kind = key & 7
+        if kind == 0:
+            value, place = varint(data, place)
+            yield key >> 3, value
+            continue
+        size = {1: 8, 5: 4}.get(kind)
+        if kind == 2:
+            size, place = varint(data, place)
+        if size is None or size > len(data) - place:
+            raise BirlError("The body is no message of this kind: a field is longer than what is there.")
+        yield key >> 3, data[place : place + size]
+        place += size
+
+
+def varint(data: bytes, place: int) -> tuple[int, int]:
+    """The number at a place, and the place behind it."""
+    result = 0
+    for shift in range(0, 70, 7):
+        if place >= len(data):
+            break
+        byte = data[place]
+        place += 1
+        result |= (byte & 127) << shift
+        if byte < 128:
+            return result, place
+    raise BirlError("The body is no message of this kind: a number does not end.")
+
+
+def signed(value: Value) -> int:
+    """Of a varint that may be negative."""
+    if not isinstance(value, int):
+        raise BirlError("The body is no message of this kind: a number is expected.")
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+def text(value: Value, most: int = 10_000) -> str:
+    if not isinstance(value, bytes) or len(value) > most:
+        raise BirlError("The body is no message of this kind: a text is expected, or it is too long.")
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise BirlError("The body has a text that is no UTF-8.") from None
+
+
+def raw(value: Value) -> bytes:
+    if not isinstance(value, bytes):
+        raise BirlError("The body is no message of this kind: bytes are expected.")
+    return value
+
+
+def double(value: Value) -> float:
+    return float(struct.unpack("<d", raw(value))[0]) if len(raw(value)) == 8 else float("nan")
+
+
+def array(value: Value, dtype: np.dtype, what: str) -> np.ndarray:
+    """Numbers one after the other."""
+    data = raw(value)
+    if len(data) % dtype.itemsize:
+        raise BirlError(f"{what}: {len(data)} bytes are no row of numbers of {dtype.itemsize} bytes.")
+    return np.frombuffer(data, dtype)
+
+
+def numbers(value: Value) -> list[int]:
+    """A repeated number, packed or not."""
+    if isinstance(value, int):
+        return [signed(value)]
+    result, place = [], 0
+    while place < len(value):
+        number, place = varint(value, place)
+        result.append(signed(number))
+    return result
+
+
+def tensor(data: bytes, what: str) -> np.ndarray:
+    """A message Tensor, sparse ones made dense with zeros. Raises `BirlError` where shape and data do not agree."""
+    dense, sparse, kind, shape = b"", None, 0, []
+    for number, value in fields(data):
+        if number == 1:
+            dense = raw(value)
+        elif number == 2:
+            sparse = {n: raw(v) for n, v in fields(raw(value))}
+        elif number == 3:
+            kind = signed(value)
+        elif number == 4:
+            shape += numbers(value)
+    if kind not in TYPES:
+        raise BirlError(f"{what}: the type {kind} is none that a client sends (float32, int64, int32).")
+    if any(n < 0 for n in shape) or len(shape) > 3:
+        raise BirlError(f"{what}: the shape {shape[:5]} cannot be.")
+    if sparse is not None:
+        return compressed(sparse, TYPES[kind], shape, what)
+    values = array(dense, TYPES[kind], what)
+    return shaped(values, shape, what)
+
+
+def shaped(values: np.ndarray, shape: Sequence[int], what: str) -> np.ndarray:
+    """Without a shape, one dimension."""
+    size = 1
+    for n in shape:
+        size *= n
+    if shape and size != values.size:
+        raise BirlError(f"{what}: the shape {list(shape)} has {size} numbers, and {values.size} were sent.")
+    return values.reshape(shape) if shape else values
+
+
+MOST_DENSE = 50_000_000  # numbers of a sparse tensor that is made dense
+
+
+def compressed(
+    parts: Mapping[int, bytes], dtype: np.dtype, shape: Sequence[int], what: str, fill: float = 0
+) -> np.ndarray:
+    """A sparse row matrix (CSR): values, where each row begins, and the columns."""
+    index = np.dtype("<i8")
+    values = array(parts.get(1, b""), dtype, what)
+    rows, columns = array(parts.get(2, b""), index, what), array(parts.get(3, b""), index, what)
+    return spread(values, rows, columns, shape, what, fill)
+
+
+def spread(
+    values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Sequence[int], what: str, fill: float = 0
+) -> np.ndarray:
+    if len(shape) != 2 or shape[0] * shape[1] > MOST_DENSE:
+        raise BirlError(
+            f"{what}: a sparse tensor has two dimensions and at most {MOST_DENSE} places, not {list(shape)}."
+        )
+    right = (
+        len(rows) == shape[0] + 1
+        and len(columns) == len(values)
+        and rows[0] == 0
+        and rows[-1] == len(values)
+        and bool((np.diff(rows) >= 0).all())
+        and bool(((columns >= 0) & (columns < shape[1])).all())
+    )
+    if not right:
+        raise BirlError(f"{what}: the indices of the sparse tensor do not fit its shape {list(shape)}.")
+    result = np.full(shape, fill, values.dtype)
+    result[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return result
+
+
+def number_field(number: int, value: int) -> bytes:
+    return encoded(number << 3) + encoded(value & (2**64 - 1))
+
+
+def bytes_field(number: int, value: bytes) -> bytes:
+    return encoded(number << 3 | 2) + encoded(len(value)) + value
+
+
+def double_field(number: int, value: float) -> bytes:
+    return encoded(number << 3 | 1) + struct.pack("<d", value)
+
+
+def encoded(value: int) -> bytes:
+    """A varint."""
+    result = bytearray()
+    while value >= 128:
+        result.append(value & 127 | 128)
+        value >>= 7
+    result.append(value)
+    return bytes(result)
+
+
+def tensor_field(number: int, values: np.ndarray) -> bytes:
+    """A message Tensor, dense."""
+    kind = INT64 if values.dtype.kind == "i" else FLOAT32
+    shape = b"".join(encoded(n) for n in values.shape)
+    body = bytes_field(1, values.astype(TYPES[kind]).tobytes()) + number_field(3, kind) + bytes_field(4, shape)
+    return bytes_field(number, body)

@@ -1,0 +1,231 @@
+"""What the requests of a run do, one after the other: `Work.run` until none is ready."""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from birl.errors import BirlError, first_line
+from birl.learner.low_rank_run import AdamStep, LowRankConfig, TargetRow
+from birl.server.tinker import losses, requests, wire
+from birl.server.tinker.checkpoints import Checkpoints
+from birl.server.tinker.futures import PROTO, Answer
+from birl.server.tinker.passes import Passes, cut
+from birl.server.tinker.requests import Datum, ForwardBackward
+from birl.server.tinker.runs import Request, Run, Runs
+from birl.server.tinker.tenants import Tenants
+
+SNAPSHOT = 30.0  # seconds: after a kill, requests of no longer time are done again
+MOST_JOURNALED = 256  # requests
+
+
+@dataclass(slots=True)
+class Work:
+    """`words`: size of the model's vocabulary. `context`: longest sequence [tokens]."""
+
+    runs: Runs
+    passes: Passes
+    checkpoints: Checkpoints
+    tenants: Tenants
+    compute: Executor
+    words: int
+    context: int
+    ending: bool = False  # no more requests are begun
+
+    def start(self, run: Run) -> None:
+        """Do what is ready, unless it is being done."""
+        if run.working is None and run.next is not None and not self.ending:
+            run.working = asyncio.create_task(self._run(run))
+
+    async def _run(self, run: Run) -> None:
+        try:
+            while (request := run.next) is not None and not self.ending:
+                answer = await self._answer(run, request)
+                del run.waiting[request.record.seq]
+                run.done, run.used = request.record.seq, time.time()
+                if self._due(run, request):
+                    await asyncio.to_thread(self.runs.save, run)
+                request.promise.settle(answer)
+        finally:
+            run.working = None
+            self.start(run)
+
+    def _due(self, run: Run, request: Request) -> bool:
+        """Is a snapshot wanted?"""
+        long = time.monotonic() - run.snapshot_time > SNAPSHOT or run.done - run.snapshot > MOST_JOURNALED
+        return request.record.kind == "load_weights" or (long and request.record.kind == "optim_step")
+
+    async def _answer(self, run: Run, request: Request) -> Answer:
+        kind, body = request.record.kind, request.record.body
+        try:
+            if run.deleted:
+                raise BirlError(f"{run.id} was unloaded: make a new one, or load a checkpoint.")
+            if kind == "forward_backward":
+                return await self._forward_backward(run, body)
+            return await getattr(self, f"_{KINDS[kind]}")(run, json.loads(body), request)
+        except BirlError as error:
+            return Answer.failure(str(error))
+        except Exception as error:
+            return Answer.failure(f"{type(error).__name__}: {first_line(error)}", "server")
+
+    async def _forward_backward(self, run: Run, body: bytes) -> Answer:
+        request = await asyncio.to_thread(requests.forward_backward, body, self.words, self.context)
+        losses.check(request)
+        adapter = await asyncio.to_thread(self.runs.load, run)
+        learns = not request.forward_only
+        if learns and run.broken:
+            raise BirlError(run.broken)
+        if learns:
+            adapter.collect()
+        tenant, total, logp = self.tenants.named(run.owner), 0.0, []
+        values: list[Tensor] = []
+        try:
+            for piece in cut([len(d) for d in request.data], self.passes.base.max_tokens):
+                data = request.data[piece]
+                loss = partial(_summed, request, data, values) if learns else None
+                rows = [TargetRow(torch.from_numpy(d.tokens), torch.from_numpy(d.targets)) for d in data]
+                found = await self.passes(tenant, adapter.weights, rows, loss)
+                logp += [p.cpu() for p in found]
+                total += float(values[-1]) if learns else float(losses.of_data(request, data, found))
+        except Exception as error:
+            if learns and logp:  # a part of it was added
+                adapter.drop_gradients()
+                run.broken = (
+                    f"A forward_backward since the last optim_step failed ({first_line(error)}); step on first."
+                )
+            raise
+        return Answer(output(request.data, logp, total, request), PROTO)
+
+    async def _optim_step(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+        params = data.get("adam_params")
+        if not isinstance(params, Mapping) or data.get("optimizer_params") is not None:
+            raise BirlError("Only AdamW is offered: send AdamParams.")
+        how = AdamStep(
+            learning_rate=requests.real(params, "learning_rate", 1e-4, 0.0, 1e6),
+            beta1=requests.real(params, "beta1", 0.9, 0.0, 0.9999999),
+            beta2=requests.real(params, "beta2", 0.95, 0.0, 0.9999999),
+            eps=requests.real(params, "eps", 1e-12, 0.0, 1.0),
+            weight_decay=requests.real(params, "weight_decay", 0.0, 0.0, 1e6),
+            clip=requests.real(params, "grad_clip_norm", 0.0, -1e9, 1e9),
+        )
+        adapter = await asyncio.to_thread(self.runs.load, run)
+        broken, run.broken = run.broken, ""
+        if broken:
+            raise BirlError(f"Nothing was learned in this step. {broken}")
+        norm = await asyncio.get_running_loop().run_in_executor(self.compute, adapter.step, how)
+        return Answer.of(metrics={"grad_norm": norm, "optimizer_steps": float(adapter.steps)})
+
+    async def _save_weights(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+        adapter = await asyncio.to_thread(self.runs.load, run)
+        made = await asyncio.to_thread(self.checkpoints.save, run, adapter, "weights", data, request.record.seq)
+        return Answer.of(path=made.path, type="save_weights")
+
+    async def _save_external(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+        adapter = await asyncio.to_thread(self.runs.load, run)
+        made = await asyncio.to_thread(
+            self.checkpoints.save, run, adapter, "external_weights", data, request.record.seq
+        )
+        return Answer.of(path=made.path, type="save_weights_external")
+
+    async def _save_for_sampler(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+        """Without a name: for a new sampling session, whose id is the answer."""
+        adapter = await asyncio.to_thread(self.runs.load, run)
+        made = await asyncio.to_thread(self.checkpoints.save, run, adapter, "sampler_weights", data, request.record.seq)
+        self.checkpoints.remember(made, adapter.weights)
+        if data.get("path") is not None:
+            return Answer.of(path=made.path, type="save_weights_for_sampler")
+        sampler = self.checkpoints.open_sampler(run, made)
+        return Answer.of(path=None, sampling_session_id=sampler, type="save_weights_for_sampler")
+
+    async def _load_weights(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+        """Into a run that is, or that is made by it."""
+        path = requests.words(data, "path")
+        tensors, about = await asyncio.to_thread(self.checkpoints.read, path, run.owner)
+        config = LowRankConfig(**about["config"])
+        if run.config is None:
+            run.config = config
+            self.runs.store.make_run(run.id, run.about())
+        elif config.rank != run.config.rank or _parts(config) != _parts(run.config):
+            raise BirlError(f"{path} has rank {config.rank} and other parts than {run.id}: make a run from it instead.")
+        adapter = await asyncio.to_thread(self.runs.load, run)
+        adapter.drop_gradients()
+        run.broken = ""
+        wanted = requests.flag(data, "optimizer", False)
+        if wanted and not any(name.startswith("optimizer.") for name in tensors) and about["steps"]:
+            raise BirlError(f"{path} has no state of an optimizer.")
+        kept = {n: t for n, t in tensors.items() if wanted or not n.startswith("optimizer.")}
+        await asyncio.get_running_loop().run_in_executor(
+            self.compute, adapter.load, kept, about["steps"] if wanted else 0
+        )
+        return Answer.of(path=path, model_id=run.id, type="load_weights")
+
+    async def _unload(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+        run.deleted, run.adapter = True, None
+        self.runs.store.make_run(run.id, run.about())
+        return Answer.of(model_id=run.id, type="unload_model")
+
+
+KINDS = {
+    "optim_step": "optim_step",
+    "save_weights": "save_weights",
+    "save_weights_external": "save_external",
+    "save_weights_for_sampler": "save_for_sampler",
+    "load_weights": "load_weights",
+    "unload_model": "unload",
+}
+
+
+def _parts(config: LowRankConfig) -> tuple[bool, bool, bool]:
+    return config.attention, config.mlp, config.unembed
+
+
+def _summed(request: ForwardBackward, data: Sequence[Datum], values: list[Tensor], logp: Sequence[Tensor]) -> Tensor:
+    result = losses.of_data(request, data, logp)
+    values.append(result.detach())
+    return result
+
+
+def output(data: Sequence[Datum], logp: Sequence[Tensor], total: float, request: ForwardBackward) -> bytes:
+    """A message ForwardBackwardOutput: for each datum its log-probs, as the targets' shape has them, and for
+    cross_entropy each place's part of the loss."""
+    columns: dict[str, list[np.ndarray]] = {"logprobs": []}
+    for datum, own in zip(data, logp, strict=True):
+        columns["logprobs"].append(own.numpy().astype(np.float32))
+        if request.loss == "cross_entropy":
+            weights = datum.inputs.get("weights")
+            given = np.ones(own.shape, np.float32) if weights is None else weights.reshape(own.shape)
+            columns.setdefault("elementwise_loss", []).append((-own.numpy() * given).astype(np.float32))
+    body = wire.bytes_field(1, b"ArrayRecord")
+    flat = [d.inputs["target_tokens"].ndim == 1 for d in data]
+    start = 0
+    while start < len(data):  # neighbours with as many targets are one record
+        stop = start
+        while stop < len(data) and (flat[stop], logp[stop].shape[1]) == (flat[start], logp[start].shape[1]):
+            stop += 1
+        entries = b""
+        for name, values in columns.items():
+            entries += wire.bytes_field(
+                2, wire.bytes_field(1, name.encode()) + _batched(values[start:stop], flat[start])
+            )
+        record = wire.bytes_field(1, b"ArrayRecord") + entries + wire.number_field(3, stop - start)
+        body += wire.bytes_field(2, record)
+        start = stop
+    metric = wire.bytes_field(1, b"loss:sum") + wire.double_field(2, total)
+    return body + wire.bytes_field(3, metric)
+
+
+def _batched(values: Sequence[np.ndarray], flat: bool) -> bytes:
+    offsets = np.cumsum([0, *(v.nbytes for v in values)]).astype("<i8")
+    data = b"".join(v.astype("<f4").tobytes() for v in values)
+    body = wire.bytes_field(1, data) + wire.bytes_field(2, offsets.tobytes()) + wire.number_field(3, wire.FLOAT32)
+    if not flat:
+        body += wire.bytes_field(4, wire.encoded(values[0].shape[1]))
+    return wire.bytes_field(2, body)
