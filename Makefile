@@ -31,7 +31,7 @@ AXE := axe-core@4.14.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-browser setup-axe setup-slurm setup-ray setup-modal setup-cloud setup-skypilot setup-trackers
-.PHONY: setup-agents setup-gpu setup-packages demo test test-all lint format bench-setup bench models check-peers check-engines chaos drill-ray
+.PHONY: setup-agents setup-tinker check-tinker setup-gpu setup-packages demo test test-all lint format bench-setup bench models check-peers check-engines chaos drill-ray
 .PHONY: clean docs api notices sbom lint-docker check-install check-extras check-gpu
 
 help:
@@ -50,6 +50,8 @@ help:
 	@echo "make setup-skypilot  install SkyPilot into .venv-skypilot, for the tests of birl launch skypilot"
 	@echo "make setup-trackers  install W&B, MLflow, Trackio and SwanLab into .venv-trackers, for their tests"
 	@echo "make setup-agents  install agent packages and lm-eval into .venv-agents, for the tests of agents"
+	@echo "make setup-tinker  install Tinker's client and cookbook into .venv-tinker, for the tests of birl tinker"
+	@echo "make check-tinker  run the client and programs of the cookbook, unchanged, against birl tinker, and count them"
 	@echo "make setup-gpu  install Triton into .venv-gpu, for make check-gpu"
 	@echo "make check-gpu  compile every Triton kernel for five GPUs, and run them in Triton's interpreter: no GPU needed"
 	@echo "make format  let ruff rewrite what it can"
@@ -181,6 +183,20 @@ setup-agents: .venv-agents/setup.done
 	@.venv-agents/bin/python $(PIP) --no-deps -r tests/server/requirements.txt
 	@touch $@
 
+setup-tinker: .venv-tinker/setup.done
+
+# On top of .venv: the client's needs are mostly there.
+.venv-tinker/setup.done: tests/server/tinker_requirements.txt .venv/dev.done
+	@echo "Installing Tinker's client and cookbook into .venv-tinker (once)"
+	@test -x .venv-tinker/bin/python || $(BIN)/python -m venv .venv-tinker
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$(.venv-tinker/bin/python -c 'import site; print(site.getsitepackages()[0])')/birl.pth"
+	@.venv-tinker/bin/python $(PIP) --no-deps -r tests/server/tinker_requirements.txt
+	@touch $@
+
+check-tinker: setup-tinker
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.server.tinker_programs $(CHECK_FLAGS)
+
 setup-gpu: .venv-gpu/setup.done
 
 # Triton alone, on top of .venv; from 3.7.1 on its interpreter takes NumPy 2.4.
@@ -201,7 +217,7 @@ demo: setup
 test: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(TEST_FLAGS)
 
-test-all: setup-packages setup-dev setup-browser setup-axe setup-trackers setup-agents setup-gpu
+test-all: setup-packages setup-dev setup-browser setup-axe setup-trackers setup-agents setup-tinker setup-gpu
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(TEST_FLAGS)
 
 lint: setup-dev

@@ -80,9 +80,8 @@ EVERYDAY = dict.fromkeys(("rl", "sft", "rm", "dpo"), _TRAINING) | {
     "tinker": {
         "model": "model.path names model.dtype model.device model.max_length",
         "server": "folder host port keys",
-        "computing": "tokens_per_pass max_batch kv_cache_gb threads",
-        "adapters": "max_rank adapters_gb idle_timeout",
-        "limits": "quota_runs quota_requests quota_tokens quota_gb max_request_mb drain_timeout",
+        "computing": "tokens_per_pass max_batch kv_cache_gb adapters_gb threads",
+        "limits": "quota_runs quota_tokens quota_gb max_request_mb",
     },
 }
 

@@ -50,7 +50,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
     (
         Tinker,
         {
-            "model.chat_template and model.tool_format are not read: clients send token ids, and render them.": lambda c: (
+            "model.chat_template and model.tool_format: clients render texts themselves; leave both out.": lambda c: (
                 c.model.chat_template or c.model.tool_format != "auto"
             ),
             "folder is empty: name one for adapters and checkpoints.": lambda c: not c.folder.strip(),

@@ -205,12 +205,12 @@ class Tinker(Section):
 
     model: Model = field(default_factory=Model)
     folder: str = "tinker"
-    """Folder of everything that is kept: sessions, adapters, optimizers, checkpoints, the audit."""
+    """Folder of sessions, adapters, optimizers, checkpoints and the audit."""
     names: list[str] = field(default_factory=list)
     """Names by which clients ask for the model, such as Qwen/Qwen3-8B, beside its own."""
     keys: str = ""
-    """File with a tenant's name and key in each line, which only its owner may read. Also in the environment variable
-    BIRL_TINKER_KEYS, as "name key" pairs with commas. Neither: one tenant, whatever its key."""
+    """File with a tenant's name and key in each line. Only its owner may read it. The environment variable
+    BIRL_TINKER_KEYS has "name key" pairs, too, with commas. Neither: one tenant, whatever its key."""
     host: str = "127.0.0.1"
     """Address to listen at. Any but this machine's own needs keys."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
@@ -220,7 +220,7 @@ class Tinker(Section):
     kv_cache_gb: Size = 0.0
     """Memory for the KV cache [GiB]. 0: half of what is free, at most what max_batch answers can fill."""
     tokens_per_pass: Count = 4096
-    """Tokens of one pass of training: those of several tenants share it. More is faster, and takes more memory."""
+    """Tokens of one pass of training, which tenants share. More is faster, and takes more memory."""
     max_rank: Count = 128
     """Highest rank of an adapter."""
     adapters_gb: Annotated[float, Field(gt=0, le=1e6)] = 4.0

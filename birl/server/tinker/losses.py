@@ -8,9 +8,9 @@
     gspo                  ppo with the geometric mean of r over sequence_ratio_mask in place of r_t (arXiv:2507.18071)
     stable_reinforce      -sum sg[min(r_t, 1)] A_t log p_t + kl_coeff / 2 (log p_t - log q_t)^2;  kl_coeff 0
 
-The last one's definition is birl's own: Tinker's is not published. On-policy the gradient of all but the first and dro's
-second term is REINFORCE's. `clip_low_threshold` and `clip_high_threshold` are bounds of the ratio itself; they may also
-come with a datum, one for each place.
+The last one's definition is birl's own: Tinker's is not published. On-policy the gradient of all but the first is
+REINFORCE's. `clip_low_threshold` and `clip_high_threshold` are bounds of the ratio itself; they may also come with a
+datum, one for each place.
 Shapes: T places of one datum.
 """
 

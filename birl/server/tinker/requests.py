@@ -51,21 +51,25 @@ class ForwardBackward:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Whom a protobuf request is for; known though the rest of it is wrong."""
+    """Whom a protobuf request is for, and how many tokens it has; known though the rest of it is wrong."""
 
     model: str
     seq: int
+    tokens: int
 
 
 def address(body: bytes) -> Address:
     """Raises `BirlError` where the body is no such message."""
-    model, seq = "", 0
+    model, seq, tokens = "", 0, 0
     for number, value in wire.fields(body):
         if number == 1:
             model = wire.text(value)
         elif number == 2:
             seq = wire.signed(value)
-    return Address(model, seq)
+        elif number == 3:
+            chunks = [wire.raw(part) for kind, part in wire.fields(wire.raw(value)) if kind == 1]
+            tokens += sum(map(len, chunks)) // 4
+    return Address(model, seq, tokens)
 
 
 def forward_backward(body: bytes, vocabulary: int, context: int) -> ForwardBackward:

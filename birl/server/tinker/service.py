@@ -146,8 +146,11 @@ class TinkerService:
             raise Refused(503, "The server is shutting down; it goes on when it is started again.", "overloaded", 1)
         if record.seq in run.promises:
             return run.promises[record.seq]
+        if tokens > self.quota.tokens:  # refused in its turn: a number that is missing would stop the run
+            reason = f"The request has {tokens} tokens, and a tenant may have {self.quota.tokens} at once."
+            record, tokens = Record(record.seq, "refused", json.dumps({"reason": reason}).encode()), 0
         with tenant.holding(self.quota, tokens):
-            pass  # raises where there is no room
+            pass  # raises where there is no room now
         request, promise = self.runs.accept(run, record)
         if request is not None:
             request.tokens = tokens

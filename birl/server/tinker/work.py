@@ -91,7 +91,7 @@ class Work:
             for piece in cut([len(d) for d in request.data], self.passes.base.max_tokens):
                 data = request.data[piece]
                 loss = partial(_summed, request, data, values) if learns else None
-                rows = [TargetRow(torch.from_numpy(d.tokens), torch.from_numpy(d.targets)) for d in data]
+                rows = [TargetRow(_int64(d.tokens), _int64(d.targets)) for d in data]
                 found = await self.passes(tenant, adapter.weights, rows, loss)
                 logp += [p.cpu() for p in found]
                 total += float(values[-1]) if learns else float(losses.of_data(request, data, found))
@@ -167,6 +167,9 @@ class Work:
         )
         return Answer.of(path=path, model_id=run.id, type="load_weights")
 
+    async def _refused(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+        raise BirlError(data["reason"])
+
     async def _unload(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
         run.deleted, run.adapter = True, None
         self.runs.store.make_run(run.id, run.about())
@@ -180,6 +183,7 @@ KINDS = {
     "save_weights_for_sampler": "save_for_sampler",
     "load_weights": "load_weights",
     "unload_model": "unload",
+    "refused": "refused",
 }
 
 
@@ -229,3 +233,7 @@ def _batched(values: Sequence[np.ndarray], flat: bool) -> bytes:
     if not flat:
         body += wire.bytes_field(4, wire.encoded(values[0].shape[1]))
     return wire.bytes_field(2, body)
+
+
+def _int64(values: np.ndarray) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)

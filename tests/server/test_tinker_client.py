@@ -1,0 +1,93 @@
+"""Tinker's own client against `birl tinker`, unchanged."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.tinker_server import KEYS, serving
+from tests.tiny import tiny_model_folder
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
+pytestmark = [
+    pytest.mark.skipif(not PYTHON.exists(), reason="no Tinker client: make setup-tinker"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("tinker")
+    model = tiny_model_folder(folder / "model")
+    with serving(model, folder / "state") as server:
+        env = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEYS["alice"], "HOME": str(folder)}
+        done = subprocess.run(
+            [str(PYTHON), "-m", "tests.server.tinker_process"], cwd=ROOT, env=os.environ | env,
+            capture_output=True, text=True, timeout=500,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+    return {name: value for line in lines for name, value in line.items()}
+
+
+def test_it_trains_saves_and_loads(told: dict[str, Any]) -> None:
+    found = told["training"]
+    assert found["rank"] == 8 and found["wide"] == [2, 4]
+    assert found["losses"] == sorted(found["losses"], reverse=True)
+    assert found["same"][0] == found["same"][1] < found["losses"][-1]
+
+
+def test_every_loss_that_it_names_is_computed_and_nothing_lies_between_sampler_and_trainer(told: dict) -> None:
+    found = told["policies"]
+    assert found["gap"] <= 1e-6
+    assert len(found["losses"]) == 6
+    assert found["losses"]["importance_sampling"] == pytest.approx(-16)  # the ratio is 1 in each of 16 places
+    assert found["losses"]["cispo"] == pytest.approx(found["losses"]["stable_reinforce"])
+    assert found["custom"]["loss:sum"] == pytest.approx(found["custom"]["squares"])
+
+
+def test_every_option_of_sampling_is_answered(told: dict[str, Any]) -> None:
+    found = told["sampling"]
+    assert found["lengths"] == [6, 6] and found["ids"] == 2
+    assert found["prompt"][0] is None and all(p < 0 for p in found["prompt"][1:])
+    assert found["top"][0] is None and [len(t) for t in found["top"][1:]] == [3, 3]
+    assert found["top_sampled"] == [2] * 6 and found["alternatives"] == [2, 4]
+    assert found["targets"][0] == [pytest.approx(found["prompt"][1], abs=1e-6), 0.0]
+    assert found["targets"][1][0] == pytest.approx(found["prompt"][2], abs=1e-6)
+    assert found["last"][:2] == [None, None] and found["last"][2] == pytest.approx(found["prompt"][2], abs=1e-6)
+    assert found["stopped"][0] == "stop" and found["stopped"][1] <= 3
+    assert found["greedy"][0] == found["greedy"][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("loss", "RequestFailedError", "computes them at the client"),
+        ("nan", "RequestFailedError", "1 numbers are infinite or NaN"),
+        ("model", "RequestFailedError", "base_model=gpt: this server has model"),
+        ("optimizer", "RequestFailedError", "Only AdamW"),
+        ("path", "BadRequestError", "no path of a checkpoint|is no session"),
+        ("name", "RequestFailedError", "a checkpoint's name"),
+        ("picture", "RequestFailedError", "text alone"),
+        ("long", "RequestFailedError", "prompt: has 600 tokens"),
+    ],
+)
+def test_what_is_wrong_or_not_offered_is_the_clients_own_error_with_the_reason(
+    told: dict[str, Any], name: str, kind: str, said: str
+) -> None:
+    assert told["errors"][name].startswith(kind), told["errors"][name]
+    assert re.search(said, told["errors"][name]), told["errors"][name]
+    assert float(told["errors"]["goes_on"]) > 0
+
+
+def test_what_it_has_is_listed_and_deleted(told: dict[str, Any]) -> None:
+    found = told["lists"]
+    assert found["who"] == {"who": "me"} and found["rank"] == 4
+    assert set(found["names"]) == {"sampler_weights/ready", "external_weights/out"}
+    assert found["left"] == ["external_weights/out"]
+    assert "model" in found["models"]
