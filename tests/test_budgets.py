@@ -58,7 +58,7 @@ def reading_path() -> list[Path]:
 @pytest.mark.parametrize(
     ("what", "bound"),
     # 63,720 lines before weights over NCCL and IPC, quantised LoRA, layers fused on ranks and truncation in graphs
-    [("lines", 69_400), ("files", 498), ("lines of train/", 2_800), ("lines to read", 8_620), ("files to read", 40)],
+    [("lines", 72_700), ("files", 517), ("lines of train/", 2_800), ("lines to read", 8_640), ("files to read", 40)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())
@@ -76,7 +76,7 @@ def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     ("loop", "bound"),
     # 5 for the rules of layers, the proof of a model, what follows its head, states and columns;
     # 3 or 4 for pictures: their tokens, their parts in messages, the vision tower, its features in the engine
-    [("sft", 71), ("rm", 71), ("dpo", 73), ("rl", 158), ("build_rows", 136), ("build", 196)],
+    [("sft", 72), ("rm", 72), ("dpo", 74), ("rl", 160), ("build_rows", 137), ("build", 198)],
 )
 def test_a_loop_imports_what_it_needs(loop: str, bound: int) -> None:
     """And what builds it: the files of birl that a run of the command loads."""

@@ -25,6 +25,7 @@ from birl.models.low_rank import HEAD, AdapterWeights, Factors, RowGroup, adapte
 from birl.models.target_logprobs import target_logprobs
 
 ATTENTION, MLP = ("self_attn", "attn", "attention", "linear_attn", "mixer"), ("mlp", "feed_forward", "moe", "experts")
+SEEING = {"visual", "vision_tower", "vision_model", "multi_modal_projector"}  # modules without factors
 ALPHA = 32.0  # of every adapter, as the service that this is like has it: the scale is 32 / rank
 NUMBERS = count(1)  # of the contents of adapters, in this process
 
@@ -234,10 +235,11 @@ class SharedBase:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every linear layer by its name, in the model's order, the head as `HEAD` and last."""
+    """Every linear layer of the language model by its name, in the model's order, the head as `HEAD` and last."""
     output = head(model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in HEADS and m is not output}
-    return {n: m for n, m in layers.items() if not m.weight.is_meta} | {HEAD: output}
+    seeing = {n for n in layers if not SEEING.isdisjoint(n.split("."))}
+    return {n: m for n, m in layers.items() if n not in seeing and not m.weight.is_meta} | {HEAD: output}
 
 
 def part_of(name: str) -> str:

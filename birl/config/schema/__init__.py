@@ -207,7 +207,7 @@ class Tinker(Section):
     folder: str = "tinker"
     """Folder of sessions, adapters, optimizers, checkpoints and the audit."""
     names: list[str] = field(default_factory=list)
-    """Names by which clients ask for the model, such as Qwen/Qwen3-8B, beside its own."""
+    """Names by which clients ask for the model, beside its own."""
     keys: str = ""
     """File with a tenant's name and key in each line. Only its owner may read it. The environment variable
     BIRL_TINKER_KEYS has "name key" pairs, too, with commas. Neither: one tenant, whatever its key."""
