@@ -51,7 +51,7 @@ class Sampling:
         tops: list[Top | None] = [None] * len(completions)
         if sample.top_sampled:
             for i, completion in enumerate(completions):
-                args = (sample.prompt, completion.tokens, sample.top_sampled, adapter)
+                args = (sample.prompt, tuple(completion.tokens.tolist()), sample.top_sampled, adapter)
                 tops[i] = await loop.run_in_executor(self.compute, self.top_sampled, *args)
         return response(completions, tops, scores)
 
@@ -112,8 +112,8 @@ def table(top: Top, size: int, first: int) -> tuple[np.ndarray, np.ndarray]:
 def response(completions: list[Completion], tops: list[Top | None], scores: Scores) -> bytes:
     body = b""
     for completion, top in zip(completions, tops, strict=True):
-        tokens = np.array(completion.tokens, "<i4").tobytes()
-        logprobs = np.array(completion.logprobs, "<f4").tobytes()
+        tokens = completion.tokens.astype("<i4").tobytes()
+        logprobs = completion.logprobs.astype("<f4").tobytes()
         one = wire.number_field(1, STOPPED if completion.stop == Stop.STOP else TOO_LONG)
         one += wire.bytes_field(2, tokens) + wire.bytes_field(3, logprobs)
         if top is not None:
