@@ -2,6 +2,7 @@
 made here."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,10 +56,7 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     result = tiny_tokenizer(vocab=320, template=template(mark))
     result.add_special_tokens({"additional_special_tokens": list(specials)})
     if kind in NAMED:
-        result.init_kwargs |= {"extra_special_tokens": NAMED[kind]}
-        for name, token in NAMED[kind].items():
-            setattr(result, name, token)
-            setattr(result, f"{name}_id", result.convert_tokens_to_ids(token))
+        result._set_model_specific_special_tokens(NAMED[kind])
     return result
 
 
@@ -84,6 +82,29 @@ def config(kind: str, words: PreTrainedTokenizerFast) -> Any:
         ids = {"image_token_id": token(QWEN[2]), "video_token_id": token(QWEN[3])}
         ids |= {"vision_start_token_id": token(QWEN[0]), "vision_end_token_id": token(QWEN[1])}
         return AutoConfig.for_model(kind, text_config=text, vision_config=tower, **ids)
+    tower = {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"patch_size": 4, "initializer_range": 0.2},
+    }
+    if kind == "mistral3":
+        own = {"vision_config": {**tower, "model_type": "pixtral", "image_size": 32, "head_dim": 16}}
+        text = {**TEXT, "model_type": "mistral"}
+        return AutoConfig.for_model(kind, text_config=text, **own, image_token_index=token("[IMG]"))
+    if kind == "internvl":
+        own = {"vision_config": {**tower, "image_size": [16, 16], "patch_size": [4, 4]}, "downsample_ratio": 0.5}
+        text = {**TEXT, "model_type": "qwen2", "hidden_size": 64}
+        del text["head_dim"]
+        return AutoConfig.for_model(kind, text_config=text, **own, image_token_id=token("<IMG_CONTEXT>"))
+    if kind == "smolvlm":
+        own = {"vision_config": {**tower, "image_size": 16}, "scale_factor": 2}
+        text = {**TEXT, "model_type": "llama"}
+        return AutoConfig.for_model(kind, text_config=text, **own, image_token_id=token("<image>"))
+    if kind == "lfm2_vl":
+        own = {"vision_config": {**tower, "model_type": "siglip2_vision_model", "num_patches": 16}}
+        text = {**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]}
+        return AutoConfig.for_model(
+            kind, text_config=text, **own, image_token_id=token("<image>"), projector_hidden_size=32
+        )
     raise KeyError(kind)
 
 
@@ -94,13 +115,32 @@ def image_processor(kind: str) -> dict[str, Any]:
             **{"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2},
             "size": {"shortest_edge": 64, "longest_edge": 1024},
         }
+    if kind == "mistral3":
+        return {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}, "patch_size": 8}
+    if kind == "internvl":
+        sizes = {"size": {"height": 16, "width": 16}, "min_patches": 1, "max_patches": 3}
+        return {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": True, **sizes}
+    if kind == "smolvlm":
+        sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+        return {"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": True, **sizes}
+    if kind == "lfm2_vl":
+        sizes = {"tile_size": 16, "encoder_patch_size": 4, "min_image_tokens": 2, "max_image_tokens": 4}
+        sizes |= {"min_tiles": 2, "max_tiles": 4, "max_num_patches": 16, "downsample_factor": 2}
+        return {"image_processor_type": "Lfm2VlImageProcessor", "do_image_splitting": True, **sizes}
     raise KeyError(kind)
+
+
+#: what a processor's own configuration says, beside its image processor
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "mistral3": {"processor_class": "PixtralProcessor", "patch_size": 4, "spatial_merge_size": 2},
+    "internvl": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
+    "smolvlm": {"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
+    "lfm2_vl": {"processor_class": "Lfm2VlProcessor"},
+}
 
 
 def folder(path: Path | str, kind: str = "qwen3_vl", seed: int = 0) -> Path:
     """A model folder as the hub has them."""
-    import json
-
     path = Path(path)
     words = tokenizer(kind)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -113,6 +153,8 @@ def folder(path: Path | str, kind: str = "qwen3_vl", seed: int = 0) -> Path:
     model.save_pretrained(path)
     words.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(image_processor(kind)))
+    if kind in PROCESSORS:
+        (path / "processor_config.json").write_text(json.dumps(PROCESSORS[kind]))
     return path
 
 

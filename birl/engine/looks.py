@@ -31,7 +31,7 @@ class Looks:
 
     def of(self, picture: Processed) -> Features:
         if picture.digest not in self.known:
-            self.known[picture.digest] = look(self.model, picture)
+            self.known[picture.digest] = look(self.model, [picture])[0]
         self.known.move_to_end(picture.digest)
         while len(self.known) > 1 and sum(f.nbytes for f in self.known.values()) > KEPT:
             self.known.popitem(last=False)

@@ -25,13 +25,14 @@ from birl.models.processor import load_pictures, sees
 from birl.models.shape import Shape
 from birl.models.slices import quantize, sketched, verify_small
 from birl.models.verify import verify
-from birl.models.vision import give, tower
+from birl.models.vision import give
 from birl.parallel.machine import free_memory
 from birl.parallel.ranks import Ranks
 from birl.text.chat import PROBE, Chat
 from birl.text.pictures import Bounds
 from birl.types import PICTURES
 
+SIGHT = ("pictures", "freeze_vision", "max_pixels", "max_picture_mb", "max_pictures", "picture_hosts")  # keys
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -119,7 +120,7 @@ def check_whole(config: schema.Model, folder: Path, ranks: Ranks | None, quantiz
         what = f"lora.quantize={quantized}" if quantized != "none" else "parallel.fsdp, parallel.tp and parallel.cp"
         raise BirlError(
             f"model.path={config.path}: has a vision tower, for which {what} is not built. Set model.pictures=false "
-            "where its text alone has a class, or leave it out (parallel.dp shares a step's samples out)."
+            "where its text alone has a class, or leave it out (parallel.ddp shares a step's samples out)."
         )
 
 
@@ -133,10 +134,13 @@ def see(config: schema.Model, folder: Path, model: nn.Module, chat: Chat) -> Non
     )
     chat.pictures = load_pictures(folder, model, chat.tokenizer, bounds)
     give(model, chat.pictures, frozen=config.freeze_vision)
-    if config.freeze_vision and not tower(model):
-        raise BirlError(
-            f"model.freeze_vision=true: {type(model).__name__} has no vision tower that birl knows. Set it to false."
-        )
+    usual = schema.Model()
+    for key in SIGHT if chat.pictures is None else ():
+        if (value := getattr(config, key)) != getattr(usual, key):
+            raise BirlError(
+                f"model.{key}={value}: has no effect because {type(model).__name__} sees no pictures: it has no vision "
+                "tower that birl knows (docs/pictures.md), or its folder no image processor. Remove the key."
+            )
 
 
 def check_room(path: str, folder: Path, device: torch.device, pictures: bool = False) -> None:

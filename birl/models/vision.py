@@ -5,8 +5,8 @@
               arXiv:2406.04334)
     Seen      the features of all placeholders of a row, and their places
 
-The tower computes each picture by itself, once for all sequences of a row that have it: its gradient is the sum of what
-they send back. The language model gets embeddings; its own vision code, which looks for placeholders by their id in the
+The tower computes each picture once for all sequences of a row that have it: its gradient is the sum of what they send
+back. The language model gets embeddings; its own vision code, which looks for placeholders by their id in the
 vocabulary, would take a placeholder that the model itself has sampled for a picture.
 """
 
@@ -107,22 +107,35 @@ def tower(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if id(p) not in own}
 
 
-def look(model: nn.Module, picture: Processed) -> Features:
-    """What the tower makes of one picture."""
+def look(model: nn.Module, pictures: Sequence[Processed]) -> list[Features]:
+    """What the tower makes of each picture. Those whose inputs have one shape are computed together."""
+    weight: Tensor = cast(Any, model).get_input_embeddings().weight
+    groups: dict[Any, list[int]] = {}
+    for i, picture in enumerate(pictures):
+        groups.setdefault(tuple((n, a.shape) for n, a in picture.inputs.items()), []).append(i)
+    result: dict[int, Features] = {}
+    for own in groups.values():
+        first = pictures[own[0]]
+        inputs = {n: np.concatenate([pictures[i].inputs[n] for i in own]) for n in first.inputs}
+        rows, *deep = (_rows(each).to(weight.dtype) for each in _seen(model, inputs, weight.device))
+        if len(rows) != first.count * len(own):
+            raise BirlError(
+                f"{type(model).__name__} makes {len(rows) // len(own)} rows of a picture for which its processor "
+                f"writes {first.count} placeholders: the two do not belong together."
+            )
+        pieces = zip(*(each.split(first.count) for each in (rows, *deep)), strict=True)
+        result |= {i: Features(rows, tuple(deep)) for i, (rows, *deep) in zip(own, pieces, strict=True)}
+    return [result[i] for i in range(len(pictures))]
+
+
+def _seen(model: nn.Module, inputs: dict[str, np.ndarray], device: torch.device) -> list[Any]:
+    """The tower's rows, and what is added behind the first layers."""
     body: Any = cast(Any, model).base_model
-    weight = next(iter(cast(Any, model).get_input_embeddings().parameters()))
     names = signature(body.get_image_features).parameters
-    inputs = {n: _tensor(array, weight.device) for n, array in picture.inputs.items() if n in names}
+    given = {name: _tensor(array, device) for name, array in inputs.items() if name in names}
     with torch.set_grad_enabled(torch.is_grad_enabled() and not getattr(model, "frozen_tower", False)):
-        output = body.get_image_features(**inputs, return_dict=True)
-    rows = _rows(output.pooler_output)
-    if len(rows) != picture.count:
-        raise BirlError(
-            f"{type(model).__name__} makes {len(rows)} rows of a picture for which its processor writes "
-            f"{picture.count} placeholders: the two do not belong together."
-        )
-    deep = tuple(_rows(each).to(weight.dtype) for each in getattr(output, "deepstack_features", None) or ())
-    return Features(rows.to(weight.dtype), deep)
+        output = body.get_image_features(**given, return_dict=True)
+    return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
 
 
 def row(
@@ -136,10 +149,8 @@ def row(
     spans = pictures.spans(tokens.tolist())
     family = family_of(model)
     assert family is not None
-    known: dict[str, Features] = {}
-    for span in spans:
-        if span.picture.digest not in known:
-            known[span.picture.digest] = look(model, span.picture)
+    distinct = {span.picture.digest: span.picture for span in spans}
+    known = dict(zip(distinct, look(model, list(distinct.values())), strict=True))
     features = Features.joined([known[span.picture.digest] for span in spans])
     places = torch.tensor([p for span in spans for p in span.places], dtype=torch.int64, device=tokens.device)
     if family.axes:

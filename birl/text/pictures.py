@@ -78,7 +78,7 @@ def placeholders(digest: str, count: int) -> tuple[int, ...]:
 
 
 def is_picture(token: int) -> bool:
-    return token >= FIRST
+    return FIRST <= token < 2 * FIRST
 
 
 class Pictures:

@@ -278,6 +278,11 @@ PARALLEL = {
     "parallel.sequence": Case("false", refused=r"parallel\.sequence=false: has no effect because parallel\.tp=1"),
 }
 
+#: what each does to a model that sees: tests/text/test_pictures.py, tests/models/test_vision.py
+SIGHT = {
+    **{"pictures": "true", "freeze_vision": "true", "max_pixels": "9", "max_picture_mb": "1", "max_pictures": "2"},
+    "picture_hosts": "[example.org]",
+}
 MODEL = {
     "model.path": Case("other", answers),
     "model.dtype": Case("bfloat16", lambda s: s.parts.rollout.engine.runner.model.dtype, torch.bfloat16),
@@ -286,6 +291,10 @@ MODEL = {
     else Case("cpu", lambda s: s.parts.policy.model.device.type, "cpu"),
     "model.chat_template": Case("shout.jinja", first_prompt, "What is 0 + 2?!!!", "data.shuffle=false"),
     "model.tool_format": Case("llama", reads_calls, True),
+    **{
+        f"model.{key}": Case(value, refused=rf"model\.{key}=.* has no effect because LlamaForCausalLM sees no pictures")
+        for key, value in SIGHT.items()
+    },
 }
 SANDBOX = {  # what each does with programs: tests/rewards/test_code.py
     **{

@@ -16,6 +16,7 @@ from birl.errors import BirlError
 from birl.server import serve
 from birl.server.service import Service
 from birl.types import Message, SamplingParams
+from tests.config.test_every_key import SIGHT
 from tests.tiny import tiny_model_folder
 
 BASE = "model.path=model model.dtype=float32 engine.kv_cache_gb=0.01 threads=1"
@@ -49,6 +50,7 @@ ELSEWHERE = {  # by what is in a test of a whole server
     "drain_timeout": "drain_timeout=0.3",
 }
 REFUSED = {"model.device": ("cuda", "model.device=cuda")} if not torch.cuda.is_available() else {}
+REFUSED |= {f"model.{key}": (value, f"model.{key}=.* has no effect because") for key, value in SIGHT.items()}
 
 
 def sampling() -> SamplingParams:
@@ -86,7 +88,7 @@ def test_what_is_refused(compute: ThreadPoolExecutor, key: str) -> None:
 def test_no_key_is_without_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     tests = (Path(__file__).parents[1] / "server" / "test_server.py").read_text()
     assert all(text in tests for text in ELSEWHERE.values())
-    keys = {*CASES, *ELSEWHERE, "model.device", "threads"}
+    keys = {*CASES, *ELSEWHERE, *REFUSED, "model.device", "threads"}
     assert keys == documentation(Serve).keys()
     asked: list[int] = []
     monkeypatch.setattr(serve, "compute_thread", lambda threads, device: asked.append(threads) or 1 / 0)

@@ -19,6 +19,7 @@ from birl.learner.store import Store
 from birl.learner.writer import Writer
 from birl.parallel.ranks import AXES
 from birl.train.command import train
+from tests.config.test_every_key import SIGHT
 from tests.tiny import tiny_model_folder, tiny_moe_folder
 
 ANY = object()
@@ -110,6 +111,10 @@ CASES = {
     "model.tool_format": Case(
         "llama", refused=r"model\.tool_format=llama: has no effect because the rows have no tools"
     ),
+    **{
+        f"model.{key}": Case(value, refused=rf"model\.{key}=.* has no effect because LlamaForCausalLM sees no pictures")
+        for key, value in SIGHT.items()
+    },
     "model.max_length": Case("100", lambda s: "dropped" in s.printed, True, "data.train=long.jsonl"),
     "data.train": Case("b.jsonl"),
     "data.weights": Case("[0,1]", under="data.train=[a.jsonl,b.jsonl]"),

@@ -108,6 +108,7 @@ def test_without_a_tokenizer_tokens_are_numbers(tmp_path: Path) -> None:
 
 def test_ids_that_no_token_has(vocabulary: Vocabulary) -> None:
     assert vocabulary.shown([10**6, -1, 2**40]) == [f"#{10**6}", "#-1", f"#{2**40}"]
+    assert vocabulary.shown([2**30, 2**31 - 1]) == ["▦", "▦"]  # of a picture
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", json.dumps({"model": {"type": "BPE"}}), '{"added_tokens": 3}'])
