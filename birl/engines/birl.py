@@ -10,7 +10,9 @@ from birl.engines.remote import Remote
 
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:
     limits = {"timeout": engine.request_timeout, "load_timeout": wanted.timeout}
-    return Client(address, token, bucket_mb=wanted.bucket_mb, run=wanted.run, **limits)  # pyright: ignore
+    result = Client(address, token, bucket_mb=wanted.bucket_mb, run=wanted.run, **limits)  # pyright: ignore
+    result.pictures = wanted.pictures
+    return result
 
 
 def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str], Mapping[str, str]]:
@@ -26,4 +28,5 @@ def serve_words(engine: schema.Engine, wanted: Wanted) -> list[str]:
     words += [f"model.max_length={wanted.context}", f"engine.max_batch={engine.max_batch}"]
     words += [f"engine.kv_cache_gb={wanted.kv_cache_gb:.4f}", f"engine.draft_rows={engine.draft_rows}"]
     words += [f"engine.recompute_kv={str(engine.recompute_kv).lower()}", f"threads={server_threads(engine)}"]
+    words += ["model.pictures=true"] if wanted.pictures else []
     return words + ([f"volume={wanted.volume}"] if wanted.volume else [])

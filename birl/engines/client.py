@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from base64 import b64encode
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from birl.engines.bounded import A_TOKEN, MOST, fetch
 from birl.engines.wire import Info, Invitation, completion_from, header, held_from, params_to
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
+from birl.text.pictures import Files, is_picture
 from birl.types import Completion, Held, SamplingParams, Update
 
 CONTROL = 16  # connections beside those of `generate`: a full engine can still be asked how it is
@@ -42,6 +44,7 @@ class Client:
         run: str = "",
     ) -> None:
         self.address, self.version = checked_address(address), -1
+        self.pictures: Files | None = None  # of the prompts' pictures, where the model sees
         self.timeout, self.control_timeout, self.load_timeout = timeout, control_timeout, load_timeout
         self.bucket_mb, self._run, self._claimed = bucket_mb, run, False
         self._room = asyncio.Semaphore(connections)
@@ -69,6 +72,9 @@ class Client:
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
         """Raises `EngineDown`, also after `timeout`, and `BirlError` where the engine finds the request wrong."""
         body = {"prompt_ids": prompt_ids, "params": params_to(params), "session": session}
+        if is_picture(max(prompt_ids, default=0)) and self.pictures is not None:
+            files = await asyncio.to_thread(self.pictures, prompt_ids)
+            body["pictures"] = {digest: b64encode(data).decode("ascii") for digest, data in files.items()}
         what = f"session {session!r} on {self.address}"
         try:
             async with asyncio.timeout(self.timeout), self._room:

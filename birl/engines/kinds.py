@@ -16,6 +16,7 @@ from birl.engines import custom
 from birl.engines.remote import Remote
 from birl.named import module
 from birl.process import Process, answers
+from birl.text.pictures import Files
 
 MOST = 1024  # vLLM's own default on large GPUs
 #: our place among the learner's ranks, which a server would take for its own
@@ -29,7 +30,8 @@ class Wanted:
     of them need. `volume`: where they look for new weights by themselves; empty: nowhere. `words`: digest of the
     vocabulary; `run`: who asks, and keeps other runs out; empty for an evaluation, which changes no weights.
     `vocabulary`: tokens of the model; 0: not known. `fraction`: of the GPU that they share with the learner, what it
-    leaves them; 0: they share none. `sequences`: what is asked of each at once; 0: not known."""
+    leaves them; 0: they share none. `sequences`: what is asked of each at once; 0: not known. `pictures`: the files of
+    the pictures in a prompt, by digest, of a model that sees."""
 
     folder: Path
     dtype: str
@@ -48,6 +50,7 @@ class Wanted:
     bucket_mb: int = 256
     fraction: float = 0.0
     sequences: int = 0
+    pictures: Files | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -227,7 +227,9 @@ class Scores(Protocol):
 def refuse_pictures(prompt: Sequence[int], engine: str) -> None:
     """Raises `BirlError` for a prompt with pictures, which only birl's own engines are given."""
     if is_picture(max(prompt)):
-        raise BirlError(f"The prompt has a picture, and {engine} is sent tokens alone: set engine.kind=embedded.")
+        raise BirlError(
+            f"The prompt has a picture, and {engine} is sent tokens alone: set engine.kind=embedded or birl."
+        )
 
 
 async def answer_given(

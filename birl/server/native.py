@@ -14,10 +14,13 @@ from birl.engines import wire
 from birl.engines.collective import store_address
 from birl.engines.handles import borrowed, parts
 from birl.engines.wire import HEADER
+from birl.errors import BirlError
 from birl.server.limits import Refused, answered, body, json_object, outside, problem
 from birl.server.service import Service
 from birl.server.staging import read
-from birl.types import Update
+from birl.text.parts import decoded
+from birl.text.pictures import is_picture
+from birl.types import Picture, Update
 
 
 def reply(data: Mapping[str, Any], status: int = 200) -> Response:
@@ -41,8 +44,9 @@ async def release(service: Service, request: Request) -> Response:
 
 async def generate(service: Service, request: Request) -> Response:
     data = await json_object(request, service.most_bytes)
-    only(data, "prompt_ids", "params", "session")
-    prompt = ids(data, "prompt_ids", service.vocabulary)
+    only(data, "prompt_ids", "params", "session", "pictures")
+    await service.read(lambda: take_pictures(data, service))
+    prompt = ids(data, "prompt_ids", service.vocabulary, pictures=service.chat.pictures is not None)
     if not prompt:
         raise Refused(400, "prompt_ids is empty: there is nothing to predict the first token from.")
     params, session = data.get("params"), data.get("session", "")
@@ -232,14 +236,29 @@ def only(data: Mapping[str, Any], *keys: str) -> None:
         raise Refused(400, f"{unknown[0]}: there is no such key; {there}.")
 
 
-def ids(data: Mapping[str, Any], key: str, vocabulary: int) -> tuple[int, ...]:
-    """Raises `Refused` where that is no list of token ids."""
+def take_pictures(data: Mapping[str, Any], service: Service) -> None:
+    """The files of a prompt's pictures, base64 by digest. Raises `Refused`."""
+    given = data.get("pictures") or {}
+    if not isinstance(given, dict) or (given and service.chat.pictures is None):
+        raise Refused(400, "pictures must be files in base64 by digest, and the model must see.")
+    for digest, text in given.items():
+        try:
+            picture = Picture.of(decoded(text))
+            if picture.digest != digest:
+                raise BirlError(f"{digest[:80]!r} is not its digest")
+            service.chat.pictures.add(picture)  # pyright: ignore
+        except (BirlError, TypeError, AttributeError) as error:
+            raise Refused(400, f"pictures: {error}.") from error
+
+
+def ids(data: Mapping[str, Any], key: str, vocabulary: int, pictures: bool = False) -> tuple[int, ...]:
+    """Raises `Refused` where that is no list of token ids; `pictures`: some may stand for such."""
     if key not in data:
         raise Refused(400, f"{key} is missing.")
     result = data[key]
     if not isinstance(result, list) or not all(type(i) is int for i in result):
         raise Refused(400, f"{key} must be a list of token ids.")
-    wrong = outside(tuple(result), vocabulary)
+    wrong = outside(tuple(i for i in result if not (pictures and is_picture(i))), vocabulary)
     if wrong is not None:
         raise Refused(400, f"{key}: {wrong} is no token; the model has {vocabulary}.")
     return tuple(result)

@@ -15,7 +15,7 @@ with one id for a whole picture; of two ids, 56 bits of the digest, one finds th
 import io
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,10 @@ DIGITS, ROUND = 7, 9  # hexadecimal digits of an id, and ids until they begin ag
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 FILES = 2**30  # bytes of files that are held in memory where a folder has them, too
 PIXELS = 2**29  # bytes of pixel values that are held to be used again
+
+
+#: ids -> the files of their pictures, by digest
+Files = Callable[[Sequence[int]], dict[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +177,9 @@ class Pictures:
             del places[: one.count]
         return result
 
-    def used(self, ids: Iterable[int]) -> dict[str, bytes]:
+    def used(self, ids: Sequence[int]) -> dict[str, bytes]:
         """The files of the pictures in a sequence, by digest."""
-        return {span.picture.digest: self._data(span.picture.digest) for span in self.spans(list(ids))}
+        return {span.picture.digest: self._data(span.picture.digest) for span in self.spans(ids)}
 
     def _found(self, first: int, second: int | None) -> Processed:
         """The picture whose placeholders begin with these ids."""

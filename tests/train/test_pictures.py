@@ -102,3 +102,13 @@ def test_what_is_not_built_is_refused(folder: Path, tmp_path: Path, capsys: pyte
 
 def run_metrics(goal: Path) -> dict[str, Any]:
     return json.loads((goal / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_an_engine_in_another_process_sees_the_same(folder: Path, tmp_path: Path) -> None:
+    """Synchronous training with `birl serve` beside it is the run within one process."""
+    data = rows(tmp_path)["rl"]
+    run("rl", folder, data, tmp_path / "one", "steps=2", "optimizer.lr=0.001")
+    other = ("engine.kind=birl", "engine.count=1", "engine.kv_cache_gb=0.02")
+    run("rl", folder, data, tmp_path / "two", "steps=2", "optimizer.lr=0.001", *other)
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
