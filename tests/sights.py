@@ -24,9 +24,16 @@ TOWER: dict[str, Any] = {
     **{"spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.2},
 }
 QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWENS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 #: by family: the tokens around a picture, as its chat template writes it, and other special tokens
 MARKS: dict[str, tuple[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), ("<|vision_start|><|image_pad|><|vision_end|>", QWEN)),
+    **dict.fromkeys(QWENS, ("<|vision_start|><|image_pad|><|vision_end|>", QWEN)),
     "smolvlm": (
         "<image>",
         ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<video>",
@@ -64,12 +71,13 @@ def config(kind: str, words: PreTrainedTokenizerFast) -> Any:
     def token(text: str) -> int:
         return cast(int, words.convert_tokens_to_ids(text))
 
-    if kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+    if kind in QWENS:
         tower = dict(TOWER)
         text = {**TEXT, **AXES}
-        if kind == "qwen3_vl":
+        text |= EXPERTS if kind.endswith("moe") else {}
+        if kind.startswith("qwen3_vl"):
             tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-        elif kind == "qwen3_5":
+        elif kind.startswith("qwen3_5"):
             tower |= {"num_position_embeddings": 64}
             text |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
             text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -109,7 +117,7 @@ def config(kind: str, words: PreTrainedTokenizerFast) -> Any:
 
 
 def image_processor(kind: str) -> dict[str, Any]:
-    if kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+    if kind in QWENS:
         return {
             "image_processor_type": "Qwen2VLImageProcessor",
             **{"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2},

@@ -34,11 +34,9 @@ class Family:
 
 #: by model type
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), Family(axes=True)
-    ),
-    **dict.fromkeys(("smolvlm", "idefics3"), Family(language="text_model")),
-    **dict.fromkeys(("mistral3", "internvl", "lfm2_vl", "llava"), Family()),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), Family(axes=True)),
+    **dict.fromkeys(("mistral3", "internvl", "lfm2_vl"), Family()),
+    "smolvlm": Family(language="text_model"),
 }
 
 

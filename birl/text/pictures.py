@@ -187,10 +187,12 @@ class Pictures:
         whole = prefix + (f"{second - FIRST:07x}" if second is not None and second >= FIRST else "")
         with self.lock:
             for start in (whole, prefix):  # a picture may have a single placeholder
-                for digest in self._beginning(start):
-                    result = self._process(digest)
-                    if len(start) > DIGITS or result.count == 1:
-                        return result
+                each = (self._process(digest) for digest in self._beginning(start))
+                result = [one for one in each if len(start) > DIGITS or one.count == 1]
+                if len(result) > 1:
+                    raise BirlError(f"Two pictures have the same token: {result[0].digest} and {result[1].digest}.")
+                if result:
+                    return result[0]
         where = f" ({self.folder} has no file {prefix}...)" if self.folder else ""
         raise BirlError(f"A sequence has a picture that is not there{where}: its file was never given, or removed.")
 

@@ -28,7 +28,19 @@ from tests.data.test_pack import make
 from tests.learner.test_learner import reinforce
 
 ONE, OTHER = Picture.of(sights.drawn("7", (24, 16))), Picture.of(sights.drawn("3", (16, 32), "yellow"))
-QUICK = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")
+KINDS = (
+    "qwen3_vl",
+    "qwen2_5_vl",
+    "qwen3_5",
+    "internvl",
+    "lfm2_vl",
+    "mistral3",
+    "smolvlm",
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
+)
+#: processors that need more than Pillow
+NEEDS = {"lfm2_vl": "torchvision", "mistral3": "torchvision", "smolvlm": "num2words"}
 
 
 @dataclass
@@ -80,6 +92,8 @@ class Bench:
 
 
 def bench(path: Path, kind: str, frozen: bool = False) -> Bench:
+    if kind in NEEDS:
+        pytest.importorskip(NEEDS[kind])
     folder = sights.folder(path / kind, kind)
     model = load_model(folder, pictures=True)
     pictures = load_pictures(folder, model, load_tokenizer(folder), Bounds())
@@ -88,7 +102,7 @@ def bench(path: Path, kind: str, frozen: bool = False) -> Bench:
     return Bench(kind, model, pictures, Learner(model, dtype=torch.float32, max_grad_norm=0))
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_answers_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     """Whatever else is in the batch."""
     b = bench(tmp_path, kind)
@@ -114,7 +128,7 @@ def test_the_processor_says_the_same_tokens(tmp_path: Path) -> None:
     assert b.pictures.shown(ids).count(b.pictures.id) == 2
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", KINDS)
 def test_packed_trees_are_separate_sequences(kind: str, tmp_path: Path) -> None:
     """In log-probs and gradients, by transformers' own forward and autograd; answers of a group share their picture."""
     b = bench(tmp_path, kind)
@@ -127,7 +141,7 @@ def test_packed_trees_are_separate_sequences(kind: str, tmp_path: Path) -> None:
     batches = pack(samples, [0.1] * len(samples), 10_000)
     assert len(batches) == 1 and len(batches[0].trees) == 3
     expected = [b.logprobs(s.tokens.tolist(), int(s.mask.argmax())) for s in samples]
-    torch.testing.assert_close(b.learner.forward(batches[0]), torch.cat(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(b.learner.forward(batches[0]), torch.cat(expected), atol=1e-5, rtol=1e-5)
     b.learner.forward_backward(batches[0], reinforce, Stats())
     ours = {n: t.grad.clone() for n, t in b.learner.masters.tensors.items() if t.grad is not None}
     b.model.zero_grad(set_to_none=True)
@@ -141,7 +155,7 @@ def test_packed_trees_are_separate_sequences(kind: str, tmp_path: Path) -> None:
             assert gap <= 1e-5 * max(largest, 1.0), (name, gap)
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", KINDS)
 def test_engine_and_learner_agree(kind: str, tmp_path: Path) -> None:
     """Also behind a step that has moved the tower, from pages that were found again, and of a prompt in pieces."""
     b = bench(tmp_path, kind)

@@ -56,10 +56,14 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return checkpoint.read_tensors(newest, "model.")
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "rm", "rl"])
-def test_a_resumed_run_is_the_uninterrupted_one(command: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "kind"), [*((c, "qwen3_vl") for c in ("sft", "dpo", "rm", "rl")), ("sft", "qwen3_5"), ("rl", "qwen3_5")]
+)
+def test_a_resumed_run_is_the_uninterrupted_one(command: str, kind: str, folder: Path, tmp_path: Path) -> None:
     data = rows(tmp_path)[command]
     more = ("optimizer.lr=0.001",)
+    if kind != "qwen3_vl":  # whose text alone has a class, too
+        folder, more = sights.folder(tmp_path / "m", kind), (*more, "model.pictures=true")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(command, folder, data, whole, "steps=4", *more)
     run(command, folder, data, parts, "steps=2", *more)
