@@ -85,7 +85,7 @@ setup-dev: .venv/dev.done
 
 .venv/dev.done: .venv/setup.done
 	@echo "Installing the development tools into .venv (once)"
-	@$(BIN)/python $(INSTALL) -e ".[dev,docs,gguf,search,gymnasium,openenv,textarena,verifiers]"
+	@$(BIN)/python $(INSTALL) -e ".[dev,docs,gguf,search,gymnasium,mcp,openenv,textarena,verifiers]"
 	@touch $@
 
 # The packages without a wheel: reasoning-gym requires pycosat, and gem-llm reasoning-gym. No compiler: their tests are skipped.

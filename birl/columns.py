@@ -35,10 +35,10 @@ def become_arrays(item: Any, names: Sequence[str]) -> list[int]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """The same in every field, arrays included, which dataclasses cannot compare."""
+    """The same in every field that counts, arrays included, which dataclasses cannot compare."""
     import numpy as np
 
     if type(one) is not type(other):
         return False
-    pairs: list[tuple[Any, Any]] = [(getattr(one, f.name), getattr(other, f.name)) for f in fields(one)]
+    pairs: list[tuple[Any, Any]] = [(getattr(one, f.name), getattr(other, f.name)) for f in fields(one) if f.compare]
     return all(bool(np.array_equal(a, b)) if hasattr(a, "dtype") else a == b for a, b in pairs)

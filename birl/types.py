@@ -159,7 +159,8 @@ class Completion:
     """What an engine sampled: ids, the log-prob of each under the distribution it was sampled from, and the version of
     the weights that sampled it. Token ids, never text. The end token is part of it when it was sampled, and absent when
     it was not. `routes`: which experts computed each token of the prompt and of the answer but its last, equally many
-    bytes for each (`birl/models/routing.py`); empty where the engine does not tell.
+    bytes for each (`birl/models/routing.py`); empty where the engine does not tell. `cached`: tokens of the prompt that
+    the engine had computed before; it makes no difference to the answer.
 
     Columns may be given as any sequence of numbers; they become arrays: int32 or float32. Raises `ValueError` where
     they are not equally long, or have something that is no such number.
@@ -172,6 +173,7 @@ class Completion:
     versions: "Ints"
     stop: Stop
     routes: bytes = b""
+    cached: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         lengths = become_arrays(self, ("tokens", "logprobs", "versions"))
@@ -181,9 +183,11 @@ class Completion:
     __eq__ = alike
 
     @classmethod
-    def of(cls, tokens: Any, logprobs: Any, versions: Any, stop: Stop, routes: bytes = b"") -> "Completion":
+    def of(
+        cls, tokens: Any, logprobs: Any, versions: Any, stop: Stop, routes: bytes = b"", cached: int = 0
+    ) -> "Completion":
         """From any sequences of numbers."""
-        return cls(tokens=tokens, logprobs=logprobs, versions=versions, stop=stop, routes=routes)
+        return cls(tokens=tokens, logprobs=logprobs, versions=versions, stop=stop, routes=routes, cached=cached)
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -58,7 +58,9 @@ def reading_path() -> list[Path]:
 @pytest.mark.parametrize(
     ("what", "bound"),
     # 63,720 lines before weights over NCCL and IPC, quantised LoRA, layers fused on ranks and truncation in graphs
-    [("lines", 72_700), ("files", 517), ("lines of train/", 2_800), ("lines to read", 8_650), ("files to read", 40)],
+    # 860, 25 of them to read, and 7 files for tools of MCP servers, the sandbox of a program that is talked to, and reading
+    # kept responses
+    [("lines", 73_560), ("files", 524), ("lines of train/", 2_800), ("lines to read", 8_675), ("files to read", 40)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())

@@ -23,6 +23,7 @@ COMES_WITH = {
     "pydantic_core": "pydantic",
     "triton": "torch",
     "h11": "uvicorn",
+    "anyio": "httpx",
     "huggingface_hub": "transformers",
     "tokenizers": "transformers",
     "jinja2": "torch",

@@ -41,6 +41,7 @@ class Request:
     versions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # of the KV cache, in order of position
     known: int = 0  # so many of them are found by their tokens
+    cached: int = -1  # positions of the prompt that were computed before it first ran
     place: int = -1  # of its layers' states, where they keep such, among those of running requests
     computed: int = 0  # positions whose keys and values are there,
     older: bool = False  # some of them with weights that were replaced since
@@ -115,4 +116,4 @@ class Request:
 
     def completion(self) -> Completion:
         stop = self.stop or Stop.ABORT
-        return Completion.of(self.tokens, self.logprobs, self.versions, stop, self.known_routes())
+        return Completion.of(self.tokens, self.logprobs, self.versions, stop, self.known_routes(), max(self.cached, 0))

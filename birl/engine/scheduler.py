@@ -218,6 +218,7 @@ class Scheduler:
         request.place = self.places.pop()
         request.routes = [route for page in known for route in self.pages.routes.get(page, ())]  # a leader's come later
         self.reused += computed
+        request.cached = min(computed, len(request.prompt)) if request.cached < 0 else request.cached
         return True
 
     def retire(self) -> list[Request]:

@@ -49,4 +49,5 @@ class Asked:
             logprobs=np.append(self.part.logprobs, completion.logprobs[skip:]),
             versions=np.append(self.part.versions, completion.versions[skip:]),
             stop=Stop.LENGTH if full and completion.stop is Stop.ABORT else completion.stop,
+            cached=self.part.cached if n else completion.cached,
         )

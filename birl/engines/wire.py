@@ -144,6 +144,7 @@ def completion_to(completion: Completion) -> dict[str, Any]:
         "versions": completion.versions.tolist(),
         "stop": str(completion.stop),
     }
+    result |= {"cached": completion.cached} if completion.cached else {}
     return result | {"routes": b64encode(completion.routes).decode()} if completion.routes else result
 
 
@@ -155,6 +156,7 @@ def completion_from(data: Mapping[str, Any]) -> Completion:
         versions=data["versions"],
         stop=Stop(data["stop"]),
         routes=b64decode(data.get("routes", ""), validate=True),
+        cached=int(data.get("cached", 0)),
     )
 
 

@@ -60,13 +60,15 @@ BUILT_IN: dict[str, str] = {
 @dataclass(slots=True, kw_only=True)
 class World:
     """Where episodes take place. `rows(split)`: its own tasks, or those of several sets by name; None where they come
-    from data. `turns`: an episode may have several. `agent`: it needs an address where the model is."""
+    from data. `turns`: an episode may have several. `agent`: it needs an address where the model is. `runs`: agents,
+    which call tools themselves."""
 
     kind: str
     open: Callable[[Task], Env | Agent]
     rows: Callable[[str], list[dict[str, Any]] | dict[str, list[dict[str, Any]]]] | None = None
     turns: bool = True
     agent: bool = False
+    runs: bool = False
     shared: Any = field(default=None)
 
     async def close(self) -> None:
@@ -80,6 +82,10 @@ def check_world(config: schema.Env, given: Any = None) -> None:
     `given` takes the place of the name."""
     if config.kind != "single_turn":
         _named(config, given)
+    if config.mcp:
+        from birl.envs.mcp.tools import check_servers
+
+        check_servers(config)
 
 
 async def open_world(
@@ -87,6 +93,17 @@ async def open_world(
 ) -> World:
     """Import and check what `env.kind` names, and make what its episodes share. `text` renders a prompt, `folder` is
     the run's, if there is one. Raises `BirlError`."""
+    world = await _open_world(config, text, given, folder)
+    if not config.mcp or config.kind == "mixture":  # whose parts have them
+        return world
+    from birl.envs.mcp.tools import equip
+
+    return await equip(world, config)
+
+
+async def _open_world(
+    config: schema.Env, text: Callable[[Conversation], str], given: Any, folder: Path | None
+) -> World:
     if config.kind == "single_turn":
         return World(kind=config.kind, open=SingleTurn, turns=False)
     named, settings = _named(config, given)
@@ -106,7 +123,7 @@ async def open_world(
         return made(**{name: task if name == "task" else offered[name] for name in takes})
 
     rows = partial(_rows, config, made.tasks, settings, shared) if hasattr(named, "tasks") else None
-    return World(kind=config.kind, open=open_one, rows=rows, agent=agent, shared=shared)
+    return World(kind=config.kind, open=open_one, rows=rows, agent=agent, runs=agent, shared=shared)
 
 
 @dataclass
@@ -161,6 +178,7 @@ def _function(
         kind=config.kind,
         open=lambda task: FunctionAgent(function, names, task, settings),
         agent="base_url" in names,
+        runs=True,
     )
 
 

@@ -15,7 +15,6 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.envs.calls import CLOSING, called
+from birl.envs.command import found, path
 from birl.envs.function_agent import KEY, prompt, row
 from birl.errors import BirlError
 from birl.process import kill, tied
@@ -182,26 +182,7 @@ def words(config: Config) -> list[str]:
         raise BirlError(f"env.pass_environment={own[0]}: agents have their own.")
     if absent := [name for name in config.pass_environment if name not in os.environ]:
         raise BirlError(f"env.pass_environment={absent[0]}: there is no such environment variable.")
-    # It runs in another folder, so files are named in full; not resolved, as a virtual environment's python is a link.
-    result = [os.path.abspath(w) if os.path.isfile(w) or ("/" in w and os.path.exists(w)) else w for w in result]
-    if Path(result[0]).name.startswith("python") and (absent := missing(result[1:])):
-        raise BirlError(f"env.command={config.command}: there is no file {absent} in {Path.cwd()}.")
-    program = shutil.which(result[0], path=path())
-    if program is None:
-        raise BirlError(f"env.command={config.command}: there is no program {result[0]}.")
-    return tied([program, *result[1:]])
-
-
-def missing(arguments: list[str]) -> str:
-    """The script that Python is to run, where it was not found: those that were have their full names."""
-    script = next((word for word in arguments if not word.startswith("-")), "")
-    module = any(word.startswith(("-m", "-c")) for word in arguments)
-    return script if script.endswith(".py") and not module and not os.path.isabs(script) else ""
-
-
-def path() -> str:
-    """`python` is the one that runs birl."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return tied(found(result, "env.command", config.command))
 
 
 def environment(config: Config, folder: Path, base_url: str, task: Path) -> dict[str, str]:

@@ -145,7 +145,8 @@ def prepared(config: schema.RL) -> "Wanted":
     )  # fmt: skip
     context = min(config.model.max_length or reader.context, reader.context)
     asked = [(context, 0)]
-    if not config.engine.kv_cache_gb and config.env.kind == "single_turn":  # what bounds the memory for keys and values
+    single = config.env.kind == "single_turn" and not config.env.mcp
+    if single and not config.engine.kv_cache_gb:  # what bounds the memory for keys and values
         world = World(kind="single_turn", open=SingleTurn, turns=False)
         train, validation = load_data(config, world, policy.chat, context)
         asked = lengths(config, world, policy, train, validation, context)

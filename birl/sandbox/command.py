@@ -1,5 +1,6 @@
 """The command lines that start `guest.py`: within bubblewrap, or as it is."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -13,7 +14,7 @@ HERE = Path(__file__).parent
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 NOBODY = "65534"
 GUEST = "/run/birl"  # where the guest's code is inside of bubblewrap
-NAMES = ("confine", "folder", "guest", "program", "watch", "checker", "names", "values")
+NAMES = ("confine", "folder", "guest", "program", "watch", "checker", "names", "values", "attached")
 SOURCES = {
     "birl/__init__.py": None,
     "birl/sandbox/__init__.py": None,
@@ -53,17 +54,39 @@ def readable(python: str) -> list[str]:
     return [] if prefix.startswith("/usr") else [prefix]
 
 
-def plain(python: str, control: int) -> list[str]:
-    """The guest outside of any namespace; it confines only what it starts."""
-    code = f"import sys; sys.path.insert(0, {str(HERE.parent.parent)!r}); from birl.sandbox import guest; guest.main()"
+def sources(opened: contextlib.ExitStack) -> list[tuple[int, str]]:
+    """The guest's code as open files, and their names inside."""
+    result = []
+    for name, path in SOURCES.items():
+        fd = os.memfd_create(name)
+        opened.callback(os.close, fd)
+        os.write(fd, path.read_bytes() if path else b"")
+        os.lseek(fd, 0, os.SEEK_SET)
+        result.append((fd, name))
+    return result
+
+
+def plain(python: str, control: int | str, main: str = "guest") -> list[str]:
+    """The guest outside of any namespace; it confines only what it starts, or becomes."""
+    place = str(HERE.parent.parent)
+    code = f"import sys; sys.path.insert(0, {place!r}); from birl.sandbox import {main}; {main}.main()"
     return [python, "-I", "-S", "-X", "utf8", "-c", code, str(control)]
 
 
 def bubblewrap(
-    python: str, control: int, sources: Sequence[tuple[int, str]], limits: Limits, uid: int, *, keep: bool
+    python: str,
+    control: int | str,
+    sources: Sequence[tuple[int, str]],
+    limits: Limits,
+    uid: int = 0,
+    *,
+    keep: bool = False,
+    main: str = "guest",
+    places: Sequence[str] = (),
 ) -> list[str]:
     """The guest as pid 1 of a sandbox. `sources`: open files with its code, and their names inside. `keep`: it makes
     namespaces of its own for every run, so that this cannot be forbidden here (the filter of each run forbids it).
+    `main`: the module of the guest that runs; `places`: more that can be read.
 
     An unprivileged user comes first, where this process is root: for the kernel, root without capabilities in a user
     namespace still is the owner of /proc/sys. bwrap is pid 1's parent, and its environment would be readable in /proc:
@@ -90,9 +113,11 @@ def bubblewrap(
         words += ["--ro-bind-try", "/proc/sys", "/proc/sys"]
     size = str(limits.file_mb << 20)
     words += ["--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", "/tmp"]
+    for place in places:  # which may lie in /tmp
+        words += ["--ro-bind", place, place]
     words += ["--remount-ro", "/dev"]
     for fd, name in sources:
         words += ["--ro-bind-data", str(fd), f"{GUEST}/{name}"]
     words += ["--chdir", "/tmp", "--remount-ro", "/"]
-    code = f"import sys; sys.path.insert(0, {GUEST!r}); from birl.sandbox import guest; guest.main()"
+    code = f"import sys; sys.path.insert(0, {GUEST!r}); from birl.sandbox import {main}; {main}.main()"
     return [*words, "--", python, "-I", "-S", "-B", "-X", "utf8", "-c", code, str(control)]

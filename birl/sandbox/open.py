@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import platform
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,13 +99,14 @@ async def problem(kind: str, python: str) -> str:
     try:
         async with LocalSandbox(kind, python=python, workers=1) as sandbox:
             result = await sandbox.run({"probe.py": PROBE}, ["python", "probe.py"], Limits(seconds=10))
-            return _seen(result, kind)
+            return seen(result, kind)
     except (BirlError, OSError, SandboxFailed) as error:
         return str(error)
 
 
-def _seen(result: Result, kind: str) -> str:
-    """What is wrong with a kind in which the probe came to this. Empty: nothing."""
+def seen(result: Result, kind: str, known: Collection[str] = ()) -> str:
+    """What is wrong with a kind in which the probe came to this; that it could do what is `known` is not. Empty:
+    nothing."""
     if not result.good:
         errors = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return result.detail or f"the trial run ended with exit code {result.exit_code}: {' '.join(errors)}"
@@ -114,8 +116,9 @@ def _seen(result: Result, kind: str) -> str:
         return "the trial run printed something else than it should"
     if report.get("answer") != 42:
         return "the trial run computed something else than it should"
-    if report["worked"] and kind != "process":
-        return f"a program in it could {', '.join(report['worked'])}"
+    worked = [name for name in report["worked"] if name not in known]
+    if worked and kind != "process":
+        return f"a program in it could {', '.join(worked)}"
     return ""
 
 

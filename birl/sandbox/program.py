@@ -47,7 +47,7 @@ def become(settings: Settings, ends: tuple[int, ...], status: int, order: int) -
 
 def _run(order: Order, settings: Settings) -> None:
     os.chdir(order["folder"])
-    _confined(order["limits"], settings)
+    confined(order["limits"], settings)
     confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user has taken it away
     command = order["command"]
     if command[0] == "python" and settings["kind"] == "zygote" and command[1:2] and command[1][0] != "-":
@@ -63,7 +63,7 @@ def _run(order: Order, settings: Settings) -> None:
         os._exit(127)
 
 
-def _confined(limits: dict[str, Any], settings: Settings) -> None:
+def confined(limits: dict[str, Any], settings: Settings) -> None:
     kind, uid = settings["kind"], settings["uid"]
     counted = kind in NAMESPACES or uid  # else the kernel counts all of the user's processes
     confine.limit(limits, limits["processes"] + 2 if counted else 0)

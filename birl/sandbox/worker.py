@@ -200,13 +200,7 @@ class Worker:
             self._scratch = tempfile.mkdtemp(prefix="birl-sandbox-")
             os.chmod(self._scratch, 0o711)
             return commands.plain(self.python, control), []
-        sources = []
-        for name, path in commands.SOURCES.items():
-            fd = os.memfd_create(name)
-            opened.callback(os.close, fd)
-            os.write(fd, path.read_bytes() if path else b"")
-            os.lseek(fd, 0, os.SEEK_SET)
-            sources.append((fd, name))
+        sources = commands.sources(opened)
         keep = self.kind == "zygote"
         words = commands.bubblewrap(self.python, control, sources, limits, self.uid, keep=keep)
         return words, [fd for fd, _ in sources]

@@ -31,13 +31,13 @@ class AnthropicReply(Reply):
         return {
             "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": self.model,
             "content": [], "stop_reason": None, "stop_sequence": None,
-            "usage": {"input_tokens": len(turn.prompt), "output_tokens": 0},
+            "usage": usage(turn, 0),
         }  # fmt: skip
 
     def whole(self, answers: Answers) -> Block:
         ((reply, turn),) = answers
-        usage = {"input_tokens": len(turn.prompt), "output_tokens": len(turn.completion.tokens)}
-        return self.head(turn) | {"content": blocks(reply), "usage": usage} | self.end(reply, turn)
+        told = {"content": blocks(reply), "usage": usage(turn, len(turn.completion.tokens))}
+        return self.head(turn) | told | self.end(reply, turn)
 
     def end(self, reply: Message, turn: Turn) -> Block:
         reason, stop = "end_turn", None
@@ -65,12 +65,20 @@ class AnthropicReply(Reply):
             yield event("content_block_start", index=i, content_block=empty)
             yield event("content_block_delta", index=i, delta=delta)
             yield event("content_block_stop", index=i)
-        usage = {"output_tokens": len(turn.completion.tokens)}
-        yield event("message_delta", delta=self.end(reply, turn), usage=usage)
+        yield event("message_delta", delta=self.end(reply, turn), usage=usage(turn, len(turn.completion.tokens)))
         yield event("message_stop")
 
     def failed(self, refused: Refused) -> bytes:
         return event("error", error=error(refused)["error"])
+
+
+def usage(turn: Turn, said: int) -> Block:
+    """Tokens; those of the prompt that were computed before are counted apart."""
+    cached = turn.completion.cached
+    return {
+        "input_tokens": len(turn.prompt) - cached, "output_tokens": said,
+        "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
+    }  # fmt: skip
 
 
 def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicReply:

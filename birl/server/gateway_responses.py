@@ -52,7 +52,8 @@ def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept
     for key in sorted(set(more) - {"include_obfuscation"}):
         terms.vain(f"stream_options.{key}", more[key])
     begun = [Message(role="system", content=instructions)] if instructions else []
-    given = (*begun, *continued(data, kept), *conversation(data.get("input"), kept))
+    items = [{"role": "user", "content": said}] if isinstance(said := data.get("input"), str) else said
+    given = (*begun, *continued(data, kept), *conversation(items, kept))
     tools = [tool(one, i) for i, one in enumerate(typed(data, "tools", list, []))]
     try:
         seen, form = terms.tools({**data, **form_of(data, terms)}, tools, data.get("tool_choice"))
@@ -64,6 +65,7 @@ def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept
     told["store"] = typed(data, "store", bool, True)
     return ResponsesReply(
         conversation=given,
+        given=items,  # pyright: ignore[reportArgumentType]  `conversation` refuses anything else
         params=terms.params(data, own, (), "max_output_tokens"),
         tools=seen,
         form=form,
@@ -96,10 +98,8 @@ def talk_of(id: str, kept: Kept, where: str) -> tuple[Message, ...]:
 
 
 def conversation(given: Any, kept: Kept) -> tuple[Message, ...]:
-    """Messages of `input`: text, or a list of items. What was thought, a message and calls that follow each other are
+    """Messages of `input`, a list of items. What was thought, a message and calls that follow each other are
     one answer. Raises `Refused`."""
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise invalid("input", "must be text or a list of items, and not empty")
     result: list[Message] = []

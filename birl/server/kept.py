@@ -9,18 +9,20 @@ from threading import Lock
 from birl.rollout.session import Known
 from birl.types import Message
 
+Entry = tuple[Known, int, int, bytes]
+
 TOKEN, SAMPLED = 36, 76  # bytes of a token of a prompt, and of one with its log-prob and version
 
 
 @dataclass(slots=True, kw_only=True)
 class Kept:
     """At most `most` answers, of `most_bytes` together: the least recently cited go first. Without bounds for an
-    episode, whose turns have their own. `size`: bytes that are held."""
+    episode, whose turns have their own, and which nobody reads again. `size`: bytes that are held."""
 
     most: float = inf
     most_bytes: float = inf
     size: int = 0
-    _all: "OrderedDict[str, tuple[Known, int, int]]" = field(default_factory=OrderedDict)
+    _all: "OrderedDict[str, Entry]" = field(default_factory=OrderedDict)
     _lock: Lock = field(default_factory=Lock)  # requests are read beside the event loop
 
     @property
@@ -29,11 +31,15 @@ class Kept:
             return "an episode keeps all of its own"
         return f"the last {self.most:,} are kept, at most {self.most_bytes / 2**20:g} MiB"
 
-    def keep(self, id: str, known: Known, own: int = 0) -> None:
-        """`own`: messages at its start that no other answer continues."""
-        size = bytes_of(known)
+    @property
+    def readable(self) -> bool:
+        return self.most < inf
+
+    def keep(self, id: str, known: Known, own: int = 0, told: bytes = b"") -> None:
+        """`own`: messages at its start that no other answer continues; `told`: what is read of it by its id."""
+        size = bytes_of(known) + len(told)
         with self._lock:
-            self._all[id] = known, own, size
+            self._all[id] = known, own, size, told
             self.size += size
             while len(self._all) > self.most or self.size > self.most_bytes:
                 self.size -= self._all.popitem(last=False)[1][2]
@@ -46,10 +52,22 @@ class Kept:
             self._all.move_to_end(id)
             return self._all[id][:1]
 
+    def told(self, id: str) -> bytes:
+        """What is read of it; empty where it is not kept."""
+        with self._lock:
+            return self._all[id][3] if id in self._all else b""
+
+    def drop(self, id: str) -> bool:
+        """Whether it was there."""
+        with self._lock:
+            entry = self._all.pop(id, None)
+            self.size -= entry[2] if entry else 0
+            return entry is not None
+
     def cited(self, id: str) -> tuple[Message, ...] | None:
         """The conversation, with its answer."""
         with self._lock:
-            known, own, _ = self._all.get(id, (None, 0, 0))
+            known, own, *_ = self._all.get(id, (None, 0))
             return known.talk[own:] if known else None  # pyright: ignore[reportReturnType]  of messages
 
 

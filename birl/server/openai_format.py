@@ -171,9 +171,14 @@ class Pieces:
         *offsets, _ = accumulate(map(len, texts), initial=offset)
         return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
 
-    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
+    def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """All answers to a prompt have it once."""
         prompt, made = sum(map(len, self.asked.prompts)), sum(len(c.tokens) for c in completions)
-        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        cached = sum(
+            min(c.cached for c in completions[i : i + self.asked.n]) for i in range(0, len(completions), self.asked.n)
+        )
+        counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def call_id() -> str:

@@ -1,8 +1,10 @@
 """OpenAI's Responses on a server: POST /v1/responses, by the code of the agents' gateway. What a response is continued
 by, its tokens included, is kept within bounds; a stream grows while the answer is sampled."""
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,18 +76,92 @@ def read(data: dict[str, Any], service: Service) -> Asked:
 
 
 async def events(service: Service, asked: Asked, params: SamplingParams) -> AsyncIterator[bytes]:
-    grown, shown = Events(asked.reply), asked.visible(service)
-    thoughts = Growing(service.chat.tags, asked.opened)
-    for chunk in grown.begin():
-        yield chunk
-    async with aclosing(sampled(service, [(asked.prompt, params)], asked.grammar)) as items:  # pyright: ignore[reportArgumentType]
-        async for item in items:
-            if len(item) == 2:
-                new = grown.end(asked.message(service, shown.whole()), asked.turn(item[1]))
-            else:
-                new = grown.more(*thoughts.feed(shown.feed(item[1])), asked.reply.rows(item[1], item[2]))
-            for chunk in new:
-                yield chunk
+    grown, shown, id = Events(asked.reply), asked.visible(service), asked.reply.id
+    thoughts, ended = Growing(service.chat.tags, asked.opened), asyncio.Event()
+    service.growing[id] = asked.reply, ended
+    try:
+        for chunk in grown.begin():
+            yield chunk
+        async with aclosing(sampled(service, [(asked.prompt, params, id)], asked.grammar)) as items:  # pyright: ignore[reportArgumentType]
+            async for item in items:
+                if len(item) == 2:
+                    new = grown.end(asked.message(service, shown.whole()), asked.turn(item[1]))
+                else:
+                    new = grown.more(*thoughts.feed(shown.feed(item[1])), asked.reply.rows(item[1], item[2]))
+                for chunk in new:
+                    yield chunk
+    finally:
+        ended.set()
+        del service.growing[id]
 
 
-ROUTES = {("POST", "/v1/responses"): responses}
+async def retrieve(service: Service, request: Request) -> Response:
+    id = request.path_params["id"]
+    if request.query_params.get("stream") == "true":
+        raise Refused(400, "stream: an answer is streamed to who asked for it, and not a second time.", param="stream")
+    if id in service.growing:
+        return JSONResponse(service.growing[id][0].head("in_progress"))
+    return JSONResponse(stored(service, id)[0])
+
+
+async def input_items(service: Service, request: Request) -> Response:
+    """Those of the request, the newest first, `limit` of them behind the one whose id is `after`."""
+    items, asked = stored(service, request.path_params["id"])[1], request.query_params
+    if asked.get("order", "desc") == "desc":
+        items = items[::-1]
+    limit = int(asked["limit"]) if asked.get("limit", "20").isdecimal() and "limit" in asked else 20
+    if not 1 <= limit <= 100:
+        raise Refused(400, "limit must be from 1 to 100.", param="limit")
+    if after := asked.get("after"):
+        place = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if place is None:
+            raise Refused(400, f"after: there is no item {after[:80]!r}.", param="after")
+        items = items[place + 1 :]
+    page = items[:limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(items) > limit})
+
+
+async def delete(service: Service, request: Request) -> Response:
+    id = request.path_params["id"]
+    if not service.kept.drop(id):
+        raise absent(service, id)
+    return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+
+async def cancel(service: Service, request: Request) -> Response:
+    """Ends a response that is streamed, with what it has; its stream ends, too."""
+    id = request.path_params["id"]
+    if id not in service.growing:
+        status = stored(service, id)[0]["status"]
+        raise Refused(400, f"The response is {status}: only one that is being streamed can be cancelled.", param="id")
+    reply, ended = service.growing[id]
+    while not ended.is_set():  # it may not have reached the engine yet
+        await service.engine.abort({id})
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), 0.2)
+    return JSONResponse(stored(service, id)[0] if reply.told["store"] else reply.head("cancelled"))
+
+
+def stored(service: Service, id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The response and the items of its request. Raises `Refused`."""
+    if not (told := service.kept.told(id)):
+        raise absent(service, id)
+    response, items = json.loads(told)
+    return response, items
+
+
+def absent(service: Service, id: str) -> Refused:
+    return Refused(
+        404, f"There is no response {id[:80]!r}: it was asked with store=false, was deleted, is of another server, or "
+        f"made room for newer ones ({service.kept.bounds}).", "not_found_error",
+    )  # fmt: skip
+
+
+ROUTES = {
+    ("POST", "/v1/responses"): responses,
+    ("GET", "/v1/responses/{id}"): retrieve,
+    ("DELETE", "/v1/responses/{id}"): delete,
+    ("GET", "/v1/responses/{id}/input_items"): input_items,
+    ("POST", "/v1/responses/{id}/cancel"): cancel,
+}

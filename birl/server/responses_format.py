@@ -23,7 +23,7 @@ Item = dict[str, Any]
 class ResponsesReply(Reply):
     """`model`: what it is called; `told`: what of the request the response repeats; `own`: messages at the start of the
     conversation that the next response does not have by itself (instructions); `talk`: the conversation with the
-    thinking that is known of it, where that is not the same."""
+    thinking that is known of it, where that is not the same; `given`: the items of the request."""
 
     model: str
     kept: Kept
@@ -32,6 +32,7 @@ class ResponsesReply(Reply):
     logprobs: bool = False
     token_ids: bool = False
     talk: Conversation = ()
+    given: Sequence[Item] = ()
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(24)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -48,12 +49,13 @@ class ResponsesReply(Reply):
     def finished(self, reply: Message, turn: Turn) -> Item:
         """All of it; where it may be continued it is kept."""
         stop, asked, said = turn.completion.stop, len(turn.prompt), len(turn.completion.tokens)
-        result = self.head("completed" if stop is Stop.STOP else "incomplete")
-        result["output"] = self.items(reply, turn, result["status"])
-        if stop is not Stop.STOP:
-            result["incomplete_details"] = {"reason": "max_output_tokens" if stop is Stop.LENGTH else str(stop)}
+        result = self.head({Stop.STOP: "completed", Stop.LENGTH: "incomplete"}.get(stop, "cancelled"))
+        result["output"] = self.items(reply, turn, ended(result))
+        if stop is Stop.LENGTH:
+            result["incomplete_details"] = {"reason": "max_output_tokens"}
         result["usage"] = {
-            "input_tokens": asked, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens": asked,
+            "input_tokens_details": {"cached_tokens": turn.completion.cached, "cache_write_tokens": 0},
             "output_tokens": said, "output_tokens_details": {"reasoning_tokens": self.thought(reply, turn)},
             "total_tokens": asked + said,
         }  # fmt: skip
@@ -63,8 +65,13 @@ class ResponsesReply(Reply):
         if self.told["store"]:
             key, talk = (following(t, reply) for t in (self.conversation, self.talk or self.conversation))
             known = Known(key=plain(key), talk=talk, owner=owner_of(self.tools), turn=turn)
-            self.kept.keep(self.id, known, self.own)
+            told = json.dumps([result, self.inputs()]).encode() if self.kept.readable else b""
+            self.kept.keep(self.id, known, self.own, told)
         return result
+
+    def inputs(self) -> list[Item]:
+        """The items of the request, each with an id."""
+        return [{"type": "message", "id": self.id_of("in", i), **one} for i, one in enumerate(self.given)]
 
     def items(self, reply: Message, turn: Turn, status: str) -> list[Item]:
         result = [self.reasoning(reply.thinking)] if reply.thinking else []
@@ -154,7 +161,7 @@ class Events:
             yield from self.turn_to("message")
         if self.kind == "message" and self.sent < len(self.rows):
             yield self.delta("")  # of tokens that do not show
-        yield from self.turn_to("", whole["status"])
+        yield from self.turn_to("", ended(whole))
         for item in whole["output"]:
             if item["type"] == "function_call":
                 self.place += 1
@@ -165,7 +172,7 @@ class Events:
                 done = {"arguments": item["arguments"], "name": item["name"]}
                 yield self.event("response.function_call_arguments.done", **where, **done)
                 yield self.event("response.output_item.done", output_index=self.place, item=item)
-        yield self.event(f"response.{whole['status']}", response=whole)
+        yield self.event(f"response.{ended(whole)}", response=whole)
 
     def turn_to(self, kind: str, status: str = "completed") -> Iterator[bytes]:
         """Ends the item that grows, and begins one of `kind`."""
@@ -201,6 +208,11 @@ class Events:
         if self.kind == "message":
             more, self.sent = {"logprobs": self.rows[self.sent :]}, len(self.rows)
         return self.event(f"response.{item['content'][0]['type']}.delta", **self.where(item), delta=new, **more)
+
+
+def ended(response: Item) -> str:
+    """How its items and its stream ended: neither knows of cancelled ones."""
+    return "completed" if response["status"] == "completed" else "incomplete"
 
 
 def named(reply: Message) -> Message:

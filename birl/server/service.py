@@ -55,6 +55,7 @@ class Service:
     stuck_after: float = 60.0
     words: str = ""
     kept: Kept = field(default_factory=lambda: Kept(most=ANSWERS, most_bytes=ANSWER_BYTES))
+    growing: dict[str, tuple[Any, asyncio.Event]] = field(default_factory=dict)  # streamed responses by id, their ends
     volume: str = ""
     owner: Owner = field(default_factory=Owner)
     digest: str = ""

@@ -15,7 +15,7 @@ from birl.server.service import Service
 from birl.text.visible import Visible
 from birl.types import Completion, SamplingParams
 
-Job = tuple[tuple[int, ...], SamplingParams]
+Job = tuple[tuple[int, ...], SamplingParams] | tuple[tuple[int, ...], SamplingParams, str]  # and the session
 Told = tuple[int, list[int], list[float], list[int]]  # which answer, its new tokens, their log-probs and versions
 LAST_WORDS = 10.0  # seconds to take the end of a stream that failed
 
@@ -96,7 +96,9 @@ async def events(service: Service, asked: Ask, jobs: Sequence[Job]) -> AsyncIter
             elif (chunk := answers[item[0]].more(*item[1:])) is not None:
                 yield event(chunk)
     if asked.usage:
-        yield event(pieces.head(chunk=True) | {"choices": [], "usage": pieces.usage(list(finished.values()))})
+        yield event(
+            pieces.head(chunk=True) | {"choices": [], "usage": pieces.usage([finished[i] for i in sorted(finished)])}
+        )
     yield b"data: [DONE]\n\n"
 
 

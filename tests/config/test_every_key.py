@@ -42,6 +42,7 @@ from tests.tiny import tiny_model_folder, tiny_moe_folder
 
 ANY = object()
 
+SERVER = Path(__file__).parents[1] / "envs/mcp_server.py"
 TRAINING = """
 model.path=model model.dtype=float32 data.train=a.jsonl reward.functions=given:letters
 rollout.prompts=2 rollout.group_size=4 rollout.max_tokens=8 optimizer.lr=0.01 engine.kv_cache_gb=0.01
@@ -258,6 +259,8 @@ class Case:
 WORLD = "env.kind=worlds.py:Thrice rollout.stop=[e,a,i,o,n] rollout.max_tokens=60"
 WORLD_EVAL = "env.kind=worlds.py:Thrice validation.max_tokens=100 validation.temperature=1 seed=1"
 AGENT = "env.kind=worlds.py:hot"
+TOOLS = "model.chat_template=tools.jinja model.tool_format=hermes"
+SERVED = f"{TOOLS} env.mcp=[./server.py] env.mcp_sandbox=none"
 ENVIRONMENT: dict[str, Case] = {
     "env.kind": Case("worlds.py:Thrice", first_prompt),
     "env.options": Case("word", refused=r"written as env\.NAME=value"),
@@ -268,6 +271,10 @@ ENVIRONMENT: dict[str, Case] = {
         {3},
         WORLD + " rollout.max_tokens=1",
     ),
+    "env.mcp": Case("[./server.py]", first_prompt, under=TOOLS),
+    "env.mcp_longest": Case("7", first_prompt, under=SERVED),
+    "env.mcp_timeout": Case("1e-9", refused=r"it did not begin within 1e-09 s \(env\.mcp_timeout\)", under=SERVED),
+    "env.mcp_sandbox": Case("none", first_prompt, under=SERVED.removesuffix(" env.mcp_sandbox=none")),
 }
 
 #: real runs of several processes: tests/parallel/test_runs.py
@@ -732,6 +739,14 @@ def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
         tiny_moe_folder("moe")
         tiny_model_folder("plain", heads=4, kv_heads=2)  # not on birl's kernels
         Path("shout.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}!!!")
+        Path("tools.jinja").write_text(
+            "{% for t in tools or [] %}{{ t.function.description }}{% endfor %}"
+            "{% for m in messages %}{{ m['content'] }}"
+            "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}{% endfor %}"
+        )
+        Path("server.py").write_text(f"#!{sys.executable}\n" + SERVER.read_text())
+        Path("server.py").chmod(0o755)
+        patches.setenv("BIRL_TEST_USER", "somebody")
         Path("rewards.py").write_text(FILE)
         Path("custom.py").write_text(CUSTOM)
         Path("worlds.py").write_text(WORLDS)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -221,3 +222,74 @@ def test_a_stream_ends_with_the_error(server: Running, client: openai.OpenAI, mo
     monkeypatch.setattr(server.service.engine, "generate", fails)
     with pytest.raises(openai.APIError, match="broken"):
         list(client.responses.create(model="any", input="Hi", stream=True))
+
+
+def test_a_kept_response_is_read_and_deleted(client: openai.OpenAI) -> None:
+    said: Any = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Well?"},
+        {"role": "user", "content": "Go"},
+    ]
+    for stream in (False, True):
+        made = ask(client, said, max_output_tokens=3, stream=stream, metadata={"run": "7"})
+        assert client.responses.retrieve(made.id).to_dict() == made.to_dict()
+        items = list(client.responses.input_items.list(made.id, order="asc", limit=2))  # of two pages
+        assert [(item.role, item.content) for item in items] == [(m["role"], m["content"]) for m in said]  # type: ignore[union-attr]
+        assert [item.id for item in client.responses.input_items.list(made.id)] == [item.id for item in items][::-1]
+        with pytest.raises(openai.BadRequestError, match="The response is incomplete: only one that is being streamed"):
+            client.responses.cancel(made.id)
+        client.responses.delete(made.id)
+        for method in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+            with pytest.raises(openai.NotFoundError, match=f"There is no response '{made.id}'"):
+                method(made.id)
+        with pytest.raises(openai.BadRequestError, match="there is no response"):
+            ask(client, previous_response_id=made.id)
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_streamed_response_is_cancelled(client: openai.OpenAI, store: bool) -> None:
+    keys: Any = {"model": "any", "input": "Hi", "store": store, "extra_body": {"ignore_eos": True}}
+    with client.responses.create(**keys, stream=True) as events:
+        made: Any = next(iter(events))
+        assert client.responses.retrieve(made.response.id).status == "in_progress"
+        ended = client.responses.cancel(made.response.id)
+        *_, last = events
+    assert ended.status == last.response.status == "cancelled" and last.type == "response.incomplete"
+    if store:
+        assert client.responses.retrieve(ended.id).to_dict() == last.response.to_dict()
+
+
+def test_cached_tokens_are_those_that_were_not_computed(server: Running, client: openai.OpenAI) -> None:
+    """In all dialects, whole and streamed, beside the engine's own count."""
+    prompt = "Name seven rivers, seven cities and seven hills of this country. " * 4
+    counters = server.service.engine.counters
+    told: list[tuple[int, int]] = []
+
+    def chat(stream: bool, n: int = 1) -> int:
+        keys: Any = {"model": "any", "messages": [{"role": "user", "content": prompt}], "max_tokens": 2, "n": n}
+        if not stream:
+            return client.chat.completions.create(**keys).usage.prompt_tokens_details.cached_tokens
+        *_, last = client.chat.completions.create(**keys, stream=True, stream_options={"include_usage": True})
+        return last.usage.prompt_tokens_details.cached_tokens
+
+    def response(stream: bool) -> int:
+        return ask(client, prompt, stream=stream, max_output_tokens=2).usage.input_tokens_details.cached_tokens
+
+    for cached in (chat, chat, response):
+        for stream in (False, True):
+            before = counters.reused
+            told.append((cached(stream), counters.reused - before))
+    with anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0) as other:
+        keys: Any = {"model": "any", "max_tokens": 2, "messages": [{"role": "user", "content": prompt}]}
+        usage = other.messages.create(**keys).usage
+        with other.messages.stream(**keys) as events:
+            assert events.get_final_message().usage == usage
+        told.append((usage.cache_read_input_tokens, told[-1][1]))
+        assert (
+            usage.input_tokens + told[-1][0]
+            == other.messages.count_tokens(model="any", messages=keys["messages"]).input_tokens
+        )
+    (first, reused), *others = told
+    assert first == reused < 64
+    assert {cached for cached, _ in others} == {count for _, count in others} and others[0][0] > 64
+    assert chat(False, n=2) == others[0][0]  # the prompt of two answers is one

@@ -161,7 +161,9 @@ UNREAD: tuple[Row, ...] = (
     _reward("reward.length_target", "length"),
     _reward("reward.judge reward.judge_prompt reward.judge_tokens reward.judge_cache", "judge"),
     _row(RL | Eval, "reward.concurrency", _over_http, "no reward is asked for over HTTP"),
-    _row(RL | Eval, "env.max_turns env.sampling", lambda c: c.env.kind != "single_turn", SINGLE),
+    _row(RL | Eval, "env.max_turns", lambda c: c.env.kind != "single_turn" or c.env.mcp, SINGLE),
+    _row(RL | Eval, "env.sampling", lambda c: c.env.kind != "single_turn", SINGLE),
+    _row(RL | Eval, "env.mcp_timeout env.mcp_longest env.mcp_sandbox", lambda c: c.env.mcp, "env.mcp names no server"),
     _row(
         RL | Eval,
         "validation.top_p validation.top_k",

@@ -81,6 +81,16 @@ class Env(Section):
     """How answers to an agent's OpenAI or Anthropic client are drawn: run (as rollout or validation says, whatever the
     client asks for) | agent (with the client's own temperature, top_p, top_k and min_p; `birl eval` only, as training
     needs the log-probs of what the run itself would draw)."""
+    mcp: list[str] = field(default_factory=list)
+    """MCP servers whose tools the model may call beside the environment's own: commands, which are started for each
+    episode, and addresses, as in env.mcp=['python server.py','http://127.0.0.1:8000/mcp']."""
+    mcp_timeout: Wait = 30.0
+    """Longest an MCP server may take to begin, and to answer a call [s]; after that the episode is an env_error."""
+    mcp_longest: Count = 8000
+    """Characters of a tool's result, and of its description, that the model sees."""
+    mcp_sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = "auto"
+    """How commands of env.mcp are confined: auto (the best that works here: no network, and of the files only Python,
+    its packages, and those that the command names) | bubblewrap | landlock | none (with your network and variables)."""
 
 
 @dataclass(kw_only=True)

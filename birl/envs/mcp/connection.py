@@ -1,0 +1,123 @@
+"""One session with one MCP server. A task of its own holds it: the client's contexts end where they began, and the
+steps of an episode are tasks that come and go."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from birl.envs.mcp.transport import Problem, Streams
+from birl.errors import BirlError, text_of
+from birl.foreign import stop
+
+T = TypeVar("T")
+logging.getLogger("mcp").setLevel(logging.CRITICAL)  # what goes wrong is told by whom it concerns
+MOST_TOOLS = 1000
+PATIENCE = 10.0  # seconds that a session may take to end
+CLOSED, INVALID = -32000, (-32600, -32601, -32602)  # codes of JSON-RPC: of the end, and of a call that cannot be
+
+
+class Connection:
+    """`open` gives the streams of a server; `name` is for messages; nothing takes longer than `seconds`.
+
+    Example: connection = Connection("server.py", partial(over_http, "http://127.0.0.1:8000/mcp"), seconds=30)
+             await connection.start(); await connection.call("add", {"a": 1, "b": 2}); await connection.close()
+    """
+
+    def __init__(
+        self, name: str, open: Callable[[Problem], AbstractAsyncContextManager[Streams]], seconds: float
+    ) -> None:
+        self.name, self.open, self.seconds = name, open, seconds
+        loop = asyncio.get_running_loop()
+        self.problem: Problem = loop.create_future()
+        self.ready: asyncio.Future[Any] = loop.create_future()
+        self.closing = asyncio.Event()
+        self.holding: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises `BirlError` with the cause where it does not begin."""
+        self.holding = asyncio.create_task(self._hold())
+        self.holding.add_done_callback(lambda task: task.cancelled() or task.exception())  # it is looked at
+
+        async def begun() -> None:
+            await asyncio.shield(self.ready)
+
+        await self._answer(begun(), "begin")
+
+    async def tools(self) -> list[Any]:
+        """All of them, as the client has them."""
+        from mcp.types import PaginatedRequestParams
+
+        result, cursor = [], None
+        while len(result) < MOST_TOOLS:
+            params = PaginatedRequestParams(cursor=cursor)
+            page = await self._answer(self.ready.result().list_tools(params=params), "list its tools")
+            result += page.tools
+            if not (cursor := page.nextCursor):
+                return result
+        raise BirlError(f"{self.name}: it has more than {MOST_TOOLS} tools.")
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+        """The result of a tool, as the client has it. Raises `Misused` for a call that cannot be, and `BirlError` with
+        the cause where there is no result."""
+        return await self._answer(self.ready.result().call_tool(tool, arguments), f"answer a call of {tool}")
+
+    async def close(self) -> None:
+        self.closing.set()
+        if self.holding is not None:
+            if self.ready.done():
+                await asyncio.wait({self.holding}, timeout=PATIENCE)
+            await stop(self.holding)
+
+    async def _hold(self) -> None:
+        from mcp import ClientSession
+
+        async with self.open(self.problem) as (hear, say), ClientSession(hear, say) as session:
+            await session.initialize()
+            self.ready.set_result(session)
+            await self.closing.wait()
+
+    async def _answer(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """What the server is waited for. It may end meanwhile, which the client does not always tell."""
+        assert self.holding is not None
+        asking, ends = asyncio.ensure_future(work), {self.problem, self.holding}
+        try:
+            await asyncio.wait({asking, *ends}, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise BirlError(f"{self.name}: {self._end() or self._late(what)}.")
+            if (error := asking.exception()) is None:
+                return asking.result()
+            code = getattr(getattr(error, "error", None), "code", 0)
+            if code == CLOSED:  # the cause is on its way
+                await asyncio.wait(ends, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            if code in INVALID and not self._end():
+                raise Misused(text_of(error))
+            raise BirlError(f"{self.name}: {self._end() or f'it did not {what}: {cause(error)}'}.")
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    def _end(self) -> str:
+        """Why the session has ended; empty where it has not."""
+        assert self.holding is not None
+        if self.problem.done():
+            return self.problem.result()
+        if not self.holding.done():
+            return ""
+        error = None if self.holding.cancelled() else self.holding.exception()
+        return "the session is closed" if error is None else cause(error)
+
+    def _late(self, what: str) -> str:
+        return f"it did not {what} within {self.seconds:g} s (env.mcp_timeout)"
+
+
+class Misused(Exception):
+    """A call that the server refuses: the model's mistake, which it is told."""
+
+
+def cause(error: BaseException) -> str:
+    """The first line of the innermost error."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {text_of(error)}".partition("\n")[0][:300]

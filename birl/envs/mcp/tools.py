@@ -1,0 +1,239 @@
+"""`env.mcp`: the tools of MCP servers, beside those that an environment has of its own.
+
+    env.mcp=[python my_server.py, http://127.0.0.1:8000/mcp]
+
+A call of such a tool is answered by its server, in a session that belongs to the episode; all else is the
+environment's. What a server refuses is told to the model; a server that fails ends the episode as an `env_error`.
+"""
+
+import asyncio
+import json
+import mimetypes
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from birl.config import schema
+from birl.envs.calls import called
+from birl.envs.command import found, path
+from birl.envs.mcp.connection import Connection, Misused
+from birl.envs.mcp.transport import Command, Problem, Streams, over_http, over_pipes
+from birl.errors import BirlError
+from birl.process import tied
+from birl.sandbox.attach import Confinement, confinement
+from birl.sandbox.command import SYSTEM_PATH
+from birl.types import Conversation, Env, Feedback, Message, ToolCall
+
+if TYPE_CHECKING:
+    from birl.envs.open import World
+
+PROCESSES = 16  # episodes with processes of servers at once
+SHOWN = ("/etc/ssl/openssl.cnf", *mimetypes.knownfiles)  # what Node and Python read by themselves
+
+
+@dataclass(slots=True, kw_only=True)
+class Servers:
+    """Those of a run. `owners`: which has a tool; `confined`: how their processes are, None for not at all; `longest`:
+    characters of a result, or of what a tool is said to do, that the model sees."""
+
+    rows: Sequence[str]
+    seconds: float
+    longest: int
+    confined: Confinement | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    owners: dict[str, int] = field(default_factory=dict)
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PROCESSES))
+
+    @property
+    def started(self) -> bool:
+        """Whether some are processes."""
+        return not all(map(is_address, self.rows))
+
+    def connection(self, number: int) -> Connection:
+        row = self.rows[number]
+        way = partial(over_http, row) if is_address(row) else partial(process, words(row), self.confined)
+        return Connection(f"env.mcp: {row}", way, self.seconds)
+
+    async def learn(self) -> None:
+        """What tools there are. Raises `BirlError`."""
+        tools: list[Mapping[str, Any]] = []
+        for number, row in enumerate(self.rows):
+            connection = self.connection(number)
+            try:
+                await connection.start()
+                listed = await connection.tools()
+            finally:
+                await connection.close()
+            for tool in listed:
+                if (other := self.owners.setdefault(tool.name, number)) != number:
+                    raise BirlError(f"env.mcp: {self.rows[other]} and {row} both have a tool {tool.name}.")
+                told = (tool.description or "")[: self.longest]
+                function = {"name": tool.name, "description": told, "parameters": tool.inputSchema}
+                tools.append({"type": "function", "function": function})
+        self.tools = tuple(tools)
+
+
+async def servers_of(config: schema.Env) -> Servers:
+    """Those that `env.mcp` names, each tried once. Raises `BirlError` with the one that fails, and its cause."""
+    commands = [words(row) for row in config.mcp if not is_address(row)]
+    confined = None
+    if commands and config.mcp_sandbox != "none":
+        places = [place for command in commands for place in seen(command)]
+        confined = await confinement(config.mcp_sandbox, places, "env.mcp_sandbox")
+    result = Servers(rows=config.mcp, seconds=config.mcp_timeout, longest=config.mcp_longest, confined=confined)
+    await result.learn()
+    return result
+
+
+def check_servers(config: schema.Env) -> None:
+    """What can be known before anything starts. Raises `BirlError`."""
+    if find_spec("mcp") is None:
+        raise BirlError("env.mcp needs the package mcp: pip install 'birl[mcp]'")
+    for row in config.mcp:
+        if not is_address(row):
+            words(row)
+
+
+def is_address(row: str) -> bool:
+    return row.startswith(("http://", "https://"))
+
+
+def words(row: str) -> list[str]:
+    """Of the command that starts a server. Raises `BirlError`."""
+    try:
+        result = shlex.split(row)
+    except ValueError as error:
+        raise BirlError(f"env.mcp: {row}: {error}.") from None
+    if not result:
+        raise BirlError("env.mcp: an entry is empty. Name a command or an address, as in env.mcp=[python server.py].")
+    return found(result, "env.mcp", row)
+
+
+def seen(command: Sequence[str]) -> list[str]:
+    """Files and folders that a confined server can read: the Python that runs birl with its packages, the program, and
+    what the command names; of a file its folder, where its modules are."""
+    own = [sys.prefix, sys.base_prefix, *(p for p in sys.path if p.endswith("-packages")), *SHOWN]
+    programs = [command[0], os.path.realpath(command[0])]
+    own += [str(Path(p).parent) for p in (*programs, *command[1:]) if os.path.isabs(p) and os.path.isfile(p)]
+    own += [p for p in command[1:] if os.path.isabs(p) and os.path.isdir(p)]
+    return [p for p in own if os.path.exists(p) and not p.startswith("/usr/") and p not in ("/", "/bin", "/usr")]
+
+
+@asynccontextmanager
+async def process(command: list[str], confined: Confinement | None, problem: Problem) -> AsyncIterator[Streams]:
+    """In an empty folder, which is removed. Confined, it has no network and no variable of the environment."""
+    with ExitStack() as opened:
+        folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="birl-mcp-", ignore_cleanup_errors=True))
+        if confined is None:
+            start = Command(words=tied(command), environment={**os.environ, "PATH": path()}, folder=folder)
+        else:
+            home = "/tmp" if confined.kind == "bubblewrap" else folder
+            own = {"PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "HOME": home, "TMPDIR": home}
+            line, fds = confined.words(command, {**own, "LANG": "C.UTF-8"}, folder, opened)
+            start = Command(words=tied(line), environment={"PATH": SYSTEM_PATH}, folder="/", fds=fds)
+        async with over_pipes(start, problem) as streams:
+            yield streams
+
+
+class Equipped:
+    """An environment whose model may also call the servers' tools."""
+
+    def __init__(self, env: Env, servers: Servers) -> None:
+        self.env, self.servers = env, servers
+        self.own = tuple(getattr(env, "tools", ()))
+        self.tools = (*self.own, *servers.tools)
+        self.connections: list[Connection] = []
+        self.calls = self.refused = 0
+        self.placed = False
+
+    @property
+    def pictures(self) -> Sequence[str]:
+        return getattr(self.env, "pictures", ())
+
+    async def admit(self) -> None:
+        if hasattr(self.env, "admit"):
+            await called(self.env.admit)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.servers.started:
+            await self.servers.places.acquire()
+            self.placed = True
+
+    async def start(self) -> Conversation:
+        for number in range(len(self.servers.rows)):
+            self.connections.append(self.servers.connection(number))
+            await self.connections[-1].start()
+        return await called(self.env.start)
+
+    async def step(self, reply: Message) -> Feedback:
+        """Calls of the servers' tools are answered first, in their order."""
+        rest = tuple(call for call in reply.tool_calls if call.name not in self.servers.owners and self.own)
+        told = tuple([await self.answer(call) for call in reply.tool_calls if call not in rest])
+        if told and not rest:
+            return Feedback(messages=told, done=False, info=self.counted())
+        feedback = await called(self.env.step, replace(reply, tool_calls=rest) if told else reply)
+        return replace(feedback, messages=(*told, *feedback.messages), info={**feedback.info, **self.counted()})
+
+    def counted(self) -> dict[str, float]:
+        return {"mcp/calls": float(self.calls), "mcp/refused": float(self.refused)}
+
+    async def answer(self, call: ToolCall) -> Message:
+        self.calls += 1
+        try:
+            text, good = await self.result(call)
+        except Misused as error:
+            text, good = str(error), False
+        self.refused += not good
+        if len(text) > self.servers.longest:
+            text = f"{text[: self.servers.longest]}\n({len(text) - self.servers.longest} more characters)"
+        content = text if good else f"Error: {text}"
+        return Message(role="tool", content=content, tool_call_id=call.id, name=call.name)
+
+    async def result(self, call: ToolCall) -> tuple[str, bool]:
+        """What a tool says, and whether it is a result. Raises `Misused` and `BirlError`."""
+        if call.name not in self.servers.owners:
+            raise Misused(f"there is no tool {call.name[:100]}; there are {', '.join(self.servers.owners)}.")
+        result = await self.connections[self.servers.owners[call.name]].call(call.name, json.loads(call.arguments))
+        parts = [written(part) for part in result.content]
+        if not parts and result.structuredContent is not None:
+            parts = [json.dumps(result.structuredContent, ensure_ascii=False)]
+        return "\n".join(parts) or "(nothing)", not result.isError
+
+    async def close(self) -> None:
+        try:
+            await asyncio.gather(*(connection.close() for connection in self.connections))
+        finally:
+            if self.placed:
+                self.placed = False
+                self.servers.places.release()
+            close = getattr(self.env, "close", None)
+            if close is not None:
+                await called(close)
+
+
+def written(part: Any) -> str:
+    """A part of a result as the model reads it."""
+    if (text := getattr(part, "text", None)) is not None:
+        return text
+    if (resource := getattr(part, "resource", None)) is not None:
+        return getattr(resource, "text", None) or f"(a resource: {resource.uri})"
+    kind = getattr(part, "mimeType", None) or part.type
+    return f"(not text: {kind}, {getattr(part, 'uri', '')})".replace(", )", ")")
+
+
+async def equip(world: "World", config: schema.Env) -> "World":
+    """The same environment with the servers' tools. Raises `BirlError`, and closes it then."""
+    try:
+        if world.runs:
+            raise BirlError(f"env.mcp: env.kind={config.kind} is an agent, which calls its tools itself.")
+        servers, opened = await servers_of(config), world.open
+        return replace(world, open=lambda task: Equipped(opened(task), servers), turns=True)  # pyright: ignore
+    except BaseException:
+        await world.close()
+        raise
