@@ -49,7 +49,7 @@ help:
 	@echo "make setup-cloud  install Ray, aws and moto into .venv-cloud, for the tests of birl launch aws"
 	@echo "make setup-skypilot  install SkyPilot into .venv-skypilot, for the tests of birl launch skypilot"
 	@echo "make setup-trackers  install W&B, MLflow, Trackio and SwanLab into .venv-trackers, for their tests"
-	@echo "make setup-agents  install agent packages and lm-eval into .venv-agents, for the tests of agents"
+	@echo "make setup-agents  install agent packages, lm-eval and inspect into .venv-agents, for the tests of agents"
 	@echo "make setup-tinker  install Tinker's client and cookbook into .venv-tinker, for the tests of birl tinker"
 	@echo "make check-tinker  run the client and programs of the cookbook, unchanged, against birl tinker, and count them"
 	@echo "make setup-gpu  install Triton into .venv-gpu, for make check-gpu"
@@ -176,7 +176,7 @@ setup-agents: .venv-agents/setup.done
 
 # On top of .venv: birl runs there, too.
 .venv-agents/setup.done: tests/server/requirements.txt .venv/dev.done
-	@echo "Installing agent packages and lm-eval into .venv-agents (once)"
+	@echo "Installing agent packages, lm-eval and inspect into .venv-agents (once)"
 	@test -x .venv-agents/bin/python || $(BIN)/python -m venv .venv-agents
 	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 		> "$$(.venv-agents/bin/python -c 'import site; print(site.getsitepackages()[0])')/birl.pth"

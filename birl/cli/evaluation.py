@@ -35,7 +35,7 @@ from birl.rollout.failures import ALIKE, Start, reasons
 from birl.rollout.group import Rollout
 from birl.rollout.records import answers
 from birl.rollout.scorer import scorer
-from birl.rollout.tasks import limits_of, longest_prompt, own_rows, tell_plain
+from birl.rollout.tasks import limits_in, longest_prompt, own_rows, tell_plain
 from birl.server.gateway import Gateway
 from birl.track.console import Terminal
 from birl.track.log import encode
@@ -102,7 +102,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
             chat=model.chat,
             open_env=world.open,
             score=scorer(rewards),
-            limits=limits_of(config.env, tokens=context),
+            limits=limits_in(world, config.env, tokens=context),
             seed=config.seed,
             gateway=gateway,
             saw=Start(rows=first, tasks=len(first)).saw,

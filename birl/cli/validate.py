@@ -25,7 +25,7 @@ from birl.rollout.episode import describe
 from birl.rollout.group import Rollout, Scorer
 from birl.rollout.scorer import scorer
 from birl.rollout.session import Tools
-from birl.rollout.tasks import limits_of
+from birl.rollout.tasks import limits_in
 from birl.types import Agent, Completion, Conversation, Env, Message, Outcome, SamplingParams, Stop, Task, Trajectory
 
 AT_ONCE = 64  # rows that are played at once
@@ -136,7 +136,7 @@ async def problem(config: schema.Eval, world: World, score: Scorer | None, tasks
     except Exception as error:
         await called(env.close)
         return str(error) if isinstance(error, BirlError) else f"has no gold replies: {describe(error)}"
-    limits = limits_of(config.env, tokens=sys.maxsize)
+    limits = limits_in(world, config.env, tokens=sys.maxsize)
     rollout = Rollout(engine=engine, chat=engine, open_env=lambda _: env, score=score, limits=limits, seed=config.seed)
     group = await rollout.group(0, task, 1, SamplingParams(max_tokens=1))
     return verdict(group.trajectories[0], engine, config.validation.threshold or 1.0)

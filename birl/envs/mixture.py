@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from birl.config import schema
+from birl.config.load import read_section
 from birl.errors import BirlError
 from birl.types import Agent, Env, Task
 
@@ -14,19 +15,29 @@ if TYPE_CHECKING:
     from birl.envs.open import World
 
 Rows = list[dict[str, Any]]
+#: keys of `env` that a part may have of its own
+OF_A_PART = ("max_turns", "timeout", "cut_turn", "mcp", "mcp_timeout", "mcp_longest", "mcp_sandbox")
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The environments of a mixture by name."""
+    """The environments of a mixture by name, and what `env` is for each."""
 
     worlds: dict[str, "World"]
+    sections: dict[str, schema.Env]
 
     def open(self, task: Task) -> Env | Agent:
+        return self.worlds[self.name(task)].open(task)
+
+    def section(self, task: Task) -> schema.Env:
+        return self.sections[self.name(task)]
+
+    def name(self, task: Task) -> str:
+        """Of the environment that plays a task. Raises `BirlError`."""
         name = str(task.columns.get("env", ""))
         if name not in self.worlds:
             raise BirlError(f"{task.id}: its column `env` is {name!r}; env.parts has {', '.join(self.worlds)}.")
-        return self.worlds[name].open(task)
+        return name
 
     def rows(self, split: str) -> dict[str, Rows]:
         """The tasks of each part. Raises `BirlError` where one has none to train on."""
@@ -54,14 +65,15 @@ class Mixture:
     @dataclass(kw_only=True)
     class Config:
         parts: list[str] = field(default_factory=list)
-        """Environments, each with its own keys, as in env.parts=['countdown','guess_number high=20 turns=6']."""
+        """Environments, each with its own keys, as in env.parts=['countdown','guess_number high=20 max_turns=6'].
+        Limits (max_turns, timeout, cut_turn) and tools (mcp, ...) that a part does not name are those of env."""
 
     @staticmethod
     async def parts(config: Config, env: schema.Env, opened: Callable[[schema.Env], Awaitable["World"]]) -> Parts:
         """Opens each part. A second one of a kind has a number behind its name. Raises `BirlError`."""
-        result = Parts({})
+        result = Parts({}, sections(config, env))
         try:
-            for name, section in sections(config, env).items():
+            for name, section in result.sections.items():
                 result.worlds[name] = await opened(section)
         except BaseException:
             await result.close()
@@ -85,7 +97,10 @@ def sections(config: Mixture.Config, env: schema.Env) -> dict[str, schema.Env]:
             )
         seen[kind] += 1
         name = kind if seen[kind] == 1 else f"{kind}-{seen[kind]}"
-        result[name] = replace(env, kind=kind, options=dict(word.split("=", 1) for word in words))
+        keys = dict(word.split("=", 1) for word in words)
+        limits = {key: keys.pop(key) for key in OF_A_PART if key in keys}
+        own = read_section(schema.Env, limits, "env.")
+        result[name] = replace(env, kind=kind, options=keys, **{key: getattr(own, key) for key in limits})
     if not result:
         raise BirlError("env.kind=mixture: env.parts is empty. Name environments, as in env.parts=[countdown,code].")
     return result

@@ -45,6 +45,7 @@ BUILT_IN: dict[str, str] = {
     "miniwob": "birl.envs.browser.env:MiniWob",
     "webarena": "birl.envs.browser.env:WebArena",
     "program": "birl.envs.program:Program",
+    "harbor": "birl.envs.harbor:Harbor",
     "mixture": "birl.envs.mixture:Mixture",
     "gem": "birl.envs.adapters.gem:Gem",
     "gymnasium": "birl.envs.adapters.gymnasium:Gymnasium",
@@ -61,7 +62,7 @@ BUILT_IN: dict[str, str] = {
 class World:
     """Where episodes take place. `rows(split)`: its own tasks, or those of several sets by name; None where they come
     from data. `turns`: an episode may have several. `agent`: it needs an address where the model is. `runs`: agents,
-    which call tools themselves."""
+    which call tools themselves. `section`: what `env` is for a task, where that differs from task to task."""
 
     kind: str
     open: Callable[[Task], Env | Agent]
@@ -69,6 +70,7 @@ class World:
     turns: bool = True
     agent: bool = False
     runs: bool = False
+    section: Callable[[Task], schema.Env] | None = None
     shared: Any = field(default=None)
 
     async def close(self) -> None:
@@ -113,7 +115,9 @@ async def _open_world(
     if hasattr(named, "parts"):
         parts = await made.parts(settings, config, partial(open_world, text=text, folder=folder))
         agent = any(world.agent for world in parts.worlds.values())
-        return World(kind=config.kind, open=parts.open, rows=parts.rows, agent=agent, shared=parts)
+        return World(
+            kind=config.kind, open=parts.open, rows=parts.rows, agent=agent, section=parts.section, shared=parts
+        )
     agent = hasattr(named, "run")
     shared = await _shared(config, made.shared, settings, folder) if hasattr(named, "shared") else None
     offered = {"config": settings, "shared": shared, "text": text}

@@ -55,7 +55,7 @@ class Rollout:
     chat: Translator
     open_env: Callable[[Task], Env | Agent]
     score: Scorer | None
-    limits: Limits
+    limits: Limits | Callable[[Task], Limits]
     seed: int
     gateway: Gateway | None = None
     saw: Callable[[Task, Trajectory], None] = lambda task, trajectory: None
@@ -74,7 +74,7 @@ class Rollout:
                 self.engine,
                 self.chat,
                 params,
-                self.limits,
+                self.limits(task) if callable(self.limits) else self.limits,
                 seed,
                 id=str(index),
                 name=f"group {index} episode {episode}",

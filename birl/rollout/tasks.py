@@ -1,6 +1,6 @@
 """The tasks of a run: from data files or from the environment, checked against what the model can hold."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +140,13 @@ def context_of(config: schema.RL, world: "World", limit: int) -> int:
     return min(asked or limit, limit)
 
 
+def limits_in(world: "World", env: schema.Env, tokens: int) -> Limits | Callable[[Task], Limits]:
+    """Of an episode, or of one of a task; `tokens` of a conversation."""
+    section = world.section
+    return limits_of(env, tokens) if section is None else lambda task: limits_of(section(task), tokens)
+
+
 def limits_of(env: schema.Env, tokens: int) -> Limits:
-    """Of an episode; `tokens` of a conversation."""
     return Limits(timeout=env.timeout, turns=env.max_turns, tokens=tokens, cut_ends=env.cut_turn == "end")
 
 

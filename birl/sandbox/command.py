@@ -20,6 +20,7 @@ SOURCES = {
     "birl/sandbox/__init__.py": None,
     **{f"birl/sandbox/{name}.py": HERE / f"{name}.py" for name in NAMES},
 }
+LINKS = ("app", "workspace", "logs", "tests", "solution")  # in the root, to folders of the run
 GUEST_MB = 32  # what the guest itself may need beside the run
 FIRST_UID, UIDS = 61200, 4000  # within the range that systemd sets apart for users that come and go
 
@@ -108,6 +109,9 @@ def bubblewrap(
         words += ["--ro-bind-try", place, place]
     for place in readable(python):
         words += ["--ro-bind", place, place]
+    for name in LINKS:  # for programs that expect to be alone in a container
+        if not any(place.startswith(f"/{name}/") for place in (*readable(python), *places)):
+            words += ["--symlink", f"tmp/{name}", f"/{name}"]
     words += ["--proc", "/proc", "--dev", "/dev"]
     if not keep:  # a zygote's runs mount their own
         words += ["--ro-bind-try", "/proc/sys", "/proc/sys"]

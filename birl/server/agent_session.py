@@ -1,11 +1,12 @@
 """An episode that agents talk to over HTTP: what they asked and what is being answered."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from birl.errors import Aborted, EngineFailed
+from birl.rollout.session import Known, owner_of, plain
 from birl.server.kept import Kept
 from birl.server.limits import Refused
 from birl.text.chat import Chat
@@ -29,6 +30,10 @@ class Session(Protocol):
 
     failure: Exception | None
 
+    @property
+    def known(self) -> Sequence[Known]: ...
+    @property
+    def asked(self) -> int: ...
     async def answer(
         self, conversation: Conversation, params: SamplingParams, *, tools: Tools = (), agent: str = ""
     ) -> tuple[Message, Turn]: ...
@@ -66,6 +71,7 @@ class Reply:
 class Visit:
     session: Session
     kept: Kept = field(default_factory=Kept)
+    tell: Callable[[str, str], None] = lambda key, text: None  # once for each key, whatever the episode
     open: "set[asyncio.Task[Answers]]" = field(default_factory=set)
 
     def ask(self, reply: Reply) -> "asyncio.Task[Answers]":
@@ -90,7 +96,16 @@ class Visit:
             task.cancel()
 
     async def one(self, reply: Reply) -> tuple[Message, Turn]:
-        return await self.session.answer(reply.conversation, reply.params, tools=reply.tools, agent=reply.agent)
+        place, number = changed(self.session.known, reply), self.session.asked
+        result = await self.session.answer(reply.conversation, reply.params, tools=reply.tools, agent=reply.agent)
+        if place is not None:
+            self.tell(
+                "history",
+                f"An agent changes its history: in turn {number} message {place} "
+                f"({reply.conversation[place].role}) is not what it was. So the turn begins a new sample, "  # pyright: ignore[reportAttributeAccessIssue]
+                f"and the {len(result[1].prompt)} tokens of its prompt are trained on again. Told once.",
+            )
+        return result
 
     async def _answers(self, reply: Reply) -> Answers:
         asked = [asyncio.ensure_future(self.one(reply)) for _ in range(reply.n)]
@@ -103,3 +118,18 @@ class Visit:
                 if not isinstance(result, BaseException):
                     self.session.forget(result[1])
             raise
+
+
+def changed(known: Sequence[Known], reply: Reply) -> int | None:
+    """The first message that differs from what it was, where a conversation goes on from a known one in which most
+    messages are the same; None where it is a known one that goes on, or another."""
+    own, owner = plain(reply.conversation), owner_of(reply.tools, reply.agent)
+    best, place = 0, None
+    for one in known:
+        if one.owner == owner and type(one.key) is type(own) is tuple and len(one.key) <= len(own):
+            same = [a == b for a, b in zip(one.key, own, strict=False)]
+            if all(same):
+                return None
+            if 2 * sum(same) >= len(same) and sum(same) > best:
+                best, place = sum(same), same.index(False)
+    return place

@@ -32,6 +32,8 @@ class Alone:
     params: SamplingParams
     limits: Limits
     failure: Exception | None = None
+    known: tuple[Any, ...] = ()
+    asked: int = 0
 
     async def answer(self, *_: Any, **__: Any) -> tuple[Message, Turn]:
         raise NotImplementedError
@@ -63,7 +65,9 @@ class Direct(Visit):
 async def messages(service: Service, request: Request) -> Response:
     data = await json_object(request, service.most_bytes)
     context = service.engine.context
-    visit = Direct(session=Alone(SamplingParams(max_tokens=context), Limits(context)), service=service)
+    visit = Direct(
+        session=Alone(SamplingParams(max_tokens=context), Limits(context)), service=service, kept=service.kept
+    )
 
     def read() -> Reply:
         check_bulk(data, context)

@@ -81,7 +81,7 @@ class Gateway:
     def enter(self, session: Session) -> str:
         """The address of a session, until `leave`."""
         secret = secrets.token_urlsafe(24)
-        self.visits[secret] = Visit(session=session)
+        self.visits[secret] = Visit(session=session, tell=self.terms.tell)
         return f"{self._url}/s/{secret}/v1"
 
     def leave(self, session: Session) -> None:

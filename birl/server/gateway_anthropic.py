@@ -3,10 +3,12 @@
 import json
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from birl.rollout.session import Known, following, owner_of, plain
 from birl.server.agent_session import Answers, Reply, Visit
+from birl.server.kept import Kept
 from birl.server.limits import OVERLOADED, Refused
 from birl.server.messages import invalid, said, text, typed
 from birl.server.openai_format import call_id
@@ -15,7 +17,7 @@ from birl.types import Message, Stop, ToolCall, Turn
 
 KNOWN = (
     *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "tools", "tool_choice"),
-    *("stop_token_ids", *SAMPLING),
+    *("stop_token_ids", "thread", *SAMPLING),
 )
 KINDS = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large", 503: "api_error"}
 
@@ -24,18 +26,29 @@ Block = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True)
 class AnthropicReply(Reply):
+    """`kept`: where it is continued by its id (a thread); None where it is not."""
+
     model: str
     own_stop: tuple[str, ...] = ()
+    kept: Kept | None = None
+    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+
+    def keep(self, reply: Message, turn: Turn) -> None:
+        if self.kept is not None:
+            talk = following(self.conversation, reply)
+            known = Known(key=plain(talk), talk=talk, owner=owner_of(self.tools), turn=turn)
+            self.kept.keep(self.id, known, told=json.dumps(list(self.tools)).encode())
 
     def head(self, turn: Turn) -> Block:
         return {
-            "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": self.model,
+            "id": self.id, "type": "message", "role": "assistant", "model": self.model,
             "content": [], "stop_reason": None, "stop_sequence": None,
             "usage": usage(turn, 0),
         }  # fmt: skip
 
     def whole(self, answers: Answers) -> Block:
         ((reply, turn),) = answers
+        self.keep(reply, turn)
         told = {"content": blocks(reply), "usage": usage(turn, len(turn.completion.tokens))}
         return self.head(turn) | told | self.end(reply, turn)
 
@@ -59,6 +72,7 @@ class AnthropicReply(Reply):
 
     def chunks(self, answers: Answers) -> Iterator[bytes]:
         ((reply, turn),) = answers
+        self.keep(reply, turn)
         yield event("message_start", message=self.head(turn))
         for i, block in enumerate(blocks(reply)):
             empty, delta = opened(block)
@@ -84,7 +98,12 @@ def usage(turn: Turn, said: int) -> Block:
 def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicReply:
     """POST /messages. Raises `Refused`."""
     terms.check(data, (*KNOWN, *(("seed", "output_format", "output_config") if terms.served else ())))
-    messages, tools = conversation(data)
+    thread, (messages, tools) = typed(data, "thread", dict, {}), conversation(data)
+    if thread.get("type") == "continue":
+        before, tools = continued(thread, visit.kept)
+        messages = (*before, *messages)
+    elif thread and thread.get("type") != "create":
+        raise invalid("thread.type", "must be create or continue")
     stop = typed(data, "stop_sequences", list, [])
     if not all(isinstance(s, str) for s in stop):
         raise invalid("stop_sequences", "must be a list of texts")
@@ -103,8 +122,21 @@ def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicRep
         ping=event("ping"),
         chat=terms.chat,
         model=str(data.get("model") or "birl"),
+        kept=visit.kept if thread else None,
         own_stop=tuple(s for s in params.stop if s not in visit.session.params.stop),
     )
+
+
+def continued(thread: Mapping[str, Any], kept: Kept) -> tuple[tuple[Message, ...], list[Block]]:
+    """The conversation and the tools of the answer that is cited. Raises `Refused`; clients then send all of it."""
+    id = typed(thread, "previous_message_id", str, "")
+    if (talk := kept.cited(id)) is None or not id.startswith("msg_"):
+        raise Refused(
+            404, f"thread.previous_message_id: there is no answer {id[:80]!r}: it is of another server or episode, "
+            f"began no thread, or made room for newer ones ({kept.bounds}). Send all messages (thread.type=create).",
+            code="thread_not_found",
+        )  # fmt: skip
+    return talk, json.loads(kept.told(id))
 
 
 def openai_form(data: Mapping[str, Any], choice: Mapping[str, Any]) -> Block:
@@ -206,7 +238,8 @@ def event(kind: str, **data: Any) -> bytes:
 
 def error(refused: Refused) -> Block:
     kind = "overloaded_error" if refused.kind == OVERLOADED else KINDS.get(refused.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+    details = {"details": {"error_code": code}} if (code := refused.more.get("code")) == "thread_not_found" else {}
+    return {"type": "error", "error": {"type": kind, "message": str(refused), **details}}
 
 
 def count_tokens(data: Mapping[str, Any], terms: Terms, visit: Visit) -> Block:

@@ -32,9 +32,13 @@ class Terms:
         return self.sampling == "client"
 
     def note(self, key: str, what: str) -> None:
+        self.tell(key, f"{'A client' if self.served else 'An agent'} asks for {key}={what}")
+
+    def tell(self, key: str, text: str) -> None:
+        """Once for each key."""
         if key not in self.noted:
             self.noted.add(key)
-            print(f"{'A client' if self.served else 'An agent'} asks for {key}={what}", flush=True)
+            print(text, flush=True)
 
     def vain(self, key: str, value: Any) -> None:
         why = "" if self.served else ": the model's own tokens are trained"

@@ -145,7 +145,7 @@ async def cancel(service: Service, request: Request) -> Response:
 
 def stored(service: Service, id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The response and the items of its request. Raises `Refused`."""
-    if not (told := service.kept.told(id)):
+    if not (told := service.kept.told(id)) or not id.startswith("resp_"):  # other dialects keep other things
         raise absent(service, id)
     response, items = json.loads(told)
     return response, items

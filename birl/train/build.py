@@ -38,7 +38,7 @@ from birl.rollout.evaluate import EvaluationPlan, plan
 from birl.rollout.failures import start
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
-from birl.rollout.tasks import Loaded, limits_of, load_rows, total_steps
+from birl.rollout.tasks import Loaded, limits_in, load_rows, total_steps
 from birl.train.credit import Credit, taught_by
 from birl.train.objective import Objective, keeps_reference, surrogate_of
 from birl.train.parts import Parts
@@ -117,7 +117,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
             score=scorer(rewards, progress),
             gateway=gateway,
             engine=engine,
-            limits=limits_of(config.env, tokens=data.context),
+            limits=limits_in(world, config.env, tokens=data.context),
             seed=config.seed,
             saw=start(config.rollout.max_failure_rate, config.rollout.prompts, sum(map(len, data.train))).saw,
         )

@@ -13,6 +13,8 @@ from birl.envs.open import World, open_world
 from birl.envs.tasks.countdown import Countdown
 from birl.envs.tasks.guess_number import GuessNumber
 from birl.errors import BirlError
+from birl.rollout.session import Limits
+from birl.rollout.tasks import limits_in
 from birl.types import Message, Task
 
 OWN = """
@@ -129,3 +131,25 @@ def test_a_part_fails_alone(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert not any("Broken" in name for s in steps for name in s)
     held_out = json.loads(Path("run/validation.jsonl").read_text().splitlines()[-1])
     assert {"validation/guess_number/score", "validation/arithmetic/score", "validation/all/score"} <= set(held_out)
+
+
+def test_a_part_has_limits_of_its_own(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = world("countdown rows=1", "guess_number rows=1 max_turns=3 timeout=7 cut_turn=continue", max_turns=5)
+    limits: Any = limits_in(made, Keys(), 99)
+    assert limits(task(env="countdown")) == Limits(timeout=600.0, turns=5, tokens=99, cut_ends=True)
+    assert limits(task(env="guess_number")) == Limits(timeout=7.0, turns=3, tokens=99, cut_ends=False)
+    for part, said in (("max_turns=0", "max_turns"), ("timeout=soon", "timeout"), ("cut_turn=never", "cut_turn")):
+        with pytest.raises(BirlError, match=said):
+            world(f"countdown {part}")
+    monkeypatch.chdir(tmp_path)
+    words = ["env.parts=['guess_number rows=2 max_turns=1','guess_number rows=2 max_turns=3']", f"model={tiny}"]
+    words += ["steps=1", "rollout.prompts=4", "rollout.group_size=2", "rollout.max_tokens=4", "env.cut_turn=continue"]
+    words += ["rollout.max_failure_rate=1", "model.max_length=512", "validation.every=0", "threads=1", "run=run"]
+    assert main(["rl", "env=mixture", *words, "track.console=off", "track.report=false"]) == 0
+    played = [json.loads(line) for line in Path("run/rollouts.jsonl").read_text().splitlines()]
+    turns = {name: {len(r.get("turns") or [0]) for r in played if r["source"] == name} for name in made_names(played)}
+    assert turns == {"guess_number": {1}, "guess_number-2": {3}}
+
+
+def made_names(played: list[dict[str, Any]]) -> set[str]:
+    return {r["source"] for r in played}

@@ -184,6 +184,67 @@ def dspy(task: dict[str, Any], base_url: str, api_key: str) -> float:
     return worth(found.number, task)
 
 
+def anthropic_loop(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """As Claude's agents work: the client calls tools and asks again until the model has none to call."""
+    import anthropic
+
+    @anthropic.beta_tool
+    def look(name: str) -> str:
+        """Looks a file up.
+
+        Args:
+            name: Its name.
+        """
+        return {"a": "7"}.get(name, "There is no such file.")
+
+    with anthropic.Anthropic(base_url=base_url, api_key=api_key) as client:
+        said: Any = [{"role": "user", "content": task["prompt"]}]
+        keys: Any = {"model": "any", "max_tokens": 120, "system": [{"type": "text", "text": "Look it up."}]}
+        runner = client.beta.messages.tool_runner(messages=said, tools=[look], max_iterations=3, **keys)
+        *_, last = runner
+    return worth("".join(block.text for block in last.content if block.type == "text"), task)
+
+
+def instructor(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    import instructor
+    import openai
+    from instructor.core import IncompleteOutputException, InstructorRetryException
+
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as own:
+        client: Any = instructor.from_openai(own)
+        said: Any = [{"role": "user", "content": task["prompt"]}]
+        try:
+            found = client.create(model="any", messages=said, response_model=Answer, max_retries=2, max_tokens=120)
+        except (InstructorRetryException, IncompleteOutputException):
+            return next(LUCK)
+    return worth(found.number, task)
+
+
+def agno(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    from agno.agent import Agent
+    from agno.models.openai import OpenAILike
+
+    model = OpenAILike(id="any", base_url=base_url, api_key=api_key, max_tokens=120, retries=0)
+    agent = Agent(model=model, tools=[add], instructions="Add.", tool_call_limit=2, telemetry=False)
+    return worth(agent.run(task["prompt"]).content, task)
+
+
+def haystack(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    from haystack.components.agents import Agent
+    from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.dataclasses import ChatMessage
+    from haystack.tools import Tool
+    from haystack.utils import Secret
+
+    model = OpenAIChatGenerator(
+        model="any", api_base_url=base_url, api_key=Secret.from_token(api_key), generation_kwargs={"max_tokens": 120}
+    )
+    tool = Tool(name="add", description="Adds.", parameters=SCHEMA, function=add)
+    agent = Agent(chat_generator=model, tools=[tool], system_prompt="Add.", max_agent_steps=3)
+    agent.warm_up()
+    return worth(agent.run(messages=[ChatMessage.from_user(task["prompt"])])["messages"][-1].text, task)
+
+
 #: the package that each needs -> the function
 AGENTS = {
     "openai": openai_client,
@@ -196,4 +257,8 @@ AGENTS = {
     "smolagents": smolagents,
     "litellm": litellm,
     "dspy": dspy,
+    "anthropic.lib": anthropic_loop,
+    "instructor": instructor,
+    "agno": agno,
+    "haystack": haystack,
 }

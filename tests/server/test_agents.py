@@ -1,4 +1,5 @@
-"""Agents of real packages, unchanged, are trained and then talk to `birl serve`; lm-evaluation-harness asks it, too."""
+"""Agents of real packages, unchanged, are trained and then talk to `birl serve`; lm-evaluation-harness and inspect ask
+it, too."""
 
 import json
 import os
@@ -15,7 +16,7 @@ from tests.server.agents import AGENTS
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-agents" / "bin" / "python"
 #: forced into their form by a server; the others may say anything, or call a tool too often
-READ = ("openai_client", "openai_agents", "openai_responses", "langchain", "litellm")
+READ = ("openai_client", "openai_agents", "openai_responses", "langchain", "litellm", "instructor")
 pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="no agent packages: make setup-agents"),
     pytest.mark.timeout(600),
@@ -42,6 +43,7 @@ def lines(module: str, folder: Path) -> list[dict[str, Any]]:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "HAYSTACK_TELEMETRY_ENABLED": "False",
         },
         capture_output=True,
         text=True,
@@ -70,3 +72,15 @@ def test_lm_eval_scores_a_server_as_it_scores_the_model(tmp_path: Path) -> None:
         for way in ("huggingface", "remote"):
             found, wanted = (np.array(told[kind][name], dtype=float) for kind in (way, "itself"))
             np.testing.assert_allclose(found, wanted, atol=1e-3)
+
+
+def test_inspect_evaluates_a_server(tmp_path: Path) -> None:
+    """Questions and its agent with a tool, in both of OpenAI's APIs; log-probs of each sampled token."""
+    told = {line["way"]: line for line in lines("tests.server.inspect_process", tmp_path)}
+    assert set(told) == {"chat", "responses"}
+    for way in told:
+        for what in ("questions", "agent"):
+            found = told[way][what]
+            assert found["status"] == "success" and all(found["scored"]) and all(found["tokens"]), found
+    assert all(0 < n <= 24 for n in told["chat"]["questions"]["logprobs"])
+    assert told["chat"]["questions"]["tokens"] == told["responses"]["questions"]["tokens"]

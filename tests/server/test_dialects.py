@@ -12,6 +12,7 @@ import openai
 import pydantic
 import pytest
 
+from birl.server.kept import Kept
 from birl.text.chat import Chat
 from birl.text.grammar import Guide, calls_of, whole
 from tests.rollout.scripted import Scripted
@@ -346,3 +347,16 @@ def test_guided_answers_do_not_change_others(server: Running) -> None:
         others = [pool.submit(server.http.post, "/v1/chat/completions", json=sent) for _ in range(3)]
         assert pool.submit(server.generate, prompt, max_tokens=30, seed=5, ignore_eos=True).result() == alone
         assert all(json.loads(o.result().json()["choices"][0]["message"]["content"])["a"] in (3, 4) for o in others)
+
+
+def test_a_thread_of_anthropics_on_a_server(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with anthropic.Anthropic(base_url=server.url, api_key="s3cret", max_retries=0) as client:
+        tool: Any = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
+        thread = client.beta.messages.thread(model="any", max_tokens=4, system="Be brief.", tools=[tool])
+        thread.send({"role": "user", "content": "Hi"})
+        whole = [*thread.messages, {"role": "user", "content": "Go on."}]
+        reply = thread.send({"role": "user", "content": "Go on."})
+        counted = client.messages.count_tokens(model="any", messages=whole, system="Be brief.", tools=[tool])  # type: ignore[arg-type]
+        assert counted.input_tokens == reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0)
+        monkeypatch.setattr(server.service, "kept", Kept(most=3, most_bytes=1 << 20))
+        assert thread.send({"role": "user", "content": "And?"}).id != reply.id  # the client sends all of it again

@@ -468,3 +468,56 @@ def test_thoughts_are_blocks_for_anthropic() -> None:
         assert (thought.type, thought.thinking.strip(), words.text.strip()) == ("thinking", "hm", "seven")
 
     played(Scripted(["<think>\nhm\n</think>\n\nseven"] * 2, THINKING), body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thread_of_anthropics_goes_on_token_by_token(stream: bool) -> None:
+    """The client's own loop of tools, which sends only what is new; an answer that is gone is sent anew."""
+
+    @anthropic.beta_async_tool
+    async def add(a: int) -> str:
+        """Adds.
+
+        Args:
+            a: A number.
+        """
+        return str(a + 4)
+
+    async def body(here: Place) -> None:
+        keys: Any = {"model": "any", "max_tokens": 90, "system": "Be brief.", "tools": [add], "messages": HI}
+        runner = here.anthropic.beta.messages.tool_runner(**keys, stream=stream)
+        said = [await one.get_final_message() if stream else one async for one in runner]
+        assert [one.stop_reason for one in said] == ["tool_use", "end_turn"]
+        assert here.spoken() == [CALL + "<|im_end|>seven<|im_end|>"]  # one sample
+        assert CHAT.decode(here.session.turns[1].prompt).endswith("tool\n7<|im_end|>\n<|im_start|>assistant\n")
+        lost: Any = {"type": "continue", "previous_message_id": "msg_1"}
+        with pytest.raises(anthropic.NotFoundError, match="there is no answer 'msg_1'") as caught:
+            await here.anthropic.beta.messages.create(model="any", max_tokens=9, messages=HI, thread=lost)
+        assert caught.value.body["error"]["details"] == {"error_code": "thread_not_found"}  # type: ignore[index, call-overload]
+
+    played(Scripted([CALL, "seven"], TOOLED), body)
+
+
+def test_a_rewritten_history_is_told_once_with_its_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an agent that goes on, asks several things, or asks anew nothing is told."""
+
+    async def body(here: Place) -> None:
+        talk: list[Any] = [*HI]
+        for n in range(2):
+            reply = await here.chat(talk)
+            talk += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": f"More {n}."}]
+            await here.chat([{"role": "user", "content": f"Another question {n}."}])
+        await here.chat(talk[:3])
+        assert "history" not in capsys.readouterr().out
+        for n in range(3):
+            talk[1] = {"role": "assistant", "content": f"rewritten {n}"}
+            reply = await here.chat(talk)
+            talk += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "More."}]
+        (told,) = [line for line in capsys.readouterr().out.splitlines() if "history" in line]
+        turn = here.session.turns[5]
+        assert told == (
+            "An agent changes its history: in turn 5 message 1 (assistant) is not what it was. So the turn begins a "
+            f"new sample, and the {len(turn.prompt)} tokens of its prompt are trained on again. Told once."
+        )
+
+    played(Scripted(lambda prompt: "seven"), body, turns=20)

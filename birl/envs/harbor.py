@@ -1,0 +1,260 @@
+"""`env=harbor`: task folders of the Harbor format (Terminal-Bench 2 and others), without a container runtime.
+
+    birl rl env=harbor env.tasks=my_tasks
+
+The model calls `bash`. When it answers without a call, or has had its turns, `tests/test.sh` runs, and the number that
+it writes to /logs/verifier/reward.txt (or reward.json) is the reward; without one the episode is an `env_error`.
+
+Files are what lasts from one command to the next: each is a run of the sandbox that begins with the files of the one
+before. No process of the model is there when the tests run, and the tests are not there before.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from birl.envs.harbor_folder import Folder, packed, read, read_all
+from birl.envs.tasks.rows import Row, at_least, check_keys, one_of
+from birl.errors import BirlError
+from birl.sandbox import archive
+from birl.sandbox.open import open_sandbox
+from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
+from birl.types import Feedback, Message, Task, ToolCall
+
+BASH = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Runs a command in the task's folder. Files are kept between calls, processes are not.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string", "description": "As for bash -c."}},
+            "required": ["command"],
+        },
+    },
+}
+REWARDS = ("logs/verifier/reward.txt", "logs/verifier/reward.json")
+PROGRAM = Path(archive.__file__).read_text()
+
+
+@dataclass(kw_only=True)
+class Config:
+    tasks: str = ""
+    """Folder of task folders for training, or one of them."""
+    validation_tasks: str = ""
+    """The same, held out."""
+    turns: int = 8
+    """Replies; then the tests run. At most env.max_turns count."""
+    build: str = "refuse"
+    """What becomes of RUN lines of a Dockerfile, which are commands of a container's build: refuse (the task) | skip
+    (what they install must be on this machine) | run (in the sandbox, as an episode begins, without a network)."""
+    prove: bool = True
+    """Play each task's own solution before the run; a task whose tests reward it no more than no work is refused."""
+    seconds: float = 30.0
+    """Longest a command may run [s]. The tests have what task.toml says."""
+    memory_mb: int = 1024
+    """Memory of a command [MiB]."""
+    storage_mb: int = 64
+    """Files of a task, all together [MiB]."""
+    longest: int = 4000
+    """Characters of what a command prints that the model sees."""
+    sandbox: str = "auto"
+    """Where commands run: auto (the first that works here) | zygote | bubblewrap."""
+    workers: int = 0
+    """Commands that run at once. 0: one for each core."""
+
+    def __post_init__(self) -> None:
+        check_keys(
+            "harbor",
+            turns=at_least(self.turns, 1),
+            build=one_of([self.build], ("refuse", "skip", "run")),
+            seconds="" if self.seconds > 0 else "must be above 0",
+            memory_mb=at_least(self.memory_mb, 32),
+            storage_mb=at_least(self.storage_mb, 1),
+            longest=at_least(self.longest, 100),
+            sandbox=one_of([self.sandbox], ("auto", "zygote", "bubblewrap")),
+            workers=at_least(self.workers, 0),
+        )
+
+
+class Place:
+    """The tasks and the sandbox of all episodes."""
+
+    def __init__(self, config: Config, sandbox: Sandbox, folders: Mapping[str, list[Folder]]) -> None:
+        self.config, self.sandbox, self.folders = config, sandbox, folders
+        self.built: dict[str, asyncio.Task[bytes]] = {}
+
+    @property
+    def limits(self) -> Limits:
+        config = self.config
+        seconds = config.seconds + 10  # the program in the sandbox ends the command earlier, and keeps its files
+        return Limits(
+            seconds=seconds, cpu_seconds=int(seconds) + 1, memory_mb=config.memory_mb, file_mb=config.storage_mb,
+            open_files=1024, processes=200,
+        )  # fmt: skip
+
+    async def run(
+        self, folder: Folder, state: bytes, command: list[str], *, seconds: float = 0.0, more: bytes = b""
+    ) -> tuple[bytes, Result]:
+        """What a command leaves, and how it went; its files are as before where the sandbox ended it."""
+        seconds = seconds or self.config.seconds
+        limits = replace(self.limits, seconds=seconds + 10, cpu_seconds=int(seconds) + 11)
+        order = {"command": command, "folder": folder.workdir, "environment": folder.environment, "seconds": seconds}
+        order["clear"] = ["tests", "logs", "solution"] if more else []  # what the model may have put there
+        files = {"archive.py": PROGRAM, "order.json": json.dumps(order), "state.tar": state}
+        files |= {"more.tar": more} if more else {}
+        result = await self.sandbox.run(files, ["python", "archive.py"], limits, collect=("state.tar", *REWARDS))
+        if result.ending is Ending.ERROR:
+            raise BirlError(f"{folder.name}: {result.kind}: {result.detail}")
+        return result.files.get("state.tar", state), result
+
+    async def begin(self, folder: Folder) -> bytes:
+        """The files of a task before any work, made once."""
+        if folder.name not in self.built:
+            self.built[folder.name] = asyncio.create_task(self._build(folder))
+        return await asyncio.shield(self.built[folder.name])
+
+    async def _build(self, folder: Folder) -> bytes:
+        state = packed(folder.files)
+        for line in folder.builds if self.config.build == "run" else ():
+            state, result = await self.run(folder, state, ["bash", "-c", line], seconds=120.0)
+            if not result.good:
+                raise BirlError(f"{folder.path}/environment/Dockerfile: RUN {line[:80]}: {last(result)}")
+        return state
+
+    async def tested(self, folder: Folder, state: bytes) -> float:
+        """What the tests say of these files. Raises `BirlError` where they say nothing."""
+        more = packed({**folder.tests, "logs/verifier/.birl": b""})
+        command = ["bash", "/tests/test.sh"]
+        _, result = await self.run(folder, state, command, seconds=folder.seconds, more=more)
+        if (value := reward(result.files)) is None:
+            raise BirlError(f"{folder.path}/tests/test.sh wrote no number to /logs/verifier/reward.txt: {last(result)}")
+        return value
+
+    async def prove(self, folder: Folder) -> None:
+        """Raises `BirlError` for a task that its own solution does not solve here."""
+        if not folder.solution:
+            return
+        state = await self.begin(folder)
+        more = packed(folder.solution)
+        solved, result = await self.run(folder, state, ["bash", "/solution/solve.sh"], seconds=600.0, more=more)
+        before, after = await self.tested(folder, state), await self.tested(folder, solved)
+        if not after > before:
+            raise BirlError(
+                f"{folder.path}: its solution is worth {after:g} here, and no work at all {before:g}. What it or the "
+                f"tests need may not be on this machine ({last(result)}). Leave the task out, or set env.prove=false."
+            )
+
+    async def close(self) -> None:
+        for task in self.built.values():
+            task.cancel()
+        await self.sandbox.close()
+
+
+class Harbor:
+    Config = Config
+    tools = (BASH,)
+
+    @classmethod
+    async def shared(cls, config: Config) -> Place:
+        if not (config.tasks or config.validation_tasks):
+            raise BirlError("env=harbor needs env.tasks, a folder of task folders.")
+        sets = {"train": config.tasks, "validation": config.validation_tasks}
+        folders = {split: read_all(Path(name), config.build) if name else [] for split, name in sets.items()}
+        sandbox = await open_sandbox(
+            "bubblewrap" if config.sandbox == "bubblewrap" else "zygote", workers=config.workers
+        )
+        place = Place(config, sandbox, folders)
+        try:
+            if config.prove:
+                await asyncio.gather(*(place.prove(one) for some in folders.values() for one in some))
+        except BaseException:
+            await place.close()
+            raise
+        return place
+
+    @staticmethod
+    def tasks(config: Config, split: str, shared: Place) -> list[Row]:
+        return [{"prompt": one.instruction, "folder": str(one.path)} for one in shared.folders[split]]
+
+    @staticmethod
+    def gold(task: Task) -> list[Message | str]:
+        script = Path(str(task.columns.get("folder")), "solution/solve.sh")
+        if not script.is_file():
+            raise BirlError(f"{script.parent.parent} has no solution/solve.sh")
+        call = ToolCall(name="bash", arguments=json.dumps({"command": script.read_text()}), id="call-1")
+        return [Message(role="assistant", content="", tool_calls=(call,)), "Done."]
+
+    def __init__(self, task: Task, config: Config, shared: Place) -> None:
+        self.config, self.place, self.task = config, shared, task
+        self.folder: Folder | None = None
+        self.state, self.turn, self.calls = b"", 0, 0
+
+    async def start(self) -> Any:
+        path = self.task.columns.get("folder")
+        if not isinstance(path, str):
+            raise BirlError(f"{self.task.id}: it has no column `folder`, the task's own, which env=harbor needs.")
+        known = (one for some in self.place.folders.values() for one in some if str(one.path) == path)
+        self.folder = next(known, None) or read(Path(path), self.config.build)
+        self.state = await self.place.begin(self.folder)
+        return self.task.prompt
+
+    async def step(self, reply: Message) -> Feedback:
+        assert self.folder is not None
+        self.turn += 1
+        told = tuple([await self.answer(call, self.folder) for call in reply.tool_calls])
+        if told and self.turn < self.config.turns:
+            return Feedback(messages=told, done=False)
+        value = await self.place.tested(self.folder, self.state)
+        return Feedback(reward=value, info={"harbor/calls": float(self.calls)})
+
+    async def answer(self, call: ToolCall, folder: Folder) -> Message:
+        self.calls += 1
+        command = json.loads(call.arguments).get("command")
+        if call.name != "bash":
+            text = f"Error: there is no tool {call.name[:100]}; there is bash."
+        elif not isinstance(command, str) or not command.strip() or "\0" in command:
+            text = "Error: bash needs command, as text."
+        else:
+            self.state, result = await self.place.run(folder, self.state, ["bash", "-c", command])
+            text = printed(result, self.config.longest)
+        return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
+
+    async def close(self) -> None:
+        pass
+
+
+def printed(result: Result, longest: int) -> str:
+    """What the model reads of a command: both outputs, the exit code where it is not 0, and why it was ended."""
+    parts = [s for s in (result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")) if s.strip()]
+    text = "\n".join(part.rstrip() for part in parts)
+    if len(text) > longest:
+        half = longest // 2
+        text = f"{text[:half]}\n({len(text) - 2 * half} more characters)\n{text[-half:]}"
+    if result.ending is not Ending.OK:
+        return f"{text}\nError: {result.detail or result.ending}; its files are lost".lstrip()
+    return f"{text}\n(exit code {result.exit_code})".lstrip() if result.exit_code else text or "(nothing was printed)"
+
+
+def last(result: Result) -> str:
+    """The last line of a run, for a message."""
+    lines = (
+        result.stderr.decode(errors="replace").strip() or result.stdout.decode(errors="replace").strip()
+    ).splitlines()
+    return (lines[-1][:200] if lines else result.detail) or f"exit code {result.exit_code}"
+
+
+def reward(files: Mapping[str, bytes]) -> float | None:
+    """Of the files that the tests have written; None where they say none. Several numbers of a reward.json without
+    one that is called reward are an error, as it is unknown which counts."""
+    text = files.get(REWARDS[0], b"").decode(errors="replace").strip()
+    try:
+        value = json.loads(text or files.get(REWARDS[1], b"null"))
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict):
+        value = value.get("reward", next(iter(value.values())) if len(value) == 1 else None)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,186 @@
+"""Harbor's task folders in the sandbox: what its container would have, tests that nobody saw, and never a false 0."""
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from birl.cli import main
+from birl.config.schema import Env as Keys
+from birl.envs.open import open_world
+from birl.errors import BirlError
+from birl.rollout.episode import run_episode
+from birl.rollout.session import Limits
+from birl.sandbox.open import tried
+from birl.text.chat import Chat
+from birl.types import Message, Outcome, Task, Trajectory
+from tests.rollout.scripted import Scripted, session
+from tests.tiny import tiny_tokenizer
+
+TESTS = """#!/bin/bash
+if [ "$(cat /app/hello.txt 2>/dev/null)" = HELLO ]; then echo 1 > /logs/verifier/reward.txt
+else echo 0 > /logs/verifier/reward.txt; fi
+"""
+DOCKER = "# an image\nFROM debian:12\nWORKDIR /app\nCOPY word.txt ./\nENV LEVEL=2 \\\n    NAME='a b'\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sandbox() -> None:
+    trial = asyncio.run(tried("zygote"))
+    if not trial.python:
+        assert not os.environ.get("CI"), trial.reason
+        pytest.skip(trial.reason)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of one task, as Harbor's own command makes it."""
+    files = {
+        "task.toml": 'version = "1.0"\n[verifier]\ntimeout_sec = 20.0\n[agent]\ntimeout_sec = 20.0\n',
+        "instruction.md": "<!-- a canary string -->\nWrite word.txt in capitals into hello.txt.\n",
+        "environment/Dockerfile": DOCKER,
+        "environment/word.txt": "hello\n",
+        "tests/test.sh": TESTS,
+        "solution/solve.sh": "tr a-z A-Z < /app/word.txt > hello.txt\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "tasks" / "hello" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "tasks" / "hello"
+
+
+def ran(command: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'bash', 'arguments': {'command': command}})}\n</tool_call>"
+
+
+def play(folder: Path, answers: Sequence[str], **options: Any) -> tuple[Trajectory, str]:
+    """An episode, and the last prompt of it."""
+
+    async def episode() -> tuple[Trajectory, str]:
+        chat = Chat(tiny_tokenizer())
+        keys = {"tasks": str(folder.parent), "workers": "1", **options}
+        world = await open_world(Keys(kind="harbor", options=keys), chat.text)
+        try:
+            assert world.rows is not None
+            (row,) = world.rows("train")
+            asked = (Message(role="user", content=row["prompt"]),)  # type: ignore[call-overload]
+            engine = Scripted(answers, chat)
+            told = await run_episode(
+                world.open(Task(id="t", prompt=asked, columns=row)),  # type: ignore[arg-type]
+                session(engine, Limits(timeout=120.0), tokens=400),
+            )
+            return told, chat.decode(engine.prompts[-1])
+        finally:
+            await world.close()
+
+    return asyncio.run(episode())
+
+
+def test_work_is_kept_from_call_to_call_and_tested(folder: Path) -> None:
+    look = ran('pwd; cat word.txt; echo "$LEVEL $NAME"; ls -A /tests /logs; exit 3')
+    told, prompt = play(
+        folder, [look, ran("sleep 99 & tr a-z A-Z < word.txt > hello.txt"), ran("cat hello.txt"), "Done."]
+    )
+    assert (told.outcome, told.reward, told.parts["harbor/calls"]) == (Outcome.OK, 1.0, 3.0), told.detail
+    assert "user\nWrite word.txt in capitals into hello.txt.<" in prompt
+    assert "app\nhello\n2 a b\n" in prompt and "(exit code 3)" in prompt and "test.sh" not in prompt
+    assert prompt.endswith("<tool_response>\nHELLO\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
+FORGERIES = {
+    "a reward": "mkdir -p /tmp/logs/verifier; echo 1 > /tmp/logs/verifier/reward.txt",
+    "tests": "mkdir -p /tmp/tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tmp/tests/test.sh",
+    "a link": "mkdir /tmp/mine; ln -s mine /tmp/tests; ln -s mine /tmp/logs",
+    "a process": "(while true; do mkdir -p /tmp/logs/verifier; echo 1 > /tmp/logs/verifier/reward.txt; done) & disown",
+    "the archive": "rm -f /tmp/*.py /tmp/*.tar; kill -9 -1",
+}
+
+
+@pytest.mark.parametrize("how", FORGERIES)
+def test_a_reward_cannot_be_forged(folder: Path, how: str) -> None:
+    told, _ = play(folder, [ran(FORGERIES[how]), "Done."])
+    assert (told.outcome, told.reward) == (Outcome.OK, 0.0), told.detail
+
+
+def test_what_goes_wrong_is_told(folder: Path) -> None:
+    calls = [ran("sleep 99"), ran("yes | head -c 9000"), ran("kill -9 -1"), ran(""), "Done."]
+    told, prompt = play(folder, calls, seconds="1", longest="100")
+    assert told.outcome is Outcome.OK and told.parts["harbor/calls"] == 4
+    for said in ("it took longer than 1 s", "more characters)", "its files are lost", "bash needs command, as text"):
+        assert said in prompt
+
+
+@pytest.mark.parametrize(
+    ("script", "reward", "detail"),
+    [
+        ('echo \'{"reward": 0.5, "style": 1}\' > /logs/verifier/reward.json', 0.5, ""),
+        ("echo '{\"score\": 0.25}' > /logs/verifier/reward.json", 0.25, ""),
+        ("echo pytest: command not found >&2", None, "wrote no number .*: pytest: command not found"),
+        ("echo none > /logs/verifier/reward.txt; exit 4", None, "wrote no number .*: exit code 4"),
+        ("sleep 99", None, "wrote no number .*: it took longer than 1 s"),
+    ],
+)
+def test_tests_without_a_number_are_no_reward(folder: Path, script: str, reward: float | None, detail: str) -> None:
+    (folder / "tests/test.sh").write_text(script)
+    (folder / "task.toml").write_text("[verifier]\ntimeout_sec = 1\n")
+    told, _ = play(folder, ["Done."], prove="false")
+    if reward is not None:
+        assert (told.outcome, told.reward) == (Outcome.OK, reward)
+    else:
+        assert told.outcome is Outcome.ENV_ERROR
+        with pytest.raises(BirlError, match=f"hello/tests/test.sh {detail}"):
+            raise BirlError(told.detail)
+
+
+def test_a_task_that_its_solution_does_not_solve_here_is_refused(folder: Path) -> None:
+    (folder / "solution/solve.sh").write_text("no-such-program\n")
+    with pytest.raises(
+        BirlError, match=r"tasks/hello: its solution is worth 0 here, .*no-such-program: command not found"
+    ):
+        play(folder, [])
+
+
+WRONG = [
+    ("tests/test.sh", None, "it has no tests/test.sh"),
+    ("instruction.md", None, "it has no instruction.md"),
+    ("task.toml", "[verifier", "task.toml: Expected"),
+    ("task.toml", "[verifier]\ntimeout_sec = -1", "timeout_sec=-1: must be"),
+    ("environment/docker-compose.yaml", "services:\n", "several containers"),
+    ("environment/Dockerfile", "FROM x\nRUN apt-get install jq", "RUN apt-get install jq: .*env.build=skip"),
+    ("environment/Dockerfile", "FROM x\nCOPY gone.txt .", "COPY gone.txt: there is no such file"),
+    ("environment/Dockerfile", "FROM x\nCOPY ../../../x .", "there is no such file"),
+    ("environment/Dockerfile", "FROM x\nWORKDIR /home/me", "/home/me: the sandbox has /app, "),
+    ("environment/Dockerfile", "FROM x\nWORKDIR /app/../etc", "/app/../etc: the sandbox has"),
+    ("environment/Dockerfile", "FROM x\nONBUILD x", "ONBUILD x: it is not known what that does"),
+    ("steps/one/instruction.md", "x", "it has several steps"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "said"), WRONG)
+def test_what_the_sandbox_cannot_do_is_refused_by_name(folder: Path, name: str, text: str | None, said: str) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(BirlError, match=said):
+        play(folder, [])
+
+
+def test_lines_of_a_build_run_in_the_sandbox(folder: Path) -> None:
+    (folder / "environment/Dockerfile").write_text(DOCKER + "RUN mkdir -p data && \\\n    echo 7 > data/seven\n")
+    told, prompt = play(folder, [ran("cat data/seven"), "Done."], build="run")
+    assert told.outcome is Outcome.OK and "tool_response>\n7\n<" in prompt
+    told, prompt = play(folder, [ran("cat data/seven"), "Done."], build="skip")
+    assert "No such file" in prompt
+    (folder / "environment/Dockerfile").write_text(DOCKER + "RUN false\n")
+    with pytest.raises(BirlError, match="Dockerfile: RUN false: exit code 1"):
+        play(folder, [], build="run")
+
+
+def test_its_solutions_are_right_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", "--validate", "env=harbor", f"env.validation_tasks={folder.parent}", "threads=1"]
+    assert main(words) == 0, capsys.readouterr()
