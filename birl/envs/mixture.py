@@ -90,10 +90,9 @@ def sections(config: Mixture.Config, env: schema.Env) -> dict[str, schema.Env]:
             kind, *words = shlex.split(text) or [""]
         except ValueError as error:
             raise BirlError(f"env.parts: {text!r}: {error}.") from None
-        if kind in ("", "single_turn", "mixture") or any("=" not in word for word in words):
+        if kind in ("", "mixture") or any("=" not in word for word in words):
             raise BirlError(
-                f"env.parts: {text!r} is not an environment with a score of its own, followed by its keys, as in "
-                "'guess_number high=20'."
+                f"env.parts: {text!r} is not an environment, followed by its keys, as in 'guess_number high=20'."
             )
         seen[kind] += 1
         name = kind if seen[kind] == 1 else f"{kind}-{seen[kind]}"

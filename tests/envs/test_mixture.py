@@ -10,6 +10,7 @@ import pytest
 from birl.cli import main
 from birl.config.schema import Env as Keys
 from birl.envs.open import World, open_world
+from birl.envs.single_turn import SingleTurn
 from birl.envs.tasks.countdown import Countdown
 from birl.envs.tasks.guess_number import GuessNumber
 from birl.errors import BirlError
@@ -71,9 +72,8 @@ def test_each_part_has_its_own_tasks_and_keys() -> None:
     ("parts", "said"),
     [
         ([], r"env.parts is empty"),
-        (["single_turn"], r"'single_turn' is not an environment with a score of its own"),
         (["mixture"], r"'mixture' is not an environment"),
-        (["countdown", "guess_number 20"], r"'guess_number 20' is not an environment .* followed by its keys"),
+        (["countdown", "guess_number 20"], r"'guess_number 20' is not an environment, followed by its keys"),
         (["countdwn"], r"env.kind=countdwn: .*countdown"),
         (["guess_number hgh=20"], r"env.hgh=20: there is no such key. Did you mean env.high"),
         (["guess_number 'high=20"], r"env.parts: .*No closing quotation"),
@@ -153,3 +153,16 @@ def test_a_part_has_limits_of_its_own(tiny: Path, tmp_path: Path, monkeypatch: p
 
 def made_names(played: list[dict[str, Any]]) -> set[str]:
     return {r["source"] for r in played}
+
+
+def test_one_prompt_and_one_answer_may_be_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tasks come from data, and reward functions judge it."""
+    made = world("guess_number rows=2", "single_turn")
+    assert isinstance(made.open(task(env="single_turn")), SingleTurn)
+    with pytest.raises(BirlError, match=r"env.parts: single_turn has no tasks of its own. Name data.train; a column"):
+        made.rows and made.rows("train")
+    words = ["rl", "env=mixture", "env.parts=[guess_number,single_turn]", f"data.train={tmp_path}/a.jsonl"]
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Hi", "env": "single_turn", "answer": "7"}\n')
+    assert main([*words, "--print-config"]) == 2
+    assert "single_turn, of env.parts, has no score of its own; name one" in capsys.readouterr().err
+    assert main([*words, "reward=math", "--print-config"]) == 0

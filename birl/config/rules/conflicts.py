@@ -84,6 +84,12 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "validation.max_tokens={c.validation.max_tokens}: leaves no room for a prompt in "
             "model.max_length={c.model.max_length}.": lambda c: 0 < c.model.max_length <= c.validation.max_tokens,
             "env.kind is empty: name an environment, or single_turn.": lambda c: not c.env.kind,
+            "reward.functions is empty, and single_turn, of env.parts, has no score of its own; name one, as in "
+            "reward=math.": lambda c: (
+                c.env.kind == "mixture"
+                and "single_turn" in str(c.env.options.get("parts", ""))
+                and not reward_functions(c)
+            ),
             "reward.functions=model: say which, as in reward.model=FOLDER (`birl checkpoints RUN export`).": lambda c: (
                 "model" in reward_functions(c) and not c.reward.model
             ),
