@@ -167,7 +167,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [  # what is asked, what is named
     ({"background": True}, "background", "stream=true"),
     ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "input"),
-    ({"input": IMAGE}, "input.0.content", "text only"),
+    ({"input": IMAGE}, "input.0.content", "no base64"),
     ({"input": []}, "input", "must be text or a list of items"),
     ({"input": [{"type": "computer_call", "call_id": "1"}]}, "input.0", "function_call"),
     ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input.0.id", "as input"),
