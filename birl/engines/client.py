@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from birl.engines.bounded import A_TOKEN, MOST, fetch
-from birl.engines.wire import Info, Invitation, completion_from, header, held_from, params_to
+from birl.engines.wire import BINARY, Info, Invitation, completion_from, header, held_from, params_to, unpacked
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.text.pictures import Files, is_picture
 from birl.types import Completion, Held, SamplingParams, Update
@@ -79,7 +79,7 @@ class Client:
         try:
             async with asyncio.timeout(self.timeout), self._room:
                 result = await self._json(
-                    "POST", "/generate", json=body, seconds=self.timeout, what=what,
+                    "POST", "/generate", json=body, headers={"Accept": BINARY}, seconds=self.timeout, what=what,
                     most=MOST + A_TOKEN * (len(prompt_ids) + params.max_tokens),
                 )  # fmt: skip
         except TimeoutError as error:
@@ -181,7 +181,8 @@ class Client:
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise EngineDown(f"{what}: {type(error).__name__}{f': {error}' if str(error) else ''}") from error
         try:
-            result = response.json()
+            binary = response.headers.get("content-type") == BINARY
+            result = unpacked(response.content) if binary else response.json()
         except (ValueError, RecursionError):
             result = None
         if response.status_code >= 300 or not isinstance(result, dict):

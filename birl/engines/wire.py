@@ -1,5 +1,6 @@
 """How an engine in another process is spoken to: birl's own dialect, JSON over HTTP. Token ids and log-probs cross it
-exactly (a float is written with all its digits).
+exactly (a float is written with all its digits). Answers of /generate come as arrays in the format of safetensors
+(`BINARY`) to those that accept it: 12 bytes a token instead of 31, and a hundredth of the time.
 
     POST /generate   {prompt_ids, params, session}          -> {tokens, logprobs, versions, stop}, and routes (base64)
                                                                of an engine that says which experts computed them
@@ -23,8 +24,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
 from birl.types import Completion, Held, SamplingParams, Stop
 
+BINARY = "application/vnd.birl.safetensors"
 HEADER = "birl-run"  # host:folder of the run that asks
 
 
@@ -148,14 +154,32 @@ def completion_to(completion: Completion) -> dict[str, Any]:
     return result | {"routes": b64encode(completion.routes).decode()} if completion.routes else result
 
 
+def packed(completion: Completion) -> bytes:
+    """The same in the binary form."""
+    columns = {name: getattr(completion, name) for name in ("tokens", "logprobs", "versions")}
+    texts = {"stop": str(completion.stop).encode(), "routes": completion.routes, "cached": b"%d" % completion.cached}
+    return save(columns | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()})
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """What `completion_from` reads. Raises `ValueError`."""
+    try:
+        columns = load(data)
+        texts = {name: bytes(columns[name]) for name in ("stop", "routes", "cached")}
+        return columns | texts | {"stop": texts["stop"].decode()}
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"no completion in the binary form: {error!r}") from error
+
+
 def completion_from(data: Mapping[str, Any]) -> Completion:
     """Raises `ValueError` or `KeyError` where that is no completion."""
+    routes = data.get("routes", "")
     return Completion(
         tokens=data["tokens"],
         logprobs=data["logprobs"],
         versions=data["versions"],
         stop=Stop(data["stop"]),
-        routes=b64decode(data.get("routes", ""), validate=True),
+        routes=routes if isinstance(routes, bytes) else b64decode(routes, validate=True),
         cached=int(data.get("cached", 0)),
     )
 

@@ -63,6 +63,8 @@ async def generate(service: Service, request: Request) -> Response:
     with service.gate.enter(1):
         (seeded,) = service.seeded(asked)
         completion = await answered(request, service.generate(prompt, seeded, session), service.timeout)
+    if request.headers.get("accept") == wire.BINARY:
+        return Response(wire.packed(completion), media_type=wire.BINARY)
     return reply(wire.completion_to(completion))
 
 

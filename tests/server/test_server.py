@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from birl.models.digests import digests, whole
 from birl.models.load import cast, load_model, load_tokenizer
 from birl.server import staging
 from birl.server.serve import bind
-from birl.types import Completion, SamplingParams, Update
+from birl.types import Completion, SamplingParams, Stop, Update
 from birl.weights import folder
 from tests.engine.test_update import needs_kernels
 from tests.server.running import Running, process, running, slowed, until
@@ -81,7 +81,17 @@ def test_it_says_what_the_embedded_engine_says(server: Running, folders: list[Pa
         data = {"prompt_ids": PROMPT, "params": wire.params_to(params), "session": "s"}
         reply = server.http.post("/generate", json=data)
         answer = wire.completion_from(reply.json())
-        assert answer == embedded(folders[0], PROMPT, params)
+        binary = server.http.post("/generate", json=data, headers={"Accept": wire.BINARY})
+        assert binary.headers["content-type"] == wire.BINARY and len(binary.content) < len(reply.content)
+        assert answer == wire.completion_from(wire.unpacked(binary.content)) == embedded(folders[0], PROMPT, params)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:40], lambda b: b[8:], lambda b: b.replace(b"versions", b"versionz")])
+def test_a_damaged_binary_answer_is_none(damage: Callable[[bytes], bytes]) -> None:
+    whole_ = wire.packed(Completion.of((5, 2), (-1.0, -0.5), (0, 0), Stop.STOP, bytes(6)))
+    assert wire.completion_from(wire.unpacked(whole_)).routes == bytes(6)
+    with pytest.raises((ValueError, KeyError)):
+        wire.completion_from(wire.unpacked(damage(whole_)))
 
 
 @needs_kernels  # without them PyTorch rounds a token by the batch that it comes in
