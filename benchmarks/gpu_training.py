@@ -16,7 +16,7 @@ def flops(model: nn.Module, batch: Batch) -> float:
     """Of a forward and backward pass that computes nothing twice: 6 a weight and token, 12 a head's element and visible
     pair of tokens."""
     shape = Shape.of_model(model)
-    pairs = sum(p * (p + 1) / 2 + sum(n * (n + 1) / 2 + n * p for n in branches) for p, branches in batch.trees)
+    pairs = sum(tree.pairs() for tree in batch.trees)
     products = shape.active * len(batch.tokens) + shape.embedding * len(batch.targets)
     return 6.0 * products + 3 * shape.pair_flops * pairs
 

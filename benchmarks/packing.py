@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.peers import machine
-from birl.data.balance import balance, first_fit, imbalance, sees
+from birl.data.balance import balance, cost, first_fit, imbalance
 
 WAITING, SECONDS = 0.02, 1.0
 PAIR_COST = 4e-5
@@ -73,7 +73,7 @@ def measure(kind: str, parts: int, count: int, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: {"imbalance": [], "bins": [], "seconds": []} for name in PACKERS}
     for seed in range(rounds):
         sizes = lengths(kind, seed, count)
-        costs = [size + PAIR_COST * sees(size, ()) for size in sizes]
+        costs = [cost(size, PAIR_COST) for size in sizes]
         for name, packer in PACKERS.items():
             start = time.perf_counter()
             bins = packer(sizes, costs, parts)

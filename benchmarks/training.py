@@ -14,7 +14,6 @@ from torch import Tensor
 from birl.algorithms.policy import policy_loss
 from birl.algorithms.surrogates import clip
 from birl.config.schema import Learner as Defaults
-from birl.data.balance import sees
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
 from birl.models.load import load_model
@@ -43,8 +42,9 @@ def group(number: int, answers: int, prompt: int, tokens: int, vocabulary: int) 
 
 
 def apart(samples: Sequence[Sample]) -> list[Sample]:
-    """The same samples, each in a group of its own: the packer joins only samples of one group."""
-    return [replace(s, group=i) for i, s in enumerate(samples)]
+    """The same samples, of which the packer takes no two tokens for the same: other experts would compute them, if
+    there were any."""
+    return [replace(s, group=i, routes=i.to_bytes(2, "little") * len(s.tokens)) for i, s in enumerate(samples)]
 
 
 def batches(samples: Sequence[Sample]) -> list[Batch]:
@@ -85,7 +85,7 @@ def flops(model: Any, work: Sequence[Batch]) -> float:
     head = model.get_output_embeddings().weight.numel()
     width = layers[0].self_attn.q_proj.out_features
     tokens, trained = sum(len(b.tokens) for b in work), sum(len(b.source) for b in work)
-    seen = sum(sees(prefix, branches) for b in work for prefix, branches in b.trees)
+    seen = sum(tree.pairs() for b in work for tree in b.trees)
     return 6.0 * (weights * tokens + head * trained + 2 * len(layers) * width * seen)
 
 

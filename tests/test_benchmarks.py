@@ -111,3 +111,21 @@ def test_scaling_counts_what_ranks_send(tmp_path: Path) -> None:
     assert "| fsdp=2 |" in done.stdout, done.stderr
     row = json.loads(file.read_text())["table"]["fsdp"]
     assert row["weak"] > 0 and row["strong"] > 0 and 1 <= row["of_least"] < 1.1
+
+
+def test_the_data_plane_is_compared_with_padded_columns(tmp_path: Path) -> None:
+    file = tmp_path / "dataplane.json"
+    done = run("dataplane", "--episodes", 16, "--tokens", 300, "--turns", 3, "--json", file)
+    assert done.stdout.count("| birl |") == done.stdout.count("| padded |") == 3, done.stderr
+    ours, theirs = (json.loads(file.read_text())["sides"][side] for side in ("birl", "padded"))
+    assert ours["tokens"] == theirs["tokens"] == theirs["computed"] > ours["computed"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_agents_turns_are_computed_once(tiny: Path, tmp_path: Path) -> None:
+    """Four episodes of four turns that part one turn after another: 10 of 16 turns."""
+    file = tmp_path / "agents.json"
+    done = run("agents", "--tiny", "--model", tiny, "--threads", 1, "--json", file)
+    assert "| training |" in done.stdout, done.stderr
+    found = json.loads(file.read_text())
+    assert found["training"]["tokens"] == [2 * 10 * 68, 2 * 16 * 68]

@@ -14,6 +14,7 @@ from benchmarks.gpu_bench import Bench, samples
 from benchmarks.gpu_predicted import card
 from benchmarks.gpu_training import flops
 from birl.data.pack import pack
+from birl.models.attention import tree_mask
 from birl.models.device import choose
 
 SECTIONS = [
@@ -79,8 +80,7 @@ def test_flops_count_what_must_be_computed() -> None:
     bench = Bench.__new__(Bench)
     bench.device = choose("cpu")
     model = bench.model("tiny")
-    prefix, branches = batch.trees[0]
-    pairs = prefix * (prefix + 1) // 2 + sum(n * prefix + n * (n + 1) // 2 for n in branches)
+    pairs = int(tree_mask(batch.trees[0], None).sum())
     layer = (64 * 64 + 2 * 32 * 64 + 64 * 64) + 3 * 64 * 128
     expected = 6 * (2 * layer * len(batch.tokens) + 512 * 64 * len(batch.targets)) + 12 * 2 * 64 * pairs
     assert flops(model, batch) == expected

@@ -1,4 +1,5 @@
-"""Items -> micro-batches that cost alike: largest differencing, within a bound on tokens.
+"""Sequences -> micro-batches that cost alike, within a bound on tokens: largest differencing of groups, or where these
+begin alike runs of neighbours.
 
 Ranks go through their micro-batches side by side: the i-th ones of all shares form a round, which lasts as long as its
 dearest. What is equal in tokens is not equal in cost: a token of a long sequence attends to more of them.
@@ -6,17 +7,81 @@ dearest. What is equal in tokens is not equal in cost: a token of a long sequenc
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from typing import Any
+from itertools import groupby
+from math import inf
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from birl.data.trees import Forest
+
 ENOUGH = 0.998  # of what a round may cost; the rest of the items need not be tried
 NONE = np.zeros(1, dtype=bool)
+BISECTIONS = 24  # of what a run may cost
+SAVED = 0.05  # of a step's cost that groups must have in common to be computed in common trees
 
 
-def sees(prefix: int, branches: Sequence[int]) -> int:
-    """Pairs of a token and one that it attends to, itself included, in a tree (`models/attention.py`)."""
-    return prefix * (prefix + 1) // 2 + sum(n * prefix + n * (n + 1) // 2 for n in branches)
+class Item(NamedTuple):
+    """Samples that stay together, their tokens as trees, and the cost of these."""
+
+    samples: tuple[int, ...]  # indices
+    size: int
+    cost: float
+
+
+def micro_batches(
+    ids: Sequence[np.ndarray], groups: Sequence[int], max_tokens: int, parts: int, pair_cost: float
+) -> list[list[list[int]]]:
+    """Sequences [T] of groups, the members of which are neighbours -> for each micro-batch its sequences, in clusters
+    that are computed in common trees. A group stays together unless that alone exceeds max_tokens."""
+    numbered = groupby(range(len(ids)), key=groups.__getitem__)
+    items = [item for _, group in numbered for item in pieces(list(group), ids, max_tokens, pair_cost)]
+    costs = [item.cost for item in items]
+    bins = balance([item.size for item in items], max_tokens, parts, costs)
+    time = waited([sum(costs[i] for i in b) for b in bins], parts)
+    if items and (joined := common_trees(items, ids, max_tokens, parts, pair_cost, time)):
+        return [[sorted(n for i in b for n in items[i].samples)] if b else [] for b in joined]
+    return [[sorted(items[i].samples) for i in sorted(b)] for b in bins]
+
+
+def cost(tokens: int, pair_cost: float) -> float:
+    """Of a sequence, where a token without attention costs 1."""
+    return tokens + pair_cost * tokens * (tokens + 1) / 2
+
+
+def pieces(group: Sequence[int], ids: Sequence[np.ndarray], max_tokens: int, pair_cost: float) -> list[Item]:
+    """The samples of a group, which are cut between branches where they have more than max_tokens."""
+    order = Forest([ids[i] for i in group]).order()
+    sizes = [(len(ids[group[n]]), shared) for n, shared in order]
+    alone = [(n, cost(n, pair_cost)) for n, _ in sizes]
+    after = [(n - shared, cost(n, pair_cost) - cost(shared, pair_cost)) for n, shared in sizes]
+    result = []
+    for run in runs(alone, after, max_tokens):
+        size, price = (a + sum(b) for a, *b in zip(alone[run[0]], *(after[i] for i in run[1:]), strict=True))
+        result.append(Item(tuple(group[order[i][0]] for i in run), int(size), price))
+    return result
+
+
+def common_trees(
+    items: Sequence[Item], ids: Sequence[np.ndarray], max_tokens: int, parts: int, pair_cost: float, time: float
+) -> list[list[int]]:
+    """Items in bins of those that begin alike, as `balance` gives them; none where that takes no less than `time`."""
+    order = Forest([ids[item.samples[0]] for item in items]).order()
+    if sum(cost(shared, pair_cost) for _, shared in order) < SAVED * sum(item.cost for item in items):
+        return []
+    alone = [(items[i].size, items[i].cost) for i, _ in order]
+    after = [(items[i].size - shared, items[i].cost - cost(shared, pair_cost)) for i, shared in order]
+    found = runs(alone, after, max_tokens, parts)
+    prices = [sum([alone[run[0]][1], *(after[i][1] for i in run[1:])]) if run else 0.0 for run in found]
+    placed = [b[0] for b in in_rounds([[n] for n in range(len(found))], prices, parts)]
+    if waited([prices[n] for n in placed], parts) >= time:
+        return []
+    return [[order[i][0] for i in found[n]] for n in placed]
+
+
+def waited(costs: Sequence[float], parts: int) -> float:
+    """What all rounds cost: each as much as its dearest bin."""
+    return sum(max(costs[i : i + parts]) for i in range(0, len(costs), parts))
 
 
 def balance(
@@ -72,6 +137,42 @@ def by_level(sizes: Sequence[int], costs: Sequence[float], capacity: int, count:
         bins, left, total = bins + filled, later, total - float(load.sum())
     rest = largest_differencing([costs[i] for i in left], count - len(bins))
     return bins + [[left[place] for place in items] for items in rest]
+
+
+def runs(
+    alone: Sequence[tuple[int, float]], after: Sequence[tuple[int, float]], capacity: int, parts: int = 1
+) -> list[range]:
+    """Items whose neighbours have something in common, in runs of neighbours: as few as fit into `capacity` tokens, a
+    multiple of `parts`, the dearest as cheap as can be (the linear partition problem: bisection, and each run takes as
+    much as it may).
+
+    alone, after: tokens and cost of each item, as the first of its run and behind another one.
+    """
+
+    def filled(most: float) -> list[range]:
+        result, start, size, cost = list[range](), 0, 0, 0.0
+        for i in range(len(alone)):
+            tokens, price = after[i]
+            if i > start and (size + tokens > capacity or cost + price > most):
+                result.append(range(start, i))
+                start = i
+            if i == start:
+                size, cost = 0, 0.0
+                tokens, price = alone[i]
+            size, cost = size + tokens, cost + price
+        return [*result, range(start, len(alone))]
+
+    result = filled(inf)
+    count = -(-len(result) // parts) * parts
+    low, high = 0.0, sum(price for _, price in alone)
+    for _ in range(BISECTIONS if count > 1 else 0):
+        middle = (low + high) / 2
+        tried = filled(middle)
+        if len(tried) <= count:
+            high, result = middle, tried
+        else:
+            low = middle
+    return result + [range(0)] * (count - len(result))
 
 
 def imbalance(costs: Sequence[float], parts: int) -> float:

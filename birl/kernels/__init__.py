@@ -495,7 +495,7 @@ RULES = (  # of bounds.c, by number from 1
     "a sequence has no position, or more than its row of the table has pages for",
     "the table names a page that the cache does not have",
     "a target is no word of the vocabulary",
-    "a branch does not see exactly the prefix of its tree",
+    "a segment does not go on where its parent ends",
 )
 
 

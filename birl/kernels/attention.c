@@ -1,7 +1,7 @@
 /* Attention in float32 (gemm_attention.c has it in bfloat16): over trees of packed tokens, and over cache pages.
 
-   A query's keys are put into one row of scores by position, whether they come from a prefix that many answers share,
-   from the answer itself, or from pages: the softmax and the weighted sum then run in the same order everywhere. */
+   A query's keys are put into one row of scores by position, whichever nodes of a tree or pages they come
+   from: the softmax and the weighted sum then run in the same order everywhere. */
 #include "layers.h"
 
 #define QUERIES (HEAD_DIM > 64 ? 2 : 4)
@@ -75,13 +75,12 @@ static inline void narrow(const float *from, elem *to, long n) {
     for (long i = 0; i < n; i += LANES) store(to + i, *(const vec *)(from + i));
 }
 
-/* n rows of one head -> tiles [HEAD_DIM][32] in float32; places behind the last row are 0. */
-static void transpose(const elem *rows, long stride, long n, float *out) {
+/* n rows of one head -> positions `first` and so on of tiles [HEAD_DIM][32] in float32. */
+static void transpose(const elem *rows, long stride, long first, long n, float *out) {
     float row[HEAD_DIM] __attribute__((aligned(64)));
-    if (n % PAGE) memset(out + n / PAGE * PAGE * HEAD_DIM, 0, PAGE * HEAD_DIM * sizeof(float));
     for (long t = 0; t < n; t++) {
         widen(rows + t * stride, row, HEAD_DIM, 1.f);
-        float *tile = out + t / PAGE * PAGE * HEAD_DIM + t % PAGE;
+        float *tile = out + (first + t) / PAGE * PAGE * HEAD_DIM + (first + t) % PAGE;
         for (int d = 0; d < HEAD_DIM; d++) tile[d * PAGE] = row[d];
     }
 }
@@ -90,12 +89,10 @@ static void widen_rows(const elem *rows, long stride, long n, float *out) {
     for (long t = 0; t < n; t++) widen(rows + t * stride, out + t * HEAD_DIM, HEAD_DIM, 1.f);
 }
 
-/* Dot products of queries with the first `count` keys of a segment, by position. Scores are written 32 at a time, so a
-   row needs 32 floats more than positions; what belongs to no key is overwritten or masked afterwards. */
-static void score_rows(const float *q, long n, const float *prefix, long prefix_length, const float *own, long count,
-                       float *scores, long stride) {
-    for (long j = 0; j < prefix_length; j += PAGE) score_tile(q, n, prefix + j * HEAD_DIM, scores + j, stride);
-    for (long j = 0; j < count; j += PAGE) score_tile(q, n, own + j * HEAD_DIM, scores + prefix_length + j, stride);
+/* scores[i][j] = q[i] . k[j]  for n queries and keys 0 to `end`, by position. What is in the last tile behind `end` is
+   masked afterwards. */
+static void score_rows(const float *q, long n, const float *keys, long end, float *scores, long stride) {
+    for (long j = 0; j < end; j += PAGE) score_tile(q, n, keys + j * HEAD_DIM, scores + j, stride);
 }
 
 static long block_rows(long group) { return group >= 16 ? 1 : 16 / group; }
@@ -107,22 +104,22 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
 #pragma omp parallel for schedule(dynamic)
     for (long task = 0; task < count * kv_heads; task++) {
         const segment s = segments[task / kv_heads];
-        const long h = task % kv_heads, step = block_rows(group), width = (pages_of(s.prefix) + pages_of(s.length) + 1) * PAGE;
+        const long h = task % kv_heads, step = block_rows(group), width = (pages_of(s.prefix + s.length) + 1) * PAGE;
         float *memory = take(&mine, (2 * width * HEAD_DIM + step * group * (width + 2 * HEAD_DIM)) * sizeof(float));
-        float *prefix_keys = memory, *keys = prefix_keys + pages_of(s.prefix) * PAGE * HEAD_DIM;
-        float *values = memory + width * HEAD_DIM, *scores = values + width * HEAD_DIM;
+        float *keys = memory, *values = keys + width * HEAD_DIM, *scores = values + width * HEAD_DIM;
         float *q = scores + step * group * width, *o = q + step * group * HEAD_DIM;
-        transpose(key + s.prefix_start * stride + h * HEAD_DIM, stride, s.prefix, prefix_keys);
-        transpose(key + s.start * stride + h * HEAD_DIM, stride, s.length, keys);
-        widen_rows(value + s.prefix_start * stride + h * HEAD_DIM, stride, s.prefix, values);
-        widen_rows(value + s.start * stride + h * HEAD_DIM, stride, s.length, values + s.prefix * HEAD_DIM);
+        for (const segment *a = &s;; a = segments + a->parent) { /* up to the root */
+            transpose(key + a->start * stride + h * HEAD_DIM, stride, a->prefix, a->length, keys);
+            widen_rows(value + a->start * stride + h * HEAD_DIM, stride, a->length, values + a->prefix * HEAD_DIM);
+            if (a->parent < 0) break;
+        }
         for (long top = 0; top < s.length; top += step) {
             const long rows = s.length - top < step ? s.length - top : step, n = rows * group;
             for (long i = 0; i < rows; i++)
                 widen(query + (s.start + top + i) * stride + h * group * HEAD_DIM, q + i * group * HEAD_DIM,
                       group * HEAD_DIM, scale);
             const long end = s.prefix + top + rows;
-            score_rows(q, n, prefix_keys, s.prefix, keys, top + rows, scores, width);
+            score_rows(q, n, keys, end, scores, width);
             for (long i = 0; i < n; i++) {
                 const long visible = s.prefix + top + i / group + 1, first = window && visible > window ? visible - window : 0;
                 const float l = softmax(scores + i * width, first, visible, end);
@@ -155,8 +152,8 @@ static inline void add_outer(const float *p, long stride, long n, const float *r
 }
 
 /* With p = softmax(s), o = p v:  dv = p' do,  dp = do v',  ds = p (dp - do . o),  dq = scale ds k,  dk = scale ds' q.
-   grad_query, grad_key, grad_value have the layout of query, key, value. Segments of one tree must follow one another;
-   a tree and a key head are one task, so every sum has one writer. */
+   grad_query, grad_key, grad_value have the layout of query, key, value. A tree and a key head are one task, so every sum
+   has one writer. Tiles are by position: what a segment has in common with the one before stays in them. */
 EXPORT void tree_attention_backward(const elem *query, const elem *key, const elem *value, long stride, const elem *out,
                                     const float *lse, const elem *grad_out, elem *grad_query, elem *grad_key,
                                     elem *grad_value, const segment *segments, long count, long heads, long kv_heads,
@@ -170,40 +167,32 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
         long to = from, length = 0, most = 0;
         for (; to < count && segments[to].tree == segments[from].tree; to++) {
             length += segments[to].length;
-            most = segments[to].length > most ? segments[to].length : most;
+            most = segments[to].prefix + segments[to].length > most ? segments[to].prefix + segments[to].length : most;
         }
         const segment root = segments[from];
-        const long prefix = to > from + 1 ? segments[from + 1].prefix : 0;
-        const long width = (pages_of(prefix) + pages_of(most) + 1) * PAGE, n_max = step * group;
-        /* of the tree: natural keys, values and their gradients; of a segment: tiles; of a block: rows of scores */
-        float *memory = take(&mine, (4 * (length + 4) * HEAD_DIM + 4 * width * HEAD_DIM + n_max * (2 * width + 4 * HEAD_DIM)) * sizeof(float));
-        float *k_rows = memory, *v_rows = k_rows + (length + 4) * HEAD_DIM;
-        float *dk = v_rows + (length + 4) * HEAD_DIM, *dv = dk + (length + 4) * HEAD_DIM;
-        float *k_prefix = dv + (length + 4) * HEAD_DIM, *v_prefix = k_prefix + width * HEAD_DIM;
-        float *k_own = v_prefix + width * HEAD_DIM, *v_own = k_own + width * HEAD_DIM;
-        float *p = v_own + width * HEAD_DIM, *dp = p + n_max * width;
+        const long width = (pages_of(most) + 1) * PAGE, n_max = step * group;
+        /* of the tree: natural keys, gradients of keys and values; of a sequence: tiles; of a block: rows of scores */
+        float *memory = take(&mine, (3 * (length + 4) * HEAD_DIM + 2 * width * HEAD_DIM + n_max * (2 * width + 4 * HEAD_DIM)) * sizeof(float));
+        float *k_rows = memory, *dk = k_rows + (length + 4) * HEAD_DIM, *dv = dk + (length + 4) * HEAD_DIM;
+        float *keys = dv + (length + 4) * HEAD_DIM, *values = keys + width * HEAD_DIM;
+        float *p = values + width * HEAD_DIM, *dp = p + n_max * width;
         float *q = dp + n_max * width, *go = q + n_max * HEAD_DIM, *dq = go + n_max * HEAD_DIM, *o = dq + n_max * HEAD_DIM;
-        const elem *k_first = key + root.start * stride + h * HEAD_DIM, *v_first = value + root.start * stride + h * HEAD_DIM;
-        widen_rows(k_first, stride, length, k_rows);
-        widen_rows(v_first, stride, length, v_rows);
+        widen_rows(key + root.start * stride + h * HEAD_DIM, stride, length, k_rows);
         memset(dk, 0, 2 * (length + 4) * HEAD_DIM * sizeof(float));
-        transpose(k_first, stride, prefix, k_prefix);
-        transpose(v_first, stride, prefix, v_prefix);
         for (long at = from; at < to; at++) {
             const segment s = segments[at];
-            const long offset = (s.start - root.start) * HEAD_DIM;
-            transpose(key + s.start * stride + h * HEAD_DIM, stride, s.length, k_own);
-            transpose(value + s.start * stride + h * HEAD_DIM, stride, s.length, v_own);
+            transpose(key + s.start * stride + h * HEAD_DIM, stride, s.prefix, s.length, keys);
+            transpose(value + s.start * stride + h * HEAD_DIM, stride, s.prefix, s.length, values);
             for (long top = 0; top < s.length; top += step) {
-                const long rows = s.length - top < step ? s.length - top : step, n = rows * group, own = top + rows;
+                const long rows = s.length - top < step ? s.length - top : step, n = rows * group, end = s.prefix + top + rows;
                 for (long i = 0; i < rows; i++) {
                     const long row = s.start + top + i;
                     widen(query + row * stride + h * group * HEAD_DIM, q + i * group * HEAD_DIM, group * HEAD_DIM, scale);
                     widen(grad_out + (row * heads + h * group) * HEAD_DIM, go + i * group * HEAD_DIM, group * HEAD_DIM, 1.f);
                     widen(out + (row * heads + h * group) * HEAD_DIM, o + i * group * HEAD_DIM, group * HEAD_DIM, 1.f);
                 }
-                score_rows(q, n, k_prefix, s.prefix, k_own, own, p, width);
-                score_rows(go, n, v_prefix, s.prefix, v_own, own, dp, width);
+                score_rows(q, n, keys, end, p, width);
+                score_rows(go, n, values, end, dp, width);
                 for (long i = 0; i < n; i++) {
                     const long visible = s.prefix + top + i / group + 1, first = window && visible > window ? visible - window : 0;
                     const float l = lse[(s.start + top + i / group) * heads + h * group + i % group];
@@ -211,21 +200,22 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
                     for (int v = 0; v < HEAD_DIM; v += LANES) dots += *(vec *)(go + i * HEAD_DIM + v) * *(vec *)(o + i * HEAD_DIM + v);
                     const float delta = sum(dots);
                     float *pr = p + i * width, *dr = dp + i * width;
-                    for (long j = 0; j < s.prefix + own; j += LANES) {
+                    for (long j = 0; j < end; j += LANES) {
                         vec e = vexp(*(vec *)(pr + j) - l);
                         *(vec *)(pr + j) = e;
                         *(vec *)(dr + j) = e * (*(vec *)(dr + j) - delta);
                     }
                     for (long j = 0; j < first; j++) pr[j] = dr[j] = 0;
-                    for (long j = visible; j < s.prefix + own; j++) pr[j] = dr[j] = 0;
+                    for (long j = visible; j < end; j++) pr[j] = dr[j] = 0;
                 }
                 memset(dq, 0, n * HEAD_DIM * sizeof(float));
-                add_values(dp, width, n, k_rows, s.prefix, dq);
-                add_values(dp + s.prefix, width, n, k_rows + offset, own, dq);
-                add_outer(p, width, n, go, dv, s.prefix);
-                add_outer(p + s.prefix, width, n, go, dv + offset, own);
-                add_outer(dp, width, n, q, dk, s.prefix);
-                add_outer(dp + s.prefix, width, n, q, dk + offset, own);
+                for (const segment *a = &s;; a = segments + a->parent) {
+                    const long seen = a == &s ? top + rows : a->length, offset = (a->start - root.start) * HEAD_DIM;
+                    add_values(dp + a->prefix, width, n, k_rows + offset, seen, dq);
+                    add_outer(p + a->prefix, width, n, go, dv + offset, seen);
+                    add_outer(dp + a->prefix, width, n, q, dk + offset, seen);
+                    if (a->parent < 0) break;
+                }
                 for (long i = 0; i < n * HEAD_DIM; i += LANES) *(vec *)(dq + i) *= scale;
                 for (long i = 0; i < rows; i++)
                     narrow(dq + i * group * HEAD_DIM, grad_query + (s.start + top + i) * stride + h * group * HEAD_DIM, group * HEAD_DIM);

@@ -2,15 +2,19 @@
    words). A few microseconds a call; a wrong index would write into memory that belongs to something else. */
 #include "layers.h"
 
-/* Segments of rows 0 to `rows`: within the rows, trees in order, each beginning with its prefix, which its branches see. */
+/* Segments of rows 0 to `rows`, nodes of trees in pre-order: each lies behind the one before, and goes on where its
+   parent ends, which is the one before or above that. */
 EXPORT long check_segments(const segment *s, long count, long rows) {
-    for (long i = 0, stem = 0; i < count; i++) {
+    for (long i = 0; i < count; i++) {
+        const long root = !i || s[i].tree != s[i - 1].tree, parent = s[i].parent;
         if (s[i].start < 0 || s[i].length < 0 || s[i].start + s[i].length > rows) return 1;
-        if (s[i].prefix_start < 0 || s[i].prefix < 0 || s[i].prefix_start + s[i].prefix > rows) return 1;
         if (s[i].tree != (i ? s[i - 1].tree : 0) && (!i || s[i].tree != s[i - 1].tree + 1)) return 2;
-        if (i && s[i].start < s[i - 1].start + s[i - 1].length) return 2;
-        if (!i || s[i].tree != s[i - 1].tree) stem = i;
-        if (i == stem ? s[i].prefix != 0 : s[i].prefix != s[stem].length || s[i].prefix_start != s[stem].start) return 9;
+        if (i && (root ? s[i].start < s[i - 1].start + s[i - 1].length : s[i].start != s[i - 1].start + s[i - 1].length)) return 2;
+        if (root ? parent != -1 || s[i].prefix != 0 : parent < 0 || parent >= i) return 9;
+        if (root) continue;
+        long above = i - 1;
+        while (above > parent) above = s[above].parent;
+        if (above != parent || s[i].prefix != s[parent].prefix + s[parent].length) return 9;
     }
     return 0;
 }

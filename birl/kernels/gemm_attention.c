@@ -1,7 +1,7 @@
 /* Attention in bfloat16 on tiles (attention.c has it in float32): over trees of packed tokens, and over cache pages.
 
-   A query's keys are numbered by position, in pages of 32 that begin at position 0, whether they come from a prefix that
-   many answers share, from the answer itself, or from the cache. Scores and sums are float32; the probabilities that
+   A query's keys are numbered by position, in pages of 32 that begin at position 0, whichever nodes of a tree they come
+   from, or from the cache. Scores and sums are float32; the probabilities that
    multiply the values are rounded to bfloat16 before they are divided by their sum. So a token gets the same bits when it
    is decoded and when it is trained.
 
@@ -57,12 +57,14 @@ static inline float soften(float *s, long first, long last, long end, float scal
 /* Where 32 positions of a sequence are: rows of one head, NULL behind the last. */
 typedef struct { const elem *row[PAGE]; } places;
 
-static places find(const elem *base, long stride, const segment *s, long page) {
+static places find(const elem *base, long stride, const segment *segments, long at, long page) {
     places found;
-    for (long i = 0; i < PAGE; i++) {
+    const segment *s = segments + at;
+    const long end = s->prefix + s->length;
+    for (long i = PAGE - 1; i >= 0; i--) {
         const long j = page * PAGE + i;
-        const long row = j < s->prefix ? s->prefix_start + j : s->start + j - s->prefix;
-        found.row[i] = j < s->prefix + s->length ? base + row * stride : NULL;
+        while (j < s->prefix) s = segments + s->parent;
+        found.row[i] = j < end ? base + (s->start + j - s->prefix) * stride : NULL;
     }
     return found;
 }
@@ -128,16 +130,14 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
             memset(q, 0, most * HEAD_DIM * sizeof(elem));
             memset(p, 0, most * width * sizeof(elem));
             const elem *k_base = key + h * HEAD_DIM, *v_base = value + h * HEAD_DIM;
-            long ready = 0; /* pages that the next segment has in common with the last */
             for (long at = from; at < to; at++) {
                 const segment *s = segments + at;
                 if (!s->length) continue;
-                for (long page = at > from ? ready : 0; page < pages_of(s->prefix + s->length); page++) {
-                    const places k = find(k_base, stride, s, page), v = find(v_base, stride, s, page);
+                for (long page = s->prefix / PAGE; page < pages_of(s->prefix + s->length); page++) { /* the others stay */
+                    const places k = find(k_base, stride, segments, at, page), v = find(v_base, stride, segments, at, page);
                     pack_keys(&k, keys + page * PAGE_SIZE);
                     pack_values(&v, values + page * PAGE_SIZE);
                 }
-                ready = (at == from ? s->length : s->prefix) / PAGE; /* full pages of the tree's prefix */
                 for (long top = 0; top < s->length; top += step) {
                     const long rows = s->length - top < step ? s->length - top : step, n = rows * group;
                     const long pages = pages_of(s->prefix + top + rows);
@@ -179,7 +179,8 @@ static void turn(const elem *p, long ld, elem *out) {
 
 /* With p = softmax(scale q k'), o = p v:  dv = p' do,  dp = do v',  ds = scale p (dp - do . o),  dq = ds k,  dk = ds' q.
    grad_query, grad_key, grad_value have the layout of query, key, value. A tree and a key head are one task, so every sum
-   has one writer; sums by key are kept by position, the prefix's while its branches come and go. */
+   has one writer. Segments are gone through from the last to the first, so that those that go on from one come before it;
+   sums by key are kept by position, those of what two have in common while they come and go. */
 EXPORT void tree_attention_backward(const elem *query, const elem *key, const elem *value, long stride, const elem *out,
                                     const float *lse, const elem *grad_out, elem *grad_query, elem *grad_key,
                                     elem *grad_value, const segment *segments, long count, long heads, long kv_heads,
@@ -192,7 +193,6 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
         for (long task = 0; task < trees * kv_heads; task++) {
             const tree t = find_tree(segments, count, task / kv_heads, group);
             const long h = task % kv_heads, from = t.from, to = t.to, width = t.width, step = t.step, most = t.most;
-            const long prefix = to > from + 1 ? segments[from].length : 0;
             char *memory = take(&mine, width * HEAD_DIM * (3 * sizeof(elem) + 2 * sizeof(float)) + most * width * (2 * sizeof(elem) + 2 * sizeof(float)) +
                                 most * HEAD_DIM * (4 * sizeof(elem) + sizeof(float)) + 4 * TILE * sizeof(elem));
             float *dk = (float *)memory, *dv = dk + width * HEAD_DIM, *scores = dv + width * HEAD_DIM;
@@ -205,22 +205,23 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
             memset(p, 0, 2 * most * width * sizeof(elem));
             memset(dk, 0, 2 * width * HEAD_DIM * sizeof(float));
             const elem *k_base = key + h * HEAD_DIM, *v_base = value + h * HEAD_DIM;
-            long ready = 0;
-            for (long turn_number = 0; turn_number < to - from; turn_number++) {
-                const long at = turn_number + 1 < to - from ? from + 1 + turn_number : from; /* the prefix comes last */
+            long ready = 0; /* positions whose keys and values are packed */
+            for (long at = to - 1; at >= from; at--) {
                 const segment *s = segments + at;
+                const long common = at + 1 < to ? s[1].prefix : 0; /* with what was gone through before */
+                ready = ready < common ? ready : common;
+                if (at + 1 < to && s[1].parent != at) { /* that was another branch, whose sums are done */
+                    memset(dk + common * HEAD_DIM, 0, (width - common) * HEAD_DIM * sizeof(float));
+                    memset(dv + common * HEAD_DIM, 0, (width - common) * HEAD_DIM * sizeof(float));
+                }
                 if (!s->length) continue;
-                for (long page = at == from ? 0 : ready; page < pages_of(s->prefix + s->length); page++) {
-                    const places k = find(k_base, stride, s, page), v = find(v_base, stride, s, page);
+                for (long page = ready / PAGE; page < pages_of(s->prefix + s->length); page++) {
+                    const places k = find(k_base, stride, segments, at, page), v = find(v_base, stride, segments, at, page);
                     pack_keys(&k, keys + page * PAGE_SIZE);
                     pack_values(&k, keys_as_values + page * PAGE_SIZE);
                     pack_keys(&v, values_as_keys + page * PAGE_SIZE);
                 }
-                if (at > from) {
-                    ready = prefix / PAGE;
-                    memset(dk + prefix * HEAD_DIM, 0, (width - prefix) * HEAD_DIM * sizeof(float));
-                    memset(dv + prefix * HEAD_DIM, 0, (width - prefix) * HEAD_DIM * sizeof(float));
-                }
+                ready = s->prefix + s->length;
                 for (long top = 0; top < s->length; top += step) {
                     const long rows = s->length - top < step ? s->length - top : step, n = rows * group;
                     const long pages = pages_of(s->prefix + top + rows), end = pages * PAGE;

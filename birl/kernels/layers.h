@@ -11,7 +11,7 @@
 enum { ROUND, KEEP, ADD, HALVES, SWIGLU };
 
 /* A stretch of rows that see `prefix` rows and, causally, themselves. */
-typedef struct { int64_t start, length, prefix_start, prefix, tree; } segment;
+typedef struct { int64_t start, length, parent, prefix, tree; } segment;
 
 static inline long pages_of(long n) { return (n + PAGE - 1) / PAGE; }
 

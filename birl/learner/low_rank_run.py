@@ -13,11 +13,12 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
+from birl.data.trees import Tree
 from birl.errors import BirlError
 from birl.learner.lora import Lora, first_a
 from birl.models import fused_decoder
 from birl.models.after_head import after_head
-from birl.models.attention import Packed, Tree
+from birl.models.attention import Packed
 from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states
 from birl.models.heads import HEADS
@@ -198,7 +199,7 @@ class SharedBase:
     def hidden(self, tokens: Sequence[Tensor]) -> Tensor:
         """Of sequences behind one another, [T, H]; within `adapted`."""
         positions = torch.cat([torch.arange(len(t), dtype=torch.int64) for t in tokens]).to(self.device)
-        layout = Packed([Tree(len(t)) for t in tokens], self.device)
+        layout = Packed([Tree.of(len(t)) for t in tokens], self.device)
         return hidden_states(self.model, torch.cat(list(tokens)).to(self.device), positions, layout)
 
     def learn(

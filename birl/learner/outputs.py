@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.data.pack import Batch
+from birl.data.trees import Tree
 from birl.models import vision
 from birl.models.after_head import after_head
 from birl.models.decoder import decoder_for
@@ -38,13 +39,13 @@ class Outputs(nn.Module):
         tokens, positions, seen = vision.row(model, part.tokens, part.positions, batch.trees)
         hidden = hidden_states(model, tokens, positions, part.layout, seen)[part.source]
         if score := score_head(model):
-            (values,) = part.joined(scores(hidden, score))
+            values = part.joined(scores(hidden, score))[0][batch.entry]
             return values, torch.zeros_like(values), None
         given = hidden, head(model), part.targets, self.temperature
         figures = list(token_logprobs(*given, decoder=decoder, after=after_head(model)))
         if value := score_head(model, "value"):
             figures.append(scores(hidden, value))
-        logp, entropy, *predicted = part.joined(*figures)
+        logp, entropy, *predicted = (figure[batch.entry] for figure in part.joined(*figures))
         return logp, entropy, predicted[0] if predicted else None
 
 
@@ -58,5 +59,6 @@ def padded(batch: Batch, multiple: int) -> Batch:
         batch,
         tokens=torch.cat([batch.tokens, batch.tokens.new_zeros(extra)]),
         positions=torch.cat([batch.positions, torch.arange(extra, device=batch.positions.device)]),
-        trees=(*batch.trees, (extra, ())),
+        trees=(*batch.trees, Tree.of(extra)),
+        copies=torch.cat([batch.copies, batch.copies.new_zeros(extra)]),
     )

@@ -2,8 +2,8 @@
 
 transformers calls it once a layer with whatever `layout` was passed to the model's forward:
 
-    Packed   many sequences behind one another in a single row [1, T]; each may be a tree: a prefix (the prompt) that
-             several branches (its answers) share, computed once and attended to by all
+    Packed   many sequences in a single row [1, T], as trees (`data/trees.py`): what several begin with is there
+             once, is computed once, and is attended to by all of them
     Paged    the next tokens of running sequences; keys and values live in the pages of a cache (`models/paged.py`)
 
 so nothing is read from globals, no padding exists, and no mask of transformers is used (it would be wrong: with
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from birl.data.trees import Tree, nodes, ways
 from birl.errors import BirlError
 from birl.kernels import Kernels
 from birl.models import varlen
@@ -67,31 +68,13 @@ class RowLayout(Layout, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """A stretch of a packed row: `prefix` tokens, then branches that see the prefix and themselves, not each other.
-
-    A plain sequence is a tree without branches. Example: Tree(prefix=45, branches=(12, 9)) covers 66 tokens.
-    """
-
-    prefix: int
-    branches: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return self.prefix + sum(self.branches)
-
-    def positions(self) -> list[int]:
-        """Position of each token in its own sequence: branches all go on where the prefix ended."""
-        return [*range(self.prefix), *(self.prefix + i for n in self.branches for i in range(n))]
-
-
 @dataclass(frozen=True)
 class Packed:
     """Attention within each tree of a packed row."""
 
     trees: Sequence[Tree]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    masks: dict[Any, Tensor] = field(default_factory=dict)  # made once, used by every layer
+    masks: dict[Any, Any] = field(default_factory=dict)  # made once, used by every layer
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
@@ -131,62 +114,70 @@ class Packed:
 
     def carry(self, layer: int, rows: Tensor, step: Step) -> Tensor:
         """For layers that keep a state (`models/states.py`)."""
-        return by_trees([(tree.prefix, tree.branches) for tree in self.trees], rows, step)
+        return by_trees(self.trees, rows, step)
 
     @cached_property
     def segments(self) -> Tensor:
-        """Each tree's prefix and branches as the kernels want them: rows (first, count, prefix's first, prefix's count,
-        tree), int64. A prefix sees nothing but itself."""
-        rows, start = [], 0
-        for number, tree in enumerate(self.trees):
-            rows.append((start, tree.prefix, start, 0, number))
-            place = start + tree.prefix
-            for n in tree.branches:
-                rows.append((place, n, start, tree.prefix, number))
-                place += n
-            start = place
+        """Each node as the kernels want it: rows (first, count, parent, tokens above it, tree), int64. `parent` is a
+        row of this table, or -1."""
+        rows, tree = [], -1
+        for node in nodes(self.trees):
+            tree += node.parent < 0
+            rows.append((*node, tree))
         return torch.tensor(rows, dtype=torch.int64).view(-1, 5)
 
     @cached_property
     def cut(self) -> varlen.Segments:
         """The same for `varlen_attn`; made once a batch, not once a layer."""
-        return varlen.segments([(tree.prefix, tree.branches) for tree in self.trees], self.device)
+        return varlen.segments(self.trees, self.device)
 
     def mask(self, tree: Tree, window: int | None) -> Tensor | None:
         """Who sees whom, bool [n, n]; None where plain causal attention says the same."""
-        if len(tree.branches) < 2 and (window is None or len(tree) <= window):
+        if len(tree.sizes) == 1 and (window is None or len(tree) <= window):
             return None
         if (tree, window) not in self.masks:
             self.masks[tree, window] = tree_mask(tree, window).to(self.device)
         return self.masks[tree, window]
 
     def areas(self, window: int | None, chunk: int | None = None) -> list[Area]:
-        """Each tree with its mask as 0 and -inf."""
-        result, start = [], 0
-        for tree in self.trees:
-            kind = tree, window, chunk, "areas"
-            if kind not in self.masks:
-                self.masks[kind] = bias(tree_mask(tree, window, chunk=chunk)).to(self.device)
-            result.append((start, start, self.masks[kind]))
-            start += len(tree)
-        return result
+        """Each node's rows, and all that they see."""
+        if (window, chunk) not in self.masks:
+            self.masks[window, chunk] = [
+                area(node.first, node.count, way, window, chunk, self.device) for node, way in ways(self.trees)
+            ]
+        return self.masks[window, chunk]
 
 
-def tree_mask(
-    tree: Tree, window: int | None, first: int = 0, last: int | None = None, chunk: int | None = None
-) -> Tensor:
-    """mask[i, j] = token first + i may attend to token j: j is not later, and belongs to the prefix or to i's own
-    branch. bool [last - first, last]; without `last` to the tree's end."""
-    branch = torch.tensor(
-        [-1] * tree.prefix + [b for b, n in enumerate(tree.branches) for _ in range(n)], dtype=torch.int64
-    )[:last]
-    order = torch.arange(len(branch))
-    mask = (order[first:, None] >= order) & ((branch == -1) | (branch[first:, None] == branch))
-    position = torch.tensor(tree.positions(), dtype=torch.int64)[:last]
+def visible(rows: int, columns: int, window: int | None, chunk: int | None = None) -> Tensor:
+    """Who sees whom, bool [rows, columns]: the last tokens of a sequence, and all of it in order. Each sees what is not
+    later, of the newest `window` or of its own chunk."""
+    position, seen = torch.arange(columns - rows, columns)[:, None], torch.arange(columns)
+    mask = position >= seen
     if window is not None:
-        mask &= position[first:, None] - position < window
+        mask &= position - seen < window
     if chunk is not None:
-        mask &= position[first:, None] // chunk == position // chunk
+        mask &= position // chunk == seen // chunk
+    return mask
+
+
+def area(
+    first: int, count: int, way: Sequence[range], window: int | None, chunk: int | None, device: torch.device
+) -> Area:
+    """`count` rows from `first` on, and the places of all that the last of them sees, in order of position."""
+    columns = slice(way[0].start, way[0].stop) if len(way) == 1 else places(way).to(device)
+    return first, columns, bias(visible(count, sum(map(len, way)), window, chunk).to(device))
+
+
+def places(way: Sequence[range]) -> Tensor:
+    return torch.cat([torch.arange(r.start, r.stop) for r in way])
+
+
+def tree_mask(tree: Tree, window: int | None) -> Tensor:
+    """mask[i, j] = token i may attend to token j: j is not later, and on i's way from the root. bool [n, n]."""
+    mask = torch.zeros(len(tree), len(tree), dtype=torch.bool)
+    for node, way in ways([tree]):
+        columns = places(way)
+        mask[node.first : node.first + node.count, columns] = visible(node.count, len(columns), window)
     return mask
 
 
@@ -219,7 +210,7 @@ def attention(
     if unknown:
         raise BirlError(f"{name} wants attention that birl has no rule for: {', '.join(unknown)}.")
     if layout is None:  # a plain call, such as model(input_ids): every row is one sequence
-        layout = Packed([Tree(prefix=query.shape[2])], query.device)
+        layout = Packed([Tree.of(query.shape[2])], query.device)
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise BirlError(f"{name} does not say which layer it is; this architecture is not supported.")

@@ -1,6 +1,5 @@
 """The model's forward passes, as both the engine and the learner use them."""
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor, nn
 
 from birl.models import decoder, fused_decoder
 from birl.models.after_head import after_head
-from birl.models.attention import Layout, Packed, RowLayout, Tree
+from birl.models.attention import Layout, RowLayout
 from birl.models.decoder import decoder_for
 from birl.models.fused_decoder import fused_for
 from birl.models.logprobs import float_logits
@@ -58,7 +57,3 @@ def logits(model: nn.Module, hidden: Tensor) -> Tensor:
     whole = layer.weight.dtype == torch.float32  # then on the engine's laid-out copy, where there is one
     x = layer(hidden) if whole else float_logits(hidden, layer.weight, layer.bias)
     return x if after is None else after.apply(x)
-
-
-def packed(trees: Sequence[tuple[int, tuple[int, ...]]], device: torch.device) -> Packed:
-    return Packed([Tree(prefix, branches) for prefix, branches in trees], device)

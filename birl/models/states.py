@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from birl.data.trees import Tree, nodes
 from birl.errors import BirlError
 
 #: by class of module, the argument of its forward that is transformers' cache
@@ -131,19 +132,22 @@ def limiting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return inner
 
 
-def by_trees(trees: Sequence[tuple[int, Sequence[int]]], rows: Tensor, step: Step) -> Tensor:
-    """Rows [1, T, H] of trees (tokens of the prefix, of each branch): a prefix begins without a state, its branches
-    with the one behind it. A branch of one token gets another one, which is dropped: for one alone transformers writes
-    the next state into the last, which the branches share and a gradient needs."""
-    out, start = [], 0
-    for prefix, branches in trees:
-        stem, *others = rows[:, start : start + prefix + sum(branches)].split([prefix, *branches], 1)
-        start += prefix + sum(branches)
-        state = State()
-        out.append(step(stem, state) if prefix else stem)
-        for branch, n in zip(others, branches, strict=True):
-            given = torch.cat([branch, branch], 1) if n == 1 else branch
-            out.append(step(given, replace(state))[:, :n] if n else branch)
+def by_trees(trees: Sequence[Tree], rows: Tensor, step: Step) -> Tensor:
+    """Rows [1, T, H] of trees: a root begins without a state, every other node with the one behind its parent. Where it
+    has one token alone, transformers would write the next state into the last, which others share and a gradient needs:
+    it gets another one, which is dropped, and those that go on from it compute it once more, before their own."""
+    out: list[Tensor] = []
+    behind: list[tuple[State, Tensor]] = []  # each node: the state, and a token that is not in it yet
+    for node in nodes(trees):
+        state, left = behind[node.parent] if node.parent >= 0 else (State(), rows[:, :0])
+        given = torch.cat([left, rows[:, node.first : node.first + node.count]], 1)
+        if node.count and state.tensors and given.shape[1] == 1:
+            out.append(step(torch.cat([given, given], 1), replace(state))[:, :1])
+            left = given
+        elif node.count:
+            state, left = replace(state), left[:, :0]
+            out.append(step(given, state)[:, given.shape[1] - node.count :])
+        behind.append((state, left))
     return torch.cat(out, 1)
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 SCORES = 2**22  # attention scores that exist at once: 16 MiB, and as much again for what is computed from them
 
-Area = tuple[int, int, Tensor]  # first row, first column, and 0 or -inf for each pair, float32 [rows, columns]
-Block = tuple[slice, slice, Tensor]  # rows, the columns they may see, and 0 or -inf for each pair
+Columns = slice | Tensor  # neighbours, or int64 places
+Area = tuple[int, Columns, Tensor]  # first row, its columns, and 0 or -inf for each pair, float32 [rows, columns]
+Block = tuple[slice, Columns, Tensor]  # rows, the columns they may see, and 0 or -inf for each pair
 
 
 def tree_attention(
@@ -34,8 +35,8 @@ def tree_attention(
     for which there is no value.
 
     Every row belongs to one area, every column to any number of them. An area's last column is its last row's own
-    token, and so on upwards: columns later than their row are never seen. In a row of trees that is whole, each tree is
-    an area with rows = columns.
+    token, and so on upwards: columns later than their row are never seen. The rows of a node of a tree are an area,
+    whose columns are the nodes above it and itself.
     """
     return _TreeAttention.apply(query, key, value, areas, scale, cap, sinks)  # pyright: ignore
 
@@ -124,4 +125,5 @@ def blocks(areas: Sequence[Area], heads: int) -> Iterator[Block]:
         for first in range(0, rows, step):
             last = min(first + step, rows)
             seen = columns - rows + last
-            yield slice(row + first, row + last), slice(column, column + seen), bias[first:last, :seen]
+            chosen = slice(column.start, column.start + seen) if isinstance(column, slice) else column[:seen]
+            yield slice(row + first, row + last), chosen, bias[first:last, :seen]

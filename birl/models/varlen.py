@@ -1,9 +1,9 @@
 """Attention within the trees of a packed row by one call of PyTorch's `varlen_attn`, for CUDA.
 
-Queries are the packed row as it is, cut into segments: a tree's prefix, then each of its branches. A branch's keys are
-the prefix's and its own, so keys and values are gathered by an index; where no tree branches, nothing is gathered.
+Queries are the packed row as it is, cut into segments, the nodes of its trees. A node's keys are those of the nodes
+above it and its own, so keys and values are gathered by an index; where no tree branches, nothing is gathered.
 FlashAttention aligns causal masks and windows at the last query and the last key (bottom right) of each segment, which
-is just what a branch needs: its query i sees the prefix and its own first i + 1 keys.
+is just what a node needs: its query i sees all above it and its own first i + 1 keys.
 
 Shapes: T packed tokens, H query heads, K key heads, D head size, N gathered keys, S segments.
 """
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from birl.data.trees import Tree, ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +32,10 @@ class Segments:
     index: Tensor | None
 
 
-def segments(trees: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> Segments:
-    """`trees`: (prefix, branch lengths) of each stretch of the row. Made on the host, brought to `device` once."""
-    seen: list[tuple[int, Sequence[range]]] = []
-    place = 0
-    for prefix, branches in trees:
-        if len(branches) < 2:  # one plain sequence
-            prefix, branches = prefix + sum(branches), ()
-        stem = range(place, place + prefix)
-        place += prefix
-        if prefix:
-            seen.append((prefix, [stem]))
-        for n in branches:
-            if n:
-                seen.append((n, [stem, range(place, place + n)]))
-            place += n
-    gathered = sum(len(r) for _, ranges in seen for r in ranges) != sum(n for n, _ in seen)
-    return cut(seen, device, gathered)
+def segments(trees: Sequence[Tree], device: torch.device) -> Segments:
+    """Of a row of trees. Made on the host, brought to `device` once."""
+    seen = [(node.count, way) for node, way in ways(trees)]
+    return cut(seen, device, any(len(way) > 1 for _, way in seen))
 
 
 def cut(

@@ -8,9 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from birl.data.trees import Tree, ways
 from birl.errors import BirlError, first_line
 from birl.kernels import PAGE
-from birl.models.attention import Packed, Tree
+from birl.models.attention import Packed, places
 from birl.models.forward import forget, head, hidden_states, logits
 from birl.models.layer_rules import check_layers
 from birl.models.paged import Cache, Paged
@@ -38,7 +39,7 @@ def verify(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """
     check_layers(model)
     check_positions(model)
-    compare(model, Tree(5, (4, 3)), Tree(5))
+    compare(model, Tree.of(5, (4, 3)), Tree.of(5))
     prove(cast(Any, model).config, head(model).weight.device, type(model), dtype)
 
 
@@ -61,7 +62,7 @@ def prove(config: Any, device: torch.device, kind: type | None = None, dtype: to
     proof = twin.proved(small, device, dtype)
     if proof.exists():
         return
-    trees = Tree(21, (14, 9)), Tree(30)
+    trees = Tree.of(21, (14, (9, (3, 6)))), Tree.of(30)
     compare(small.to(device), *trees)
     if dtype != torch.float32:
         compare_rounded(small, *trees, dtype)
@@ -71,17 +72,18 @@ def prove(config: Any, device: torch.device, kind: type | None = None, dtype: to
 
 
 class Ways:
-    """Log-probs [T, V] of the same three short sequences, `tree`'s two and `other`, by each forward pass."""
+    """Log-probs [T, V] of the same short sequences, those of `tree` and `other`, by each forward pass."""
 
     def __init__(self, model: nn.Module, tree: Tree, other: Tree) -> None:
         self.model, self.tree, self.other = model, tree, other
-        self.device, n = head(model).weight.device, tree.prefix
+        self.device = head(model).weight.device
         generator = torch.Generator().manual_seed(0)
         words = head(model).weight.shape[0]
         self.ids = torch.randint(0, words, (len(tree) + len(other),), generator=generator).to(self.device)
-        first, _ = tree.branches
-        branches = self.ids[: n + first], torch.cat([self.ids[:n], self.ids[n + first : len(tree)]])
-        self.sequences = [*branches, self.ids[len(tree) :]]
+        every = list(ways([tree, other]))
+        above = {r.start for _, way in every for r in way[:-1]}
+        self.places = [places(way).to(self.device) for node, way in every if node.first not in above]
+        self.sequences = [self.ids[p] for p in self.places]
 
     def alone(self) -> Tensor:
         """By transformers' own."""
@@ -100,8 +102,7 @@ class Ways:
         positions = torch.tensor(tree.positions() + other.positions(), device=self.device, dtype=torch.int64)
         hidden = hidden_states(self.model, self.ids, positions, Packed([tree, other], self.device))
         rows = logits(self.model, hidden).log_softmax(-1)
-        stem, one, two, rest = rows.split([tree.prefix, *tree.branches, len(other)])
-        return torch.cat([stem, one, stem, two, rest])
+        return torch.cat([rows[p] for p in self.places])
 
     def paged(self) -> Tensor:
         """Of the first sequence alone."""
@@ -114,7 +115,7 @@ class Ways:
 
 @torch.no_grad()
 def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
-    """`tree` has two branches. Raises `BirlError` where log-probs differ by more than `BOUND`."""
+    """Raises `BirlError` where log-probs differ by more than `BOUND`."""
     kind, ways = type(model).__name__, Ways(model, tree, other)
     with supported(kind):
         slots_of(model)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from birl.data.trees import Tree, nodes
 from birl.errors import BirlError
 from birl.text.pictures import FIRST, Pictures, Processed, Span
 
@@ -137,7 +138,7 @@ def _seen(model: nn.Module, inputs: dict[str, np.ndarray], device: torch.device)
 
 
 def row(
-    model: nn.Module, tokens: Tensor, positions: Tensor, trees: Sequence[tuple[int, tuple[int, ...]]]
+    model: nn.Module, tokens: Tensor, positions: Tensor, trees: Sequence[Tree]
 ) -> tuple[Tensor, Tensor, Seen | None]:
     """A packed row, tokens [T] and positions [T] -> tokens of the vocabulary, positions [T] or [3, T], and what is
     seen."""
@@ -224,10 +225,8 @@ def axes(count: int, spans: Sequence[Span], start: int = 0) -> np.ndarray:
     return result
 
 
-def tree_axes(
-    positions: Sequence[int], spans: Sequence[Span], trees: Sequence[tuple[int, tuple[int, ...]]]
-) -> np.ndarray:
-    """The same of a packed row [3, T], whose branches go on where their prefix ended."""
+def tree_axes(positions: Sequence[int], spans: Sequence[Span], trees: Sequence[Tree]) -> np.ndarray:
+    """The same of a packed row [3, T], whose nodes go on where the ones above them ended."""
     result, place, left = np.empty((3, len(positions)), np.int64), 0, list(spans)
 
     def piece(size: int, start: int) -> int:
@@ -239,10 +238,9 @@ def tree_axes(
         place += size
         return end
 
-    for prefix, branches in trees:
-        behind = piece(prefix, 0)
-        for size in branches:
-            piece(size, behind)
+    ends: list[int] = []
+    for node in nodes(trees):
+        ends.append(piece(node.count, ends[node.parent] if node.parent >= 0 else 0))
     return result
 
 

@@ -18,6 +18,7 @@ D head size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ from torch import Tensor, nn
 from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.models import varlen
-from birl.models.attention import Layout, Packed, Tree, Variant, bias, tree_mask
-from birl.models.forward import packed
+from birl.models.attention import Layout, Packed, Variant, area
 from birl.models.slots import slots_of, state_bytes
 from birl.models.tree_attention import Area, tree_attention
 from birl.parallel.exchange import gather, join, swap
@@ -57,7 +57,7 @@ class ContextShard:
 
 def whole(batch: Batch) -> ContextShard:
     """Everything, where no other rank shares a row."""
-    layout = packed(batch.trees, batch.tokens.device)
+    layout = Packed(batch.trees, batch.tokens.device)
     return ContextShard(batch.tokens, batch.positions, layout, batch.source, batch.targets)
 
 
@@ -67,7 +67,7 @@ def split(batch: Batch, ranks: Ranks) -> ContextShard:
     if n == 1:
         return whole(batch)
     group = ranks.groups["cp"]
-    rank, trees = dist.get_rank(group), [Tree(prefix, branches) for prefix, branches in batch.trees]
+    rank, trees = dist.get_rank(group), batch.trees
     if ranks.grid.context == "ulysses":
         tokens = place = torch.arange(len(batch.tokens), device=device)
         layout: Layout = Swapped(group, Packed(trees, device))
@@ -75,7 +75,7 @@ def split(batch: Batch, ranks: Ranks) -> ContextShard:
         shares = zigzag(trees, n)
         dealt = torch.cat([torch.arange(p.first, p.last) for pieces in shares for p in pieces])
         tokens, place = dealt.to(device), dealt.argsort().to(device)
-        layout = Gathered(group, trees, shares[rank], place)
+        layout = Gathered(group, shares[rank], place)
     mine = tokens.view(n, -1)[rank]  # and place [T] says where each token of the row is found among `tokens`
     source = place[batch.source]
     own = source // len(mine)
@@ -96,9 +96,9 @@ def split(batch: Batch, ranks: Ranks) -> ContextShard:
 class Gathered:
     """Attention of a rank's own queries to the keys of all ranks."""
 
-    def __init__(self, group: Any, trees: Sequence[Tree], pieces: Sequence[Piece], place: Tensor) -> None:
+    def __init__(self, group: Any, pieces: Sequence[Piece], place: Tensor) -> None:
         """`place` [T]: where each token of the row is found among the gathered ones."""
-        self.group, self.trees, self.pieces, self.place = group, trees, pieces, place
+        self.group, self.pieces, self.place = group, pieces, place
         self.known: dict[int | None, Any] = {}  # by window; made once, used by every layer
 
     def attend(
@@ -116,14 +116,13 @@ class Gathered:
         return tree_attention(query[0], ordered[..., :size], ordered[..., size:], self.areas(window), scale)[None]
 
     def areas(self, window: int | None) -> list[Area]:
-        """Each piece against the row from its tree's beginning to its own end."""
+        """Each piece, and what it sees of the row."""
         if window not in self.known:
-            result, row = [], 0
-            for p in self.pieces:
-                mask = tree_mask(self.trees[p.tree], window, p.first - p.start, p.last - p.start)
-                result.append((row, p.start, bias(mask.to(self.place.device))))
-                row += len(p)
-            self.known[window] = result
+            firsts = accumulate(map(len, self.pieces), initial=0)
+            self.known[window] = [
+                area(row, len(p), p.seen(window), window, None, self.place.device)
+                for row, p in zip(firsts, self.pieces, strict=False)
+            ]
         return self.known[window]
 
     def cut(self, window: int | None) -> varlen.Segments:

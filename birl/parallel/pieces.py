@@ -1,6 +1,6 @@
 """Which tokens of a packed row belong to which rank, so that attention is the same work for all.
 
-A prefix or a branch is a line: token by token it sees one more key. Cut into 2n equal pieces of which rank i has the
+A node of a tree is a line: token by token it sees one more key. Cut into 2n equal pieces of which rank i has the
 i-th and the i-th from the end (zig-zag), every rank has one cheap and one dear piece, and all sums are equal. Each line
 is cut by itself, so that it does not matter how long the row's sequences are; tokens left over go to the ranks that
 have fewest, so that all have equally many (one more or less, and none where n divides the row).
@@ -9,20 +9,15 @@ have fewest, so that all have equally many (one more or less, and none where n d
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from birl.models.attention import Tree
+from birl.data.trees import Tree, ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Tokens [first, last) of a row, neighbours in one prefix or one branch.
+    """Tokens [first, last) of a row, neighbours in one node, which begins at `own`; above: the places of what all of
+    them see in the nodes above it, in order of position."""
 
-    tree: number of their tree, which begins at `start`; prefix: tokens at `start` that all of them see, 0 in a prefix
-    itself; own: where their branch begins, or their prefix.
-    """
-
-    tree: int
-    start: int
-    prefix: int
+    above: tuple[range, ...]
     own: int
     first: int
     last: int
@@ -33,16 +28,17 @@ class Piece:
     @property
     def position(self) -> int:
         """Of its first token in its sequence."""
-        return self.prefix + self.first - self.own
+        return sum(map(len, self.above)) + self.first - self.own
 
     def seen(self, window: int | None) -> list[range]:
         """Places of the keys that some token of it sees, in order; the last token's own is the last."""
-        ranges = [range(self.start, self.start + self.prefix), range(self.own, self.last)]
-        if window is None:
-            return ranges
-        drop = max(0, self.position - window + 1)  # of the keys before the first token
-        cut = [ranges[0][drop:], ranges[1][max(0, drop - self.prefix) :]]
-        return [r for r in cut if len(r)]
+        drop = 0 if window is None else max(0, self.position - window + 1)  # of the keys before the first token
+        result = []
+        for r in (*self.above, range(self.own, self.last)):
+            if drop < len(r):
+                result.append(r[drop:])
+            drop = max(0, drop - len(r))
+        return result
 
     def pairs(self, window: int | None) -> int:
         """How many (query, key) pairs it is: attention is 4 x heads x head size FLOPs for each, forward."""
@@ -54,17 +50,9 @@ class Piece:
 
 
 def lines(trees: Sequence[Tree]) -> Iterator[Piece]:
-    """Each prefix and each branch of a row; a tree that does not branch is one line."""
-    start = 0
-    for number, tree in enumerate(trees):
-        branches = tree.branches if len(tree.branches) > 1 else ()
-        prefix = tree.prefix if branches else len(tree)
-        yield Piece(tree=number, start=start, prefix=0, own=start, first=start, last=start + prefix)
-        place = start + prefix
-        for n in branches:
-            yield Piece(tree=number, start=start, prefix=prefix, own=place, first=place, last=place + n)
-            place += n
-        start = place
+    """Each node of a row."""
+    for node, way in ways(trees):
+        yield Piece(above=tuple(way[:-1]), own=node.first, first=node.first, last=node.first + node.count)
 
 
 def zigzag(trees: Sequence[Tree], ranks: int) -> list[list[Piece]]:

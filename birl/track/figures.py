@@ -127,6 +127,7 @@ speed/guessed | Tokens guessed right | | share | Generated tokens that were gues
     "Tokens and memory": """
 tokens/generated | Tokens generated | | tokens | Sampled for this step.
 tokens/trained | Tokens trained | | tokens | Of the samples that were computed, each with its prompt.
+tokens/computed | Tokens computed | | tokens | Packed tokens that went through the learner; common ones count once.
 tokens/learned | Tokens learned | | tokens | Of the trained tokens, those that the model wrote: only they have a loss.
 rows | Rows | | rows | Rows of this step.
 packing/imbalance | Packing imbalance | | share | Time that ranks wait for one another at micro-batches of unequal cost.

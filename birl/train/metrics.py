@@ -39,6 +39,7 @@ def step_metrics(
         "updates/nonfinite": float(stats.nonfinite),
         "tokens/generated": float(counters.tokens),
         "tokens/trained": float(trained),
+        "tokens/computed": float(stats.computed),
         "tokens/learned": float(sum(assemble.trained_lengths(computed))),
         "speed/generate": counters.tokens / max(counters.seconds, 1e-9),
         "speed/guessed": counters.accepted / counters.tokens if counters.tokens else nan,

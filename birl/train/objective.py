@@ -73,7 +73,7 @@ class Objective:
             refs = reference.each(batches, reference.forward)
         if not self.needs_look():
             return [Known(ref_logp=r) for r in refs]
-        sizes = [len(b.source) for b in batches]
+        sizes = [len(b.entry) for b in batches]
         logp, entropy = torch.cat(self.learner.each(batches, self.learner.look), dim=1).cpu()
         behaviour, advantages, sample = (
             torch.cat([getattr(b, name).cpu() for b in batches]) for name in ("logprobs", "advantages", "sample")

@@ -155,6 +155,7 @@ class Loop:
             "rows": float(len(rows)),
             "updates/nonfinite": float(stats.nonfinite),
             "tokens/trained": float(tokens),
+            "tokens/computed": float(stats.computed),
             "speed/train": tokens / max(trained - began, 1e-9),
             "time/train": trained - began,
             "time/checkpoint": run.saving,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from birl.data.balance import balance, first_fit, imbalance, in_rounds, largest_differencing, sees
+from birl.data.balance import balance, cost, first_fit, imbalance, in_rounds, largest_differencing
 from birl.data.pack import pack, packing
 from tests.data.test_pack import groups
 
@@ -22,7 +22,7 @@ def lengths(kind: str, seed: int, count: int, most: int) -> list[int]:
 
 
 def costs_of(sizes: list[int], pair_cost: float) -> list[float]:
-    return [size + pair_cost * sees(size, ()) for size in sizes]
+    return [cost(size, pair_cost) for size in sizes]
 
 
 def sums(bins: list[list[int]], values: list[float]) -> list[float]:

@@ -13,7 +13,7 @@ from birl.errors import BirlError
 from birl.kernels import PAGE, Kernels
 
 ROWS, HEADS, KV_HEADS, SIZE, WIDTH, WORDS, PAGES = 6, 4, 2, 32, 64, 96, 5
-SEGMENTS = [[0, 2, 0, 0, 0], [2, 2, 0, 2, 0], [4, 2, 4, 0, 1]]  # a tree with a branch, and a plain sequence
+SEGMENTS = [[0, 2, -1, 0, 0], [2, 2, 0, 2, 0], [4, 2, -1, 0, 1]]  # a tree with a branch, and a plain sequence
 
 
 def arguments(k: Kernels) -> dict[str, list[Any]]:

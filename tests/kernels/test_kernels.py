@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from birl import kernels
+from birl.data.trees import Tree
 from birl.kernels import KEEP, SWIGLU, Kernels
-from birl.models.attention import Packed, Tree, tree_mask
+from birl.models.attention import Packed, tree_mask
 from birl.models.paged import Cache, Paged, Slot
 
 pytestmark = pytest.mark.skipif(bool(kernels.problem()), reason=f"no kernels: {kernels.problem()}")
 BOTH = pytest.mark.parametrize("k", [torch.float32, torch.bfloat16], indirect=True)
-TREES = [Tree(45, (12, 33, 1)), Tree(7), Tree(32, (40, 40)), Tree(1, (3, 2))]
+TREES = [Tree.of(45, (12, 33, 1)), Tree.of(7), Tree.of(32, (40, 40)), Tree.of(1, (3, 2))]
+TREES.append(Tree.of(45, (12, (33, (1, (70, (9, 40)))), 1)))
 HEADS, KV_HEADS, SIZE = 6, 2, 32
 
 
@@ -179,7 +181,6 @@ def test_paged_attention_gives_the_bits_of_tree_attention(k: Kernels, window: in
     """One token after another over shuffled pages, a prompt's full pages shared, equals the packed tree."""
     rows = inputs(k)
     out, _ = k.tree_attention(*split(rows), Packed(TREES).segments, 0.3, window)
-    tree = TREES[0]
     cache = Cache.make(12, [Slot(0, HEADS, KV_HEADS, SIZE, SIZE)], k.dtype, torch.device("cpu"))
     for store in (*cache.keys, *cache.values):
         store.fill_(torch.nan)  # what was never written must not matter
@@ -190,7 +191,7 @@ def test_paged_attention_gives_the_bits_of_tree_attention(k: Kernels, window: in
         found, _ = layout.attend_rows(0, k, *split(rows[torch.tensor(places)]), 0.3, window)
         assert torch.equal(found, out[torch.tensor(places)])
 
-    prefix = list(range(tree.prefix))
+    prefix = list(range(45))
     attend(prefix, [0] * 45, [i + 1 for i in prefix], [8] * 5 + [5], [i // 32 for i in range(0, 45, 8)])
     for target in (5, 7):
         cache.copy_pages([(3, target)])

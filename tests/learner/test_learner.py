@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
-from tests.data.test_pack import groups, make
+from tests.data.test_pack import branched, groups, make
 from tests.tiny import tiny_model
+from tests.zoo import build
 
 WORDS: dict[str, Any] = {"vocab_size": 320, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 
@@ -43,6 +44,30 @@ def test_packing_changes_neither_loss_nor_gradient(capacity: int) -> None:
     for name in whole:
         torch.testing.assert_close(whole[name], split[name], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(whole[name], alone[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["", "qwen3", "qwen3_moe", "lfm2", "qwen3_5_text"])
+def test_trees_of_any_depth_change_neither_loss_nor_gradient(kind: str) -> None:
+    """Dense on the kernels and without them, with experts, with states: against each sequence alone."""
+    policy = learner() if not kind else Learner(build(kind, initializer_range=0.05), dtype=torch.float32)
+    samples = branched(5, count=16, longest=20)
+    weights = [1 / (i + 2) for i in range(len(samples))]
+    alone = [b for s, w in zip(samples, weights, strict=True) for b in pack([s], [w], 100)]
+    ways = {"alone": alone, "whole": pack(samples, weights, 10_000), "cut": pack(samples[::-1], weights[::-1], 70, 2)}
+    assert max(len(tree.sizes) for tree in ways["whole"][0].trees) > 8
+    assert sum(len(b.tokens) for b in alone) > 1.4 * len(ways["whole"][0].tokens)
+    results = {}
+    for name, batches in ways.items():
+        stats = Stats()
+        policy.learn([(batch, reinforce) for batch in batches], stats)
+        tensors = policy.masters.tensors.items()
+        results[name] = stats.loss, stats.count, {n: t.grad.clone() for n, t in tensors if t.grad is not None}
+        policy.optimizer.zero_grad()
+    for loss, count, found in (results["whole"], results["cut"]):
+        assert (loss, count) == (pytest.approx(results["alone"][0], abs=1e-5), results["alone"][1])
+        for name, wanted in results["alone"][2].items():
+            scale = wanted.abs().max().item()
+            torch.testing.assert_close(found[name], wanted, atol=1e-5 * max(scale, 1.0), rtol=1e-5, msg=name)
 
 
 def test_order_does_not_matter() -> None:

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from birl.data.trees import Tree
 from birl.errors import BirlError
 from birl.models import attention
-from birl.models.attention import Packed, Tree, tree_mask
+from birl.models.attention import Packed, tree_mask
 from birl.models.forward import hidden_states
 from birl.models.verify import verify
 from tests.tiny import tiny_model
@@ -21,7 +22,7 @@ def test_packed_trees_equal_separate_sequences() -> None:
     policy = model()
     plain = tiny_model().eval()
     ids = torch.randint(3, 300, (31,), generator=torch.Generator().manual_seed(1))
-    tree, other = Tree(6, (5, 9, 1)), Tree(10)
+    tree, other = Tree.of(6, (5, 9, 1)), Tree.of(10)
     positions = torch.tensor(tree.positions() + other.positions())
     with torch.no_grad():
         rows = hidden_states(policy, ids, positions, Packed([tree, other]))
@@ -34,14 +35,14 @@ def test_packed_trees_equal_separate_sequences() -> None:
 def test_gradients_of_a_shared_prompt_are_the_sum_over_its_answers() -> None:
     policy = model()
     ids = torch.randint(3, 300, (12,), generator=torch.Generator().manual_seed(2))
-    tree = Tree(4, (3, 5))
+    tree = Tree.of(4, (3, 5))
     rows = hidden_states(policy, ids, torch.tensor(tree.positions()), Packed([tree]))
     rows[4:].square().sum().backward()
     shared = {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad()
     for answer in (ids[4:7], ids[7:]):
         alone = torch.cat([ids[:4], answer])
-        rows = hidden_states(policy, alone, torch.arange(len(alone)), Packed([Tree(len(alone))]))
+        rows = hidden_states(policy, alone, torch.arange(len(alone)), Packed([Tree.of(len(alone))]))
         rows[4:].square().sum().backward()
     for name, parameter in policy.named_parameters():
         if parameter.grad is not None:
@@ -49,7 +50,7 @@ def test_gradients_of_a_shared_prompt_are_the_sum_over_its_answers() -> None:
 
 
 def test_a_window_is_seen_within_each_branch() -> None:
-    mask = tree_mask(Tree(3, (2, 2)), window=2)
+    mask = tree_mask(Tree.of(3, (2, 2)), window=2)
     assert mask.int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0],

@@ -9,11 +9,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from birl import kernels
 from birl.data.pack import pack
+from birl.data.trees import Tree
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Lora
 from birl.models import forward
-from birl.models.attention import NAME, Packed, Tree
+from birl.models.attention import NAME, Packed
 from birl.models.decoder import MADE, decoder_for
 from birl.models.forward import hidden_states
 from birl.models.heads import add_score_head
@@ -35,7 +36,7 @@ SHAPE: dict[str, Any] = {
     "attn_implementation": NAME,
 }
 LATE_WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
-TREES = [Tree(9, (5, 8)), Tree(4), Tree(40, (3, 30, 1))]
+TREES = [Tree.of(9, (5, 8)), Tree.of(4), Tree.of(40, (3, 30, 1))]
 MAKERS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
     "untied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)),

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from birl.data.pack import pack
+from birl.data.trees import Tree
 from birl.learner.learner import Learner
 from birl.models import attention, fused, fused_decoder, logprobs
-from birl.models.attention import Packed, Tree
+from birl.models.attention import Packed
 from birl.models.fused_decoder import FusedDecoder
 from birl.types import Sample
 from tests.tiny import tiny_model
@@ -20,7 +21,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 runs = fused.has_triton() and (CUDA or bool(os.environ.get("TRITON_INTERPRET")))
 triton = pytest.mark.skipif(not runs, reason="no Triton with a GPU or TRITON_INTERPRET=1")
-TREES = [Tree(5, (4, 3)), Tree(5)]
+TREES = [Tree.of(5, (4, 3)), Tree.of(5)]
 
 
 def model(**options: int) -> torch.nn.Module:
@@ -62,7 +63,7 @@ def test_weights_are_joined_once_and_stay_the_parameters() -> None:
     module = model()
     decoder = FusedDecoder(module)
     names = [name for name, _ in module.named_parameters()]
-    ids, positions, layout = torch.arange(9), torch.arange(9), Packed([Tree(9)])
+    ids, positions, layout = torch.arange(9), torch.arange(9), Packed([Tree.of(9)])
     with torch.no_grad():
         first, places = decoder.hidden_states(ids, positions, layout), decoder.addresses()
         assert (first == decoder.hidden_states(ids, positions, layout)).all()

@@ -9,10 +9,11 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from birl.data.trees import Tree
 from birl.kernels import PAGE
 from birl.models import fused
 from birl.models import fused_layers as fused_layers_file
-from birl.models.attention import Packed, Tree
+from birl.models.attention import Packed
 from birl.models.forward import hidden_states
 from birl.models.fused_decoder import FusedDecoder
 from birl.models.fused_layers import Layer, fused_layers, normed, placed
@@ -22,7 +23,7 @@ from tests.families import FAMILIES, family
 from tests.models.test_fused import DEVICE, triton
 
 FUSED = sorted(FAMILIES.keys() - {"ernie4_5", "exaone4"})
-TREES = [Tree(9, (5, 8)), Tree(4), Tree(12, (3, 20))]
+TREES = [Tree.of(9, (5, 8)), Tree.of(4), Tree.of(12, (3, 20))]
 
 
 def results(model: torch.nn.Module, decoder: FusedDecoder | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -57,7 +58,7 @@ def test_fused_layers_are_the_module(kind: str, kernels: bool, monkeypatch: pyte
 def test_over_pages_too(kind: str) -> None:
     model = family(kind, device=DEVICE.type)
     decoder, tokens = FusedDecoder(model), torch.arange(3, 48, device=DEVICE)
-    expected = hidden_states(model, tokens, tokens - 3, Packed([Tree(45)], DEVICE))
+    expected = hidden_states(model, tokens, tokens - 3, Packed([Tree.of(45)], DEVICE))
     cache, rows = Cache.make(-(-45 // PAGE), slots_of(model), torch.float32, DEVICE), []
     for i in range(45):
         layout = Paged.of(cache, [[1, 0]], [i + 1], [1], [0])

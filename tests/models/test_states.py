@@ -4,23 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from birl.data.trees import Tree, ways
 from birl.errors import BirlError
-from birl.models.attention import Packed, Tree
+from birl.models.attention import Packed, places
 from birl.models.forward import hidden_states
 from birl.models.slots import Witness, computed_by, seen, slots_of, state_bytes
 from birl.models.verify import compare
 from tests.zoo import build
 
-TREES = [Tree(7, (5, 1, 70, 1)), Tree(1), Tree(2, (3,)), Tree(66)]  # branches of one token, and longer than a chunk
+#: nodes of one token, also with branches, and longer than a chunk
+TREES = [Tree.of(7, (5, (1, (4, (1, (1, 3)))), 70, 1)), Tree.of(1), Tree.of(2, (3,)), Tree.of(66)]
 
 
 def separate(ids: Tensor) -> list[Tensor]:
-    result, start = [], 0
-    for tree in TREES:
-        stem, *branches = ids[start : start + len(tree)].split([tree.prefix, *tree.branches])
-        start += len(tree)
-        result += [torch.cat([stem, b]) for b in branches] or [stem]
-    return result
+    every = list(ways(TREES))
+    above = {r.start for _, way in every for r in way[:-1]}
+    return [ids[places(way)] for node, way in every if node.first not in above]
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba"])
@@ -36,11 +35,7 @@ def test_packed_trees_are_separate_sequences(kind: str) -> None:
 
     positions = torch.tensor([p for tree in TREES for p in tree.positions()])
     rows = of(hidden_states(model, ids, positions, Packed(TREES)))
-    first, place = [], 0
-    for tree in TREES:
-        stem, *branches = rows[place : place + len(tree)].split([tree.prefix, *tree.branches])
-        place += len(tree)
-        first += [torch.cat([stem, b]) for b in branches] or [stem]
+    first = separate(rows)
     with computed_by(model, "eager"):
         alone = [of(model.base_model(input_ids=s[None], use_cache=False)[0][0]) for s in separate(ids)]
         (torch.cat(alone) @ weights).sum().backward()
@@ -61,7 +56,7 @@ def test_the_least_time_step_holds_for_one_token_too(kind: str) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
             parameter.data -= 12
-    compare(model, Tree(5, (4, 3)), Tree(5))
+    compare(model, Tree.of(5, (4, 3)), Tree.of(5))
 
 
 def test_a_layer_is_refused_where_nothing_keeps_its_state() -> None:

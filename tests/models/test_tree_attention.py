@@ -2,10 +2,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from birl.data.trees import Tree
 from birl.models import tree_attention as module
-from birl.models.attention import Packed, Tree, tree_mask
+from birl.models.attention import Packed, tree_mask
 
-TREES = [Tree(5, (3, 1, 7)), Tree(9), Tree(1, (4, 2)), Tree(6, (2,))]
+TREES = [Tree.of(5, (3, (1, (4, (2, (3, 1)))), 7)), Tree.of(9), Tree.of(1, (4, 2)), Tree.of(6, (2,))]
 HEADS, KV_HEADS, SIZE = 6, 2, 8
 
 
@@ -53,5 +54,5 @@ def test_scores_never_exist_for_a_whole_long_tree(monkeypatch: pytest.MonkeyPatc
     plain = module.probabilities
     monkeypatch.setattr(module, "probabilities", lambda *a: sizes.append((r := plain(*a))[0].numel()) or r)
     q, k, v = inputs(64)
-    Packed([Tree(64)]).attend(0, q, k, v, 0.3, None).sum().backward()
+    Packed([Tree.of(64)]).attend(0, q, k, v, 0.3, None).sum().backward()
     assert len(sizes) > 20 and max(sizes) <= 1000

@@ -7,15 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from birl.data.trees import Tree
 from birl.models import varlen
-from birl.models.attention import Packed, Tree
+from birl.models.attention import Packed
 from birl.models.tree_attention import tree_attention
 
 ROWS = {
-    "plain": [Tree(7), Tree(1), Tree(5)],
-    "trees": [Tree(5, (4, 3, 1)), Tree(6), Tree(3, (2, 2))],
-    "one branch is a plain sequence": [Tree(4, (3,)), Tree(2, (1, 6))],
-    "no prefix, empty branches": [Tree(0, (4, 3)), Tree(3, (0, 2, 5))],
+    "plain": [Tree.of(7), Tree.of(1), Tree.of(5)],
+    "trees": [Tree.of(5, (4, 3, 1)), Tree.of(6), Tree.of(3, (2, 2))],
+    "deep": [Tree.of(3, ((2, (4, (1, (5, 2)))), 6)), Tree.of(4)],
+    "one branch is a plain sequence": [Tree.of(4, (3,)), Tree.of(2, (1, 6))],
+    "no prefix, empty branches": [Tree.of(0, (4, 3)), Tree.of(3, (0, 2, 5))],
 }
 
 
@@ -74,7 +76,7 @@ def test_segments_are_the_trees(
 
 
 def test_nothing_is_gathered_where_nothing_branches() -> None:
-    cut = varlen.segments([(4, ()), (3, (2,))], torch.device("cpu"))
+    cut = varlen.segments([Tree.of(4), Tree.of(5)], torch.device("cpu"))
     assert cut.index is None and cut.starts_q.tolist() == cut.starts_k.tolist() == [0, 4, 9]
     assert (cut.longest_q, cut.longest_k) == (5, 5)
 

@@ -9,14 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from birl.data.trees import Tree
 from birl.models import varlen
-from birl.models.attention import Packed, Tree, tree_mask
+from birl.models.attention import Packed, tree_mask
 from birl.models.tree_attention import tree_attention
 from birl.parallel.context import Gathered
 from birl.parallel.pieces import Piece, foreign, imbalance, lines, zigzag
 from tests.models.test_varlen import reference
 
-TREE = st.builds(Tree, st.integers(1, 40), st.lists(st.integers(1, 30), max_size=4).map(tuple))
+NODE = st.integers(1, 30)
+BRANCH = st.recursive(NODE, lambda deeper: st.tuples(NODE, st.lists(deeper, max_size=3).map(tuple)), max_leaves=6)
+TREE = st.builds(Tree.of, st.integers(1, 40), st.lists(BRANCH, max_size=4).map(tuple))
 ROW = st.lists(TREE, min_size=1, max_size=6)
 WINDOW = st.one_of(st.none(), st.integers(1, 50))
 
@@ -48,7 +51,7 @@ def test_a_piece_says_what_the_mask_says(trees: list[Tree], ranks: int, window: 
 
 
 def test_one_sequence_is_dealt_in_zigzag() -> None:
-    shares = zigzag([Tree(16)], 2)
+    shares = zigzag([Tree.of(16)], 2)
     assert [[(p.first, p.last) for p in pieces] for pieces in shares] == [[(0, 4), (12, 16)], [(4, 12)]]
 
 
@@ -66,21 +69,21 @@ def test_pieces_together_are_the_attention_of_the_whole_row(trees: list[Tree], r
         patches.setattr(varlen, "varlen", lambda: (reference, frozenset({"window_size", "enable_gqa"})))
         for pieces in filter(None, shares):
             own = torch.cat([torch.arange(p.first, p.last) for p in pieces])
-            plain = Gathered(None, trees, pieces, dealt.argsort())
+            plain = Gathered(None, pieces, dealt.argsort())
             found = tree_attention(q[:, own], k, v, plain.areas(window), 0.4)
             torch.testing.assert_close(found, wanted[own], atol=1e-5, rtol=1e-5)
-            cut = Gathered(None, trees, pieces, dealt.argsort()).cut(window)
+            cut = Gathered(None, pieces, dealt.argsort()).cut(window)
             found = varlen.attend(cut, q[:, own].transpose(0, 1), keys, values, 0.4, window)
             torch.testing.assert_close(found, wanted[own], atol=1e-5, rtol=1e-5)
 
 
 RNG = random.Random(1)
 ROWS = {
-    "one long sequence": [Tree(32768)],
-    "80 short ones": [Tree(max(16, int(RNG.lognormvariate(5.5, 0.8)))) for _ in range(80)],
-    "a long one and short ones": [Tree(9000), *(Tree(RNG.randint(50, 400)) for _ in range(30))],
+    "one long sequence": [Tree.of(32768)],
+    "80 short ones": [Tree.of(max(16, int(RNG.lognormvariate(5.5, 0.8)))) for _ in range(80)],
+    "a long one and short ones": [Tree.of(9000), *(Tree.of(RNG.randint(50, 400)) for _ in range(30))],
     "prompts with 8 answers": [
-        Tree(RNG.randint(100, 900), tuple(RNG.randint(50, 2000) for _ in range(8))) for _ in range(4)
+        Tree.of(RNG.randint(100, 900), tuple(RNG.randint(50, 2000) for _ in range(8))) for _ in range(4)
     ],
 }
 
@@ -92,13 +95,7 @@ def stretches(trees: list[Tree], ranks: int) -> list[list[Piece]]:
     found = []
     for first, last in pairwise(bounds):
         cuts = [(line, max(first, line.first), min(last, line.last)) for line in lines(trees)]
-        found.append(
-            [
-                Piece(tree=c.tree, start=c.start, prefix=c.prefix, own=c.own, first=a, last=b)
-                for c, a, b in cuts
-                if a < b
-            ]
-        )
+        found.append([Piece(above=c.above, own=c.own, first=a, last=b) for c, a, b in cuts if a < b])
     return found
 
 
@@ -114,13 +111,13 @@ def test_no_rank_has_one_percent_more_work_than_the_mean(name: str, ranks: int) 
 
 def test_equal_pieces_are_equal_work() -> None:
     for ranks in (2, 4, 8):
-        assert imbalance(zigzag([Tree(64 * ranks)], ranks)) == 0
-        assert imbalance(zigzag([Tree(4 * ranks, (2 * ranks, 6 * ranks))], ranks)) == 0
+        assert imbalance(zigzag([Tree.of(64 * ranks)], ranks)) == 0
+        assert imbalance(zigzag([Tree.of(4 * ranks, (2 * ranks, 6 * ranks))], ranks)) == 0
 
 
 def test_causal_attention_needs_three_quarters_of_what_all_gather_sends() -> None:
     """The rank with the first and the last piece needs all, the one with the middle pieces half of the others'."""
     for ranks in (2, 4, 8):
-        needed = foreign(zigzag([Tree(64 * ranks)], ranks))
+        needed = foreign(zigzag([Tree.of(64 * ranks)], ranks))
         assert sum(needed) / (64 * ranks * (ranks - 1)) == 0.75
         assert max(needed) == 64 * (ranks - 1)

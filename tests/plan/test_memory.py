@@ -21,8 +21,8 @@ from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Adapters
 from birl.learner.policy import load_policy
+from birl.models.attention import Packed
 from birl.models.decoder import decoder_for
-from birl.models.forward import packed
 from birl.models.load import cast, load_model, skeleton
 from birl.models.paged import Cache
 from birl.models.slots import slots_of
@@ -66,7 +66,7 @@ def test_what_a_layer_keeps_is_what_is_counted(dtype: str) -> None:
     if decoder is None:
         pytest.skip("no kernels here")
     (batch,) = pack(groups(4), [1.0] * len(groups(4)), 10_000)
-    layout = packed(batch.trees, torch.device("cpu"))
+    layout = Packed(batch.trees, torch.device("cpu"))
     x = torch.zeros(len(batch.tokens), module.shape.hidden)
     with torch.no_grad():
         _, kept = decoder.forward(decoder.layers[0], x, *decoder.rotations(batch.positions), layout, in_place=False)
@@ -276,7 +276,8 @@ def slowly(root, step, *rest):
         time.sleep(6)  # so that it is still being written while the next step trains
     return write(root, step, *rest)
 checkpoint.save = slowly
-given = Given(rewards=[different], train=[{"prompt": "What is 1 + 1?", "answer": "2"}] * 4)
+rows = [{"prompt": f"{n} + 1 is what?", "answer": "2"} for n in range(4)]  # with nothing in common
+given = Given(rewards=[different], train=rows)
 base = peak = anonymous()
 threading.Thread(target=watch, daemon=True).start()
 train(load(schema.RL, sys.argv[1:]), given=given)

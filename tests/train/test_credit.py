@@ -45,7 +45,7 @@ class Says:
         self.of = of
 
     def forward(self, batch: Batch) -> Tensor:
-        return torch.tensor([self.of(t) for t in batch.targets.tolist()])
+        return torch.tensor([self.of(t) for t in batch.targets[batch.entry].tolist()])
 
     def each(self, batches: Sequence[Batch], verb: Callable[[Batch], Tensor]) -> list[Tensor]:
         return [verb(batch) for batch in batches]

@@ -1,0 +1,156 @@
+"""Agents of several turns with branches: what the cache saves while they are sampled, and trees while they are trained.
+SmolLM2-135M in bfloat16.
+
+    python -m benchmarks.agents [--tasks 8] [--branches 4] [--turns 8] [--tool 1000] [--answer 32] [--json FILE]
+    python -m benchmarks.agents --tiny       a minute, to see that it runs
+
+Of each task one episode is sampled from its prompt on; the others begin with some of its turns, and go on by
+themselves. Between two answers come `--tool` random tokens. Generation: all episodes at once, with the cache of pages
+and without. Training: forward_backward of all of them, as trees and each by itself; the bound is the time of the
+latter by the share of its FLOPs that trees take. Goals: generation at 1/4 of the time, training within 15 % of the
+bound.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.peers import environment, in_turns, machine
+
+GENERATION, TRAINING = 4.0, 1.15
+TINY = {"tasks": 2, "branches": 4, "turns": 4, "tool": 60, "answer": 8}
+Turns = list[tuple[tuple[int, ...], tuple[int, ...]]]  # of each: all that the model sees, and what it answers
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tasks", type=int, default=8)
+    parser.add_argument("--branches", type=int, default=4, help="episodes of a task")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--tool", type=int, default=1000, help="tokens between two answers, and of the prompt")
+    parser.add_argument("--answer", type=int, default=32, help="tokens")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true", help=f"as with {TINY}")
+    parser.add_argument("--json", help="also write every figure into this file")
+    args = parser.parse_args()
+    return argparse.Namespace(**{**vars(args), **TINY}) if args.tiny else args
+
+
+def main() -> int:
+    args = arguments()
+    os.environ.update(environment(args.threads))  # before torch is imported
+    load = machine()["load"]
+    from birl.allocator import keep_memory
+    from birl.parallel.machine import compute_thread
+
+    keep_memory()
+    with compute_thread(args.threads) as compute:
+        found = measure(args, compute)
+    print("| | seconds | without | ratio |\n| --- | --- | --- | --- |")
+    for kind in ("generation", "training"):
+        ours, without = (median(side) for side in found[kind]["seconds"])
+        found[kind]["ratio"] = without / ours
+        print(f"| {kind} | {ours:.2f} | {without:.2f} | {without / ours:.2f} |")
+    tokens, flops = found["training"]["tokens"], found["training"]["flops"]
+    print(f"agents: {tokens[0]:,} of {tokens[1]:,} tokens are computed, {flops[0] / flops[1]:.1%} of the FLOPs")
+    above = flops[1] / flops[0] / found["training"]["ratio"]
+    print(f"agents, generation: ratio {found['generation']['ratio']:.2f} goal {GENERATION:.2f}")
+    print(f"agents, training: {above:.2f} of the FLOPs bound, goal {TRAINING:.2f}", flush=True)
+    if args.json:
+        figures = {"name": "agents", "args": vars(args), **found, "load_before": load, "machine": machine()}
+        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+    return int(found["generation"]["ratio"] < GENERATION or above > TRAINING)
+
+
+def measure(args: argparse.Namespace, compute: Any) -> dict[str, Any]:
+    import torch
+
+    from benchmarks import training
+    from birl.config import schema
+    from birl.data.pack import pack
+    from birl.engine.open import open_engine
+    from birl.learner.learner import Learner
+    from birl.learner.policy import load_policy
+
+    policy = compute.submit(load_policy, schema.Model(path=args.model), compute).result()
+    longest = (args.turns + 1) * (args.tool + args.answer)
+    episodes: list[Turns] = []
+
+    def generation(cache: bool) -> dict[str, Any]:
+        engine = open_engine(policy, schema.Engine(max_batch=args.tasks * args.branches), longest, lambda: 0)
+        engine.scheduler.cache = cache
+        start = time.perf_counter()
+        episodes[:] = asyncio.run(sampled(engine, args, policy.model.config.vocab_size))
+        return {"seconds": time.perf_counter() - start}
+
+    generated = in_turns(partial(generation, True), partial(generation, False), args.rounds)
+    samples = [sample(turns, i // args.branches, i) for i, turns in enumerate(episodes)]
+    learner = compute.submit(Learner, policy.model, dtype=torch.bfloat16).result()
+    weights, pair_cost = [1 / sum(sum(s.mask) for s in samples)] * len(samples), policy.pair_cost
+    work = [pack(s, weights, max(longest, 4096), 1, pair_cost) for s in (samples, training.apart(samples))]
+
+    def step(side: int) -> dict[str, Any]:
+        return {"seconds": compute.submit(training.forward_backward, learner, work[side]).result()}
+
+    trained = in_turns(partial(step, 0), partial(step, 1), args.rounds)
+    return {
+        "generation": {"seconds": [[r["seconds"] for r in side] for side in generated]},
+        "training": {
+            "seconds": [[r["seconds"] for r in side] for side in trained],
+            "tokens": [sum(len(b.tokens) for b in w) for w in work],
+            "flops": [training.flops(policy.model, w) for w in work],
+        },
+    }
+
+
+async def sampled(engine: Any, args: argparse.Namespace, vocabulary: int) -> list[Turns]:
+    """The episodes, task by task. Branch b begins with b / branches of the turns of the first one."""
+    from birl.types import SamplingParams
+
+    async def episode(task: int, branch: int, turns: Turns) -> list[Turns]:
+        later = []
+        for number in range(len(turns), args.turns):
+            others = [b for b in range(1, args.branches) if b * args.turns // args.branches == number]
+            if branch == 0 and number:
+                later += [asyncio.ensure_future(episode(task, b, list(turns))) for b in others]
+            draws = random.Random(f"{task} {branch} {number}")
+            seen = (*turns[-1][0], *turns[-1][1]) if turns else ()
+            seen += tuple(draws.randrange(3, vocabulary) for _ in range(args.tool))
+            params = SamplingParams(max_tokens=args.answer, ignore_eos=True, seed=draws.getrandbits(30))
+            turns.append((seen, (await engine.generate(seen, params)).ids))
+        return [turns, *(t for each in await asyncio.gather(*later) for t in each)]
+
+    every = await asyncio.gather(*(episode(task, 0, []) for task in range(args.tasks)))
+    await engine.close()
+    return [turns for own in every for turns in own]
+
+
+def sample(turns: Turns, group: int, episode: int) -> Any:
+    """All answers of an episode are trained."""
+    import numpy as np
+
+    from birl.types import Sample
+
+    tokens = np.array(turns[-1][0] + turns[-1][1], np.int32)
+    mask = np.zeros(len(tokens), np.bool_)
+    for seen, answer in turns:
+        mask[len(seen) : len(seen) + len(answer)] = True
+    zeros = np.zeros(len(tokens), np.float32)
+    return Sample(
+        tokens=tokens, mask=mask, logprobs=zeros, versions=np.where(mask, 0, -1).astype(np.int32),
+        advantage=(-1.0) ** episode, group=group, episode=episode,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
