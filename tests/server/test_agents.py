@@ -19,7 +19,7 @@ PYTHON = ROOT / ".venv-agents" / "bin" / "python"
 READ = ("openai_client", "openai_agents", "openai_responses", "langchain", "litellm", "instructor")
 pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="no agent packages: make setup-agents"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1300),
 ]
 
 
@@ -47,7 +47,7 @@ def lines(module: str, folder: Path) -> list[dict[str, Any]]:
         },
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
