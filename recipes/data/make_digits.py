@@ -1,7 +1,8 @@
 """A tiny random vision-language model, and rows about drawn digits: python recipes/data/make_digits.py FOLDER
 
 The model is transformers' Qwen3-VL with 0.3 M parameters and 22 words. A picture shows a digit somewhere, in some
-shade, with noise: no two pictures are the same. The question adds a written digit to it, or takes one away.
+shade, with noise: no two pictures are the same. The question adds a written digit to it, or takes one away. Half of the
+answers for SFT are one too large or too small: who learned from a careless teacher samples like one.
 """
 
 import base64
@@ -52,7 +53,10 @@ def row(random: np.random.Generator, answered: bool) -> dict[str, Any]:
     """A digit is drawn, the other one written; the result is a digit, too."""
     shown, sign = int(random.integers(0, 10)), "+" if random.random() < 0.5 else "-"
     written = int(random.integers(0, 10 - shown if sign == "+" else shown + 1))
-    answer = str(shown + written if sign == "+" else shown - written)
+    right = shown + written if sign == "+" else shown - written
+    if answered and random.random() < 0.5:
+        right = right - 1 if right == 9 or (right > 0 and random.random() < 0.5) else right + 1
+    answer = str(right)
     coded = base64.b64encode(drawn(shown, random)).decode()
     content = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{coded}"}},

@@ -116,3 +116,37 @@ def test_an_engine_in_another_process_sees_the_same(folder: Path, tmp_path: Path
     run("rl", folder, data, tmp_path / "two", "steps=2", "optimizer.lr=0.001", *other)
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
+
+
+WORLD = """
+from pathlib import Path
+from birl.types import Feedback, Message, Picture, PLACE
+
+class Shows:
+    '''A picture at first, and another one for each answer.'''
+    def __init__(self, task, config):
+        self.task, self.turn = task, 0
+    def shown(self, text):
+        picture = Picture.of(Path(__file__).with_name(f"{self.turn}.png").read_bytes())
+        return Message(role="user", content=f"{PLACE}{text}", pictures=(picture,))
+    async def start(self):
+        return (self.shown("Which?"),)
+    async def step(self, reply):
+        self.turn += 1
+        return Feedback(messages=(self.shown("And this?"),), reward=float(len(reply.content) % 3), done=self.turn == 3)
+    async def close(self): pass
+"""
+
+
+def test_an_environment_shows_pictures_in_every_turn(folder: Path, tmp_path: Path) -> None:
+    """The engine's log-probs are the learner's over all turns, whose tokens are one sequence."""
+    data, goal = rows(tmp_path)["rl"], tmp_path / "run"
+    (tmp_path / "world.py").write_text(WORLD)
+    words = (f"env.kind={tmp_path / 'world.py'}:Shows", "env.max_turns=3", "steps=1", "optimizer.lr=0.001")
+    words += ("rollout.stop=[e,a,i,o,n]", "rollout.max_tokens=60")
+    run("rl", folder, data, goal, *words)
+    records = [json.loads(line) for line in (goal / "rollouts.jsonl").read_text().splitlines()]
+    whole = [r for r in records if len(r["turns"]) == 3]
+    assert whole and all(len(r["pictures"]) == 3 and len(r["samples"]) == 1 for r in whole)
+    gaps = [gap for r in records for s in r["samples"] for gap in s.get("gaps", ())]  # of what was trained
+    assert gaps and max(gaps) <= 1e-5
