@@ -82,7 +82,7 @@ def test_it_says_what_the_embedded_engine_says(server: Running, folders: list[Pa
         reply = server.http.post("/generate", json=data)
         answer = wire.completion_from(reply.json())
         binary = server.http.post("/generate", json=data, headers={"Accept": wire.BINARY})
-        assert binary.headers["content-type"] == wire.BINARY and len(binary.content) < len(reply.content)
+        assert binary.headers["content-type"] == wire.BINARY
         assert answer == wire.completion_from(wire.unpacked(binary.content)) == embedded(folders[0], PROMPT, params)
 
 
