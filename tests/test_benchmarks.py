@@ -53,7 +53,6 @@ SMALL = (
 )
 
 
-@pytest.mark.timeout(240)
 def test_weights_are_sent_and_every_second_is_told(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "weights.json"
     words = ("--methods", "reload", "direct", "--dtypes", "float32", "--rounds", 1, "--answers", 2, "--json", file)
@@ -68,7 +67,6 @@ def test_weights_are_sent_and_every_second_is_told(tiny: Path, tmp_path: Path) -
 
 
 @pytest.mark.skipif(bool(kernels.problem()), reason="needs birl's kernels")
-@pytest.mark.timeout(240)
 def test_asynchronous_runs_are_compared_and_can_be_simulated(tiny: Path, tmp_path: Path) -> None:
     words = ("--quick", "--parts", "components", "tails", "--steps", 2, "--warm", 1, "--out", tmp_path)
     done = run("async", "--model", tiny, *SMALL, *words)
@@ -104,7 +102,6 @@ def test_packers_are_compared(tmp_path: Path) -> None:
     assert found["waiting"] >= 0 and found["seconds"] > 0 and found["machine"]["load"]
 
 
-@pytest.mark.timeout(300)
 def test_scaling_counts_what_ranks_send(tmp_path: Path) -> None:
     file = tmp_path / "scaling.json"
     done = run("scaling", "--tiny", "--forms", "fsdp", "--rounds", 1, "--json", file)

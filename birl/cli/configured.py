@@ -11,11 +11,12 @@ from birl.cli.commands import TRAINING
 from birl.cli.loading import load
 from birl.errors import BirlError, did_you_mean
 
-FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
+FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate", "--contamination")
 SHORT_FLAGS = {"-h": "--help", "help": "--help", "-m": "--multirun"}
 ONLY = {  # flag -> the commands that take it, and why others do not
     "--dry-run": (TRAINING, "belongs to training"),
     "--validate": (("eval",), "belongs to `birl eval`, which plays the right answers"),
+    "--contamination": (("rl",), "belongs to `birl rl`, which has data.train and data.validation"),
     "--multirun": ((*TRAINING, "eval"), "runs one job after another, and a server does not end; start one for each"),
 }
 
@@ -54,8 +55,12 @@ def run(command: str, words: list[str]) -> int:
         from birl.preflight import check_names
 
         check_names(config)
+        if command == "eval" and config.baseline:
+            load("birl.rollout.compare").Baseline.read(config.baseline)
     if "--validate" in flags:
         return load("birl.cli.validate").run(config)
+    elif "--contamination" in flags:
+        return load("birl.cli.contamination").run(config)
     elif command == "eval":
         load(RUNS[command]).run(config)
     elif command in ("serve", "tinker"):

@@ -4,14 +4,15 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import isnan, nan
 from pathlib import Path
 
-from birl.algorithms.pass_at_k import wilson
+from birl.algorithms.uncertainty import interval
 from birl.blocked import interrupting
 from birl.config import schema
 from birl.config.load import flatten
@@ -30,7 +31,8 @@ from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
 from birl.regular import check_target
-from birl.rollout.evaluate import EvaluationPlan, data_digest, evaluate, plan, right_from, versions_of
+from birl.rollout.compare import Baseline
+from birl.rollout.evaluate import EvaluationPlan, by_prompt, data_digest, evaluate, plan, right_from, versions_of
 from birl.rollout.failures import ALIKE, Start, reasons
 from birl.rollout.group import Rollout
 from birl.rollout.records import answers
@@ -175,6 +177,7 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
             output.open("a").close()
         elif config.output:  # nothing is there before the results are: `birl reproduce` takes the file for them
             tempfile.TemporaryFile(dir=output.parent).close()
+    baseline = Baseline.read(config.baseline) if config.baseline else None
     parts = await evaluation(config, compute)
     if warning := parts.plan.greedy_repeats:
         print(f"birl: warning: {warning}", file=sys.stderr)
@@ -187,22 +190,25 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
         await parts.close()
     check_failures(groups)
     check_versions(groups)
+    values = by_prompt(groups, parts.plan.k, parts.plan.threshold)
+    bounds = {name: interval(each) for name, each in values.items()}
+    each = [_only(g, i) for g in groups for i in range(len(g.trajectories))]
+    records = answers(each, parts.rollout) if baseline or config.output else []
+    changes = baseline.against(parts.data, records) if baseline else []
     if config.output:
-        records = [
-            record
-            for g in groups
-            for record in answers([_only(g, i) for i in range(len(g.trajectories))], parts.rollout)
-        ]
         about = {"model": config.model.path, "weights": parts.weights, "data": parts.data, "seed": config.seed}
         about |= {"n": parts.plan.samples, "config": flatten(config)}
-        result = {**about, "metrics": metrics, "answers": records}
+        about |= {"metrics": metrics, "intervals": bounds, "changes": [asdict(change) for change in changes]}
+        result = {**about, "answers": records}
         text = json.dumps(json.loads(encode(result, exact=True)), indent=1)  # without NaN, which is no JSON
         with _writing(output):
             check_target(output)
             output.write_text(text)
-    show(metrics)
+    show(metrics, bounds)
     if rule := ruled(groups, config.validation.threshold):
         print(rule)
+    if changes:
+        print(f"Against {visible(config.baseline)}:", *changes, sep="\n  ")
     if config.output:
         print(f"Written to {config.output}")
 
@@ -254,8 +260,9 @@ def ruled(groups: Sequence[Group], threshold: float) -> str:
     return ""
 
 
-def show(metrics: dict[str, float]) -> None:
-    """Print them as a table. Names of sources are never cut: in a narrow terminal they go on in the next line."""
+def show(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float, float]]) -> None:
+    """Print them as a table, with their 95 % intervals. Names of sources are never cut: in a narrow terminal they go on
+    in the next line."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -265,9 +272,11 @@ def show(metrics: dict[str, float]) -> None:
     for name in dict.fromkeys(map(source, metrics)):
         own = {key.rpartition("/")[2]: value for key, value in metrics.items() if source(key) == name}
         rest = (f"{own['score']:.3f}", f"{own['length']:.1f}", f"{own['truncated']:.0f}", f"{own['failed']:.0f}")
+        shown = [key for key in own if key.startswith("pass@")]
         if own.get("pass@1") != own["score"]:  # else its row says both
-            table.add_row(visible(name), f"{own['n']:.0f}", "score", f"{own['score']:.3f}", "", *rest)
-        for k in (key for key in own if key.startswith("pass@")):
-            low, high = wilson(own[k] * own["n"], int(own["n"]))
-            table.add_row(visible(name), f"{own['n']:.0f}", k, f"{own[k]:.3f}", f"{low:.3f} - {high:.3f}", *rest)
+            shown.insert(0, "score")
+        for metric in shown:
+            low, high = bounds.get(f"validation/{name}/{metric}", (nan, nan))
+            between = "" if isnan(low) else f"{low:.3f} - {high:.3f}"
+            table.add_row(visible(name), f"{own['n']:.0f}", metric, f"{own[metric]:.3f}", between, *rest)
     Terminal(width=None if sys.stdout.isatty() else 10_000).print(table)

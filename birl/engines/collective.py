@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -25,10 +25,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from birl.engines.wire import Invitation
 from birl.errors import BirlError, WeightsFailed, first_line
+from birl.models.released import Shapes, nbytes
 
 T = TypeVar("T")
 GLOO, NCCL = "gloo", "nccl"
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Source(Protocol):
@@ -226,17 +226,9 @@ def backend(device: torch.device) -> str:
     return name
 
 
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-
-
 def shapes_in(invitation: Invitation) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Of what rank 0 will send."""
     return {name: (shape, getattr(torch, kind)) for name, shape, kind in invitation.tensors}
-
-
-def nbytes(names: Iterable[str], shapes: Shapes) -> int:
-    return sum(prod(shape) * dtype.itemsize for shape, dtype in map(shapes.__getitem__, names))
 
 
 def pieces(shapes: Shapes, bucket_mb: float) -> list[list[str]]:

@@ -37,8 +37,7 @@ from birl.types import Completion, SamplingParams
 from birl.waits import event
 from birl.weights.canary import Canary
 from birl.weights.publish import Sender, Volume, shared_memory
-from birl.weights.publisher import published
-from birl.weights.released import released
+from birl.weights.publisher import published, released
 
 if TYPE_CHECKING:  # weights.method=nccl loads it
     from birl.weights.broadcast import Broadcast

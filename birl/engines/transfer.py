@@ -12,10 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from birl.engines.collective import BroadcastGroup, Shapes, nbytes, pieces, shapes_in
+from birl.engines.collective import BroadcastGroup, pieces, shapes_in
 from birl.engines.peer import Adapter
 from birl.engines.wire import Invitation
 from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.models.released import Shapes, nbytes
 from birl.types import Held, Update
 
 T = TypeVar("T")

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
 
 from birl.cache import sweep
 from birl.errors import BirlError, first_line
@@ -22,6 +21,7 @@ from birl.learner import checkpoint
 from birl.learner.lora import digest, merged, targets
 from birl.learner.optimizer import on_grid
 from birl.learner.tensors import Reader
+from birl.models import released
 from birl.models.heads import HEADS
 from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleton
 from birl.models.quantized import BITS, QuantizedLinear
@@ -95,22 +95,24 @@ def write_shards(
     dtype: torch.dtype,
     limit: int,
 ) -> None:
-    """model.safetensors, or model-00001-of-0000N.safetensors and an index, each of at most `limit` bytes unless one
-    weight alone is larger. Names are those that transformers publishes the model with."""
+    """model.safetensors, or model-00001-of-0000N.safetensors and an index, each of at most `limit` bytes unless what
+    belongs together is larger. Names are those that transformers publishes the model with. Parameters are of `dtype`;
+    buffers, such as what a router adds to its scores, keep their own."""
+    own = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    wanted = {name: (tuple(shapes[name]), own.get(name, dtype)) for name in sorted(shapes)}
     shards: list[list[str]] = [[]]
     size = 0
-    for name in sorted(shapes):
-        one = torch.Size(shapes[name]).numel() * dtype.itemsize
+    for part in released.parts(model, wanted):
+        one = released.nbytes(part.names, wanted)
         if shards[-1] and size + one > limit:
             shards.append([])
             size = 0
-        shards[-1].append(name)
+        shards[-1].extend(part.names)
         size += one
     where, total = {}, 0
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        tensors = {n: t.to(dtype).contiguous() for n, t in read(names).items()}
-        tensors = revert_weight_conversion(model, tensors)
+        tensors = released.reverted(model, {n: t.to(wanted[n][1]).contiguous() for n, t in read(names).items()})
         total += sum(t.nbytes for t in tensors.values())
         save_file({n: t.contiguous() for n, t in tensors.items()}, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(tensors, file)

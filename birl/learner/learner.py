@@ -103,6 +103,7 @@ class Learner:
         dtype: torch.dtype = torch.bfloat16,
         temperature: float = 1.0,
         optimizer: str = "adamw",
+        momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -155,6 +156,10 @@ class Learner:
         if lora is None and dtype != torch.float32:
             self.rounded = on_grid(self.masters.tensors.values(), dtype)
         rates = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "still": still(model)}
+        if optimizer == "muon":
+            from birl.learner.muon import hidden
+
+            rates |= {"momentum": momentum, "matrices": hidden(model)}
         self.optimizer = adamw(self.masters, kind=optimizer, **rates)
 
     @property
@@ -239,7 +244,7 @@ class Learner:
         stats.add(value, figures, len(batch.tokens))
 
     def optim_step(self, lr: float) -> float:
-        """One AdamW step at rate `lr`; returns the global gradient norm before clipping. The gradient is gone
+        """One step at rate `lr`; returns the global gradient norm before clipping. The gradient is gone
         afterwards."""
         drop_gathered(self.outputs)
         self.masters.gather()

@@ -13,6 +13,7 @@ smaller than half a unit in the last place (measured; `tests/learner/test_optimi
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from math import cos, pi
 from typing import TYPE_CHECKING, Any
 
@@ -214,14 +215,16 @@ def adamw(
     masters: "MasterWeights | ShardedMasterWeights | Adapters | SplitAdapters",
     *,
     kind: str = "adamw",
+    momentum: float = 0.95,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     still: Collection[str] = (),
+    matrices: Collection[str] = (),
 ) -> torch.optim.AdamW:
-    """Weight decay is for matrices; norms and biases have none. `kind`: adamw | adamw8bit; `still`: names of masters
-    that keep their values. AdamW makes its state at the first step; a checkpoint needs the tensors to exist before
-    that."""
+    """Weight decay is for matrices; norms and biases have none. `kind`: adamw | adamw8bit | muon, with its `momentum`
+    and the names of its `matrices`; `still`: names of masters that keep their values. AdamW makes its state at the
+    first step; a checkpoint needs the tensors to exist before that."""
     moving = {name: tensor for name, tensor in masters.tensors.items() if name not in still}
     tensors = list(moving.values())
     groups = [
@@ -235,6 +238,11 @@ def adamw(
         optimizer = AdamW8bit(groups, betas=betas, eps=eps)
         optimizer.state.update({t: first_state(t, masters.whole(n, t.data).shape) for n, t in moving.items()})
         return optimizer
+    if kind == "muon":
+        from birl.learner.muon import Muon
+
+        stepped = {t: partial(masters.whole, n) for n, t in moving.items() if n in matrices}
+        return Muon(groups, stepped, momentum, betas=betas, eps=eps)
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
     optimizer.state.update({t: wide_state(t) for t in tensors})
     return optimizer

@@ -37,6 +37,7 @@ from birl.kernels import PAGE
 from birl.learner.adamw8bit import stored as moments_in_8_bits
 from birl.learner.comparison import KEPT
 from birl.learner.lora import targets
+from birl.learner.muon import hidden
 from birl.learner.policy import DTYPES
 from birl.models.decoder import shaped
 from birl.models.fused_layers import fused_layers
@@ -53,7 +54,11 @@ PROCESS = int(0.52 * GIB)  # interpreter, torch and transformers with their libr
 LOST = 0.08  # of everything: what the C library keeps in holes between blocks; measured
 SPLIT_LOST = 0.25  # the same where FSDP gathers and gives back; 0.21 to 0.32 with four models on two and four ranks
 
-STATE = {"adamw": "optimizer state, float32", "adamw8bit": "optimizer state, 8 bits"}
+STATE = {
+    "adamw": "optimizer state, float32",
+    "adamw8bit": "optimizer state, 8 bits",
+    "muon": "optimizer state, float32",
+}
 
 Phases = dict[str, dict[str, int]]  # phase -> purpose -> bytes
 
@@ -156,10 +161,13 @@ class Trained:
 
     @classmethod
     def of(cls, model: nn.Module, config: schema.Lora, optimizer: str) -> "Trained":
-        moments = (lambda shape: 8 * prod(shape)) if optimizer == "adamw" else moments_in_8_bits
+        moments = moments_in_8_bits if optimizer == "adamw8bit" else (lambda shape: 8 * prod(shape))
         if config.rank == 0:
             shapes = [p.shape for p in model.parameters()]
             everything, state = sum(map(prod, shapes)), sum(map(moments, shapes))
+            if optimizer == "muon":  # one momentum
+                matrices = hidden(model)
+                state -= sum(4 * p.numel() for name, p in model.named_parameters() if name in matrices)
             return cls(weights=everything, gradient=everything, stepped=everything, state=state, head=True)
         weights: list[Any] = [model.get_submodule(name).weight for name in targets(model, config.targets)]
         shapes = [s for w in weights for s in ((config.rank, w.shape[1]), (len(w), config.rank))]

@@ -97,36 +97,57 @@ def measure(groups: Sequence[Group], ks: Sequence[int], threshold: float = 0.0) 
     even where a source is called that. A score is the mean over the prompts of the mean over their answers. pass@k is
     there where answers are right or wrong (`right_from`)."""
     right = right_from(groups, threshold)
-    by_source: defaultdict[str, list[Group]] = defaultdict(list)
+    return {
+        f"validation/{source}/{name}": figure
+        for source, members in _by_source(groups).items()
+        for name, figure in _figures(members, ks, right).items()
+    }
+
+
+def by_prompt(groups: Sequence[Group], ks: Sequence[int], threshold: float = 0.0) -> dict[str, list[float]]:
+    """Of the figures that are means over prompts, score and pass@k, the value of each prompt, by `measure`'s names."""
+    right = right_from(groups, threshold)
+    return {
+        f"validation/{source}/{name}": values
+        for source, members in _by_source(groups).items()
+        for name, values in _by_prompt(members, ks, right).items()
+    }
+
+
+def _by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    result: defaultdict[str, list[Group]] = defaultdict(list)
     for group in groups:
         for source in dict.fromkeys((group.task.source, "all")):
-            by_source[source].append(group)
-    return {
-        f"validation/{s}/{name}": v
-        for s, members in by_source.items()
-        for name, v in _figures(members, ks, right).items()
-    }
+            result[source].append(group)
+    return result
 
 
 def _figures(groups: Sequence[Group], ks: Sequence[int], right: float | None) -> dict[str, float]:
     """Failed episodes enter no mean: they are counted in `failed`."""
     episodes = [t for g in groups for t in g.trajectories]
     scored = [t for t in episodes if t.outcome.scored]
-    figures = {
-        "score": _mean([_mean(scores) for g in groups if (scores := _scores(g))]),
+    means = {name: _mean(values) for name, values in _by_prompt(groups, ks, right).items()}
+    return {
+        "score": means.pop("score"),
         "length": _mean([len(turn.completion.tokens) for t in scored for turn in t.turns]),
         "truncated": float(sum(t.outcome == "truncated" for t in episodes)),
         "failed": float(len(episodes) - len(scored)),
         "n": float(len(groups)),
+        **means,
     }
+
+
+def _by_prompt(groups: Sequence[Group], ks: Sequence[int], right: float | None) -> dict[str, list[float]]:
+    """score and pass@k: a value for each prompt that has scores, of pass@k at least k of them."""
+    each = [scores for g in groups if (scores := _scores(g))]
+    result = {"score": [_mean(scores) for scores in each]}
     if right is None:
-        return figures
+        return result
+    counts = [(len(scores), sum(v >= right for v in scores)) for scores in each]
     for k in sorted({*ks, *(own_k(g.task) for g in groups)}):
-        counts = [(len(s), sum(v >= right for v in s)) for g in groups if (s := _scores(g))]
-        enough = [pass_at_k(n, c, k) for n, c in counts if n >= k]
-        if enough:
-            figures[f"pass@{k}"] = _mean(enough)
-    return figures
+        if enough := [pass_at_k(n, c, k) for n, c in counts if n >= k]:
+            result[f"pass@{k}"] = enough
+    return result
 
 
 def _scores(group: Group) -> list[float]:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from birl.engine.weights import check_layouts, layout
-from birl.engines.collective import GLOO, BroadcastGroup, Shapes, backend
+from birl.engines.collective import GLOO, BroadcastGroup, backend
 from birl.engines.wire import Invitation
 from birl.errors import WeightsFailed
 from birl.models.device import gpu
+from birl.models.released import Shapes
 from birl.server.limits import Refused
 
 

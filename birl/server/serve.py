@@ -20,7 +20,6 @@ from birl.config import schema
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache, open_engine
 from birl.engines import names
-from birl.engines.collective import shapes_of
 from birl.errors import BirlError, WeightsFailed
 from birl.hosts import is_loopback
 from birl.kernels import PAGE
@@ -28,6 +27,7 @@ from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.models.device import choose
 from birl.models.digests import words
 from birl.models.load import cast
+from birl.models.released import shapes_of
 from birl.parallel.machine import compute_thread
 from birl.server.connections import Patient
 from birl.server.limits import Gate, Refused

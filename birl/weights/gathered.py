@@ -12,10 +12,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from birl.engines.collective import nbytes, shapes_of
 from birl.models.digests import digest
 from birl.models.heads import HEADS
-from birl.weights.released import Part, buffers, parts, reverted
+from birl.models.released import Part, buffers, nbytes, parts, reverted, shapes_of
 
 BUCKET = 2**28  # bytes that are gathered at once, unless one weight alone is larger
 NAMES = {  # as safetensors calls them

@@ -6,9 +6,9 @@ from concurrent.futures import Executor
 import torch
 from torch import Tensor
 
-from birl.engines.collective import Shapes
 from birl.errors import WeightsFailed
 from birl.learner.learner import Learner
+from birl.models.released import Shapes
 
 
 class Live(Mapping[str, Tensor]):

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from birl.engines.collective import shapes_of
 from birl.engines.peer import size
 from birl.engines.remote import Remote
 from birl.errors import EngineDown, WeightsFailed
 from birl.learner.learner import Learner
 from birl.models.digests import digests, whole
+from birl.models.released import shapes_of
 from birl.parallel.machine import check_returned, free_memory, give_back
 from birl.types import Held, Update
 from birl.waits import event, waiting

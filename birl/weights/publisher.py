@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from birl.models.heads import HEADS
 from birl.models.quantized import quantized_layers
+from birl.models.released import buffers, reverted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,3 +92,9 @@ def published(model: nn.Module) -> dict[str, Tensor]:
         for name, p in model.named_parameters()
         if name.split(".")[0] not in HEADS
     }
+
+
+def released(model: nn.Module) -> dict[str, Tensor]:
+    """What an engine of another project needs of a learner's module. No copies where the module has the same tensors;
+    views of one copy where it holds several together."""
+    return reverted(model, published(model) | buffers(model))

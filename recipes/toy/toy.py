@@ -4,8 +4,9 @@
     python recipes/toy/toy.py stages FOLDER [SEED ...]    SFT, DPO, GRPO, PPO in turn; a reward model, RL against it
     python recipes/toy/toy.py presets FOLDER [SEED ...]   every preset of `algorithm`, each from the SFT model
     python recipes/toy/toy.py staleness FOLDER [SEED ...] old answers, with a correction and without
+    python recipes/toy/toy.py hybrid FOLDER [SEED ...]    SFT and GRPO of a model with Gated DeltaNet layers
 
-The last three write the curves that are committed beside this file.
+The last four write the curves that are committed beside this file.
 """
 
 import json
@@ -19,7 +20,14 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+)
 
 from birl.cli import main
 
@@ -52,8 +60,29 @@ def one(completions: list[str], **_: Any) -> list[float]:
     return [float("7" in c) for c in completions]
 
 
+def configs(vocabulary: int) -> dict[str, PreTrainedConfig]:
+    """A Llama of two layers, and as hybrid a Qwen 3.5: Gated DeltaNet, then attention."""
+    common = {
+        "vocab_size": vocabulary,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "bos_token_id": 11,
+    }
+    heads = {"linear_num_key_heads": 3, "linear_num_value_heads": 3}
+    sizes = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    return {"model": LlamaConfig(**common), "hybrid": Qwen3_5TextConfig(**common, **heads, **sizes, **layers)}
+
+
 def make(folder: Path) -> None:
-    """A Llama of two layers, a tokenizer with one token a character, and the rows of every stage."""
+    """Two models, a tokenizer with one token a character, and the rows of every stage."""
     words = ["<eos>", *"0123456789=", "<unk>"]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<eos>|."), "isolated")
@@ -61,24 +90,12 @@ def make(folder: Path) -> None:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>", bos_token="="
     )
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-        pad_token_id=0,
-        bos_token_id=11,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
-    model.save_pretrained(folder / "model")
-    fast.save_pretrained(folder / "model")
+    for name, config in configs(len(words)).items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
+        model.save_pretrained(folder / name)
+        fast.save_pretrained(folder / name)
     rng = random.Random(0)
     prompts = ["".join(rng.choices("0123456789", k=LENGTH)) for _ in range(9000)]
     prompts = [p for p in dict.fromkeys(prompts) if len(set(p)) > 1]
@@ -177,8 +194,8 @@ class Notes:
         )
         return model
 
-    def write(self) -> None:
-        (HERE / f"stages-{self.seed}.json").write_text(json.dumps(self.table, indent=1) + "\n")
+    def write(self, name: str = "stages") -> None:
+        (HERE / f"{name}-{self.seed}.json").write_text(json.dumps(self.table, indent=1) + "\n")
 
 
 def stages(data: Path, seeds: list[int]) -> None:
@@ -216,6 +233,17 @@ def taste(data: Path, folder: Path, sft: Path, notes: Notes, seed: str) -> None:
     sevens = [[r["text"].count("7") for r in records if first <= r["step"] < first + 3] for first in (1, 23)]
     before, after = (round(statistics.mean(counts), 3) for counts in sevens)
     notes.add("rl against rm", (model, metrics, seconds), "reward/mean", {"sevens before": before, "after": after})
+
+
+def hybrid(data: Path, seeds: list[int]) -> None:
+    """SFT and GRPO of the model with a state beside attention."""
+    rows = (f"data.train={data}/sft.jsonl", "data.answer_column=answer", "batch_size=64", "epochs=12")
+    for seed in seeds:
+        folder, notes, s = data / f"hybrid-{seed}", Notes(data, seed), f"seed={seed}"
+        rate = ("optimizer.lr=2e-3", "optimizer.schedule=linear")
+        sft = notes.add("sft", stage(folder, "sft", data / "hybrid", "sft", *rows, *rate, s), "loss")
+        notes.add("grpo", stage(folder, "grpo", sft, *rl(data / "rl.jsonl"), "steps=60", s), "reward/mean")
+        notes.write("hybrid")
 
 
 WORDS = {  # what a preset needs beside its name
@@ -309,6 +337,5 @@ if __name__ == "__main__":
     if what == "make":
         make(target)
     else:
-        {"stages": stages, "presets": presets, "staleness": staleness}[what](
-            target, [int(x) for x in rest] or [0, 1, 2]
-        )
+        commands = {"stages": stages, "presets": presets, "staleness": staleness, "hybrid": hybrid}
+        commands[what](target, [int(x) for x in rest] or [0, 1, 2])

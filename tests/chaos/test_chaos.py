@@ -13,7 +13,6 @@ from tests.chaos.processes import forked, preload
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks at processes in /proc")
 
 
-@pytest.mark.timeout(240)
 def test_what_happens_to_a_run_changes_none_of_its_invariants(tmp_path: Path) -> None:
     preload()
     said: list[str] = []

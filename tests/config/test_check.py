@@ -108,7 +108,7 @@ def with_key(key: str) -> Any:
     if schema is Serve:
         return Serve()
     files = next(f for f in (Data, Texts, RankedPairs, LabelledPairs) if type(schema().data) is f)
-    return schema(data=files(train=["a.jsonl"]))
+    return schema(data=files(train=["a.jsonl"]))  # pyright: ignore[reportCallIssue]
 
 
 DOCS = {key: doc for schema in SCHEMAS for key, doc in documentation(schema).items()}

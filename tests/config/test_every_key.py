@@ -509,6 +509,7 @@ RL_CASES = {
     "optimizer.eps": Case("0.1", weights),
     "optimizer.weight_decay": Case("0.5", weights),
     "optimizer.kind": Case("adamw8bit", weights),
+    "optimizer.momentum": Case("0.5", weights, under="steps=2 optimizer.kind=muon"),
     "optimizer.offload": Case("cpu", refused=r"optimizer\.offload=cpu: the weights are in CPU memory already"),
     "optimizer.max_grad_norm": Case("0.001", weights, under="optimizer.eps=0.1"),
     "lora.rank": Case("4", weights),
@@ -599,6 +600,7 @@ EVAL_CASES = {
     "engine.recompute_kv": Case("false", refused="weights do not change"),
     "reward.timeout": Case("0.1", under="reward.functions=given:slow", refused="reward .* took longer than 0.1 s"),
     "output": Case("results.json", lambda s: Path("results.json").is_file(), True),
+    "baseline": Case("none.json", refused="baseline=none.json cannot be read"),
     "seed": Case("1", answers, under=WARM),
 }
 
@@ -619,9 +621,9 @@ class Bench:
     def observe(self, schema: type, settings: str) -> Seen:
         self.runs += 1
         words = (TRAINING + f"run=run{self.runs} " if schema is RL else EVALUATION) + settings
-        by_key = dict(word.partition("=")[::2] for word in words.split())
+        by_key = dict(word.partition("=")[::2] for word in words.split())  # pyright: ignore[reportCallIssue]
         spaced = {"Be_brief.": "Be brief."}
-        config, choices = load_with_choices(schema, [f"{k}={spaced.get(v, v)}" for k, v in by_key.items()])
+        config, choices = load_with_choices(schema, [f"{k}={spaced.get(v, v)}" for k, v in by_key.items()])  # pyright: ignore[reportCallIssue]
         seen = Seen(config=config)
         with ExitStack() as stack:
             out = stack.enter_context(redirect_stdout(io.StringIO()))
@@ -701,7 +703,7 @@ def spies(seen: Seen, stack: ExitStack) -> None:
     stack.enter_context(patch.object(evaluation, "evaluation", opened))
     if isinstance(seen.config, Eval):  # has no Python way in; named functions would need a worker process each time
         stack.enter_context(
-            patch.object(evaluation, "make_rewards", lambda *args: make_rewards(*args, functions(seen.config)))
+            patch.object(evaluation, "make_rewards", lambda *args: make_rewards(*args, functions(seen.config)))  # pyright: ignore[reportCallIssue]
         )
 
 

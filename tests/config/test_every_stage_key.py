@@ -141,6 +141,7 @@ CASES = {
     "optimizer.eps": Case("0.1", lambda s: s.weights),
     "optimizer.weight_decay": Case("0.5", lambda s: s.weights),
     "optimizer.kind": Case("adamw8bit", lambda s: s.weights),
+    "optimizer.momentum": Case("0.5", lambda s: s.weights, under="optimizer.kind=muon"),
     "optimizer.offload": Case("cpu", refused=r"optimizer\.offload=cpu: the weights are in CPU memory already"),
     "optimizer.max_grad_norm": Case("0.001", lambda s: s.weights, under="optimizer.eps=0.1"),
     "lora.rank": Case("2", lambda s: s.weights),
@@ -217,7 +218,7 @@ class Bench:
     def observe(self, schema: type, settings: str, capsys: Any) -> Seen:
         self.runs += 1
         words = f"{BASE} run=run{self.runs} {settings}"
-        by_key = dict(word.partition("=")[::2] for word in words.split())
+        by_key = dict(word.partition("=")[::2] for word in words.split())  # pyright: ignore[reportCallIssue]
         config, choices = load_with_choices(schema, [f"{k}={v.replace('_brief', ' brief')}" for k, v in by_key.items()])
         passes, threads, original, staged, begin = [], [], Learner.forward_backward, [], Writer.begin
 

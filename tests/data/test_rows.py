@@ -128,7 +128,7 @@ def test_saved_dataset(tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "one", num_proc=1)
-    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1])).save_to_disk(tmp_path / "both")
+    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1])).save_to_disk(tmp_path / "both")  # pyright: ignore[reportCallIssue]
     assert list(read(str(tmp_path / "one"))) == ROWS
     assert list(read(f"test@{tmp_path / 'both'}")) == ROWS[:1]
 
@@ -214,7 +214,7 @@ def test_given_rows() -> None:
         (["text"], "row 1"),
         (7, "int"),
         ([], "no rows"),
-        (DatasetDict(x=Dataset.from_list(ROWS)), "splits x"),
+        (DatasetDict(x=Dataset.from_list(ROWS)), "splits x"),  # pyright: ignore[reportCallIssue]
     ):
         with pytest.raises(BirlError, match=hint):
             given(wrong, "train")

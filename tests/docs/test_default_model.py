@@ -29,7 +29,6 @@ def first_commands() -> list:
     return [pytest.param(page, words, id=f"{page}: {' '.join(words)}") for page, words in here]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("page", "words"), first_commands())
 def test_it_runs(page: str, words: list[str], smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,8 @@
 """Each kernel against PyTorch in float64 or float32, and the promise that a row's bits depend on nothing else."""
 
+# Lists of tensors are handed on by their star:
+# pyright: reportCallIssue=false
+
 import subprocess
 import sys
 from pathlib import Path

@@ -164,7 +164,6 @@ def test_machines_are_given_back_although_the_job_does_not_answer(here: Path, mo
 
 
 @needs_cloud
-@pytest.mark.timeout(420)
 def test_the_double_of_aws(here: Path) -> None:
     """prepare.sh with the real aws program, Ray's validator, Ray's provider that starts machines, remove.sh."""
     launch = here / "runs" / "demo" / "launch"

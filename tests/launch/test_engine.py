@@ -49,7 +49,6 @@ def started(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         child.wait()
 
 
-@pytest.mark.timeout(600)
 def test_engines_join_and_leave_a_run(tiny: Path, tmp_path: Path, started: Callable[..., subprocess.Popen]) -> None:
     """The first is awaited; the second comes during step 1 and the first goes during step 3."""
     first, second, calls, loads = started(), [], [], []
@@ -125,7 +124,6 @@ uvicorn.run(double.app(), host=given["--host"], port=int(given["--port"]), log_l
 """
 
 
-@pytest.mark.timeout(600)
 def test_an_engine_of_another_kind_is_a_child_that_ends_with_it(
     tiny: Path, tmp_path: Path, started: Callable[..., subprocess.Popen]
 ) -> None:

@@ -52,7 +52,6 @@ def freeze(place: Path, *, thaw: bool = False) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file systems are frozen on Linux only")
-@pytest.mark.timeout(600)
 def test_a_run_bears_that_its_file_system_stands_still(
     tiny: Path, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

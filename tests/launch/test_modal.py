@@ -184,7 +184,6 @@ def using(tmp_path: Path, here: Path, **about: Any) -> Iterator[Used]:
 
 
 @needs_modal
-@pytest.mark.timeout(300)
 def test_a_run_in_the_cloud(here: Path, tiny: Path, tmp_path: Path) -> None:
     """From the first command to its end: a whole training in a container, from what was uploaded alone."""
     with using(tmp_path, here) as used:
@@ -240,7 +239,6 @@ def test_what_the_cloud_is_asked_for(here: Path, tmp_path: Path) -> None:
 
 
 @needs_modal
-@pytest.mark.timeout(300)
 def test_a_learner_that_was_lost_goes_on_from_its_checkpoint(here: Path, tiny: Path, tmp_path: Path) -> None:
     with using(tmp_path, here) as used:
         words = ["data.train=my.jsonl", "steps=500", "reward=length", f"model.path={tiny}", "run=runs/demo"]
@@ -261,7 +259,6 @@ def test_a_learner_that_was_lost_goes_on_from_its_checkpoint(here: Path, tiny: P
 
 @needs_modal
 @pytest.mark.skipif(importlib.util.find_spec("birl.launch.engine") is None, reason="birl.launch.engine is not there")
-@pytest.mark.timeout(300)
 def test_engines_of_their_own(here: Path, tiny: Path, tmp_path: Path) -> None:
     with using(tmp_path, here) as used:
         words = ["data.train=my.jsonl", "steps=1", "reward=length", f"model.path={tiny}", "engine.kind=birl"]
@@ -277,7 +274,6 @@ def test_engines_of_their_own(here: Path, tiny: Path, tmp_path: Path) -> None:
 
 
 @needs_modal
-@pytest.mark.timeout(300)
 def test_rewards_on_this_machine_for_a_run_in_the_cloud(here: Path, tiny: Path, tmp_path: Path) -> None:
     program = here / "program.py"
     program.write_text(
@@ -311,7 +307,6 @@ print("here", len(seen), summary["finished"], summary["step"])
 
 
 @needs_modal
-@pytest.mark.timeout(120)
 def test_components_are_tried_by_modal_run(here: Path, tmp_path: Path) -> None:
     with using(tmp_path, here) as used:
         place = used.cloud.volume / "runs" / "demo" / "checkpoints" / "step-000003"

@@ -23,8 +23,6 @@ from birl.launch.modal import learner_status
 from birl.launch.modal_container import ContainerWork, Ended, serve
 from birl.launch.modal_learner import Directory, learn
 
-pytestmark = pytest.mark.timeout(90)
-
 
 class Notes(dict[str, Any]):
     def put(self, key: str, value: Any) -> None:

@@ -79,7 +79,6 @@ def closed(found: dict[str, Any]) -> None:
 
 @needs_ray
 @needs_engine
-@pytest.mark.timeout(400)
 def test_an_engine_whose_node_is_lost_runs_elsewhere(drill: Callable[[str], dict[str, Any]]) -> None:
     found = drill("engine_node")
     closed(found)
@@ -112,7 +111,6 @@ def test_a_mistake_is_not_tried_again(drill: Callable[[str], dict[str, Any]]) ->
 
 
 @needs_ray
-@pytest.mark.timeout(400)
 def test_environments_in_actors_grow_and_shrink(drill: Callable[[str], dict[str, Any]]) -> None:
     found = drill("collectors")
     assert found["rows"] > 0
@@ -123,7 +121,6 @@ def test_environments_in_actors_grow_and_shrink(drill: Callable[[str], dict[str,
 
 
 @needs_ray
-@pytest.mark.timeout(400)
 def test_who_has_no_token_does_not_come_in(drill: Callable[[str], dict[str, Any]]) -> None:
     found = drill("token")
     assert found["wrong"][0] == 3 and "that takes this token" in found["wrong"][1]

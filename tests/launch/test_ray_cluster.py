@@ -216,7 +216,6 @@ sys.stdin.read()
 
 
 @needs_ray
-@pytest.mark.timeout(400)
 def test_in_a_bare_shell_ray_starts_and_listens_on_the_loopback_only(tmp_path: Path) -> None:
     bare = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(tmp_path)}
     before = listening()

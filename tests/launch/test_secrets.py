@@ -113,7 +113,6 @@ def test_the_watch_finds(processes: set[str]) -> None:
         child.wait()
 
 
-@pytest.mark.timeout(240)
 def test_a_run_with_an_engine_leaves_none(here: Path, tiny: Path, processes: set[str]) -> None:
     words = [f"model.path={tiny}", "data.train=my.jsonl", "data.shuffle=false", "run=runs/demo", *SMALL]
     env = {**os.environ, "PYTHONPATH": str(places.ROOT), "OMP_NUM_THREADS": "1"}

@@ -91,7 +91,6 @@ print(json.dumps([task.name, task.num_nodes, str(resources.accelerators), resour
 
 
 @pytest.mark.skipif(not SKY.exists(), reason="make setup-skypilot installs SkyPilot")
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("place", "words", "read"),
     [(skypilot, EVERYTHING, [2, "{'A10G': 1}", True]), (kubernetes, PODS, [2, "{'H100': 8}", False])],
@@ -126,7 +125,6 @@ def test_what_each_machine_does(here: Path, rank: int) -> None:
 
 
 @pytest.mark.skipif(not RAY.exists(), reason="make setup-cloud installs Ray")
-@pytest.mark.timeout(240)
 def test_two_machines_become_a_cluster_and_end_with_the_job(here: Path) -> None:
     """The task's script twice on this machine, with the real Ray: they find each other, the job runs once, all ends."""
     with socket.socket() as sock:

@@ -22,7 +22,6 @@ from birl.launch.slurm_queue import ask
 from tests.launch.slurm_cluster import Cluster, cluster, missing, until
 from tests.train import test_offline as offline
 
-pytestmark = pytest.mark.timeout(240)
 needs_slurm = pytest.mark.skipif(missing(), reason="no Slurm: make setup-slurm")
 
 

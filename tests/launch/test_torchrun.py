@@ -42,7 +42,6 @@ def figures(job: Launched) -> list[float]:
     return [row[name] for row in job.rows()[:3] for name in FIGURES]
 
 
-@pytest.mark.timeout(600)
 def test_the_same_figures_by_hand_launched_and_without_torchrun(tiny: Path, tmp_path: Path, job: Launched) -> None:
     jobs = [
         Launched("torchrun", "sft", tiny, folder, *WORDS, "steps=3") for folder in folders(tmp_path, "birl", "hand")
@@ -63,7 +62,6 @@ def test_the_same_figures_by_hand_launched_and_without_torchrun(tiny: Path, tmp_
     assert figures(plain) == figures(hand) == figures(job)
 
 
-@pytest.mark.timeout(600)
 def test_ranks_do_not_outlive_a_torchrun_that_is_killed(job: Launched) -> None:
     job.launch("parallel.ddp=2", "steps=100000", "launch.restarts=0")
     job.wait(lambda: job.step >= 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from birl.errors import BirlError
@@ -16,6 +17,7 @@ from birl.models.load import load_model, save_hf_config
 from birl.parallel.ranks import Grid, Ranks
 from tests.parallel.processes import on_ranks
 from tests.tiny import tiny_model_folder, tiny_tokenizer
+from tests.zoo import build
 
 MOE = Qwen3MoeConfig(
     vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -72,3 +74,27 @@ def test_the_size_of_shards_is_a_number(tmp_path: Path, capsys: pytest.CaptureFi
     for word in ("0", "-1", "much"):
         with pytest.raises(BirlError, match="--shard-gb"):
             checkpoint_cli.run([str(run), "export", "last", str(tmp_path / "bad"), "--shard-gb", word])
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe", "gpt_oss", "hrm_text"])
+def test_shards_have_what_transformers_saves(kind: str, tmp_path: Path) -> None:
+    """Pieces of what files hold together share a file, and a router's buffer stays float32."""
+    model = build(kind)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.fill_(1 + 2**-12)
+    save_hf_config(model, tiny_tokenizer(), tmp_path / "run" / "model")
+    checkpoint.save(tmp_path / "run" / "checkpoints", 1, Learner(model, dtype=torch.float32).tensors(), {}, Ranks())
+    step, target = tmp_path / "run" / "checkpoints" / "step-000001", tmp_path / "exported"
+    export(step, tmp_path / "run", target, torch.bfloat16, 2e-5)
+    files = sorted(target.glob("*.safetensors"))
+    assert len(files) > 2
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for p in model.parameters():
+        p.data = p.data.bfloat16()
+    model.save_pretrained(tmp_path / "saved")
+    wanted = load_file(tmp_path / "saved" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name

@@ -16,7 +16,7 @@ from birl.models import attention
 from birl.models.load import load_model, load_tokenizer, save_hf_config
 from birl.models.verify import verify
 from birl.weights.folder import write
-from birl.weights.released import released
+from birl.weights.publisher import released
 from tests.data.test_pack import groups
 from tests.engine.test_engine import PROMPTS, Bench, seeded
 from tests.parallel.test_learner import reinforce

@@ -89,7 +89,8 @@ def test_it_is_lora_on_a_base_with_the_numbers_of_the_codes(way: str, dtype: tor
             assert torch.equal(one.forward(batch), two.forward(batch))
             assert all(torch.equal(t, two.tensors()[n]) for n, t in one.tensors().items() if n != "lora.base")
         else:
-            torch.testing.assert_close(one.forward(batch), two.forward(batch), rtol=0, atol=3e-2)
+            near = 1e-4 if dtype == torch.float32 else 0.1  # nats; the last bits of bfloat16 differ by processor
+            torch.testing.assert_close(one.forward(batch), two.forward(batch), rtol=0, atol=near)
         for learner in (one, two):
             backward(learner, 60)
             learner.optim_step(1e-3)

@@ -31,7 +31,12 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
     "qwen3 moe": Qwen3MoeConfig(
-        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=16, decoder_sparse_step=1
+        **SMALL,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        head_dim=16,  # pyright: ignore[reportCallIssue]
+        decoder_sparse_step=1,
     ),  # pyright: ignore
 }
 

@@ -48,7 +48,7 @@ def ask(client: openai.OpenAI, input: Any = "Hi", **keys: Any) -> Any:
     done = [e.item for e in events if e.type == "response.output_item.done"]
     assert [item.to_dict() for item in done] == [item.to_dict() for item in whole.output]
     for kind in ("response.output_text", "response.reasoning_text"):
-        told = "".join(e.delta for e in events if e.type == f"{kind}.delta")
+        told = "".join(e.delta for e in events if e.type == f"{kind}.delta")  # pyright: ignore[reportCallIssue]
         assert [told] * bool(told) == [e.text for e in events if e.type == f"{kind}.done" and e.text]
     return whole
 

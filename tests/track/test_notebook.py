@@ -191,7 +191,6 @@ def summary(cell: dict[str, Any]) -> list[list[str]]:
     return [re.findall(r"[a-z/]{2,}", re.sub(r"\x1b\[\d*m", "", text)) for text in shown[1:]]
 
 
-@pytest.mark.timeout(300)
 def test_the_example_notebook_is_what_it_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is executed as it stands; the outputs in the repository have the shape, and the words,
     of those that come out."""

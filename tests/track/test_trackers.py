@@ -17,7 +17,6 @@ PYTHON = ROOT / ".venv-trackers" / "bin" / "python"
 NAMES = ("wandb", "mlflow", "trackio", "swanlab")
 pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="no trackers: make setup-trackers"),
-    pytest.mark.timeout(400),
 ]
 
 

@@ -109,7 +109,6 @@ def test_a_write_that_fails_stops_the_run_at_the_next_step(
     assert trained(tiny, tmp_path, "steps=6")["step"] == 6
 
 
-@pytest.mark.timeout(180)
 def test_a_run_goes_on_with_other_ranks(tiny: Path, tmp_path: Path) -> None:
     """Two ranks with parts of the weights, then one alone, then two copies: the losses of one rank."""
     trained(tiny, tmp_path, "steps=6", run="whole")

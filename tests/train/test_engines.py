@@ -73,7 +73,6 @@ def test_every_method_brings_the_weights(tiny: Path, tmp_path: Path, server: Pat
     assert not list(Path("/dev/shm").glob(f"birl-weights-{os.getpid()}/v*"))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("method", "split"),
     [

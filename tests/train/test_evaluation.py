@@ -1,15 +1,19 @@
 """What `birl eval` prints."""
 
 import io
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from birl.algorithms.uncertainty import interval
 from birl.cli.evaluation import ruled, show
 from birl.config.schema import Validation
-from birl.rollout.evaluate import measure, plan
+from birl.errors import BirlError
+from birl.rollout.compare import Baseline
+from birl.rollout.evaluate import by_prompt, measure, plan
 from birl.rollout.tasks import tell_plain
 from birl.train.run_folder import next_commands
 from birl.types import Group, Outcome, Task, Trajectory
@@ -20,7 +24,7 @@ METRICS = {f"validation/{name}/{figure}": value for name in NAMES for figure, va
 
 
 def test_every_source_has_its_rows_and_its_whole_name(capsys: pytest.CaptureFixture[str]) -> None:
-    show(METRICS)
+    show(METRICS, {"validation/openai/gsm8k/pass@1": (0.473, 0.527)})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == [name for name in NAMES for _ in range(2)]
     row = ["openai/gsm8k", "1319", "pass@1", "0.500", "0.473", "-", "0.527", "0.500", "12.2", "3", "0"]
@@ -38,7 +42,7 @@ def test_a_narrow_terminal_cuts_no_name(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "dumb")
-    show(METRICS)
+    show(METRICS, {})
     lines = screen.getvalue().splitlines()
     assert all(len(line) <= 80 for line in lines) and "\u2026" not in screen.getvalue()
     first = [line.split("  ")[0].strip() for line in lines]
@@ -48,7 +52,7 @@ def test_a_narrow_terminal_cuts_no_name(monkeypatch: pytest.MonkeyPatch) -> None
 def test_characters_that_the_output_lacks_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", file)
-    show({f"validation/数学/{figure}": value for figure, value in FIGURES.items()})
+    show({f"validation/数学/{figure}": value for figure, value in FIGURES.items()}, {})
     file.flush()
     assert isinstance(file.buffer, io.BytesIO) and b"?? " in file.buffer.getvalue()
 
@@ -88,10 +92,44 @@ def test_answers_are_right_or_wrong_only_where_scores_are(
 
 def test_a_source_without_right_answers_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     groups = [group_of(0.25), group_of(0.75)]
-    show(measure(groups, [1]))
-    assert capsys.readouterr().out.splitlines()[2].split()[:4] == ["s", "2", "score", "0.500"]
+    show(measure(groups, [1]), {name: interval(each) for name, each in by_prompt(groups, [1]).items()})
+    row = ["s", "2", "score", "0.500", "0.250", "-", "0.750"]
+    assert capsys.readouterr().out.splitlines()[2].split()[:7] == row
     assert "validation.threshold=0.5" in ruled(groups, 0.0) and "at least 0.5" in ruled(groups, 0.5)
     assert ruled([group_of(0.0)], 0.0) == ""
+
+
+def test_intervals_are_over_prompts_not_answers() -> None:
+    """Eight answers to each of four prompts are four values, not 32."""
+    groups = [group_of(*[score] * 8) for score in (0.0, 0.0, 1.0, 1.0)]
+    assert by_prompt(groups, [1])["validation/all/pass@1"] == [0.0, 0.0, 1.0, 1.0]
+
+
+def record(path: Path, scores: list[float | None], data: str = "d") -> Path:
+    answers = [{"source": "s", "id": str(i), "score": score} for i, score in enumerate(scores)]
+    path.write_text(json.dumps({"data": data, "answers": answers}))
+    return path
+
+
+def test_two_models_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
+    before = Baseline.read(str(record(tmp_path / "a.json", [0.0] * 10 + [1.0] * 10 + [None])))
+    after = json.loads(record(tmp_path / "b.json", [1.0] * 8 + [0.0, None] + [1.0] * 10 + [1.0]).read_text())
+    (change,) = before.against("d", after["answers"])
+    assert change.prompts == 19 and change.before == pytest.approx(10 / 19) and change.after == pytest.approx(18 / 19)
+    assert change.p == 2 / 2**8  # eight prompts changed, all for the better
+    assert 0.15 < change.low < 8 / 19 < change.high < 0.7
+    assert "better by 0.421" in str(change) and "p = 0.0078, 19 prompts" in str(change)
+    with pytest.raises(BirlError, match="other questions"):
+        before.against("e", after["answers"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"data": 1, "answers": 3}', '{"data": "d", "answers": [{}]}'])
+def test_what_is_no_evaluation_is_no_baseline(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(BirlError, match="output=FILE"):
+        Baseline.read(str(tmp_path / "x.json"))
+    with pytest.raises(BirlError, match="cannot be read"):
+        Baseline.read(str(tmp_path / "none.json"))
 
 
 def test_greedy_answers_to_one_prompt_are_told_to_be_equal() -> None:

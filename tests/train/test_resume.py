@@ -111,7 +111,6 @@ def same(one: Path, other: Path) -> None:
     assert [line["step"] for line in lines(one / "metrics.jsonl")] == list(range(1, a.step + 1))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "dapo"])
 def test_kill_minus_nine_at_any_moment_changes_no_bit(tiny: Path, tmp_path: Path, algorithm: str) -> None:
     """Ten kills, five of them while a checkpoint is being written or an old one removed."""

@@ -101,7 +101,6 @@ def test_engines_in_other_processes_are_seen_from_here(tiny: Path, tmp_path: Pat
     check(tmp_path / "run")
 
 
-@pytest.mark.timeout(240)
 def test_every_rank_writes_its_own(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, "parallel.ddp=2", "rollout.prompts=2", "checkpoint.every=1", "steps=2")
     timeline = read(tmp_path)

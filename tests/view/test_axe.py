@@ -13,7 +13,6 @@ from tests.view.runs import make
 
 AXE = Path(__file__).parents[2] / ".venv-axe" / "package" / "axe.min.js"
 VIEWS = ["", *sorted({"curves", "compare", "rollouts", "waiting"} & {path.stem for path in STATIC.glob("*.js")})]
-pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")

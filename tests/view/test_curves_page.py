@@ -12,8 +12,6 @@ from tests.view.browser import NARROW, chromium, opened, serving, until  # noqa:
 from tests.view.charts import at, drawn, slider, values, wait_drawn
 from tests.view.runs import append, going_on, line, long, make, several
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:

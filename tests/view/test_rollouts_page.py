@@ -13,7 +13,6 @@ from tests.view.made import QUESTION, record, run_folder, spoken, write
 from tests.view.runs import going_on
 from tests.view.test_axe import source, violations  # noqa: F401  source is a fixture
 
-pytestmark = pytest.mark.timeout(240)
 HOSTILE = (
     "<script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
     "\x1b[2J\x00 \u202egnirts\u202c \u2066 שלום עולם 👩‍👩‍👧 🙂 </span></bdi> ${x} \u2028 {{7*7}} " + "w" * 300

@@ -18,12 +18,13 @@ import torch
 from birl.config import schema
 from birl.engines import collective
 from birl.engines import servers as engines
-from birl.engines.collective import own_address, pieces, shapes_of, store_address
+from birl.engines.collective import own_address, pieces, store_address
 from birl.engines.wire import Invitation, invitation_from
 from birl.errors import EngineDown, WeightsFailed
 from birl.learner.learner import Learner
 from birl.models.digests import digests, whole
 from birl.models.load import load_model
+from birl.models.released import shapes_of
 from birl.server.limits import Refused
 from birl.server.membership import Membership
 from birl.types import Held, SamplingParams, Update

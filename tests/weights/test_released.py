@@ -19,7 +19,7 @@ from birl.parallel.ranks import Grid, Ranks
 from birl.train.step import RLWorker
 from birl.weights.folder import write
 from birl.weights.gathered import Gathered
-from birl.weights.released import released
+from birl.weights.publisher import released
 from tests.data.test_pack import groups
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_learner import reinforce

@@ -131,6 +131,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "lora.targets is empty, so nothing would be trained; set lora.targets=[all-linear].": lambda c: (
                 c.lora.rank and not c.lora.targets
             ),
+            "optimizer.kind=muon steps hidden matrices, and lora.rank={c.lora.rank} trains small ones in their place; "
+            "set optimizer.kind=adamw, or lora.rank=0.": lambda c: c.lora.rank and c.optimizer.kind == "muon",
             "lora.quantize={c.lora.quantize}: a quantised weight cannot be split over processes; set parallel.fsdp=1, "
             "parallel.cp=1 and parallel.tp=1 (parallel.ddp may be more), or lora.quantize=none.": lambda c: (
                 c.lora.rank and c.lora.quantize != "none" and c.parallel.fsdp * c.parallel.cp * c.parallel.tp > 1

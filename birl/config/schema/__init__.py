@@ -161,6 +161,9 @@ class Eval(Section):
     engine: Engine = field(default_factory=Engine)
     output: str = ""
     """JSON file for the results and all answers. Empty: only printed."""
+    baseline: str = ""
+    """JSON file that `birl eval output=FILE` wrote for the same questions, to compare with: the change, its 95 %
+    interval and p by paired prompts. Empty: none."""
     seed: Seed = 0
     """Seed of sampling."""
     threads: Threads = 0

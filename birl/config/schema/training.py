@@ -10,16 +10,19 @@ from birl.config.schema.kinds import Amount, Count, Decay, Positive, Processes, 
 
 @dataclass(kw_only=True)
 class Optimizer(Section):
-    kind: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw | adamw8bit (both moments of large matrices in 8 bits: 2.03 bytes a parameter instead of 8)."""
+    kind: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    """adamw | adamw8bit (both moments of large matrices in 8 bits: 2.03 bytes a parameter instead of 8) | muon (hidden
+    matrices by Muon, all else by AdamW)."""
     lr: Share = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate. Muon's steps have the size of AdamW's."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant | linear | cosine."""
     warmup_steps: Whole = 0
     """Optimizer steps of linear warm-up from 0."""
     min_lr_ratio: Share = 0.0
     """Where linear and cosine end, as a share of lr."""
+    momentum: Decay = 0.95
+    """Muon's decay of the gradient's mean."""
     beta1: Decay = 0.9
     """AdamW's decay of the gradient's mean."""
     beta2: Decay = 0.999

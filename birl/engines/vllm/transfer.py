@@ -5,12 +5,13 @@ from base64 import b64decode, b64encode
 from contextlib import suppress
 from typing import Any
 
-from birl.engines.collective import BroadcastGroup, nbytes, pieces, shapes_in
+from birl.engines.collective import BroadcastGroup, pieces, shapes_in
 from birl.engines.nccl import Communicator, unique_id
 from birl.engines.peer import QUICK
 from birl.engines.transfer import Transfer
 from birl.engines.wire import Invitation
 from birl.errors import BirlError, EngineDown
+from birl.models.released import nbytes
 
 
 class Group(BroadcastGroup):

@@ -2,16 +2,16 @@
 `save_pretrained` writes them: a module may have another name for a tensor, or hold together what they have one by one,
 such as the experts of a layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from birl.engines.collective import Shapes, shapes_of
-from birl.weights.publisher import published
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,12 @@ class Part:
     shapes: Shapes
 
 
-def released(model: nn.Module) -> dict[str, Tensor]:
-    """What an engine of another project needs of a learner's module. No copies where the module has the same tensors;
-    views of one copy where it holds several together."""
-    return reverted(model, published(model) | buffers(model))
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+
+def nbytes(names: Iterable[str], shapes: Shapes) -> int:
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in map(shapes.__getitem__, names))
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:

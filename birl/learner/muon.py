@@ -1,0 +1,97 @@
+"""Muon: the momentum of a hidden matrix, orthogonalised (K. Jordan, 2024; arXiv:2502.16982, algorithm 1).
+
+M <- mu M + (1 - mu) G;   O = orthogonal((1 - mu) G + mu M);   W <- (1 - lr decay) W - 0.2 lr sqrt(max(A, B)) O
+
+for a weight W [A, B] and its gradient G, as in `torch.optim.Muon`. The factor (arXiv:2502.16982, section 2.2) gives the
+step the root mean square of AdamW's, so that `lr` and decay mean what they mean there. Hidden matrices are all but
+embeddings, heads and the short kernels of convolutions; experts that are held together [E, A, B] are E matrices. All
+else is stepped by AdamW.
+
+Of a matrix that ranks have in parts each has a part of M; a step gathers the whole of what is orthogonalised, one
+matrix at a time, and every rank computes the same. Experts that are shared out whole are gathered by none.
+"""
+
+from collections.abc import Callable, Mapping
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from birl.learner.optimizer import wide_state
+from birl.models.heads import HEADS
+from birl.parallel.layout import Layout, cut
+
+COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # of the quintic iteration, by K. Jordan
+RMS = 0.2  # of AdamW's steps
+
+Whole = Callable[[Tensor], Tensor]  # this rank's part of something of a matrix's size -> the DTensor
+
+
+def hidden(model: nn.Module) -> set[str]:
+    """Names of the matrices that Muon steps."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # pyright: ignore[reportCallIssue]
+    outside = {id(p) for m in (*ends, *(m for m in model.modules() if isinstance(m, nn.Embedding))) if m is not None
+               for p in m.parameters()}  # fmt: skip
+    return {
+        name
+        for name, p in model.named_parameters()
+        if matrix(p.shape) and id(p) not in outside and name.split(".")[0] not in HEADS
+    }
+
+
+def matrix(shape: torch.Size) -> bool:
+    return len(shape) in (2, 3) and min(shape[-2:]) > 1
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW for `groups`, whose matrices in `matrices` are stepped by Muon: each with what makes a whole of a part."""
+
+    def __init__(self, groups: list[dict[str, Any]], matrices: Mapping[Tensor, Whole], momentum: float, **options: Any):
+        super().__init__(groups, fused=True, **options)
+        self.matrices, self.momentum = matrices, momentum
+        for group in groups:
+            for master in group["params"]:
+                first = {"momentum": torch.zeros_like(master.data)} if master in matrices else wide_state(master)
+                self.state[master] = first
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """The gradient of what Muon steps is gone afterwards."""
+        for group in self.param_groups:
+            for master in group["params"]:
+                if master in self.matrices and master.grad is not None:
+                    self._step(master, master.grad, group["lr"], group["weight_decay"])
+                    master.grad = None
+        super().step(closure)
+
+    def _step(self, master: Tensor, grad: Tensor, lr: float, decay: float) -> None:
+        mean = self.state[master]["momentum"].lerp_(grad, 1 - self.momentum)
+        whole = self.matrices[master](grad.lerp(mean, self.momentum))
+        result = orthogonal_part(whole) if isinstance(whole, DTensor) else orthogonal(whole)
+        scale = RMS * sqrt(max(whole.shape[-2:]))
+        master.detach().mul_(1 - lr * decay).add_(result, alpha=-lr * scale)
+
+
+def orthogonal_part(update: DTensor) -> Tensor:
+    """This rank's part of `orthogonal(update)`."""
+    inside = {update.ndim - 2, update.ndim - 1}
+    if inside.isdisjoint(map(cut, update.placements)):
+        return orthogonal(update.to_local())
+    return Layout.of(update).part(orthogonal(update.full_tensor()))
+
+
+def orthogonal(update: Tensor) -> Tensor:
+    """[..., A, B] float32 -> nearly U V^T of each matrix's singular value decomposition U S V^T, float32: five
+    iterations X <- a X + (b X X^T + c (X X^T)^2) X on a matrix of Frobenius norm 1, which leave singular values of 0.7
+    to 1.2 (K. Jordan, 2024). In bfloat16 on a GPU, in float32 on a CPU."""
+    x = update.to(torch.bfloat16) if update.is_cuda else update
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(EPS)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return (x.mT if tall else x).to(update.dtype)
