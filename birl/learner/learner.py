@@ -103,7 +103,6 @@ class Learner:
         dtype: torch.dtype = torch.bfloat16,
         temperature: float = 1.0,
         optimizer: str = "adamw",
-        momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -156,11 +155,7 @@ class Learner:
         if lora is None and dtype != torch.float32:
             self.rounded = on_grid(self.masters.tensors.values(), dtype)
         rates = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "still": still(model)}
-        if optimizer == "muon":
-            from birl.learner.muon import hidden
-
-            rates |= {"momentum": momentum, "matrices": hidden(model)}
-        self.optimizer = adamw(self.masters, kind=optimizer, **rates)
+        self.optimizer = adamw(self.masters, model, kind=optimizer, **rates)
 
     @property
     def rounded_share(self) -> float:

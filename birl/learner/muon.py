@@ -48,9 +48,9 @@ def matrix(shape: torch.Size) -> bool:
 class Muon(torch.optim.AdamW):
     """AdamW for `groups`, whose matrices in `matrices` are stepped by Muon: each with what makes a whole of a part."""
 
-    def __init__(self, groups: list[dict[str, Any]], matrices: Mapping[Tensor, Whole], momentum: float, **options: Any):
+    def __init__(self, groups: list[dict[str, Any]], matrices: Mapping[Tensor, Whole], **options: Any):
         super().__init__(groups, fused=True, **options)
-        self.matrices, self.momentum = matrices, momentum
+        self.matrices = matrices
         for group in groups:
             for master in group["params"]:
                 first = {"momentum": torch.zeros_like(master.data)} if master in matrices else wide_state(master)
@@ -62,16 +62,17 @@ class Muon(torch.optim.AdamW):
         for group in self.param_groups:
             for master in group["params"]:
                 if master in self.matrices and master.grad is not None:
-                    self._step(master, master.grad, group["lr"], group["weight_decay"])
+                    self._step(master, master.grad, group)
                     master.grad = None
         super().step(closure)
 
-    def _step(self, master: Tensor, grad: Tensor, lr: float, decay: float) -> None:
-        mean = self.state[master]["momentum"].lerp_(grad, 1 - self.momentum)
-        whole = self.matrices[master](grad.lerp(mean, self.momentum))
+    def _step(self, master: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        lr, momentum = group["lr"], group["betas"][0]
+        mean = self.state[master]["momentum"].lerp_(grad, 1 - momentum)
+        whole = self.matrices[master](grad.lerp(mean, momentum))
         result = orthogonal_part(whole) if isinstance(whole, DTensor) else orthogonal(whole)
         scale = RMS * sqrt(max(whole.shape[-2:]))
-        master.detach().mul_(1 - lr * decay).add_(result, alpha=-lr * scale)
+        master.detach().mul_(1 - lr * group["weight_decay"]).add_(result, alpha=-lr * scale)
 
 
 def orthogonal_part(update: DTensor) -> Tensor:

@@ -37,7 +37,6 @@ def make_learner(
         dtype=DTYPES[config.model.dtype],
         temperature=config.rollout.temperature if isinstance(config, schema.RL) else 1.0,
         optimizer=optimizer.kind,
-        momentum=optimizer.momentum,
         betas=(optimizer.beta1, optimizer.beta2),
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,

@@ -213,18 +213,17 @@ def move_grad_to(master: Any, gradients: Gradients | None = None):
 
 def adamw(
     masters: "MasterWeights | ShardedMasterWeights | Adapters | SplitAdapters",
+    model: nn.Module,
     *,
     kind: str = "adamw",
-    momentum: float = 0.95,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     still: Collection[str] = (),
-    matrices: Collection[str] = (),
 ) -> torch.optim.AdamW:
-    """Weight decay is for matrices; norms and biases have none. `kind`: adamw | adamw8bit | muon, with its `momentum`
-    and the names of its `matrices`; `still`: names of masters that keep their values. AdamW makes its state at the
-    first step; a checkpoint needs the tensors to exist before that."""
+    """Weight decay is for matrices; norms and biases have none. `kind`: adamw | adamw8bit | muon, whose momentum is
+    the first of `betas`; `still`: names of masters that keep their values. AdamW makes its state at the first step; a checkpoint needs the
+    tensors to exist before that."""
     moving = {name: tensor for name, tensor in masters.tensors.items() if name not in still}
     tensors = list(moving.values())
     groups = [
@@ -239,10 +238,11 @@ def adamw(
         optimizer.state.update({t: first_state(t, masters.whole(n, t.data).shape) for n, t in moving.items()})
         return optimizer
     if kind == "muon":
-        from birl.learner.muon import Muon
+        from birl.learner.muon import Muon, hidden
 
+        matrices = hidden(model)
         stepped = {t: partial(masters.whole, n) for n, t in moving.items() if n in matrices}
-        return Muon(groups, stepped, momentum, betas=betas, eps=eps)
+        return Muon(groups, stepped, betas=betas, eps=eps)
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
     optimizer.state.update({t: wide_state(t) for t in tensors})
     return optimizer

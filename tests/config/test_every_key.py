@@ -509,7 +509,6 @@ RL_CASES = {
     "optimizer.eps": Case("0.1", weights),
     "optimizer.weight_decay": Case("0.5", weights),
     "optimizer.kind": Case("adamw8bit", weights),
-    "optimizer.momentum": Case("0.5", weights, under="steps=2 optimizer.kind=muon"),
     "optimizer.offload": Case("cpu", refused=r"optimizer\.offload=cpu: the weights are in CPU memory already"),
     "optimizer.max_grad_norm": Case("0.001", weights, under="optimizer.eps=0.1"),
     "lora.rank": Case("4", weights),

@@ -141,7 +141,6 @@ CASES = {
     "optimizer.eps": Case("0.1", lambda s: s.weights),
     "optimizer.weight_decay": Case("0.5", lambda s: s.weights),
     "optimizer.kind": Case("adamw8bit", lambda s: s.weights),
-    "optimizer.momentum": Case("0.5", lambda s: s.weights, under="optimizer.kind=muon"),
     "optimizer.offload": Case("cpu", refused=r"optimizer\.offload=cpu: the weights are in CPU memory already"),
     "optimizer.max_grad_norm": Case("0.001", lambda s: s.weights, under="optimizer.eps=0.1"),
     "lora.rank": Case("2", lambda s: s.weights),

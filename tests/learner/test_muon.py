@@ -36,7 +36,7 @@ def test_steps_are_torchs(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     start, vector = torch.randn(16, 24), torch.randn(7)
     ours, theirs, bias, plain = (torch.nn.Parameter(x.clone()) for x in (start, start, vector, vector))
     groups = [{"params": [ours], "weight_decay": 0.1}, {"params": [bias], "weight_decay": 0.0}]
-    muon = Muon(groups, {ours: lambda part: part}, 0.9, lr=1e-2, betas=(0.9, 0.99), eps=1e-8)
+    muon = Muon(groups, {ours: lambda part: part}, lr=1e-2, betas=(0.9, 0.99), eps=1e-8)
     torchs = torch.optim.Muon([theirs], lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW([plain], lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, fused=True)
     for _ in range(5):

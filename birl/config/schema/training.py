@@ -21,10 +21,8 @@ class Optimizer(Section):
     """Optimizer steps of linear warm-up from 0."""
     min_lr_ratio: Share = 0.0
     """Where linear and cosine end, as a share of lr."""
-    momentum: Decay = 0.95
-    """Muon's decay of the gradient's mean."""
     beta1: Decay = 0.9
-    """AdamW's decay of the gradient's mean."""
+    """AdamW's and Muon's decay of the gradient's mean; 0.95 is usual for Muon."""
     beta2: Decay = 0.999
     """AdamW's decay of the squared gradient's mean."""
     eps: Positive = 1e-8
