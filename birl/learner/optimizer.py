@@ -222,8 +222,8 @@ def adamw(
     still: Collection[str] = (),
 ) -> torch.optim.AdamW:
     """Weight decay is for matrices; norms and biases have none. `kind`: adamw | adamw8bit | muon, whose momentum is
-    the first of `betas`; `still`: names of masters that keep their values. AdamW makes its state at the first step; a checkpoint needs the
-    tensors to exist before that."""
+    the first of `betas`; `still`: names of masters that keep their values. AdamW makes its state at the first step; a
+    checkpoint needs the tensors to exist before that."""
     moving = {name: tensor for name, tensor in masters.tensors.items() if name not in still}
     tensors = list(moving.values())
     groups = [
