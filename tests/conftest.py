@@ -1,4 +1,5 @@
 import importlib.util
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import torch
 from tests.tiny import tiny_model_folder
 
 torch.set_num_threads(1)
+BEGAN = time.monotonic()
 
 SLOW = {line for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if line and line[0] != "#"}
 #: folders whose tests depend on programs of the system, which may have been installed since they passed
@@ -19,6 +21,7 @@ AGAIN = {"docs", "envs", "kernels", "launch", "rewards", "sandbox", "view"}
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--passed", type=Path, help="a new file for the names of the tests that pass")
     parser.addoption("--without", type=Path, help=f"leave out what --passed wrote, but for {', '.join(sorted(AGAIN))}")
+    parser.addoption("--seconds", type=float, help="skip what has not begun by then, for a machine that is lent")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +39,11 @@ class Passed:
         if report.when == "call" and report.passed:
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(f"{report.nodeid}\n")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.option.seconds and time.monotonic() - BEGAN > item.config.option.seconds:
+        pytest.skip(f"--seconds={item.config.option.seconds:g} are over")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
