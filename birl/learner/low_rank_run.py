@@ -8,13 +8,15 @@ Shapes: of a layer [N, K]: A [r, K], B [N, r].
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from birl.data.trees import Tree
 from birl.errors import BirlError
+from birl.learner.forest import Forest, TargetRow, plant
 from birl.learner.lora import Lora, first_a
 from birl.models import fused_decoder
 from birl.models.after_head import after_head
@@ -52,14 +54,6 @@ class AdamStep:
     eps: float = 1e-12
     weight_decay: float = 0.0
     clip: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TargetRow:
-    """Tokens [T] int64 of one datum, and what is predicted from each of them, targets [T, K] int64."""
-
-    tokens: Tensor
-    targets: Tensor
 
 
 class LowRankRun:
@@ -210,29 +204,45 @@ class SharedBase:
         """One pass for several adapters, each with sequences of its own: the log-probs of their targets, [T, K] each.
         With a `loss` (of the number of the work, and the log-probs of its sequences, which have a gradient) its
         gradients are added to those that the adapters collect."""
-        tokens = [s.tokens for _, sequences in work for s in sequences]
-        groups, start = [], 0
-        for adapter, sequences in work:
-            stop = start + sum(len(s.tokens) for s in sequences)
-            groups += [] if adapter is None else [RowGroup(start, stop, adapter)]
-            start = stop
-        targets = [s.targets for _, sequences in work for s in sequences]
-        width = max(t.shape[1] for t in targets)
-        joined = torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in targets]).to(self.device)
+        forests = [plant(rows) for _, rows in work]
+        starts = [0, *accumulate(len(f.tokens) for f in forests)]
+        groups = [
+            RowGroup(start, stop, adapter)
+            for (adapter, _), start, stop in zip(work, starts, starts[1:], strict=False)
+            if adapter is not None
+        ]
+        rows = [row for _, own in work for row in own]
+        width = max(row.targets.shape[1] for row in rows)
+        targets = torch.cat([pad(row.targets, (0, width - row.targets.shape[1])) for row in rows])
+        places = torch.cat([p + start for f, start in zip(forests, starts, strict=False) for p in f.places])
+        asked, where = torch.cat([places[:, None], targets], 1).unique(dim=0, return_inverse=True)  # in order of places
+        own = asked[:, 0].contiguous()
+        bounds = [torch.searchsorted(own, torch.tensor((g.start, g.stop), dtype=torch.int64)).tolist() for g in groups]
+        at_head = [RowGroup(*bound, g.adapter) for bound, g in zip(bounds, groups, strict=True)]
         with torch.set_grad_enabled(loss is not None), adapted(self.model, groups, trained=loss is not None):
-            logp = target_logprobs(self.model, self.hidden(tokens), joined, groups)
-            pieces = [p[:, : t.shape[1]] for p, t in zip(logp.split([len(t) for t in tokens]), targets, strict=True)]
+            hidden = self.forest(forests)[own.to(self.device)]
+            logp = target_logprobs(self.model, hidden, asked[:, 1:].contiguous().to(self.device), at_head)
+            each = logp[where.to(self.device)].split([len(row.tokens) for row in rows])
+            pieces = [p[:, : row.targets.shape[1]] for p, row in zip(each, rows, strict=True)]
             result, start = [], 0
             total = logp.new_zeros(())
             for number, (_, sequences) in enumerate(work):
-                own = pieces[start : start + len(sequences)]
+                part = pieces[start : start + len(sequences)]
                 start += len(sequences)
                 if loss is not None:
-                    total = total + loss(number, own)
-                result.append([p.detach() for p in own])
+                    total = total + loss(number, part)
+                result.append([p.detach() for p in part])
             if loss is not None and total.requires_grad:
                 total.backward()
         return result
+
+    def forest(self, forests: Sequence[Forest]) -> Tensor:
+        """Hidden states of all tokens, [T, H]; within `adapted`."""
+        layout = Packed([tree for f in forests for tree in f.trees], self.device)
+        tokens, positions = (
+            torch.cat(x).to(self.device) for x in zip(*((f.tokens, f.positions) for f in forests), strict=True)
+        )
+        return hidden_states(self.model, tokens, positions, layout)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from birl import kernels
 from birl.engine.engine import EmbeddedEngine
-from birl.learner.low_rank_run import ALPHA, AdamStep, LowRankConfig, LowRankRun, SharedBase, TargetRow
+from birl.learner.forest import TargetRow, plant
+from birl.learner.low_rank_run import ALPHA, AdamStep, LowRankConfig, LowRankRun, SharedBase
 from birl.models import attention
 from birl.models.low_rank import HEAD
 from birl.types import SamplingParams
@@ -33,6 +34,15 @@ def rows(seed: int, count: int = 3, width: int = 1) -> list[TargetRow]:
         )
         for n in lengths
     ]  # fmt: skip
+
+
+def group(seed: int) -> list[TargetRow]:
+    """Rows with a beginning in common, and neighbours that have it not."""
+    prompt, tails = rows(seed, 1)[0], rows(seed + 1, 5)
+    stem = torch.arange(30, 60)
+    begun = [torch.cat([stem, t.tokens]) for t in tails[:4]]
+    targets = [torch.cat([stem + i // 2, t.tokens])[:, None] for i, t in enumerate(tails[:4])]
+    return [prompt, *(TargetRow(t, y) for t, y in zip(begun, targets, strict=True)), tails[4]]
 
 
 def linear(_: int, logp: list[Tensor]) -> Tensor:
@@ -98,12 +108,26 @@ def test_log_probs_and_gradients_are_those_of_merged_weights(heads: int, unembed
         assert torch.allclose(own[name], grad, atol=1e-4 * float(grad.abs().max()) + 1e-6), name
 
 
+@pytest.mark.parametrize("heads", [2, 4])
+def test_a_beginning_in_common_is_computed_once_and_changes_nothing(heads: int) -> None:
+    shared, data = base(heads=heads), group(4)
+    forest = plant(data)
+    assert len(forest.trees) == 3 and len(forest.tokens) == sum(len(r.tokens) for r in data) - 3 * 30
+    run = moved(shared, 1)
+    run.collect()
+    (logp,) = shared.learn([(run.weights, data)], linear)
+    expected, grads = reference(run, data, heads)
+    assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(logp, expected, strict=True))
+    for name, grad in grads.items():
+        assert torch.allclose(gradients(run)[name], grad, atol=1e-4 * float(grad.abs().max()) + 1e-6), name
+
+
 def test_in_bfloat16_a_run_beside_others_has_the_bits_that_it_has_alone() -> None:
     if kernels.load(torch.bfloat16, 32) is None:
         pytest.skip("no C compiler")
     shared = base(torch.bfloat16)
     runs = [moved(shared, seed, rank) for seed, rank in ((1, 4), (2, 40), (3, 8))]
-    data = [rows(10 + i) for i in range(3)]
+    data = [rows(10), group(11), rows(12)]
 
     def results(together: bool) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
         for run in runs:
@@ -117,6 +141,8 @@ def test_in_bfloat16_a_run_beside_others_has_the_bits_that_it_has_alone() -> Non
     for (logp, grads), (others, own) in zip(results(True), results(False), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(logp, others, strict=True))
         assert all(torch.equal(grads[name], own[name]) for name in grads)
+    ((each,), *_) = (shared.learn([(runs[1].weights, [row])], None) for row in data[1][1:2])
+    assert torch.equal(each[0], results(True)[1][0][1])  # a beginning in common changes no bit, either
 
 
 @pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, 2), (torch.float32, 2), (torch.float32, 4)])

@@ -67,8 +67,9 @@ def address(body: bytes) -> Address:
         elif number == 2:
             seq = wire.signed(value)
         elif number == 3:
-            chunks = [wire.raw(part) for kind, part in wire.fields(wire.raw(value)) if kind == 1]
-            tokens += sum(map(len, chunks)) // 4
+            for kind, chunk in wire.fields(wire.raw(value)):
+                parts = dict(wire.fields(wire.raw(chunk))) if kind == 1 else {}
+                tokens += len(dict(wire.fields(wire.raw(parts.get(1, b"")))).get(1, b"")) // 4  # pyright: ignore
     return Address(model, seq, tokens)
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from birl.errors import BirlError, first_line
-from birl.learner.low_rank_run import AdamStep, LowRankConfig, TargetRow
+from birl.learner.forest import TargetRow
+from birl.learner.low_rank_run import AdamStep, LowRankConfig
 from birl.server.tinker import losses, requests, wire
 from birl.server.tinker.checkpoints import Checkpoints
 from birl.server.tinker.futures import PROTO, Answer

@@ -1,0 +1,176 @@
+"""Programs of Tinker's cookbook, as they are released, against `birl tinker` with a tiny model and data on disk.
+
+`make check-tinker` runs them all and counts; `python -m tests.server.tinker_programs rl_loop` runs some.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.server.tinker_server import KEYS, serving
+from tests.tiny import tiny_model_folder
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
+NAMES = ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base")  # the cookbook knows their formats; the server has another model
+MODEL = f"model_name={NAMES[0]}"
+RECIPES = "tinker_cookbook.recipes"
+GONE = {"behavior_if_log_dir_exists": "delete"}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A module of the cookbook and its options; each gets a log_path of its own."""
+
+    module: str
+    options: tuple[str, ...] = ()
+    kl: bool = False  # it tells the KL between sampler and trainer
+
+    def words(self, log: Path) -> list[str]:
+        return [str(PYTHON), "-m", f"{RECIPES}.{self.module}", *self.options, f"log_path={log}"]
+
+
+SMALL = ("group_size=4", "max_steps=2", "behavior_if_log_dir_exists=delete")
+PROGRAMS = {
+    "sl_loop": Program("sl_loop", (MODEL, "batch_size=4", "max_steps=2", "lora_rank=8", "max_length=512")),
+    "rl_loop": Program("rl_loop", (MODEL, "batch_size=2", "group_size=4", "max_steps=2", "max_tokens=8")),
+    "rl_basic": Program(
+        "rl_basic",
+        (MODEL, "dataset_builder=tinker_cookbook.recipes.math_rl.arithmetic_env:ArithmeticDatasetBuilder",
+         "dataset_builder.batch_size=2", "dataset_builder.group_size=4", "dataset_builder.renderer_name=qwen3",
+         f"dataset_builder.model_name_for_tokenizer={NAMES[0]}", "max_steps=2", "max_tokens=8"),
+        kl=True,
+    ),
+    "math_rl": Program("math_rl.train", (MODEL, *SMALL, "groups_per_batch=2", "eval_every=0"), kl=True),
+    "guess_number": Program(
+        "multiplayer_rl.guess_number.train",
+        (MODEL, *SMALL, "renderer_name=qwen3", "batch_size=2", "max_tokens=6", "eval_every=0"),
+        kl=True,
+    ),
+    "text_arena": Program(
+        "multiplayer_rl.text_arena.train",
+        (MODEL, *SMALL[1:], "renderer_name=qwen3", "batch_size=2", "max_tokens=6", "eval_every=0",
+         "num_train_datapoints=8", "num_test_datapoints=2"),
+    ),
+    "shorter": Program(
+        "preference.shorter.train",
+        (MODEL, *SMALL, "renderer_name=qwen3", "batch_size=2", "max_tokens=8", "eval_every=0"),
+        kl=True,
+    ),
+    "dpo": Program("preference.dpo.train", (MODEL, *SMALL[1:], "batch_size=4", "max_length=512")),
+    "prompt_distillation": Program(
+        "prompt_distillation.train",
+        (MODEL, *SMALL[1:], "file_path=distilled.jsonl", "lora_rank=4", "eval_every=0", "max_length=512"),
+    ),
+    "sdft": Program(
+        "sdft.train",
+        (MODEL, *SMALL, "dataset=toolalpaca", "toolalpaca_data_path=toolalpaca", "groups_per_batch=2", "max_tokens=8",
+         "lora_rank=4", "topk=5", "eval_every=0"),
+    ),
+    "on_policy_distillation": Program(
+        "distillation.on_policy_distillation",
+        (MODEL, *SMALL, f"teacher_model={NAMES[0]}", "groups_per_batch=2", "max_tokens=8", "lora_rank=4",
+         "eval_every=0"),
+        kl=True,
+    ),
+    "rl_numerics_check": Program(
+        "rl_numerics_check.train",
+        (MODEL, *SMALL, "renderer_name=qwen3", "groups_per_batch=2", "max_tokens=8", "task.page_chars=100",
+         "task.num_pages_min=2", "task.num_pages_max=3", "max_trajectory_tokens=6000"),
+        kl=True,
+    ),
+}  # fmt: skip
+
+
+def world(folder: Path) -> Path:
+    """A model whose context holds the programs' prompts byte by byte, its tokenizer under the names that the programs
+    ask for, and their data sets, as the hub has them; gives the model's folder."""
+    model = tiny_model_folder(folder / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    for name in NAMES:
+        place = folder / name
+        place.mkdir(parents=True)
+        for file in (*model.glob("tokenizer*"), *model.glob("special*"), *model.glob("*.jinja")):
+            (place / file.name).write_bytes(file.read_bytes())
+        (place / "config.json").write_bytes((model / "config.json").read_bytes())
+    said = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "It is 3."}]
+    chosen, other = "\n\nHuman: Hello?\n\nAssistant: Hi.", "\n\nHuman: Hello?\n\nAssistant: Go away."
+    rows(folder / "openai/gsm8k", "main", question="What is 1 + 2?", answer="1 + 2 = 3\n#### 3")
+    rows(folder / "HuggingFaceH4/no_robots", "default", messages=said, prompt="Add 1 and 2.")
+    rows(folder / "Anthropic/hh-rlhf", "default", chosen=chosen, rejected=other)
+    rows(folder / "zwhe99/DeepMath-103K", "default", question="What is 1 + 2?", final_answer="3")
+    rows(
+        folder / "Salesforce/wikitext", "wikitext-103-raw-v1", count=400, text="The river runs by the old stone house. "
+    )
+    line = json.dumps({"messages": said})
+    (folder / "distilled.jsonl").write_text(f"{line}\n" * 40)
+    golden = [{"prompt": "Add 1 and 2.", "golden_response": ["It is 3."]}] * 20
+    (folder / "golden.json").write_text(json.dumps(golden))
+    code = (
+        "import datasets, json; datasets.Dataset.from_list(json.load(open('golden.json'))).save_to_disk('toolalpaca')"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, capture_output=True)
+    return model
+
+
+def rows(folder: Path, config: str, count: int = 40, **row: Any) -> None:
+    """A data set with the splits train and test."""
+    folder.mkdir(parents=True)
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text(f"{json.dumps(row)}\n" * count)
+    files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n")
+
+
+def play(name: str, folder: Path, url: str) -> dict[str, Any]:
+    """Run a program to its end; what it logged last. Raises `AssertionError` with what it said where it failed."""
+    log = folder / "logs" / name
+    env = os.environ | {
+        "TINKER_BASE_URL": url,
+        "TINKER_API_KEY": KEYS["alice"],
+        "HOME": str(folder),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hub"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": "",
+    }
+    said = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    done = subprocess.run(PROGRAMS[name].words(log), cwd=folder, env=env, timeout=500, **said)
+    assert done.returncode == 0, f"{name}: {done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    assert lines, f"{name} has logged nothing"
+    result: dict[str, Any] = {}
+    for line in lines:
+        result |= line
+    return result
+
+
+def main(names: list[str]) -> int:
+    passed = 0
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        model = world(folder)
+        with serving(model, folder / "state", f"names=[{','.join(NAMES)}]") as server:
+            for name in names or PROGRAMS:
+                began = time.monotonic()
+                try:
+                    found = play(name, folder, server.url)
+                    kl = max((abs(v) for k, v in found.items() if k.startswith("optim/kl_sample_train")), default=None)
+                    passed += 1
+                    told = "" if kl is None else f", KL between sampler and trainer {kl:.1e}"
+                    print(f"{name}: passed in {time.monotonic() - began:.0f} s{told}", flush=True)
+                except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
+                    print(f"{name}: FAILED\n{error}", flush=True)
+    print(f"{len(names or PROGRAMS)} programs run, {passed} passed")
+    return int(passed != len(names or PROGRAMS))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
