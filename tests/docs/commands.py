@@ -99,7 +99,7 @@ def birl(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             rest.append("run=runs/here")
     elif command == "plan" and not {"--simulate", "--cluster"} & set(rest):
         rest = [*rest, f"model.path={tiny}"]
-    elif command == "serve" and "--help" not in rest:  # tests/server/test_page.py starts one
+    elif command in ("serve", "tinker") and "--help" not in rest:  # tests/server/ starts them
         rest = [*rest, "--print-config"]
     elif command == "chat" and not (rest and "=" not in rest[0]):
         rest = [str(tiny), *rest]

@@ -4,12 +4,13 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.tinker_server import KEYS, serving
+from tests.server.tinker_server import KEYS, Server, serving
 from tests.tiny import tiny_model_folder
 
 ROOT = Path(__file__).parents[2]
@@ -21,18 +22,33 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Server]]:
     folder = tmp_path_factory.mktemp("tinker")
     model = tiny_model_folder(folder / "model")
     with serving(model, folder / "state") as server:
-        env = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEYS["alice"], "HOME": str(folder)}
-        done = subprocess.run(
-            [str(PYTHON), "-m", "tests.server.tinker_process"], cwd=ROOT, env=os.environ | env,
-            capture_output=True, text=True, timeout=500,
-        )  # fmt: skip
+        yield model, server
+
+
+def said(place: tuple[Path, Server], *words: str) -> list[str]:
+    """Lines of a program of the client's."""
+    env = {"TINKER_BASE_URL": place[1].url, "TINKER_API_KEY": KEYS["alice"], "HOME": str(place[0])}
+    done = subprocess.run(
+        [str(PYTHON), *words], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def told(place: tuple[Path, Server]) -> dict[str, Any]:
+    lines = [json.loads(x[5:]) for x in said(place, "-m", "tests.server.tinker_process") if x.startswith("TOLD ")]
     return {name: value for line in lines for name, value in line.items()}
+
+
+def test_the_example_runs(place: tuple[Path, Server]) -> None:
+    lines = said(place, "examples/tinker_grpo.py", "2", "model", str(place[0]))
+    assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"]
+    assert len((ROOT / "examples" / "tinker_grpo.py").read_text().splitlines()) <= 65
 
 
 def test_it_trains_saves_and_loads(told: dict[str, Any]) -> None:

@@ -44,6 +44,7 @@ PROGRAMS = {
         "rl_basic",
         (MODEL, "dataset_builder=tinker_cookbook.recipes.math_rl.arithmetic_env:ArithmeticDatasetBuilder",
          "dataset_builder.batch_size=2", "dataset_builder.group_size=4", "dataset_builder.renderer_name=qwen3",
+         "dataset_builder.n_batches=2", "dataset_builder.include_fewshot=True",
          f"dataset_builder.model_name_for_tokenizer={NAMES[0]}", "max_steps=2", "max_tokens=8"),
         kl=True,
     ),
@@ -66,7 +67,8 @@ PROGRAMS = {
     "dpo": Program("preference.dpo.train", (MODEL, *SMALL[1:], "batch_size=4", "max_length=512")),
     "prompt_distillation": Program(
         "prompt_distillation.train",
-        (MODEL, *SMALL[1:], "file_path=distilled.jsonl", "lora_rank=4", "eval_every=0", "max_length=512"),
+        (MODEL, *SMALL[1:], "file_path=distilled.jsonl", "batch_size=4", "lora_rank=4", "eval_every=0",
+         "max_length=512"),
     ),
     "sdft": Program(
         "sdft.train",
@@ -144,8 +146,9 @@ def play(name: str, folder: Path, url: str) -> dict[str, Any]:
     said = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     done = subprocess.run(PROGRAMS[name].words(log), cwd=folder, env=env, timeout=500, **said)
     assert done.returncode == 0, f"{name}: {done.stdout[-1500:]}\n{done.stderr[-3000:]}"
-    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    assert lines, f"{name} has logged nothing"
+    files = [*log.glob("**/metrics.jsonl")]  # some put a folder of their own into it
+    assert files, f"{name} has logged nothing"
+    lines = [json.loads(line) for line in files[0].read_text().splitlines()]
     result: dict[str, Any] = {}
     for line in lines:
         result |= line

@@ -53,10 +53,16 @@ class Passes:
         """Log-probs of the targets of each row, [T, K]; with a loss its gradients are added to what the adapter
         collects. Raises what the loss raises, and then there are no gradients of this piece."""
         result: asyncio.Future[list[Tensor]] = asyncio.get_running_loop().create_future()
-        self.waiting.append(Piece(tenant=tenant, adapter=adapter, rows=rows, loss=loss, result=result))
+        self.add(Piece(tenant=tenant, adapter=adapter, rows=rows, loss=loss, result=result))
         if self.running is None or self.running.done():
             self.running = asyncio.create_task(self._run())
         return await result
+
+    def add(self, piece: Piece) -> None:
+        """A tenant that comes back begins where the others are: what it did not use is not saved up."""
+        if self.waiting and all(p.tenant is not piece.tenant for p in self.waiting):
+            piece.tenant.served = max(piece.tenant.served, min(p.tenant.served for p in self.waiting))
+        self.waiting.append(piece)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -89,9 +95,8 @@ class Passes:
                 chosen.append(piece)
                 room -= piece.tokens
         self.waiting = [p for p in self.waiting if p not in chosen]
-        least = min((p.tenant.served for p in self.waiting), default=0.0)
         for piece in chosen:
-            piece.tenant.served = max(piece.tenant.served, least) + piece.tokens
+            piece.tenant.served += piece.tokens
         self.computed += 1
         self.pieces += len(chosen)
         return chosen
