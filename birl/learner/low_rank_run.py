@@ -218,7 +218,7 @@ class SharedBase:
         asked, where = torch.cat([places[:, None], targets], 1).unique(dim=0, return_inverse=True)  # in order of places
         own = asked[:, 0].contiguous()
         bounds = [torch.searchsorted(own, torch.tensor((g.start, g.stop), dtype=torch.int64)).tolist() for g in groups]
-        at_head = [RowGroup(*bound, g.adapter) for bound, g in zip(bounds, groups, strict=True)]
+        at_head = [RowGroup(low, high, g.adapter) for (low, high), g in zip(bounds, groups, strict=True)]
         with torch.set_grad_enabled(loss is not None), adapted(self.model, groups, trained=loss is not None):
             hidden = self.forest(forests)[own.to(self.device)]
             logp = target_logprobs(self.model, hidden, asked[:, 1:].contiguous().to(self.device), at_head)
