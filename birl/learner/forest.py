@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from birl.models.attention import Tree
+from birl.data.trees import Tree
 
 SHARED = 16  # tokens: a shorter beginning in common is computed again
 
@@ -47,7 +47,7 @@ def plant(rows: Sequence[TargetRow]) -> Forest:
             places.append(torch.cat([stem, torch.arange(end, end + len(tail), dtype=torch.int64)]))
             branches += [len(tail)] if len(tail) else []
             end += len(tail)
-        trees.append(Tree(prefix, tuple(branches)))
+        trees.append(Tree.of(prefix, tuple(branches)))
         start, rows = end, rows[count:]
     return Forest(torch.cat(tokens), torch.cat(positions), trees, places)
 
