@@ -147,8 +147,8 @@ def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
 def compare_rounded(model: nn.Module, tree: Tree, other: Tree, dtype: torch.dtype) -> None:
     """The same in another type (the model stays in it), whose rounding no constant bounds: what transformers' own
     forward loses by it is the measure. Mean differences of each token's log-probs from those of the rounded weights in
-    float32; a token may have `ROUNDING` times the largest of transformers'. Where experts are chosen one token in ten
-    may have more: the last bit decides which. Raises `BirlError`."""
+    float32; a token may have `ROUNDING` times the largest of transformers'. Where experts are chosen the last bit
+    decides which, so one token in ten is left out of both. Raises `BirlError`."""
     kind, ways = type(model).__name__, Ways(model, tree, other)
     with supported(kind):
         for parameter in model.parameters():
@@ -157,8 +157,8 @@ def compare_rounded(model: nn.Module, tree: Tree, other: Tree, dtype: torch.dtyp
         for parameter in model.parameters():  # not what rotary angles are computed from
             parameter.data = parameter.data.to(dtype)
         forget(model)
-        limit = ROUNDING * (ways.alone() - exact).abs().mean(1).max().item()
         spared = 0.1 if Shape.of_model(model).sparse_layers else 0.0
+        limit = ROUNDING * (ways.alone() - exact).abs().mean(1).quantile(1 - spared).item()
         for name, way in ways.own:
             result = way()
             gaps = (result - exact[: len(result)]).abs().mean(1)
