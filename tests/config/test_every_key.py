@@ -518,7 +518,7 @@ RL_CASES = {
     "lora.quantize": Case("nf4", last("grad_norm"), under="lora.rank=4"),
     # what it does: tests/parallel/test_context.py
     "parallel.context": Case("ulysses", refused=r"parallel\.context=ulysses: has no effect because parallel\.cp=1"),
-    "learner.tokens_per_microbatch": Case("120", lambda s: s.passes > 1, True),
+    "learner.tokens_per_microbatch": Case("80", lambda s: s.passes > 1, True),
     "learner.gradient_checkpointing": Case("true", lambda s: s.parts.policy.model.is_activation_checkpointing, True),
     **PARALLEL,
     "learner.router_aux_coef": Case("0.5", weights, under="model.path=moe"),
