@@ -172,14 +172,19 @@ setup-trackers: .venv-trackers/setup.done
 	@.venv-trackers/bin/python $(PIP) -r tests/track/requirements.txt
 	@touch $@
 
+# An environment that sees what is in .venv.
+define ON_VENV
+{ test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D); } && \
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	> "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/birl.pth"
+endef
+
 setup-agents: .venv-agents/setup.done
 
 # On top of .venv: birl runs there, too.
 .venv-agents/setup.done: tests/server/requirements.txt .venv/dev.done
 	@echo "Installing agent packages, lm-eval and inspect into .venv-agents (once)"
-	@test -x .venv-agents/bin/python || $(BIN)/python -m venv .venv-agents
-	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
-		> "$$(.venv-agents/bin/python -c 'import site; print(site.getsitepackages()[0])')/birl.pth"
+	@$(ON_VENV)
 	@.venv-agents/bin/python $(PIP) --no-deps -r tests/server/requirements.txt
 	@touch $@
 
@@ -188,9 +193,7 @@ setup-tinker: .venv-tinker/setup.done
 # On top of .venv: the client's needs are mostly there.
 .venv-tinker/setup.done: tests/server/tinker_requirements.txt .venv/dev.done
 	@echo "Installing Tinker's client and cookbook into .venv-tinker (once)"
-	@test -x .venv-tinker/bin/python || $(BIN)/python -m venv .venv-tinker
-	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
-		> "$$(.venv-tinker/bin/python -c 'import site; print(site.getsitepackages()[0])')/birl.pth"
+	@$(ON_VENV)
 	@.venv-tinker/bin/python $(PIP) --no-deps -r tests/server/tinker_requirements.txt
 	@touch $@
 
@@ -202,9 +205,7 @@ setup-gpu: .venv-gpu/setup.done
 # Triton alone, on top of .venv; from 3.7.1 on its interpreter takes NumPy 2.4.
 .venv-gpu/setup.done: .venv/dev.done
 	@echo "Installing Triton into .venv-gpu (once)"
-	@test -x .venv-gpu/bin/python || $(BIN)/python -m venv .venv-gpu
-	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
-		> "$$(.venv-gpu/bin/python -c 'import site; print(site.getsitepackages()[0])')/birl.pth"
+	@$(ON_VENV)
 	@.venv-gpu/bin/python $(PIP) --no-deps triton==3.7.1
 	@touch $@
 

@@ -71,7 +71,7 @@ class Work:
                 raise BirlError(f"{run.id} was unloaded: make a new one, or load a checkpoint.")
             if kind == "forward_backward":
                 return await self._forward_backward(run, body)
-            return await getattr(self, f"_{KINDS[kind]}")(run, json.loads(body), request)
+            return await KINDS[kind](self, run, json.loads(body), request)
         except BirlError as error:
             return Answer.failure(str(error))
         except Exception as error:
@@ -178,13 +178,13 @@ class Work:
 
 
 KINDS = {
-    "optim_step": "optim_step",
-    "save_weights": "save_weights",
-    "save_weights_external": "save_external",
-    "save_weights_for_sampler": "save_for_sampler",
-    "load_weights": "load_weights",
-    "unload_model": "unload",
-    "refused": "refused",
+    "optim_step": Work._optim_step,
+    "save_weights": Work._save_weights,
+    "save_weights_external": Work._save_external,
+    "save_weights_for_sampler": Work._save_for_sampler,
+    "load_weights": Work._load_weights,
+    "unload_model": Work._unload,
+    "refused": Work._refused,
 }
 
 
