@@ -51,7 +51,7 @@ def test_a_section_that_fails_does_not_stop_the_others(
 
     def instead(command: list[str], **more: Any) -> Any:
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-        return run([command[0], str(tmp_path / "program.py"), *command[3:]], **(more | {"env": env}))  # pyright: ignore[reportCallIssue]
+        return run([command[0], str(tmp_path / "program.py"), *command[3:]], **(more | {"env": env}))  # pyright: ignore
 
     monkeypatch.setattr(gpu.subprocess, "run", instead)
     monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--tiny", "--sections", "decode,machine"])

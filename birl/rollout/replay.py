@@ -17,11 +17,13 @@ from birl.rollout.pipeline import Step
 from birl.seeds import derive_seed
 from birl.track.log import read_jsonl
 from birl.types import (
+    PICTURES,
     Completion,
     Engine,
     Group,
     Message,
     Outcome,
+    Picture,
     SamplingParams,
     Stop,
     Task,
@@ -56,11 +58,18 @@ def steps_of(run: Path) -> Iterator[Step]:
                 number=row["step"],
                 position=row["position"],
                 ahead=tuple(row["ahead"]),
-                groups=[_group_from(g) for g in row["groups"]],
-                refused=[_group_from(g) for g in row["refused"]],
+                groups=[_group_from(g, run) for g in row["groups"]],
+                refused=[_group_from(g, run) for g in row["refused"]],
             )
+        except FileNotFoundError as error:
+            raise BirlError(f"{path}: a prompt's picture is not there, {error.filename}.") from error
         except (KeyError, TypeError, ValueError) as error:
             raise BirlError(f"{path}: a line is no step of a run ({error!r}). Record it again.") from error
+
+
+def pictures_of(run: Path) -> Iterator[Picture]:
+    """Every picture that its prompts and environments showed."""
+    return (Picture.of(path.read_bytes()) for path in sorted((run / PICTURES).glob("?" * 64)))
 
 
 def differences(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -148,7 +157,7 @@ def _spans(versions: Sequence[int], version: int) -> Iterator[tuple[int, int]]:
 
 def _group_to(group: Group) -> dict[str, Any]:
     task = group.task
-    prompt = task.prompt if isinstance(task.prompt, str) else [asdict(m) for m in task.prompt]
+    prompt = task.prompt if isinstance(task.prompt, str) else [_message_to(m) for m in task.prompt]
     return {
         "index": group.index,
         "start_version": group.start_version,
@@ -180,10 +189,10 @@ def _group_to(group: Group) -> dict[str, Any]:
     }
 
 
-def _group_from(row: Mapping[str, Any]) -> Group:
+def _group_from(row: Mapping[str, Any], run: Path) -> Group:
     task = row["task"]
     messages = task["prompt"]
-    prompt = messages if isinstance(messages, str) else tuple(_message(m) for m in messages)
+    prompt = messages if isinstance(messages, str) else tuple(_message_from(m, run) for m in messages)
     return Group(
         index=row["index"],
         start_version=row["start_version"],
@@ -192,8 +201,17 @@ def _group_from(row: Mapping[str, Any]) -> Group:
     )
 
 
-def _message(row: Mapping[str, Any]) -> Message:
-    return Message(**{**row, "tool_calls": tuple(ToolCall(**call) for call in row["tool_calls"])})
+def _message_to(message: Message) -> dict[str, Any]:
+    """Of pictures the digests: the run's folder has the files."""
+    row = {name: getattr(message, name) for name in ("role", "content", "thinking", "tool_call_id", "name")}
+    calls = [asdict(call) for call in message.tool_calls]
+    return {**row, "tool_calls": calls, "pictures": [picture.digest for picture in message.pictures]}
+
+
+def _message_from(row: Mapping[str, Any], run: Path) -> Message:
+    calls = tuple(ToolCall(**call) for call in row["tool_calls"])
+    pictures = tuple(Picture.of((run / PICTURES / Path(digest).name).read_bytes()) for digest in row["pictures"])
+    return Message(**{**row, "tool_calls": calls, "pictures": pictures})
 
 
 def _trajectory(row: Mapping[str, Any]) -> Trajectory:

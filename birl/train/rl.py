@@ -22,7 +22,7 @@ from birl.rollout.assemble import Usage
 from birl.rollout.evaluate import evaluate, versions_of
 from birl.rollout.ledger import Ledger, settle
 from birl.rollout.records import answers, episode_records
-from birl.rollout.replay import replay, resample, row_of
+from birl.rollout.replay import pictures_of, replay, resample, row_of
 from birl.spans import done
 from birl.track.units import counted
 from birl.train.credit import Credited
@@ -180,6 +180,9 @@ class Loop:
     async def replay(self) -> None:
         """Train on what another run trained on (`replay.py`)."""
         schedule, parts = self.schedule, self.parts
+        if parts.chat.pictures:
+            for picture in pictures_of(Path(schedule.replay)):
+                parts.chat.pictures.add(picture)
         again = partial(resample, engine=parts.engine, params=parts.params, seed=parts.rollout.seed)
         steps, tokens = await replay(
             Path(schedule.replay),

@@ -28,8 +28,8 @@ class Proxy:
 
         def work() -> None:
             asyncio.set_event_loop(self._loop)
-            self._server = self._loop.run_until_complete(asyncio.start_server(self._accept, "127.0.0.1", 0))
-            self.port = self._server.sockets[0].getsockname()[1]
+            self._server = self._loop.run_until_complete(asyncio.start_server(self._accept, "127.0.0.1", 0))  # pyright: ignore
+            self.port = self._server.sockets[0].getsockname()[1]  # pyright: ignore
             ready.set()
             self._loop.run_forever()
 

@@ -35,7 +35,8 @@ def test_what_happens_to_a_run_changes_none_of_its_invariants(tmp_path: Path) ->
             "engine frozen beyond its deadline",
             "disk full",
         ):
-            assert run.trains() and chaos.happen(kind), "\n".join(said)
+            happened = (run.trains() and chaos.happen(kind) for _ in range(20))  # there may be no chance to, at first
+            assert any(happened), "\n".join(said)
             run.until(lambda: False, 10.0 if kind.startswith("learner killed") else 0.2)  # until it is gone
         run.finish(60.0)
     finally:

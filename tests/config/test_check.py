@@ -107,8 +107,8 @@ def with_key(key: str) -> Any:
     schema = next(s for s in SCHEMAS if key in documentation(s))
     if schema is Serve:
         return Serve()
-    files = next(f for f in (Data, Texts, RankedPairs, LabelledPairs) if type(schema().data) is f)
-    return schema(data=files(train=["a.jsonl"]))  # pyright: ignore[reportCallIssue]
+    files = next(f for f in (Data, Texts, RankedPairs, LabelledPairs) if type(schema().data) is f)  # pyright: ignore
+    return schema(data=files(train=["a.jsonl"]))  # pyright: ignore
 
 
 DOCS = {key: doc for schema in SCHEMAS for key, doc in documentation(schema).items()}

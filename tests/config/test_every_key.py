@@ -620,9 +620,9 @@ class Bench:
     def observe(self, schema: type, settings: str) -> Seen:
         self.runs += 1
         words = (TRAINING + f"run=run{self.runs} " if schema is RL else EVALUATION) + settings
-        by_key = dict(word.partition("=")[::2] for word in words.split())  # pyright: ignore[reportCallIssue]
+        by_key = dict(word.partition("=")[::2] for word in words.split())  # pyright: ignore
         spaced = {"Be_brief.": "Be brief."}
-        config, choices = load_with_choices(schema, [f"{k}={spaced.get(v, v)}" for k, v in by_key.items()])  # pyright: ignore[reportCallIssue]
+        config, choices = load_with_choices(schema, [f"{k}={spaced.get(v, v)}" for k, v in by_key.items()])  # pyright: ignore
         seen = Seen(config=config)
         with ExitStack() as stack:
             out = stack.enter_context(redirect_stdout(io.StringIO()))
@@ -702,7 +702,7 @@ def spies(seen: Seen, stack: ExitStack) -> None:
     stack.enter_context(patch.object(evaluation, "evaluation", opened))
     if isinstance(seen.config, Eval):  # has no Python way in; named functions would need a worker process each time
         stack.enter_context(
-            patch.object(evaluation, "make_rewards", lambda *args: make_rewards(*args, functions(seen.config)))  # pyright: ignore[reportCallIssue]
+            patch.object(evaluation, "make_rewards", lambda *args: make_rewards(*args, functions(seen.config)))  # pyright: ignore
         )
 
 

@@ -217,7 +217,7 @@ class Bench:
     def observe(self, schema: type, settings: str, capsys: Any) -> Seen:
         self.runs += 1
         words = f"{BASE} run=run{self.runs} {settings}"
-        by_key = dict(word.partition("=")[::2] for word in words.split())  # pyright: ignore[reportCallIssue]
+        by_key = dict(word.partition("=")[::2] for word in words.split())  # pyright: ignore
         config, choices = load_with_choices(schema, [f"{k}={v.replace('_brief', ' brief')}" for k, v in by_key.items()])
         passes, threads, original, staged, begin = [], [], Learner.forward_backward, [], Writer.begin
 

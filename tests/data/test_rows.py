@@ -20,7 +20,7 @@ ROWS = [{"prompt": "What is 3 + 4?", "answer": 7}, {"prompt": "Wie viel ist 2 ma
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))  # pyright: ignore
 
 
 def write(path: Path, rows: list[dict] = ROWS) -> Path:
@@ -128,7 +128,7 @@ def test_saved_dataset(tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "one", num_proc=1)
-    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1])).save_to_disk(tmp_path / "both")  # pyright: ignore[reportCallIssue]
+    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1])).save_to_disk(tmp_path / "both")  # pyright: ignore
     assert list(read(str(tmp_path / "one"))) == ROWS
     assert list(read(f"test@{tmp_path / 'both'}")) == ROWS[:1]
 
@@ -214,7 +214,7 @@ def test_given_rows() -> None:
         (["text"], "row 1"),
         (7, "int"),
         ([], "no rows"),
-        (DatasetDict(x=Dataset.from_list(ROWS)), "splits x"),  # pyright: ignore[reportCallIssue]
+        (DatasetDict(x=Dataset.from_list(ROWS)), "splits x"),  # pyright: ignore
     ):
         with pytest.raises(BirlError, match=hint):
             given(wrong, "train")
@@ -344,7 +344,7 @@ def test_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     message = refused("openai/gsm8k")
     assert "no such file or folder here" in message and "hub cannot be reached" in message
     assert "Did you mean aritmetic?" in refused("arithmetic")
-    assert datasets.config.HF_HUB_OFFLINE is False or os.environ.get("HF_HUB_OFFLINE")
+    assert datasets.config.HF_HUB_OFFLINE is False or os.environ.get("HF_HUB_OFFLINE")  # pyright: ignore
 
 
 def test_hub_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

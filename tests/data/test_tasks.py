@@ -22,7 +22,7 @@ USER = Message(role="user", content="What is the capital of China?")
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))  # pyright: ignore
 
 
 def tasks(rows: list[dict[str, Any]], chat: bool = True, **config: Any) -> Tasks:

@@ -51,7 +51,7 @@ async def talk(own: EmbeddedEngine, folders: list[Path], seed: int) -> list[Comp
         answers = [await a for a in asking]
         result += answers
         for i, answer in enumerate(answers):
-            texts[i] += (*answer.ids, *(rng.randint(3, 200) for _ in range(rng.randint(1, 40))))  # pyright: ignore[reportCallIssue]
+            texts[i] += (*answer.ids, *(rng.randint(3, 200) for _ in range(rng.randint(1, 40))))  # pyright: ignore
         if turn == 1:
             texts[4:] = [(*texts[0][:-1], 201), (*texts[0], 202)]
     return result

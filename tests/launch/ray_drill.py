@@ -166,7 +166,7 @@ def collectors(machines: Machines) -> dict[str, Any]:
             assert world.rows is not None
             rows = world.rows("train")
             found["rows"] = len(rows)
-            tasks = [Task(id=str(i), prompt="", answer=rows[i]["answer"], columns=rows[i]) for i in range(6)]  # pyright: ignore[reportCallIssue]
+            tasks = [Task(id=str(i), prompt="", answer=rows[i]["answer"], columns=rows[i]) for i in range(6)]  # pyright: ignore
             hold = asyncio.Event()
             playing = [asyncio.create_task(episode(world, task, hold)) for task in tasks]
             pool = world.shared

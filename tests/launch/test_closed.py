@@ -31,7 +31,8 @@ from tests.server.running import Running, config, running
 KNOWN = {
     *(("POST", f"/{name}") for name in ("claim", "release", "generate", "load", "join", "leave", "pause", "resume")),
     *(("POST", f"/{name}") for name in ("abort", "sleep", "wake", "v1/chat/completions", "v1/completions")),
-    ("POST", "/v1/responses"),
+    *{("POST", "/v1/responses"), ("POST", "/v1/responses/{id}/cancel"), ("GET", "/v1/responses/{id}/input_items")},
+    *{("GET", "/v1/responses/{id}"), ("DELETE", "/v1/responses/{id}")},
     *(("GET", f"/{name}") for name in ("health", "ready", "info", "digests", "metrics")),
     *(("POST", f"{v}/v1/messages{count}") for v in ("", "/v1") for count in ("", "/count_tokens")),
     *{("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/version")},
@@ -95,7 +96,7 @@ def test_commands_in_every_field_run_nothing(engine: Running, tmp_path: Path, ev
     bodies = [{"json": body}, {"json": asked}, {"content": pickle.dumps(Harm(sign))}]
     answers = []
     for method, path in ROUTES:
-        where = re.sub(r"\{(\w+):\w+\}", lambda m: "1" if m[1] == "version" else "x", path)
+        where = re.sub(r"\{(\w+)(:\w+)?\}", lambda m: "1" if m[1] == "version" else "x", path)
         for content in bodies:
             headers = {"birl-run": text.encode().hex()}
             answers.append(engine.http.request(method, where, headers=headers, **content).status_code)
@@ -153,7 +154,7 @@ def test_an_engine_off_loopback_wants_a_token(host: str, tmp_path: Path, monkeyp
 def test_every_address_wants_the_token(tiny: Path) -> None:
     with running(tiny, token="right") as found:
         for method, path in ROUTES:
-            where = re.sub(r"\{(\w+):\w+\}", lambda m: "1" if m[1] == "version" else "x", path)
+            where = re.sub(r"\{(\w+)(:\w+)?\}", lambda m: "1" if m[1] == "version" else "x", path)
             for said in ("", "Bearer wrong", "Bearer", "right"):
                 headers = {"authorization": said} if said else {}
                 status = httpx.request(method, found.url + where, headers=headers, timeout=20).status_code

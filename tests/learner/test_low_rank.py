@@ -69,7 +69,7 @@ def reference(run: LowRankRun, data: list[TargetRow], heads: int) -> tuple[list[
     merged = {}
     for name in run.names:
         module = model.lm_head if name == HEAD else model.get_submodule(name)
-        weight = module.weight.detach()  # pyright: ignore[reportCallIssue]
+        weight = module.weight.detach()  # pyright: ignore
         merged[f"{name}.weight"] = weight + scale * leaves[f"{name}.lora_B"] @ leaves[f"{name}.lora_A"]
     if HEAD in run.names:  # embeddings are tied to it, and have no factors
         merged["model.embed_tokens.weight"] = model.model.embed_tokens.weight.detach()

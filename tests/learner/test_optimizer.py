@@ -33,7 +33,7 @@ def test_weights_move_at_the_learning_rates_of_rl() -> None:
         learner.optim_step(1e-6)
     for name, tensor in learner.weights().items():
         torch.testing.assert_close(before[name] - tensor, torch.full_like(tensor, 50e-6), rtol=2e-2, atol=1e-7)
-    assert all(torch.equal(p, learner.masters.tensors[n].bfloat16()) for n, p in learner.masters.parameters.items())
+    assert all(torch.equal(p, learner.masters.tensors[n].bfloat16()) for n, p in learner.masters.parameters.items())  # pyright: ignore
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -57,7 +57,7 @@ def test_offloading_changes_no_bit(dtype: torch.dtype, checkpointing: bool) -> N
     one, other = (learner.tensors() for learner in learners)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     offloaded = learners[1]
-    for name, parameter in offloaded.masters.parameters.items():
+    for name, parameter in offloaded.masters.parameters.items():  # pyright: ignore
         master = offloaded.masters.tensors[name]
         assert master.data_ptr() != parameter.data_ptr() and master.dtype == torch.float32
         assert torch.equal(parameter, master.to(dtype)) and parameter.grad is None
@@ -67,9 +67,9 @@ def test_decay_is_for_matrices_only() -> None:
     model = tiny_model()
     learner = Learner(model, dtype=torch.float32, weight_decay=0.1)
     learner.optim_step(1e-2)
-    norm, matrix = model.model.norm.weight, model.model.layers[0].mlp.up_proj.weight
+    norm, matrix = model.model.norm.weight, model.model.layers[0].mlp.up_proj.weight  # pyright: ignore
     assert torch.equal(norm, torch.ones_like(norm))
-    torch.testing.assert_close(matrix, tiny_model().model.layers[0].mlp.up_proj.weight * (1 - 1e-3))
+    torch.testing.assert_close(matrix, tiny_model().model.layers[0].mlp.up_proj.weight * (1 - 1e-3))  # pyright: ignore
 
 
 @pytest.mark.parametrize(

@@ -62,18 +62,18 @@ def test_on_a_cpu(kernels: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     decoder, head = decoder_for(model) if kernels else None, model.lm_head
     if kernels and decoder is None:
         pytest.skip("no kernels here")
-    head.weight.grad = None
+    head.weight.grad = None  # pyright: ignore
     if dtype != torch.float32:
-        head.weight.master = head.weight.detach().float()  # pyright: ignore[reportCallIssue]
-    tokens, hidden = 768, head.weight.shape[1]
+        head.weight.master = head.weight.detach().float()  # pyright: ignore
+    tokens, hidden = 768, head.weight.shape[1]  # pyright: ignore
     states = torch.randn(tokens, hidden).to(dtype).requires_grad_()
     targets = torch.zeros(tokens, dtype=torch.int64)
     if decoder is not None:
         decoder.head.layout()  # once for all steps
-    with Held(states, head.weight, targets) as forward:
+    with Held(states, head.weight, targets) as forward:  # pyright: ignore
         logp, entropy = token_logprobs(states, head, targets, 1.0, decoder=decoder)
     up = torch.ones(tokens), torch.ones(tokens)
-    with Held(states, head.weight, targets, logp, entropy, *up) as backward:
+    with Held(states, head.weight, targets, logp, entropy, *up) as backward:  # pyright: ignore
         torch.autograd.backward([logp, entropy], up)
     planned = backward_bytes(tokens, hidden, 4096, dtype.itemsize, kernels=kernels)
     gradient = 4 * 4096 * hidden
@@ -94,5 +94,5 @@ def test_a_training_step(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     known: list[Tensor] = [*learner.model.parameters(), *learner.masters.tensors.values()]
     with Held(*known) as held:
         learner.forward_backward(batch, reinforce, Stats())
-    assert held.largest <= 4 * learner.model.lm_head.weight.numel()  # pyright: ignore[reportCallIssue]
+    assert held.largest <= 4 * learner.model.lm_head.weight.numel()  # pyright: ignore
     assert 4 * len(batch.targets) * 4096 > 2 * held.largest

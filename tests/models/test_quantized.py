@@ -90,7 +90,7 @@ def test_a_product_and_its_gradient_are_those_of_the_matrix(kind: str, dtype: to
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_quantised_model_is_verified_and_computes_with_the_numbers_of_its_codes(kind: str, name: str) -> None:
     model = made(name)
-    head, count = model.get_output_embeddings(), len(quantizable(model))  # pyright: ignore[reportCallIssue]
+    head, count = model.get_output_embeddings(), len(quantizable(model))  # pyright: ignore
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     quantize(model, kind)
     assert len(quantized_layers(model)) == count > 0 and type(head) is nn.Linear

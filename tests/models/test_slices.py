@@ -35,7 +35,7 @@ CONFIGS = {
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
-        head_dim=16,  # pyright: ignore[reportCallIssue]
+        head_dim=16,  # pyright: ignore
         decoder_sparse_step=1,
     ),  # pyright: ignore
 }

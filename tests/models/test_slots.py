@@ -144,7 +144,7 @@ def test_kernels_do_not_leave_the_cache(dtype: torch.dtype, change: dict[str, An
     with pytest.raises(BirlError, match="A kernel"):
         k.cache_write(row, row, keys, values, *where)
         query = torch.ones(1, 4 if given["heads"] == 2 else 3, given["size"], dtype=dtype)
-        k.paged_attention(query, keys, values, *n.values(), 1.0)  # pyright: ignore[reportCallIssue]
+        k.paged_attention(query, keys, values, *n.values(), 1.0)  # pyright: ignore
     k.cache_write(torch.ones(1, 2, 64, dtype=dtype), torch.ones(1, 2, 64, dtype=dtype), keys, values,
                   torch.tensor([3], dtype=torch.int32), torch.tensor([7], dtype=torch.int32))  # fmt: skip
 

@@ -95,7 +95,7 @@ def test_log_probs_behind_a_factor_or_cap_have_autograds_gradient(after: AfterHe
     given = token_logprobs(hidden, head, targets, 0.7, chunk=250, after=after)
     for ours, theirs in zip(given, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    gradients = [torch.autograd.grad(sum(g * w for g, w in zip(x, by, strict=True)).sum(), inputs)
+    gradients = [torch.autograd.grad(sum(g * w for g, w in zip(x, by, strict=True)).sum(), inputs)  # pyright: ignore
                  for x in (given, expected)]  # type: ignore[union-attr]  # fmt: skip
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)

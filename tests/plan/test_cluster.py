@@ -102,7 +102,7 @@ def test_what_a_token_costs_is_what_its_products_are() -> None:
     shape = Shape.of(model.config.to_dict())
     linear = [m for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
     assert shape.active == sum(m.weight.numel() for m in linear)
-    width = model.model.layers[0].self_attn.q_proj.out_features
+    width = model.model.layers[0].self_attn.q_proj.out_features  # pyright: ignore
     assert shape.pair_flops == 4 * len(model.model.layers) * width
 
 

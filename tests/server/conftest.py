@@ -21,6 +21,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     found = []
     for seed in (0, 1):
         folder = tiny_model_folder(tmp_path_factory.mktemp("m") / str(seed), seed=seed)
-        cast(load_model(folder), torch.bfloat16).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+        cast(load_model(folder), torch.bfloat16).save_pretrained(folder)  # pyright: ignore
         found.append(folder)
     return found

@@ -199,19 +199,19 @@ class SGLangDouble(Double):
         except JsonContractError as error:
             return JSONResponse({"error": str(error)}, 400)
         sampling, ids = asked.sampling_params, list(asked.input_ids)  # type: ignore[arg-type]
-        assert asked.return_logprob and sampling.top_p == 1 and sampling.min_p == 0 and sampling.no_stop_trim
+        assert asked.return_logprob and sampling.top_p == 1 and sampling.min_p == 0 and sampling.no_stop_trim  # pyright: ignore
         start: int = asked.logprob_start_len  # type: ignore[assignment]
         given: list[Any] = []
         if start >= 0:
             scores = [None, *await self.scored(ids)]
             given = [[None if i == start else scores[i], ids[i], None] for i in range(start, len(ids))]
         params = SamplingParams(
-            max_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            stop=tuple(sampling.stop or ()),
-            stop_ids=tuple(sampling.stop_token_ids or ()),
-            ignore_eos=bool(sampling.ignore_eos),
-            seed=sampling.sampling_seed,
+            max_tokens=sampling.max_new_tokens,  # pyright: ignore
+            temperature=sampling.temperature,  # pyright: ignore
+            stop=tuple(sampling.stop or ()),  # pyright: ignore
+            stop_ids=tuple(sampling.stop_token_ids or ()),  # pyright: ignore
+            ignore_eos=bool(sampling.ignore_eos),  # pyright: ignore
+            seed=sampling.sampling_seed,  # pyright: ignore
         )
         answer = await self.engine.generate(tuple(ids), params, asked.rid)
         reasons: dict[Stop, Any] = {

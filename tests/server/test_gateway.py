@@ -123,11 +123,11 @@ def test_anthropic_calls_tools(stream: bool) -> None:
         else:
             reply = await here.anthropic.messages.create(**keys)
         words, call = reply.content
-        assert (words.text, call.name, call.input, reply.stop_reason) == ("I add.", "add", {"a": 3}, "tool_use")
+        assert (words.text, call.name, call.input, reply.stop_reason) == ("I add.", "add", {"a": 3}, "tool_use")  # pyright: ignore
         assert reply.usage.output_tokens == len(here.session.turns[0].completion.tokens)
         counted = await here.anthropic.messages.count_tokens(**{k: v for k, v in keys.items() if k != "max_tokens"})
         assert counted.input_tokens == len(here.session.turns[0].prompt) == reply.usage.input_tokens
-        result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "7"}]}
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "7"}]}  # pyright: ignore
         keys["messages"] = [
             *HI,
             {"role": "assistant", "content": [b.model_dump() for b in reply.content]},
@@ -448,7 +448,7 @@ def test_thoughts_are_told_apart_and_may_be_dropped(stream: bool) -> None:
                 first = (await events.get_final_completion()).choices[0].message
         else:
             first = (await here.chat(tools=tools)).choices[0].message
-        assert first.reasoning_content.strip() == "hm" and "hm" not in first.content
+        assert first.reasoning_content.strip() == "hm" and "hm" not in first.content  # pyright: ignore
         call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
         said = [*HI, {"role": "assistant", "content": first.content, "tool_calls": [call]}]
         said.append({"role": "tool", "tool_call_id": "1", "content": "7"})
@@ -465,7 +465,7 @@ def test_thoughts_are_blocks_for_anthropic() -> None:
         assert (thought.type, thought.thinking.strip(), words.text.strip()) == ("thinking", "hm", "seven")
         async with here.anthropic.messages.stream(model="any", max_tokens=90, messages=HI) as events:
             thought, words = (await events.get_final_message()).content
-        assert (thought.type, thought.thinking.strip(), words.text.strip()) == ("thinking", "hm", "seven")
+        assert (thought.type, thought.thinking.strip(), words.text.strip()) == ("thinking", "hm", "seven")  # pyright: ignore
 
     played(Scripted(["<think>\nhm\n</think>\n\nseven"] * 2, THINKING), body)
 
@@ -486,8 +486,8 @@ def test_a_thread_of_anthropics_goes_on_token_by_token(stream: bool) -> None:
     async def body(here: Place) -> None:
         keys: Any = {"model": "any", "max_tokens": 90, "system": "Be brief.", "tools": [add], "messages": HI}
         runner = here.anthropic.beta.messages.tool_runner(**keys, stream=stream)
-        said = [await one.get_final_message() if stream else one async for one in runner]
-        assert [one.stop_reason for one in said] == ["tool_use", "end_turn"]
+        said = [await one.get_final_message() if stream else one async for one in runner]  # pyright: ignore
+        assert [one.stop_reason for one in said] == ["tool_use", "end_turn"]  # pyright: ignore
         assert here.spoken() == [CALL + "<|im_end|>seven<|im_end|>"]  # one sample
         assert CHAT.decode(here.session.turns[1].prompt).endswith("tool\n7<|im_end|>\n<|im_start|>assistant\n")
         lost: Any = {"type": "continue", "previous_message_id": "msg_1"}

@@ -70,7 +70,7 @@ def test_the_plugin_reads_beside_sampling_and_forgets_what_it_refused(folders) -
 def test_without_xxhash_birl_compares_and_sends_other_hashes(folders, compute, right) -> None:
     async def main() -> None:
         adapter, double = pair("vllm", folders, compute)
-        double.hashes = ("sha256",)
+        double.hashes = ("sha256",)  # pyright: ignore
         sent = update(folders[1], 1)
         if right:
             await adapter.load(sent)
@@ -123,11 +123,11 @@ def test_waking_brings_the_cache_back_last(folders, compute) -> None:
 def test_a_server_that_reports_other_log_probs_is_refused(folders, compute) -> None:
     async def main() -> None:
         adapter, double = pair("vllm", folders, compute)
-        double.mode = "raw_logprobs"
+        double.mode = "raw_logprobs"  # pyright: ignore
         with pytest.raises(BirlError, match="--logprobs-mode processed_logprobs"):
             await adapter.generate(PROMPT, params(4))
         adapter, double = pair("vllm-reload", folders, compute)
-        double.device = "cpu"
+        double.device = "cpu"  # pyright: ignore
         with pytest.raises(WeightsFailed, match="tied"):
             await adapter.load(update(folders[1], 1))
 

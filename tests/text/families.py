@@ -121,7 +121,7 @@ def chat(name: str) -> Chat:
     file = shipped if shipped.is_file() else FOLDER / f"{name}.jinja"
     tokenizer.chat_template = file.read_text(encoding="utf-8")
     found = Chat(tokenizer)
-    found.end_ids = frozenset(tokenizer.convert_tokens_to_ids(end) for end in family.ends)
+    found.end_ids = frozenset(tokenizer.convert_tokens_to_ids(end) for end in family.ends)  # pyright: ignore
     return found
 
 

@@ -33,7 +33,7 @@ def write(name: str, mode: str, run: str, first: str, last: str, how: str = "") 
     tracker = runs.tracker(folder, report=False, **{name: mode})
     tracker.config = dict(CONFIG)
     heard: list[str] = []
-    tracker.message = heard.append
+    tracker.message = heard.append  # pyright: ignore
     offsets = None if begin == 1 else json.loads((folder / "offsets.json").read_text())
     tracker.rewind(offsets, begin - 1)
     for step in range(begin, int(last) + 1):

@@ -69,7 +69,7 @@ def test_every_method_brings_the_weights(tiny: Path, tmp_path: Path, server: Pat
     assert all(s["mismatch/mean"] in (None, 0.0) for s in steps) and steps[0]["mismatch/mean"] == 0
     assert max(s["staleness/max"] for s in steps) <= 2
     found = audit(tmp_path / "run")
-    assert not found.problems and found.ids["trained"] > 0
+    assert not found.problems and found.tokens["trained"] > 0
     assert not list(Path("/dev/shm").glob(f"birl-weights-{os.getpid()}/v*"))
 
 

@@ -85,6 +85,13 @@ def test_rollouts_are_those_of_the_learner_and_show_their_pictures(folder: Path,
     assert metrics["step"] == 2 and metrics["grad_norm"] > 0
 
 
+def test_a_recorded_run_is_replayed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, again = rows(tmp_path)["rl"], ("debug.resample=true", "track.console=plain")
+    run("rl", folder, data, tmp_path / "one", "steps=2", "track.record=true")
+    run("rl", folder, data, tmp_path / "two", "steps=2", f"debug.replay={tmp_path / 'one'}", *again)
+    assert "bit-identical" in capsys.readouterr().out
+
+
 def test_the_export_of_a_run_sees(folder: Path, tmp_path: Path) -> None:
     first = tmp_path / "first"
     files = rows(tmp_path)

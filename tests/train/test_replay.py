@@ -8,7 +8,20 @@ import pytest
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.rollout.replay import _group_from, _group_to
-from birl.types import Completion, Group, Message, Outcome, Stop, Task, ToolCall, Trajectory, Turn
+from birl.types import (
+    PICTURES,
+    PLACE,
+    Completion,
+    Group,
+    Message,
+    Outcome,
+    Picture,
+    Stop,
+    Task,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
 from tests.train.test_rl import log, run
 
 RECORDED = (
@@ -25,17 +38,20 @@ def recorded(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_step_is_written_down_whole() -> None:
+def test_a_step_is_written_down_whole(tmp_path: Path) -> None:
     call = ToolCall(name="weather", arguments='{"city": "Oslo"}', id="1")
+    shown = Picture.of(b"the bytes of a file")
+    (tmp_path / PICTURES).mkdir()
+    (tmp_path / PICTURES / shown.digest).write_bytes(shown.data)
     asked = (
-        Message(role="user", content="Hi"),
+        Message(role="user", content=f"Hi {PLACE}", pictures=(shown,)),
         Message(role="assistant", content="", thinking="Hm", tool_calls=(call,)),
         Message(role="tool", content="Rain", tool_call_id="1", name="weather"),
     )
     said = Completion(tokens=(5, 2), logprobs=(-0.1, -0.2), versions=(3, 3), stop=Stop.STOP, routes=b"\x00\xff\x01\x02")
     episode = Trajectory(turns=(Turn(prompt=(1, 4), completion=said),), reward=1.0, score=1.0, outcome=Outcome.OK)
     group = Group(index=1, task=Task(id="t", prompt=asked), trajectories=(episode,), start_version=3)
-    assert _group_from(json.loads(json.dumps(_group_to(group)))) == group
+    assert _group_from(json.loads(json.dumps(_group_to(group))), tmp_path) == group
 
 
 def test_the_same_bits_come_out(tiny: Path, tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture) -> None:

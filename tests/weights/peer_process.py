@@ -173,7 +173,7 @@ class Server:
         def enter(rank: int) -> None:
             store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=SPAN)
             group = dist.ProcessGroupGloo(store, rank + info.rank_offset, info.world_size, SPAN)
-            group.allreduce([torch.zeros(1)]).wait()
+            group.allreduce([torch.zeros(1)]).wait()  # pyright: ignore
             self.groups[rank] = group
 
         self.each(enter)

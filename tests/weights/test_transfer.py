@@ -45,10 +45,10 @@ class Communicator:
         host, port = identity.rstrip(b"\0").decode().split(":")
         store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=SPAN)
         self.group = dist.ProcessGroupGloo(store, 0, size, SPAN)
-        self.group.allreduce([torch.zeros(1)]).wait()
+        self.group.allreduce([torch.zeros(1)]).wait()  # pyright: ignore
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Any:
-        return self.group.broadcast(flat, root)
+        return self.group.broadcast(flat, root)  # pyright: ignore
 
 
 def test_what_nccl_is_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
