@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from birl.config.decided import CRITIC, LAUNCHED, NAME, OWN, SERVERS, kind_of, proximal, weights_method
-from birl.config.schema import DPO, RL, Eval, Stage, reward_functions
+from birl.config.schema import DPO, RL, Eval, Stage, Tinker, reward_functions
 from birl.config.words import value_of
 
 ADDRESSES = "engine.attach uses servers that run already"
@@ -12,6 +12,9 @@ LEARNERS = "the embedded engine samples from the learner's own weights; set engi
 HELD_OUT = "there is no held-out data; set data.validation or data.validation_split"
 SINGLE = "env.kind=single_turn answers nothing; name an environment"
 PROXIMAL = "algorithm.correction algorithm.correction_level algorithm.correction_high"
+SIGHT = (
+    "model.pictures model.freeze_vision model.max_pixels model.max_picture_mb model.max_pictures model.picture_hosts"
+)
 ONCE = "`birl eval` does not train; it reads data.validation and samples once"
 
 #: configurations, keys of theirs (`critic.` is all of a section), when these are read, and why not else
@@ -61,6 +64,7 @@ def _started(config: RL | Eval) -> bool:
 
 
 UNREAD: tuple[Row, ...] = (
+    _row(Tinker, SIGHT, lambda c: False, "Tinker's clients send texts alone to birl tinker"),
     _by("algorithm.advantage", "algorithm.baseline algorithm.scale_rewards", "relative"),
     _by("algorithm.advantage", "algorithm.pass_k", "pass_at_k"),
     _by("algorithm.entropy_control", "algorithm.entropy_share", "top_entropy", "clip_cov", "kl_cov"),
