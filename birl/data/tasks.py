@@ -114,6 +114,10 @@ class Tasks(Sequence[Task]):
     def name(self) -> str:
         return self.rows.name
 
+    @property
+    def ids(self) -> list[str]:
+        return [self.prefix + self.rows.id(i) for i in self.indices]
+
     def __len__(self) -> int:
         return len(self.indices)
 

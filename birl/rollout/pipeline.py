@@ -199,14 +199,18 @@ async def run(
 async def _produce(
     tasks: Iterator[Task], order: Ordered, free: asyncio.Semaphore, begin: Callable[[int, int, Task], None]
 ) -> None:
-    """Admit a task for each slot: `begin(place, number, task)`."""
-    for number, task in enumerate(tasks, start=order.position):
-        if number in order.done:
-            continue
-        with waiting("rollout", "a free slot", "the next training step"):
-            await free.acquire()
-        begin(len(order.numbers), number, task)
-        order.numbers.append(number)
+    """Admit a task for each slot: `begin(place, number, task)`. It is asked for when the slot is there, as it may
+    depend on what was trained by then."""
+    for number in count(order.position):
+        if number not in order.done:
+            with waiting("rollout", "a free slot", "the next training step"):
+                await free.acquire()
+        task = next(tasks, None)
+        if task is None:
+            break
+        if number not in order.done:
+            begin(len(order.numbers), number, task)
+            order.numbers.append(number)
     await order.close()
 
 

@@ -33,7 +33,10 @@ from birl.types import (
 )
 
 FILE = "record.jsonl"
-COMPARED = ("loss", "grad_norm", "entropy", "clip_fraction", "ratio/", "reward/", "kl", "lr", "updates/", "critic/")
+COMPARED = (
+    *("loss", "grad_norm", "entropy", "clip_fraction", "ratio/", "reward/", "kl", "lr"),
+    *("updates/", "critic/", "order/"),
+)
 
 
 def row_of(step: Step) -> dict[str, Any]:

@@ -73,6 +73,14 @@ validation/<source>/n | Validation prompts, <source> | | prompts | Prompts that 
 groups/kept | Groups | kept | groups | Groups that were trained on.
 groups/no_signal | Groups | without signal | groups | Groups with equal rewards, which have no gradient.
 groups/refilled | Groups | refilled | groups | Groups without signal that dynamic sampling replaced.
+order/predicted | Success rate of the chosen tasks | predicted | share | Mean over groups of what data.order expected of their tasks.
+order/observed | Success rate of the chosen tasks | observed | share | Mean over the same groups of what came.
+order/error | Error of the prediction | | share | Mean over groups of |predicted - observed|.
+order/signal_predicted | Groups with a signal | predicted | share | Expected share of groups whose answers are neither all right nor all wrong.
+order/signal | Groups with a signal | observed | share | Groups whose rewards are not all equal, refused ones included.
+order/seen | Tasks seen | | tasks | Tasks of which a group was trained or refused.
+order/solved | Retired tasks | solved | tasks | Tasks that rest because their last groups were all right.
+order/hopeless | Retired tasks | hopeless | tasks | Tasks that rest because their last groups were all wrong.
 turns/mean | Turns | mean | | Answers in an episode.
 outcome/asked | Episodes asked for | | episodes | All that were started for this step, refused groups included.
 outcome/ok | Episodes | ok | episodes | Ended by themselves, with a reward.
@@ -81,7 +89,7 @@ outcome/env_error | Episodes | environment failed | episodes | Without a reward,
 outcome/engine_error | Episodes | engine failed | episodes | Without a reward, as the engine failed.
 outcome/timeout | Episodes | timed out | episodes | Without a reward, as the time was over.
 outcome/aborted | Episodes | aborted | episodes | Without a reward, as they were given up.
-""",
+""",  # noqa: E501
     "Policy and optimizer": """
 ratio/mean | Importance ratio | mean | | exp(learner log-prob - engine log-prob) before any clip; near 1.
 ratio/max | Importance ratio | max | | Largest importance ratio of a trained token, or answer, before any clip.

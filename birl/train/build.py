@@ -51,6 +51,7 @@ from birl.waits import Watchdog, exit_at_once
 from birl.weights.publisher import Memory, Publisher, Refresh
 
 if TYPE_CHECKING:  # loaded by the runs that have them
+    from birl.data.order import Order
     from birl.engines.servers import Servers
     from birl.engines.spread import Spread
     from birl.server.gateway import Gateway
@@ -128,6 +129,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
             params=sampling(config.rollout),
             train=data.train,
             stream=setup.stream(data.train),
+            order=order_of(config, data.train, total),
             plan_validation=planned(config, data.validation),
             tracker=tracker,
             publisher=publisher,
@@ -138,6 +140,27 @@ async def training(setup: Setup[schema.RL]) -> Parts:
             engine=engine,
             opened=opened.pop_all(),
         )
+
+
+def order_of(config: schema.RL, train: Sequence[Tasks], steps: int | None) -> "Order | None":
+    """How tasks are chosen by the run's results; None: by chance, in epochs. Raises `BirlError`."""
+    keys = config.data
+    if keys.order == "uniform":
+        return None
+    from birl.data.order import Order, Rule
+
+    rule = Rule(
+        by=keys.order,
+        n=config.rollout.group_size,
+        target=keys.order_target,
+        start=keys.order_start,
+        threshold=keys.order_threshold,
+        half_life=keys.order_half_life,
+        retire_after=keys.retire_after,
+        retire_for=keys.retire_for,
+    )
+    end = None if config.steps else config.epochs * sum(map(len, train))
+    return Order(train, rule, weights=keys.weights, seed=config.seed, steps=steps, end=end)
 
 
 def check_gpus(config: schema.RL, kind: str) -> None:

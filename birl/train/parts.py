@@ -21,6 +21,7 @@ from birl.types import SamplingParams, Task
 from birl.weights.publisher import Publisher
 
 if TYPE_CHECKING:
+    from birl.data.order import Order
     from birl.data.tasks import Tasks
     from birl.engines.servers import Servers
     from birl.engines.spread import Spread
@@ -35,6 +36,7 @@ class Parts:
     params: SamplingParams
     train: Sequence["Tasks"]
     stream: Callable[[int], Iterator[Task]]  # position -> tasks from there on
+    order: "Order | None"  # takes the place of the stream where tasks are chosen by the run's results
     plan_validation: EvaluationPlan | None
     tracker: Tracker
     publisher: Publisher

@@ -7,7 +7,7 @@ Read `Loop.train` first: it is the algorithm, synchronous or not. `build.py` mak
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -98,7 +98,7 @@ class Loop:
             await self.replay()
         else:
             await pipeline.run(
-                parts.stream(self.run.position),
+                self.tasks(),
                 self.rollout,
                 self.train,
                 keep=self.keep,
@@ -119,6 +119,21 @@ class Loop:
             await self.validate()
         await self.run.save_last()
         return self.run.summary(finished)
+
+    def tasks(self) -> Iterator[Task]:
+        """From the run's position on; with an order of its own, from its state in the checkpoint."""
+        order, run, extra = self.parts.order, self.run, self.worker.extra
+        if order is None:
+            return self.parts.stream(run.position)
+        order.restore(extra.get("order"), run.step, run.position)
+        extra["order"] = order.state
+        return order.tasks(run.position, frozenset(run.ahead))
+
+    def observe(self, step: pipeline.Step) -> dict[str, float]:
+        """What the step says about its tasks, for the choice of the next ones; the figures of that."""
+        groups = (*step.groups, *step.refused)
+        told = [(g, self.usage.usable(g), assemble.has_signal(g, self.usage)) for g in groups]
+        return self.parts.order.observe(step.number, step.position, told) if self.parts.order else {}
 
     async def rollout(self, index: int, task: Task) -> Group:
         schedule, parts = self.schedule, self.parts
@@ -155,12 +170,13 @@ class Loop:
         credited, stats = await run.ranks(RLWorker.learn, run.step, step.groups, greedy, sampling)
         self.parts.tracker.record(row_of(step))
         self.run.step, self.run.position, self.run.ahead = step.number, step.position, step.ahead
+        chosen = self.observe(step)
         self.tell_rewards()
         trained = time.perf_counter()
         if self.run.step % schedule.sync_every == 0:
             await self.publish(wait=False)
         waited, self.waited = spent("training", "rollout") - self.waited, spent("training", "rollout")
-        metrics = step_metrics(self, step, credited, stats, waited, trained - rolled_out)
+        metrics = step_metrics(self, step, credited, stats, waited, trained - rolled_out) | chosen
         version, tokens = self.worker.learner.version, int(metrics["tokens/trained"])
         done("train", rolled_out, ended=trained, version=version, tokens=tokens)
         self.settle(step, credited)

@@ -363,6 +363,8 @@ COVARIANCE = "algorithm.entropy_control=clip_cov algorithm.entropy_share=0.5 "
 # engine and learner differ only off the kernels, and there in the last bits
 RECOMPUTED = "algorithm.proximal=recompute model.path=plain " + UNEQUAL
 PPO = "algorithm=ppo "
+JUDGED = "reward.functions=given:even steps=5"
+ALIKE = "reward.functions=given:constant"
 RL_CASES = {
     **MODEL,
     **MEASURED,
@@ -378,6 +380,13 @@ RL_CASES = {
     "data.max_validation_samples": Case("2", lambda s: len(s.validated), 4, HELD_OUT),
     "data.max_prompt_tokens": Case("100", rows, 6, "data.train=long.jsonl"),
     "data.shuffle": Case("false", tasks, ["a.jsonl:0", "a.jsonl:1", "a.jsonl:2", "a.jsonl:3"], "rollout.prompts=4"),
+    "data.order": Case("thompson", tasks, under=JUDGED),
+    "data.order_target": Case("1", tasks, under="data.order=thompson " + JUDGED),
+    "data.order_start": Case("0", tasks, under="data.order=curriculum " + JUDGED),
+    "data.order_half_life": Case("1", last("order/predicted"), under="data.order=thompson " + JUDGED),
+    "data.order_threshold": Case("6", last("order/observed"), under="data.order=thompson data.order_threshold=3"),
+    "data.retire_after": Case("1", last("order/solved"), 4, "data.order=thompson steps=2 " + ALIKE),
+    "data.retire_for": Case("1", last("order/solved"), 2, "data.order=thompson steps=3 data.retire_after=1 " + ALIKE),
     "algorithm.baseline": Case("none", lambda s: advantages(s) == rewards(s.groups), True),
     "algorithm.scale_rewards": Case("group", advantages),
     "algorithm.advantage": Case("gdpo", advantages),
@@ -585,6 +594,9 @@ EVAL_CASES = {
     "data.max_validation_samples": Case("2", lambda s: len(s.groups), 2),
     "data.max_prompt_tokens": Case("100", refused=UNTRAINED),
     "data.shuffle": Case("false", refused=UNTRAINED),
+    "data.order": Case("thompson", refused=UNTRAINED),
+    **{f"data.order_{key}": Case("0.2", refused=UNTRAINED) for key in ("target", "start", "half_life", "threshold")},
+    **{f"data.retire_{key}": Case("2", refused=UNTRAINED) for key in ("after", "for")},
     "validation.every": Case("1", refused=UNTRAINED),
     "validation.at_start": Case("false", refused=UNTRAINED),
     "validation.samples": Case("2", lambda s: {len(g.trajectories) for g in s.groups}, {2}, WARM),

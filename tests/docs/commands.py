@@ -39,6 +39,7 @@ SHORT = {
 # what runs write, by the command that wrote it: names in metrics.jsonl and in validation.jsonl
 Figures = dict[str, tuple[set[str], set[str]]]
 ABOUT = ("step", "time", "version", "weights", "data", "seed", "n")  # of a record, beside its figures
+CHOSEN = "rl reward=length reward.length_target=8 data.order=thompson data.order_threshold=0.5"
 AHEAD = "rl reward=length reward.length_target=8 rollout.max_staleness=1 engine.kind=birl"
 
 

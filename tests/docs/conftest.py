@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from birl.cli import main
-from tests.docs.commands import ABOUT, AHEAD, ROWS, Figures, small
+from tests.docs.commands import ABOUT, AHEAD, CHOSEN, ROWS, Figures, small
 from tests.docs.pages import jsonl
 
 
@@ -27,7 +27,7 @@ def figures(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Figures:
     (folder / "my.jsonl").write_text(jsonl(ROWS))
     ppo = "algorithm=ppo algorithm.entropy_control=kl_cov algorithm.reject=divergence reward=length"
     found: Figures = {}
-    for line in ("sft", "rm", "dpo", "dpo preference.loss=kto", f"rl {ppo} reward.length_target=8", AHEAD):
+    for line in ("sft", "rm", "dpo", "dpo preference.loss=kto", f"rl {ppo} reward.length_target=8", AHEAD, CHOSEN):
         command, *words = line.split()
         run = folder / str(len(found))
         words += [f"data.train={folder}/my.jsonl", f"data.validation={folder}/my.jsonl", f"run={run}"]

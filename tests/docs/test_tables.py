@@ -11,7 +11,7 @@ from birl.config.keys import presets, written
 from birl.config.load import load
 from birl.config.schema import RL
 from birl.track.figures import OTHER, figure
-from tests.docs.commands import ABOUT, AHEAD, Figures
+from tests.docs.commands import ABOUT, AHEAD, CHOSEN, Figures
 from tests.docs.pages import CODE, DOCS, ROOT, blocks, names, preset_rows, spans, tables
 
 
@@ -52,6 +52,12 @@ def test_the_table_of_figures_is_what_algorithms_add(figures: Figures, demo: Pat
     assert names(tables(page)["name"]) == metrics - plain
 
 
+def test_the_table_of_figures_is_what_the_order_by_results_adds(figures: Figures, demo: Path) -> None:
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("## Prompts by difficulty")[2]
+    plain = set(json.loads((demo / "metrics.jsonl").read_bytes().splitlines()[-1]))
+    assert names(tables(page)["figure"]) == figures[CHOSEN][0] - plain
+
+
 def test_the_table_of_figures_is_what_asynchronous_runs_add(figures: Figures, demo: Path) -> None:
     page = (ROOT / "docs" / "async.md").read_text(encoding="utf-8").partition("## The bound")[2]
     plain = set(json.loads((demo / "metrics.jsonl").read_bytes().splitlines()[-1]))
@@ -59,7 +65,7 @@ def test_the_table_of_figures_is_what_asynchronous_runs_add(figures: Figures, de
     assert figures[AHEAD][0] - plain - {"factor"} <= told <= figures[AHEAD][0] | plain
 
 
-@pytest.mark.parametrize("page", ["runs.md", "training.md"])
+@pytest.mark.parametrize("page", ["runs.md", "training.md", "data.md"])
 def test_units_are_those_of_the_report_and_the_page(page: str) -> None:
     for block in re.findall(r"(?:^\|.*\n)+", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE):
         if "| unit | meaning |" not in block:

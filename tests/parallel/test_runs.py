@@ -217,3 +217,20 @@ def children(pid: int) -> list[int]:
         if parent == pid and b"birl.train.command" in words:
             found.append(int(folder.name))
     return found
+
+
+def test_the_choice_of_prompts_does_not_depend_on_the_ranks(tiny: Path, tmp_path: Path) -> None:
+    """Rewards that no rounding changes: the same tasks in the same order, and the same counts in the checkpoint."""
+
+    def fixed(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [float(i % 2 <= int(a)) for i, a in enumerate(answer)]
+
+    states = []
+    for folder, keys in (("one", ()), ("two", (FSDP,)), ("copies", (COPIES,))):
+        (tmp_path / folder).mkdir()
+        rl.run(tiny, tmp_path / folder, "steps=5", "data.order=thompson", *keys, reward=fixed)
+        tasks = [(r["group"], r["task"]) for r in rl.log(tmp_path / folder, "rollouts")]
+        newest = checkpoint.latest(tmp_path / folder / "run/checkpoints")
+        assert newest is not None
+        states.append((tasks, checkpoint.read_state(newest)["extra"]["order"]))
+    assert states[0] == states[1] == states[2]

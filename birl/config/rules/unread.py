@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from birl.config.decided import CRITIC, LAUNCHED, NAME, OWN, SERVERS, kind_of, proximal, weights_method
-from birl.config.schema import DPO, RL, Eval, Stage, Tinker, reward_functions
+from birl.config.schema import DPO, RL, Eval, Stage, reward_functions
 from birl.config.words import value_of
 
 ADDRESSES = "engine.attach uses servers that run already"
@@ -12,8 +12,9 @@ LEARNERS = "the embedded engine samples from the learner's own weights; set engi
 HELD_OUT = "there is no held-out data; set data.validation or data.validation_split"
 SINGLE = "env.kind=single_turn answers nothing; name an environment"
 PROXIMAL = "algorithm.correction algorithm.correction_level algorithm.correction_high"
-SIGHT = (
-    "model.pictures model.freeze_vision model.max_pixels model.max_picture_mb model.max_pictures model.picture_hosts"
+ORDER = (
+    "data.order data.order_target data.order_start data.order_half_life data.order_threshold data.retire_after "
+    "data.retire_for"
 )
 ONCE = "`birl eval` does not train; it reads data.validation and samples once"
 
@@ -34,6 +35,12 @@ def _by(key: str, keys: str, *values: str, of: Any = RL) -> Row:
 
     shown = "behaviour" if key == "algorithm.proximal" else f"{{c.{key}}}"
     return of, keys, read, f"{key}={shown} does not read it ({' or '.join(values)} does)"
+
+
+def _ordered(key: str, *orders: str) -> Row:
+    """`key` is read by these orders, and by none of the user's own."""
+    why = f"data.order={{c.data.order}} does not read it ({' or '.join(orders)} does)"
+    return RL, key, lambda c: c.data.order in orders, why
 
 
 def _engine(keys: str, *kinds: str) -> Row:
@@ -64,7 +71,6 @@ def _started(config: RL | Eval) -> bool:
 
 
 UNREAD: tuple[Row, ...] = (
-    _row(Tinker, SIGHT, lambda c: False, "Tinker's clients send texts alone to birl tinker"),
     _by("algorithm.advantage", "algorithm.baseline algorithm.scale_rewards", "relative"),
     _by("algorithm.advantage", "algorithm.pass_k", "pass_at_k"),
     _by("algorithm.entropy_control", "algorithm.entropy_share", "top_entropy", "clip_cov", "kl_cov"),
@@ -176,6 +182,17 @@ UNREAD: tuple[Row, ...] = (
     ),
     _row(Eval, "data.train data.weights data.validation_split data.split data.max_samples", lambda c: False, ONCE),
     _row(Eval, "data.max_prompt_tokens data.shuffle validation.every validation.at_start", lambda c: False, ONCE),
+    _row(Eval, ORDER, lambda c: False, ONCE),
+    _ordered("data.order_target", "thompson", "curriculum"),
+    _ordered("data.order_start", "curriculum"),
+    _ordered("data.shuffle", "uniform"),
+    _row(
+        RL,
+        "data.order_half_life data.order_threshold data.retire_after data.retire_for",
+        lambda c: c.data.order != "uniform",
+        "data.order=uniform takes no results into account; set data.order=thompson, say",
+    ),
+    _row(RL, "data.retire_for", lambda c: c.data.retire_after, "data.retire_after=0 retires no task"),
     _row(
         RL | Stage,
         "data.validation_data_split",

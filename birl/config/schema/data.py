@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from birl.config.schema.kinds import Amount, Count, Decay, Gpu, Section, Whole
+from birl.config.schema.kinds import Amount, Count, Decay, Function, Gpu, Section, Share, Whole
 
 
 @dataclass(kw_only=True)
@@ -77,6 +77,22 @@ class Files(Section):
 
 @dataclass(kw_only=True)
 class Data(Files):
+    order: Literal["uniform", "difficulty", "thompson", "curriculum"] | Function = "uniform"
+    """Which prompts come next: uniform (each once an epoch) | difficulty (at random, by the chance that rewards will
+    differ) | thompson (success rate near data.order_target, drawn from what is known of it; MoPPS) | curriculum
+    (thompson, from easy to hard) | my_file.py:my_function."""
+    order_target: Share = 0.5
+    """Success rate that thompson looks for, and with which a curriculum ends."""
+    order_start: Share = 0.9
+    """Success rate with which a curriculum begins."""
+    order_half_life: Amount = 50.0
+    """Results lose half of their weight in this time, as the policy changes [steps]. 0: never."""
+    order_threshold: Amount = 0.0
+    """A score of at least this is a success. 0: scores are success rates themselves, from 0 to 1."""
+    retire_after: Whole = 3
+    """Groups of a task in a row that are all right, or all wrong, after which it rests. 0: never."""
+    retire_for: Count = 50
+    """How long a task rests [steps]. One more such group, and it rests again."""
     answer_column: str = ""
     """Column with the right answer. Empty: `ground_truth`, `answer`, `solution` or extra_info.answer, whichever
     exists."""
