@@ -97,6 +97,7 @@ class Pictures:
         self.size = 0  # of all of them [bytes]
         self.known: defaultdict[str, list[str]] = defaultdict(list)  # digests by their first digits
         self.processed: OrderedDict[str, Processed] = OrderedDict()
+        self.pixels = 0  # of all of them [bytes]
         self.lock = threading.RLock()
 
     def __deepcopy__(self, memo: Any) -> "Pictures":
@@ -213,8 +214,9 @@ class Pictures:
             self.processed.move_to_end(digest)
             return self.processed[digest]
         result = self.processed[digest] = processed(self.processor, digest, data or self._data(digest), self.bounds)
-        while len(self.processed) > 1 and sum(one.nbytes for one in self.processed.values()) > PIXELS:
-            self.processed.popitem(last=False)
+        self.pixels += result.nbytes
+        while len(self.processed) > 1 and self.pixels > PIXELS:
+            self.pixels -= self.processed.popitem(last=False)[1].nbytes
         return result
 
     def _data(self, digest: str) -> bytes:

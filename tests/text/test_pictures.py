@@ -13,7 +13,7 @@ from PIL import Image
 from birl.errors import BirlError
 from birl.models.load import load_tokenizer
 from birl.models.processor import load_pictures
-from birl.text import parts
+from birl.text import parts, pictures
 from birl.text.chat import Chat
 from birl.text.parts import Finder, content
 from birl.text.pictures import FIRST, Bounds, Pictures, decoded
@@ -171,3 +171,14 @@ def _of(chat: Chat, folder: Path) -> Pictures:
     result = Pictures(chat.pictures.processor, chat.tokenizer)
     result.keep(folder)
     return result
+
+
+def test_pixel_values_are_held_up_to_a_bound(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chat.pictures is not None
+    own = Pictures(chat.pictures.processor, chat.tokenizer)
+    size = own.add(ONE).nbytes
+    monkeypatch.setattr(pictures, "PIXELS", 3 * size)
+    for number in range(9):
+        own.add(Picture.of(sights.drawn(str(number))))
+        assert own.pixels == sum(one.nbytes for one in own.processed.values()) <= 3 * size
+    assert len(own.processed) == 3
