@@ -11,7 +11,8 @@ with the same one give it the sum of their gradients.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
@@ -20,8 +21,9 @@ from weakref import WeakSet
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from birl.data.trees import Tree, nodes
+from birl.data.trees import Node, Tree, nodes
 from birl.errors import BirlError
 
 #: by class of module, the argument of its forward that is transformers' cache
@@ -39,6 +41,8 @@ CACHE = {
 #: Mamba 2 whose least time step transformers leaves out where it computes one token from a state
 LIMITED = ("NemotronHMamba2Mixer", "Zamba2MambaMixer")
 ASKING: "WeakSet[nn.Module | type]" = WeakSet()  # classes whose forward knows of layouts, and models of such
+
+PADDED = 0.75  # of the longest sequence of a batch, what the shortest has at least
 
 Step = Callable[[Tensor, "State"], Tensor]
 
@@ -133,22 +137,62 @@ def limiting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def by_trees(trees: Sequence[Tree], rows: Tensor, step: Step) -> Tensor:
-    """Rows [1, T, H] of trees: a root begins without a state, every other node with the one behind its parent. Where it
-    has one token alone, transformers would write the next state into the last, which others share and a gradient needs:
-    it gets another one, which is dropped, and those that go on from it compute it once more, before their own."""
-    out: list[Tensor] = []
-    behind: list[tuple[State, Tensor]] = []  # each node: the state, and a token that is not in it yet
-    for node in nodes(trees):
-        state, left = behind[node.parent] if node.parent >= 0 else (State(), rows[:, :0])
-        given = torch.cat([left, rows[:, node.first : node.first + node.count]], 1)
-        if node.count and state.tensors and given.shape[1] == 1:
-            out.append(step(torch.cat([given, given], 1), replace(state))[:, :1])
-            left = given
-        elif node.count:
-            state, left = replace(state), left[:, :0]
-            out.append(step(given, state)[:, given.shape[1] - node.count :])
-        behind.append((state, left))
-    return torch.cat(out, 1)
+    """Rows [1, T, H] of trees: a root begins without a state, every other node with the one behind its parent. Nodes of
+    one depth are computed at once: those that others go on from where they have the same number of tokens, the last of
+    their sequence with padding behind them, which changes nothing before it."""
+    every = nodes(trees)
+    pieces = list(rows[0].split([node.count for node in every]))  # split and unbind: a slice's gradient is a whole row
+    behind: list[Behind | None] = [None] * len(every)
+    for batch in batches(every, behind):
+        above = [behind[every[i].parent] if every[i].parent >= 0 else None for i in batch]
+        given = [pieces[i] if a is None else torch.cat([a.left, pieces[i]]) for a, i in zip(above, batch, strict=True)]
+        states = [a.state for a in above if a is not None and a.state]
+        state = State(**{name: torch.stack([s[name] for s in states]) for name in (states[0] if states else ())})
+        padded, one = pad_sequence(given, batch_first=True), max(map(len, given)) == 1 and bool(states)
+        # where each has one token alone, transformers writes the next state into the last, which a gradient needs: what
+        # comes out then is dropped, and those that go on compute the token once more, before their own
+        result = step(torch.cat([padded, padded], 1), replace(state))[:, :1] if one else step(padded, state)
+        after = {name: tensor.unbind() for name, tensor in state.tensors.items()}
+        for place, (i, out) in enumerate(zip(batch, result.unbind(), strict=True)):
+            left = given[place] if one else given[place][:0]
+            behind[i] = Behind({name: each[place] for name, each in after.items()}, left)
+            pieces[i] = out[len(given[place]) - every[i].count : len(given[place])]
+    return torch.cat(pieces)[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A node: the state of its layer [...], by name, and the tokens [n, H] that are not in it yet."""
+
+    state: dict[str, Tensor]
+    left: Tensor
+
+
+def batches(every: Sequence[Node], behind: list[Behind | None]) -> Iterator[list[int]]:
+    """Nodes to compute at once, those above first: what is yielded is in `behind` when the next one is asked for. Nodes
+    without tokens get what their parent has."""
+    depths, inner = list[int](), {node.parent for node in every}
+    for node in every:
+        depths.append(depths[node.parent] + 1 if node.parent >= 0 else 0)
+    for depth in range(max(depths, default=-1) + 1):
+        alike: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # length, -1: nothing goes on from it
+        lengths = dict[int, int]()
+        for i, node in enumerate(every):
+            above = behind[node.parent] if node.parent >= 0 else None
+            if depths[i] == depth and node.count:
+                lengths[i] = node.count + (len(above.left) if above else 0)
+                alike[bool(above and above.state), lengths[i] if i in inner else -1].append(i)
+            elif depths[i] == depth:
+                behind[i] = above
+        for (_, length), own in alike.items():
+            longest, batch = 0, list[int]()
+            for i in own if length >= 0 else sorted(own, key=lengths.__getitem__, reverse=True):
+                if batch and lengths[i] < PADDED * longest:
+                    yield batch
+                    batch = []
+                longest = longest if batch else lengths[i]
+                batch.append(i)
+            yield batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from birl.errors import BirlError
 from birl.models.attention import Packed, places
 from birl.models.forward import hidden_states
 from birl.models.slots import Witness, computed_by, seen, slots_of, state_bytes
+from birl.models.states import State, by_trees
 from birl.models.verify import compare
 from tests.zoo import build
 
@@ -47,6 +48,20 @@ def test_packed_trees_are_separate_sequences(kind: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5 * largest, rtol=1e-5, msg=name)
+
+
+def test_nodes_of_one_depth_are_computed_at_once() -> None:
+    """Those that others go on from, by their number of tokens; the last ones padded by a quarter at most."""
+    shapes = list[tuple[int, ...]]()
+
+    def step(rows: Tensor, state: State) -> Tensor:
+        shapes.append(tuple(rows.shape))
+        state.recurrent = rows.sum(1) + (0 if state.recurrent is None else state.recurrent)
+        return rows
+
+    group = Tree.of(9, (40, 30, 29, 5, 5))
+    by_trees([group, group, Tree.of(5, ((3, (4, 4)), 4))], torch.ones(1, 2 * 118 + 20, 2), step)
+    assert shapes == [(2, 9, 2), (1, 5, 2), (4, 40, 2), (2, 29, 2), (5, 5, 2), (1, 3, 2), (2, 4, 2)]
 
 
 @pytest.mark.parametrize("kind", ["nemotron_h", "zamba2"])

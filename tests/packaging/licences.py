@@ -27,7 +27,8 @@ writes this page from the metadata of what is installed; a test refuses a licenc
 `tests/packaging/licences.py`. The texts are in the packages' own `*.dist-info` folders.
 
 `birl/view/static/vendor/` is uPlot 1.6.32 as npm has it, which draws the charts of page, reports and notebooks:
-MIT, with its licence beside it.
+MIT, with its licence beside it. `tests/weights/peer_process.py`, which is no part of the package, has functions of
+vLLM 0.32.0 and SGLang 0.5.23 (Apache-2.0): what they do with weights that they receive.
 
 | package | licence | home |
 |---|---|---|
