@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,13 @@ def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(by: str) -> None:
 def test_an_asynchronous_one_trains_each_group_once() -> None:
     numbers = [int(line.split()[0]) for line in lives("thompson", 2, 5)]
     assert len(set(numbers)) == len(numbers) > 72
+
+
+def test_what_was_consumed_ahead_is_not_asked_again() -> None:
+    """A resumed run passes over it; it would stay on its way for ever."""
+    mine = order()
+    list(islice(mine.tasks(4, {5, 7}), 5))
+    assert sorted(mine.pending) == ["4", "6", "8"] and mine._flying.sum() == 3
 
 
 def test_pending_groups_keep_their_tasks_whatever_is_learned_meanwhile() -> None:

@@ -63,6 +63,20 @@ def test_synchronous_is_the_plain_loop(seed: int) -> None:
     assert set(fake.staleness) == {0} and fake.started_while_training == 0
 
 
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_a_task_is_chosen_when_its_slot_is_there(bound: int) -> None:
+    """So that the choice knows all that was trained by then: as many steps as the bound allows, and no fewer."""
+    fake, known = Fake(0), []
+
+    def source() -> Iterator[Task]:
+        for task in tasks(None):
+            known.append(fake.steps)
+            yield task
+
+    asyncio.run(pipeline.run(source(), fake.rollout, fake.train, groups_per_step=3, max_staleness=bound, steps=8))
+    assert known[:24] == [max(number // 3 - bound, 0) for number in range(24)]
+
+
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
 @pytest.mark.parametrize("seed", range(5))
 def test_staleness_is_bounded(bound: int, seed: int) -> None:
