@@ -46,7 +46,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 def test_help_names_the_flags_that_a_command_has(capsys: pytest.CaptureFixture[str]):
     for command, flags in (
         ("rl", "[--print-config] [--multirun] [--dry-run] [--contamination] [--help [WORD]]"),
-        ("eval", "[--print-config] [--multirun] [--validate] [--help [WORD]]"),
+        ("eval", "[--print-config] [--multirun] [--validate] [--judge] [--help [WORD]]"),
         ("serve", "[key=value ...] [--print-config] [--help [WORD]]"),
     ):
         assert main([command, "--help"]) == 0

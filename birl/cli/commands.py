@@ -27,7 +27,10 @@ ALL = (
     Command(name="rm", brief="train a reward model on pairs of answers"),
     Command(name="dpo", brief="train a model on pairs of answers"),
     Command(name="rl", brief="train a model by reinforcement learning"),
-    Command(name="eval", brief="measure a model on data; --validate: are the right answers right?"),
+    Command(
+        name="eval",
+        brief="measure a model on data; --validate: are the right answers right? --judge: do judges agree with people?",
+    ),
     Command(name="serve", brief="a model behind HTTP: OpenAI's dialect and birl's own"),
     Command(name="tinker", brief="training as a service, for Tinker's client: many tenants, one model"),
     Command(

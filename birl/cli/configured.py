@@ -11,11 +11,12 @@ from birl.cli.commands import TRAINING
 from birl.cli.loading import load
 from birl.errors import BirlError, did_you_mean
 
-FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate", "--contamination")
+FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate", "--judge", "--contamination")
 SHORT_FLAGS = {"-h": "--help", "help": "--help", "-m": "--multirun"}
 ONLY = {  # flag -> the commands that take it, and why others do not
     "--dry-run": (TRAINING, "belongs to training"),
     "--validate": (("eval",), "belongs to `birl eval`, which plays the right answers"),
+    "--judge": (("eval",), "belongs to `birl eval`, which compares judges with people"),
     "--contamination": (("rl",), "belongs to `birl rl`, which has data.train and data.validation"),
     "--multirun": ((*TRAINING, "eval"), "runs one job after another, and a server does not end; start one for each"),
 }
@@ -41,6 +42,8 @@ def run(command: str, words: list[str]) -> int:
         return 0
     if "--multirun" in flags:
         return _multirun(command, schema, overrides, flags)
+    if "--judge" in flags:
+        overrides = [*overrides, "reward.functions=[judge]"]
     config: Any
     named: dict[str, str] = {}
     if "--dry-run" in flags and command == "rl":
@@ -51,6 +54,8 @@ def run(command: str, words: list[str]) -> int:
         print("# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()))
         print(to_yaml(config), end="")
         return 0
+    if "--judge" in flags:
+        return load("birl.cli.judging").run(config)
     if RUNS[command] not in sys.modules:  # else it tells as soon
         from birl.preflight import check_names
 

@@ -47,6 +47,7 @@ ENGINES: dict[str, Kind] = {
 SERVERS = tuple(name for name, kind in ENGINES.items() if kind.module)
 
 USUAL = 10.0  # seconds a call of a reward function may take
+JUDGED = 120.0  # seconds that language models may take to judge a group
 ROOM = 5.0  # seconds beside the tests of code themselves: the first call starts the sandbox
 
 
@@ -110,7 +111,9 @@ def reward_timeout(config: RL | Eval) -> float:
     """Longest one call of a reward function may take [s]."""
     if config.reward.timeout:
         return config.reward.timeout
-    return max(USUAL, tests_seconds(config)) if "code" in reward_functions(config) else USUAL
+    functions = reward_functions(config)
+    usual = JUDGED if "judge" in functions else USUAL
+    return max(usual, tests_seconds(config)) if "code" in functions else usual
 
 
 def tests_seconds(config: RL | Eval) -> float:

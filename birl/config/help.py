@@ -42,7 +42,8 @@ birl eval data.validation=test.jsonl                         # SmolLM2-135M, gre
 birl eval data.validation=test.jsonl model=/path/to/model
 birl eval data.validation=test.jsonl validation.samples=8 validation.k=[1,8] validation.temperature=1
 birl eval env=countdown                                      # a built-in task (docs/tasks.md)
-birl eval --validate data.validation=test.jsonl              # no model: does each reference answer get reward 1?""",
+birl eval --validate data.validation=test.jsonl              # no model: does each reference answer get reward 1?
+birl eval --judge data.validation=judged.jsonl reward.judge=http://localhost:8000/v1#m  # does it agree with people?""",
     "serve": """\
 birl serve                                                   # SmolLM2-135M at a free port of this machine
 birl serve model=/path/to/model port=8000

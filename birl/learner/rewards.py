@@ -9,7 +9,7 @@ from typing import Any
 from birl.config import schema
 from birl.config.decided import at_once, reward_timeout
 from birl.learner.reward_model import RewardModel
-from birl.rewards.judge import read_template
+from birl.rewards.judge_keys import settings
 from birl.rewards.score import Rewards
 
 
@@ -37,12 +37,7 @@ def make_rewards(
             "address": keys.model,
             "endpoint_concurrency": keys.concurrency,
             "endpoint_timeout": timeout,
-            "judge": keys.judge,
-            "judge_template": read_template(keys.judge_prompt),
-            "judge_tokens": keys.judge_tokens,
-            "judge_cache": keys.judge_cache,
-            "judge_concurrency": keys.concurrency,
-            "judge_timeout": timeout,
+            "panel": settings(config),
             "code_partial": keys.code_partial,
             "sandbox": {**vars(config.sandbox), "workers": at_once(config)},
         },

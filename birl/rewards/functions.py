@@ -40,12 +40,7 @@ OPTIONS = {
     "address": ("endpoint", "address"),
     "endpoint_concurrency": ("endpoint", "concurrency"),
     "endpoint_timeout": ("endpoint", "timeout"),
-    "judge": ("judge", "address"),
-    "judge_template": ("judge", "template"),
-    "judge_tokens": ("judge", "tokens"),
-    "judge_cache": ("judge", "cache"),
-    "judge_concurrency": ("judge", "concurrency"),
-    "judge_timeout": ("judge", "timeout"),
+    "panel": ("judge", "panel"),
     "code_partial": ("code", "partial"),
     "sandbox": ("code", "sandbox"),
 }

@@ -7,10 +7,15 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from enum import StrEnum
+from functools import cache
+from ssl import SSLContext
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+
+from birl.errors import BirlError
 
 TOKEN = "BIRL_REWARD_TOKEN"
 ATTEMPTS = 5
@@ -21,16 +26,45 @@ MOST = 4 * 2**20  # bytes of one answer
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
+class Failure(StrEnum):
+    """Why there is no answer: no connection, the deadline, the server's refusal (a status other than 200, or a judge
+    that declines), an answer of another form than the agreed one."""
+
+    UNREACHABLE = "unreachable"
+    TIMEOUT = "timeout"
+    REFUSED = "refused"
+    UNREADABLE = "unreadable"
+
+
 class NoAnswer(Exception):
     """Why a question has no answer that can be used."""
+
+    def __init__(self, why: str, kind: Failure = Failure.UNREADABLE) -> None:
+        super().__init__(why)
+        self.kind = kind
 
 
 class Hiccup(Exception):
     """An error that a retry may solve. `pause`: what the server asks for [s]."""
 
-    def __init__(self, why: str, pause: float = 0.0) -> None:
+    def __init__(self, why: str, kind: Failure, pause: float = 0.0) -> None:
         super().__init__(why)
+        self.kind = kind
         self.pause = pause
+
+
+class Pace:
+    """At most `rate` requests a minute, evenly spaced. 0: no limit."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        self.gap = 60 / rate if rate else 0.0
+        self.free = 0.0  # when the next may start, on the monotonic clock [s]
+
+    async def turn(self) -> None:
+        """Whoever is cancelled while it waits has taken no turn."""
+        while (wait := self.free - time.monotonic()) > 0:
+            await asyncio.sleep(wait)
+        self.free = time.monotonic() + self.gap
 
 
 async def ask_all(
@@ -40,34 +74,39 @@ async def ask_all(
     *,
     concurrency: int,
     timeout: float,
+    token: str | None = None,
+    pace: Pace | None = None,
 ) -> list[Any]:
     """What `read` makes of each answer, or a `NoAnswer`. `timeout` is the reward's own [s]. `read` raises `ValueError`
-    for an answer of another form than expected."""
+    for an answer of another form than expected. `token` None: that of the environment."""
     until = time.monotonic() + SHARE * timeout
-    bound = asyncio.Semaphore(concurrency)
+    bound, pace = asyncio.Semaphore(concurrency), pace or Pace()
     async with httpx.AsyncClient(
-        headers=headers(),
+        headers=headers(tokens([address])[0] if token is None else token),
         timeout=None,  # the deadline below holds for everything
         limits=httpx.Limits(max_connections=concurrency),
+        verify=trusted(),
         trust_env=urlsplit(address).hostname not in LOCAL,  # a proxy of the environment is for the world outside
     ) as client:
 
         async def one(body: dict[str, Any]) -> Any:
-            last = ""
+            last = Hiccup("", Failure.UNREACHABLE)
             try:
                 async with asyncio.timeout(until - time.monotonic()), bound:
                     for attempt in range(ATTEMPTS):
+                        await pace.turn()
                         try:
                             return read(await answer(client, address, body))
                         except Hiccup as hiccup:
-                            last = str(hiccup)
+                            last = hiccup
                             if attempt + 1 < ATTEMPTS:
                                 await asyncio.sleep(pause(attempt, hiccup.pause))
-                    return NoAnswer(f"{last} ({ATTEMPTS} attempts)")
+                    return NoAnswer(f"{last} ({ATTEMPTS} attempts)", last.kind)
             except TimeoutError:
-                why = f"; the last attempt: {last}" if last else ""
+                why = f"; the last attempt: {last}" if str(last) else ""
                 return NoAnswer(
-                    f"{address} gave no answer within {round(SHARE * timeout, 2):g} s of reward.timeout{why}"
+                    f"{address} gave no answer within {round(SHARE * timeout, 2):g} s of reward.timeout{why}",
+                    Failure.TIMEOUT,
                 )
             except (NoAnswer, ValueError) as error:
                 return error if isinstance(error, NoAnswer) else NoAnswer(f"{address}: {error}")
@@ -85,25 +124,48 @@ async def answer(client: httpx.AsyncClient, address: str, body: dict[str, Any]) 
                 if len(data) > MOST:
                     raise NoAnswer(f"{address} answers with more than {MOST >> 20} MiB")
     except httpx.ConnectError as error:
-        raise Hiccup(f"{address} cannot be reached: {error}") from error
+        raise Hiccup(f"{address} cannot be reached: {error}", Failure.UNREACHABLE) from error
     except httpx.TransportError as error:
-        raise Hiccup(f"{address}: {type(error).__name__}: {error}") from error
-    except (httpx.InvalidURL, httpx.DecodingError) as error:
+        raise Hiccup(f"{address}: {type(error).__name__}: {error}", Failure.UNREACHABLE) from error
+    except httpx.InvalidURL as error:
+        raise NoAnswer(f"{address}: {error}", Failure.UNREACHABLE) from error
+    except httpx.DecodingError as error:
         raise NoAnswer(f"{address}: {error}") from error
     start = data[:200].decode(errors="replace").replace("\n", " ")
     if reply.status_code in AGAIN:
-        raise Hiccup(f"{address} says {reply.status_code}: {start}", seconds(reply.headers.get("retry-after", "")))
+        asked = seconds(reply.headers.get("retry-after", ""))
+        raise Hiccup(f"{address} says {reply.status_code}: {start}", Failure.REFUSED, asked)
     if reply.status_code != 200:
         hint = f" Its token goes into {TOKEN}." if reply.status_code in (401, 403) else ""
-        raise NoAnswer(f"{address} says {reply.status_code}: {start}{hint}")
+        raise NoAnswer(f"{address} says {reply.status_code}: {start}{hint}", Failure.REFUSED)
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
-        raise Hiccup(f"{address} gave no JSON: {start}") from None
+        raise Hiccup(f"{address} gave no JSON: {start}", Failure.UNREADABLE) from None
 
 
-def headers() -> dict[str, str]:
-    token = os.environ.get(TOKEN, "")
+def tokens(addresses: Sequence[str]) -> list[str]:
+    """The token of each address: the only one of the environment, or one for each, with commas between them. Raises
+    `BirlError` where one token would go to several hosts."""
+    given = os.environ.get(TOKEN, "").split(",")
+    if len(given) == len(addresses):
+        return [token.strip() for token in given]
+    hosts = {urlsplit(address).netloc for address in addresses}
+    if len(given) > 1 or (given[0] and len(hosts) > 1):
+        raise BirlError(
+            f"{TOKEN} has {len(given)} of {len(addresses)} tokens. Give one for each address, in their order, with "
+            "commas between them and nothing for an address that needs none; one host's token is not sent to another."
+        )
+    return given * len(addresses)
+
+
+@cache
+def trusted() -> SSLContext:
+    """The certificates of authorities, read once: that takes a tenth of a second, and every group asks."""
+    return httpx.create_ssl_context()
+
+
+def headers(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"} if token else {}
 
 

@@ -193,9 +193,9 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"algorithm__router_replay": "rollout", "track__record": True}, ["track.record=true could not be replayed"]),
         ({"reward__functions": ["model"]}, ["reward.model=FOLDER"]),
         ({"reward__functions": ["judge"]}, ["reward.functions=judge", "reward.judge=http://localhost:8000/v1#MODEL"]),
-        ({"reward__functions": ["judge"], "reward__judge": "gpt"}, ["reward.judge=gpt"]),
+        ({"reward__functions": ["judge"], "reward__judge": ["gpt"]}, ["reward.judge=['gpt']: say where each judge is"]),
         (
-            {"reward__functions": ["judge"], "reward__judge": "http://x/v1", "reward__judge_prompt": "none.txt"},
+            {"reward__functions": ["judge"], "reward__judge": ["http://x/v1"], "reward__judge_prompt": "none.txt"},
             ["reward.judge_prompt=none.txt", "there is no such file"],
         ),
         ({"reward__judge_tokens": 9}, ["reward.judge_tokens=9", "does not name judge"]),

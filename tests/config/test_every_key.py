@@ -328,7 +328,9 @@ SERVERS = {
     "engine.restarts": "1",
 }
 UNJUDGED = r"has no effect because reward\.functions does not name judge"
-JUDGE = {"judge": "http://x/v1", "judge_prompt": "x", "judge_tokens": "2", "judge_cache": "false"}
+JUDGE = {"judge": "[http://x/v1]", "judge_prompt": "x", "judge_tokens": "2", "judge_cache": "false", "judge_rate": "9"}
+JUDGE |= {"judge_mode": "pairs", "judge_rounds": "2", "judge_rubric": "['2: Short']", "judge_rubric_column": "rubric"}
+JUDGE |= {"judge_panel": "median"}
 STALE = "steps=4 rollout.max_staleness=2 rollout.max_tokens=40 engine.max_batch=6 "
 MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     "data.prompt_column": Case("other", first_prompt),
@@ -343,7 +345,7 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     "reward.format_pattern": Case(".", lambda s: set(rewards(s.groups)), {1.0}, "reward.functions=format"),
     "reward.model": Case("x", refused=r"reward\.model=x: has no effect because reward\.functions does not name model"),
     "reward.length_target": Case("1", lambda s: rewards(s.groups), under="reward.functions=length"),
-    # what each of these does with a judge: tests/rewards/test_judge.py
+    # what each of these does with a judge: tests/rewards/test_judge.py, test_panel.py
     **{f"reward.{key}": Case(value, refused=UNJUDGED) for key, value in JUDGE.items()},
     "reward.concurrency": Case("2", refused=r"reward\.concurrency=2: has no effect because no reward is asked for"),
     **SANDBOX,

@@ -2,10 +2,11 @@
 
 import contextlib
 import json
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 
 @dataclass
 class Hostile:
-    """`seen`: how often each text came. `most`: how many requests were open at once."""
+    """`seen`: how often each text came; of a judge's question, its answers with " | " between them. `most`: how many
+    requests were open at once. `judge`: what it says to a judge's question, where that is set."""
 
     port: int
     seen: Counter[str] = field(default_factory=Counter)
@@ -22,6 +24,7 @@ class Hostile:
     open: int = 0
     most: int = 0
     lock: Any = field(default_factory=threading.Lock)
+    judge: Callable[[list[str], dict[str, Any]], str] | None = None
 
     @property
     def url(self) -> str:
@@ -39,8 +42,18 @@ KINDS: dict[str, tuple[int, bytes, dict[str, str]]] = {
     "list": (200, b"[]", {}),
     "null": (200, b'{"choices": [{"message": {"content": null}}]}', {}),
     "huge": (200, b"x" * (5 << 20), {}),
+    "decline": (200, b'{"choices": [{"message": {"content": null, "refusal": "I may not."}}]}', {}),
+    "filter": (200, b'{"choices": [{"message": {"content": ""}, "finish_reason": "content_filter"}]}', {}),
     "moved": (302, b"", {"Location": "http://127.0.0.1:9/other"}),
 }
+
+
+FENCED = re.compile(r"<answer(?:-\d+)?-([0-9a-f]{12})>\n(.*?)\n</answer(?:-\d+)?-\1>", re.DOTALL)
+
+
+def answers(text: str) -> list[str]:
+    """Those that a judge's question shows."""
+    return [match[1] for match in FENCED.findall(text)]
 
 
 @contextlib.contextmanager
@@ -48,7 +61,8 @@ def hostile() -> Iterator[Hostile]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            text = body["messages"][-1]["content"]
+            shown = answers(body["messages"][-1]["content"])
+            text = " | ".join(shown) or body["messages"][-1]["content"]
             with found.lock:
                 found.open += 1
                 found.most = max(found.most, found.open)
@@ -56,6 +70,8 @@ def hostile() -> Iterator[Hostile]:
                 found.tokens.add(self.headers["Authorization"])
                 found.bodies.append(body)
                 number = found.seen[text]
+            if found.judge and shown:
+                text = f"say:{found.judge(shown, body)}"
             with contextlib.suppress(OSError):
                 self.answer(text, number)
 

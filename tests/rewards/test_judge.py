@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from birl.cli import main
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
@@ -19,7 +20,10 @@ from birl.given import Given
 from birl.learner import checkpoint, export
 from birl.learner.rewards import make_rewards
 from birl.rewards import judge as judges
+from birl.rewards import questions
 from birl.rewards.endpoint import endpoint
+from birl.rewards.judge_keys import read_template, settings
+from birl.rewards.questions import Manner
 from birl.rewards.requests import NoAnswer
 from birl.rewards.score import Rewards, Score
 from birl.train.command import train
@@ -39,10 +43,16 @@ def server() -> Iterator[Hostile]:
         yield found
 
 
-def judged(server: Hostile, *completions: str, **options: Any) -> list[Any]:
+def panel(server: Hostile, template: str = "{completion}", **keys: Any) -> dict[str, Any]:
+    """Of one judge, unless `judges` names others. `mode`, `rounds` and `seed` are those of its manner."""
+    manner = {"template": template} | {name: keys.pop(name) for name in ("mode", "rounds", "seed") if name in keys}
+    return {"judges": [f"{server.url}/v1#the-judge"], "manner": manner, "timeout": 5.0, **keys}
+
+
+def judged(server: Hostile, *completions: str, columns: Any = None, **keys: Any) -> list[Any]:
     n = len(completions)
-    keys = {"address": f"{server.url}/v1#the-judge", "template": "{completion}", "timeout": 5.0, **options}
-    return asyncio.run(judges.judge(list(completions), ["?"] * n, [None] * n, **keys))
+    own = panel(server, **keys)
+    return asyncio.run(judges.judge(list(completions), ["?"] * n, [None] * n, panel=own, **(columns or {})))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +67,7 @@ def judged(server: Hostile, *completions: str, **options: Any) -> list[Any]:
     ],
 )
 def test_a_score_is_read_from_the_last_line(reply: str, value: float) -> None:
-    assert judges.score(reply) == value
+    assert questions.score(reply) == (value,)
 
 
 NO_SCORES = ("", "0.5", "Score: 5", "Score: 1.5", "Score: -0.5", "Score: 0.5/1", "Score: 80%", "score: 0.5",
@@ -67,8 +77,8 @@ NO_SCORES = ("", "0.5", "Score: 5", "Score: 1.5", "Score: -0.5", "Score: 0.5/1",
 
 @pytest.mark.parametrize("reply", NO_SCORES)
 def test_anything_else_is_no_score(reply: str) -> None:
-    with pytest.raises(ValueError, match="no score such as"):
-        judges.score(reply)
+    with pytest.raises(ValueError, match="no verdict such as"):
+        questions.score(reply)
 
 
 BAD = {
@@ -82,7 +92,7 @@ BAD = {
     "huge": "more than 4 MiB",
     "moved": "says 302",
     "cut": r"was cut after reward\.judge_tokens",
-    "say:I like it.": "last line is no score .*I like it",
+    "say:I like it.": "last line is no verdict .*I like it",
     "patience": "no answer within .* the last attempt: .* 429",
     "hang": "no answer within 7.2 s",
 }
@@ -122,11 +132,16 @@ def test_what_the_judge_is_asked(server: Hostile, monkeypatch: pytest.MonkeyPatc
     template = "Q {prompt} G {gold} A {completion} {other}"
     talk = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "who?"}]
     prompts: list[Any] = ["why {gold}?", talk]
-    keys: dict[str, Any] = {"template": template, "tokens": 9, "timeout": 5.0}
-    found = asyncio.run(judges.judge(["{prompt}", "b"], prompts, ["7", None], address=f"{server.url}/v1/", **keys))
-    assert found == [0.25, 0.25] and server.tokens == {"Bearer secret"}
+    own = panel(server, template, tokens=9, judges=[f"{server.url}/v1/"])
+    assert asyncio.run(judges.judge(["{prompt}", "b"], prompts, ["7", None], panel=own)) == [0.25, 0.25]
+    assert server.tokens == {"Bearer secret"}
     asked = sorted(body["messages"][0]["content"] for body in server.bodies)
-    assert asked == ["Q (system) Be kind.\nwho? G  A b {other}", "Q why {gold}? G 7 A {prompt} {other}"]
+    marks = [re.search(r"<answer-([0-9a-f]{12})>", text)[1] for text in asked]  # type: ignore[index]
+    assert asked[0].startswith(
+        f"Q (system) Be kind.\nwho? G  A <answer-{marks[0]}>\nb\n</answer-{marks[0]}> {{other}}\n\nWhat stands between"
+    )
+    assert asked[1].startswith(f"Q why {{gold}}? G 7 A <answer-{marks[1]}>\n{{prompt}}\n</answer-{marks[1]}> {{other}}")
+    assert all(text.endswith("\nScore: 0.5") for text in asked)
     assert all((b["max_tokens"], b["temperature"], "model" in b) == (9, 0, False) for b in server.bodies)
 
 
@@ -147,17 +162,16 @@ def scored(functions: list[str], completions: list[str], timeout: float, **optio
     async def run() -> list[Score]:
         n = len(completions)
         async with Rewards(functions, timeout=timeout, options=options) as rewards:
-            return await rewards.score(["?"] * n, completions, {"judge": ["a column"] * n}, [None] * n)
+            return await rewards.score(["?"] * n, completions, {"panel": ["a column"] * n}, [None] * n)
 
     return asyncio.run(run())
 
 
 def test_through_the_worker_an_error_is_of_its_own_answer(server: Hostile) -> None:
-    options = {"judge": f"{server.url}/v1#m", "judge_template": "{completion}", "judge_timeout": 8.0}
-    good, bad, late = scored(["judge"], ["fine", "say:hm", "hang"], 8.0, **options)
+    good, bad, late = scored(["judge"], ["fine", "say:hm", "hang"], 8.0, panel=panel(server, timeout=8.0))
     assert (good.value, good.parts, good.outcome) == (0.25, {"judge": 0.25}, "ok")
     assert bad.outcome == late.outcome == "env_error"
-    assert "reward judge: " in bad.detail and "no score" in bad.detail and "7.2 s" in late.detail
+    assert "reward judge: " in bad.detail and "no verdict" in bad.detail and "7.2 s" in late.detail
 
 
 def test_a_served_reward_model_is_asked_in_the_same_way(server: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,50 +189,71 @@ def test_every_key_reaches_the_judge(
     monkeypatch.chdir(tmp_path)
     Path("own.txt").write_text("My {completion}")
 
-    async def score(*words: str) -> list[Score]:
+    async def score(*words: str, columns: Any = None) -> list[Score]:
         config = load(schema.Eval, ["data.validation=x", "reward=judge", f"reward.judge={server.url}/v1#m", *words])
         rewards = make_rewards(config, compute)
         assert rewards is not None
         async with rewards:
             texts = [f"{i}" for i in range(8)]
-            return await rewards.score(["?"] * 8, texts, {}, [None] * 8)
+            return await rewards.score(["?"] * 8, texts, columns or {}, [None] * 8)
 
     found = asyncio.run(score("reward.judge_tokens=9", "reward.concurrency=2", "reward.judge_prompt=own.txt"))
     assert [s.value for s in found] == [0.25] * 8 and server.most <= 2
     assert {b["max_tokens"] for b in server.bodies} == {9} and {b["model"] for b in server.bodies} == {"m"}
-    assert set(server.seen) == {f"My {i}" for i in range(8)} and len(list(cache.rglob("*.json"))) == 8
+    assert set(server.seen) == set("01234567") and len(list(cache.rglob("*.json"))) == 8
+    assert all(body["messages"][0]["content"].startswith("My <answer-") for body in server.bodies)
     asyncio.run(score("reward.judge_cache=false"))
-    assert len(list(cache.rglob("*.json"))) == 8 and any("You judge an answer" in text for text in server.seen)
+    assert len(list(cache.rglob("*.json"))) == 8
+    server.judge = lambda shown, body: "Scores: " + ", ".join(f"{i}=0.5" for i in range(1, len(shown) + 1))
+    rest = ["reward.judge_mode=group", "reward.judge_rounds=2", "reward.judge_rate=60000", "reward.workers=2"]
+    rest += ["reward.judge_rubric=['2: It is right.']", f"reward.judge=[{server.url}/v1#a,{server.url}/v1#b]"]
+    before = len(server.bodies)
+    rest += ["reward.judge_rubric_column=own", "reward.judge_panel=median"]
+    assert [s.value for s in asyncio.run(score(*rest, columns={"own": [None] * 8}))] == [0.5] * 8
+    asked = [body["messages"][0]["content"] for body in server.bodies[before:]]
+    assert len(asked) == 4 and len(set(asked)) == 2 and all("1. It is right. (weight 2)" in text for text in asked)
+    own = settings(load(schema.Eval, ["data.validation=x", "reward=judge", *rest, "reward.timeout=7", "seed=5"]))
+    assert (own["rate"], own["timeout"], own["combine"], own["manner"]["seed"]) == (30000, 7, "median", 5)
+    assert "You judge answers" in server.bodies[-1]["messages"][0]["content"]
 
 
 def test_a_template_must_show_the_answer(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("Is it good?")
     with pytest.raises(BirlError, match=r"has no \{completion\}"):
-        judges.read_template(str(tmp_path / "t.txt"))
+        read_template(str(tmp_path / "t.txt"))
     (tmp_path / "t.txt").write_text("Is {completion} good?")
-    assert judges.read_template(str(tmp_path / "t.txt")) == "Is {completion} good?"
-    assert "{completion}" in judges.read_template("") and "Score: 0.5" in judges.TEMPLATE
+    assert read_template(str(tmp_path / "t.txt")) == "Is {completion} good?"
 
 
 def test_birls_own_server_as_the_judge(tiny: Path, tmp_path: Path) -> None:
     """A tiny model learns to judge, is served, and its verdict is the reward of an evaluation of another."""
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("Judge {completion}")
     words = [f"model.path={tiny}", "model.dtype=float32", "data.train=[given]", "steps=60", "batch_size=8"]
     words += ["optimizer.lr=3e-3", "validation.every=0", "checkpoint.every=0", "track.console=off", "threads=1"]
     words += ["track.tensorboard=false", "track.report=false", f"run={tmp_path}/run"]
-    rows = [{"prompt": f"Judge {i}", "response": "Fine.\nScore: 0.75"} for i in range(40)]
+    group, one = Manner(template="{completion}", mode="group"), Manner(template="{completion}")
+    rows = [{"prompt": one.questions("?", "", [f"{i}"])[0].text, "response": "Fine.\nScore: 0.75"} for i in range(40)]
+    for i in range(20):
+        asked = group.questions("?", "", [f"{i}", f"{i + 20}"])[0].text
+        rows.append({"prompt": asked, "response": "Fine.\nScores: 1=0.75, 2=0.25"})
     train(load(schema.SFT, words), given=Given(train=rows))
     newest = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     export.export(newest, tmp_path / "run", tmp_path / "judge", torch.float32)
     with running(tmp_path / "judge", model={"dtype": "float32"}) as served:
-        name = served.service.name
-        options = {"judge": f"{served.url}/v1#{name}", "judge_template": "Judge {completion}", "judge_timeout": 8.0}
-        found = scored(["judge"], ["3", "17"], 20.0, **options, judge_tokens=20)
-        assert [s.value for s in found] == [0.75, 0.75], found
-        (other,) = scored(["judge"], ["3"], 20.0, **options | {"judge": f"{served.url}/v1#nobody"})
+        address = f"{served.url}/v1#{served.service.name}"
+        own = {"judges": [address], "manner": {"template": "{completion}"}, "timeout": 20.0, "tokens": 40}
+        assert [s.value for s in scored(["judge"], ["3", "17"], 20.0, panel=own)] == [0.75, 0.75]
+        grouped = own | {"manner": own["manner"] | {"mode": "group"}}
+        assert sorted(s.value for s in scored(["judge"], ["3", "23"], 20.0, panel=grouped)) == [0.25, 0.75]
+        (other,) = scored(["judge"], ["3"], 20.0, panel=own | {"judges": [f"{served.url}/v1#nobody"]})
         assert other.outcome == "env_error" and "says 404" in other.detail
-        cut = scored(["judge"], ["5"], 20.0, **options, judge_tokens=2)
+        cut = scored(["judge"], ["5"], 20.0, panel=own | {"tokens": 2})
         assert "was cut after reward.judge_tokens" in cut[0].detail
-        assert json.loads(next((tmp_path / "cache" / "judge").rglob("*.json")).read_text())["reply"].endswith("0.75")
+        assert "Score" in json.loads(next((tmp_path / "cache" / "judge").rglob("*.json")).read_text())["reply"]
+        human = [{"prompt": "?", "response": f"{i}", "score": i % 2} for i in range(6)]
+        (tmp_path / "judged.jsonl").write_text("\n".join(map(json.dumps, human)))
+        (tmp_path / "prompt.txt").write_text("{completion}")
+        keys = [f"data.validation={tmp_path}/judged.jsonl", f"reward.judge={address}", "reward.judge_tokens=40"]
+        keys += [f"reward.judge_prompt={tmp_path}/prompt.txt", f"output={tmp_path}/out.json"]
+        assert main(["eval", "--judge", *keys]) == 0
+        assert [row["judge"] for row in json.loads((tmp_path / "out.json").read_text())["answers"]] == [0.75] * 6

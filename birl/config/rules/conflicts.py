@@ -97,10 +97,16 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "reward.judge=http://localhost:8000/v1#MODEL.": lambda c: (
                 "judge" in reward_functions(c) and not c.reward.judge
             ),
-            "reward.judge={c.reward.judge}: say where the judge is, as in "
+            "reward.judge={c.reward.judge}: say where each judge is, as in "
             "reward.judge=http://localhost:8000/v1#MODEL.": lambda c: (
-                "judge" in reward_functions(c) and c.reward.judge and not c.reward.judge.startswith(("http:", "https:"))
+                "judge" in reward_functions(c)
+                and not all(judge.startswith(("http://", "https://")) for judge in c.reward.judge)
             ),
+            "reward.judge={c.reward.judge}: the same judge twice has one opinion; name each once.": lambda c: (
+                len(set(c.reward.judge)) < len(c.reward.judge)
+            ),
+            "reward.judge_mode=pairs: a pair has two orders, so reward.judge_rounds={c.reward.judge_rounds} would ask "
+            "the same again; set 1 or 2.": lambda c: c.reward.judge_mode == "pairs" and c.reward.judge_rounds > 2,
             "reward.judge_prompt={c.reward.judge_prompt}: there is no such file.": lambda c: (
                 "judge" in reward_functions(c)
                 and c.reward.judge_prompt

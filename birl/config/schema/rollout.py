@@ -128,8 +128,8 @@ class Reward(Section):
     """One weight for each function; the reward is the weighted sum. Empty: 1 / number of functions each (their
     mean)."""
     timeout: Deadline = 0.0
-    """Longest one call may take [s]; after that the worker is killed and the episode's outcome is `timeout`. 0: 10, and
-    with `code` what the tests of a group may take."""
+    """Longest one call may take [s]; after that the worker is killed and the episode's outcome is `timeout`. 0: 10,
+    with `judge` 120, and with `code` what the tests of a group may take."""
     workers: Workers = 1
     """Processes that compute rewards."""
     format_pattern: str = r"^<think>.*?</think>\s*<answer>.*?</answer>\s*$"
@@ -137,15 +137,34 @@ class Reward(Section):
     model: str = ""
     """Folder of a reward model, a run of `birl rm`, or the address of a server that has one:
     http://host:port/pooling."""
-    judge: str = ""
-    """Address of the language model that judges. As in OpenAI's API: http://host:port/v1#MODEL. Its token, if it needs
-    one, is taken from the environment variable BIRL_REWARD_TOKEN."""
+    judge: list[str] = field(default_factory=list)
+    """Addresses of the language models that judge; several are a panel. As in OpenAI's API:
+    http://host:port/v1#MODEL. The token is taken from the environment variable BIRL_REWARD_TOKEN: one, or one for each
+    address, with commas between them."""
+    judge_mode: Literal["score", "group", "pairs"] = "score"
+    """What a judge sees at once: score (one answer) | group (all answers to a prompt, scored relative to each other) |
+    pairs (two of them: which is better? The score is the share of pairs that an answer wins)."""
+    judge_rounds: Count = 1
+    """How often a group or a pair is shown, each time in another order, which depends on `seed`. With 2, each of two
+    answers is first once."""
+    judge_rubric: list[str] = field(default_factory=list)
+    """Criteria, such as "2: It names its source."; the number is the weight, 1 without. Below 0: what an answer should
+    not have."""
+    judge_rubric_column: str = ""
+    """Column with the row's own criteria: such texts, or objects with a text and a weight. Rows without one have those
+    of reward.judge_rubric."""
+    judge_panel: Literal["mean", "median", "majority"] = "mean"
+    """What several judges' scores become: mean | median | majority (1 or 0, as most judges give at least 0.5, or not;
+    0.5 where as many do as do not)."""
+    judge_rate: Amount = 0.0
+    """Requests a minute that all workers together send to each judge. 0: any number."""
     judge_prompt: str = ""
-    """Text file with what the judge is asked; {prompt}, {completion} and {gold} are filled in. Empty: birl's own."""
+    """Text file with what a judge is asked; {prompt}, {completion}, {gold}, {rubric} and {form} (of its last line) are
+    filled in. Empty: birl's own."""
     judge_tokens: Count = 512
-    """Longest reply of the judge [tokens]."""
+    """Longest reply of a judge [tokens]."""
     judge_cache: bool = True
-    """Keep the judge's replies in the cache folder, and ask the same question only once."""
+    """Keep judges' replies in the cache folder, and ask the same question only once."""
     concurrency: Count = 8
     """Requests to the judge, or to the server of a reward model, that one worker has open at once."""
     length_target: Count = 256

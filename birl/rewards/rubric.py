@@ -1,0 +1,68 @@
+"""A rubric: criteria with weights, of the configuration or of a row."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from birl.errors import BirlError
+
+MOST = 100  # criteria: the judge's last line names each
+WEIGHTED = re.compile(r"\s*(-?\d{1,6}(?:\.\d{1,6})?)\s*:\s+(.+)", re.DOTALL)
+TEXTS = ("criterion", "criteria", "description", "text", "title")
+WEIGHTS = ("weight", "points")
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """What an answer should have; with a negative weight, what it should not have.
+
+    Example: Criterion("It names its source.", 2.0)
+    """
+
+    text: str
+    weight: float = 1.0
+
+
+Rubric = tuple[Criterion, ...]
+
+
+def rubric(value: Any, where: str) -> Rubric:
+    """Of "weight: text" or text alone, of objects with a text and a weight (HealthBench's `criterion` and `points`,
+    RaR's `description` and `weight`), or of a list of these. Raises `BirlError`.
+
+    Example: rubric(["2: It is right.", "It is short."], "reward.judge_rubric")[0].weight == 2.0
+    """
+    given = value if isinstance(value, list | tuple) else [value]
+    result = tuple(_criterion(one, f"{where}[{i}]") for i, one in enumerate(given))
+    if not 0 < len(result) <= MOST:
+        raise BirlError(f"{where} has {len(result)} criteria; it needs 1 to {MOST}.")
+    if not any(criterion.weight > 0 for criterion in result):
+        raise BirlError(f"{where}: no weight is above 0, so that no answer could score more than another.")
+    return result
+
+
+def _criterion(value: Any, where: str) -> Criterion:
+    text, weight = value, 1.0
+    if isinstance(value, str) and (match := WEIGHTED.fullmatch(value)):
+        text, weight = match[2], float(match[1])
+    elif isinstance(value, Mapping):
+        text = next((value[name] for name in TEXTS if value.get(name)), None)
+        weight = next((value[name] for name in WEIGHTS if value.get(name) is not None), 1.0)
+    if not isinstance(text, str) or not text.strip():
+        raise BirlError(
+            f'{where} is no criterion: write "2: It names its source.", or an object with one of {", ".join(TEXTS)}, '
+            f"and one of {', '.join(WEIGHTS)}."
+        )
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
+        raise BirlError(f"{where}: its weight is {weight!r}, it needs to be a number.")
+    return Criterion(text.strip(), float(weight))
+
+
+def weighted(criteria: Rubric, met: Sequence[float]) -> float:
+    """sum(weight met) / sum(weights above 0), cut to 0 .. 1 (Arora et al. 2025, HealthBench). `met`: for each
+    criterion, 0 .. 1."""
+    most = sum(criterion.weight for criterion in criteria if criterion.weight > 0)
+    value = sum(c.weight * share for c, share in zip(criteria, met, strict=True)) / most
+    return min(max(value, 0.0), 1.0)
