@@ -22,7 +22,7 @@ from birl.hub import check_model
 from birl.named import missing
 
 STORES = ("checkpoint.store", "resume")
-MODELS = ("model.path", "critic.path", "reward.model", "algorithm.teacher")
+MODELS = ("model.path", "critic.path", "reward.model", "algorithm.teacher", "distill.teacher")
 FUNCTIONS = ("reward.functions", "algorithm.advantage", "algorithm.surrogate")
 
 

@@ -32,7 +32,7 @@ class Batch:
     entry [N]: which of the U predictions is of this trained token;
     logprobs [N]: the engine's; proximal [N]: the learner's before the batch's first update, or the engine's;
     versions [N]; advantages [N]; returns, values [N]: a critic's, zeros without one; predicted [N]: values of now
-    of a critic on the same backbone, with their gradient;
+    of a critic on the same backbone, with their gradient; divergence [N]: from a teacher, in nats, with its gradient;
     sample [N]: index of its sample in the step; group [N]: of its sample; turn [N]: counts the stretches of trained
     tokens within a sample;
     weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`;
@@ -59,10 +59,12 @@ class Batch:
     group: Tensor
     turn: Tensor
     predicted: Tensor | None = None
+    divergence: Tensor | None = None
     routes: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
-        tensors = [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor) and f.name != "predicted"]
+        given = [f.name for f in fields(self) if f.name not in ("predicted", "divergence")]
+        tensors = [name for name in given if isinstance(getattr(self, name), Tensor)]
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 

@@ -24,8 +24,16 @@ from birl.launch.job import Job
 from birl.preflight import imported
 
 #: keys whose value may be a bare name of a folder here
-PATHS = ("data.train", "data.validation", "model.path", "algorithm.teacher", "critic.path", "reward.model")
-MODELS = ("model.path", "algorithm.teacher", "critic.path", "reward.model")
+PATHS = (
+    "data.train",
+    "data.validation",
+    "model.path",
+    "algorithm.teacher",
+    "distill.teacher",
+    "critic.path",
+    "reward.model",
+)
+MODELS = ("model.path", "algorithm.teacher", "distill.teacher", "critic.path", "reward.model")
 WRITTEN = ("run", "resume", "checkpoint.store")  # keys whose value is a place that the run writes to
 #: extras of pyproject.toml by the environment that needs them
 ENVIRONMENTS = {

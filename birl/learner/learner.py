@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from birl.data.pack import Batch
 from birl.learner.lora import Adapters, Lora
 from birl.learner.optimizer import MasterWeights, ShardedMasterWeights, adamw, on_grid
-from birl.learner.outputs import Outputs
+from birl.learner.outputs import Compared, Outputs
 from birl.models.device import device_of
 from birl.models.forward import forget, head
 from birl.models.fused_decoder import apart
@@ -31,6 +31,8 @@ from birl.waits import alive
 
 #: logp [N] (or scores), entropy [N], batch -> scalar loss, and figures to report: name -> [N], or [pairs]
 Loss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
+#: a micro-batch -> how its next-token distributions are compared with a teacher's
+Teacher = Callable[[Batch], Compared]
 
 BALANCE = "router/balance"
 
@@ -93,7 +95,8 @@ class Learner:
 
     With `ranks` there is one learner in each process, and all must call the same verbs with the same arguments. A
     micro-batch is for one share of them: `each`, `learn` and `survey` share a step's micro-batches out. The model may
-    be one that has no weights yet (`models/slices.py`), where the ranks have parts of it.
+    be one that has no weights yet (`models/slices.py`), where the ranks have parts of it. With `teacher` losses find
+    the divergence from it in their batch.
     """
 
     def __init__(
@@ -114,14 +117,14 @@ class Learner:
         ranks: Ranks | None = None,
         router_aux_coef: float = 0.0,
         router_replay: bool = False,
+        teacher: Teacher | None = None,
     ) -> None:
         """`router_aux_coef`: weight of the balance of a mixture-of-experts model's experts (`routing.balance`) beside
         every loss. `router_replay`: tokens take the routes that their batch names."""
-        self.model = model
+        self.model, self.teacher = model, teacher
         self.device = device_of(model)  # where it computes: with `offload` FSDP keeps the parts in CPU memory
         self.ranks = ranks = ranks or Ranks()
-        self.max_grad_norm, self.router_aux_coef = max_grad_norm, router_aux_coef
-        self.version = self.rounded = 0
+        self.max_grad_norm, self.router_aux_coef, self.version, self.rounded = max_grad_norm, router_aux_coef, 0, 0
         self.replays = routing_for(model) if router_replay else None
         self.watched = routing_for(model) if router_aux_coef > 0 else None
         self.outputs = Outputs(model, temperature, gradient_checkpointing, ranks)
@@ -154,8 +157,8 @@ class Learner:
             cast(model, dtype)  # what is frozen, too
         if lora is None and dtype != torch.float32:
             self.rounded = on_grid(self.masters.tensors.values(), dtype)
-        rates = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "still": still(model)}
-        self.optimizer = adamw(self.masters, model, kind=optimizer, **rates)
+        rates = {"kind": optimizer, "betas": betas, "eps": eps, "weight_decay": weight_decay, "still": still(model)}
+        self.optimizer = adamw(self.masters, model, **rates)
 
     @property
     def rounded_share(self) -> float:
@@ -166,14 +169,14 @@ class Learner:
     def forward(self, batch: Batch) -> Tensor:
         """[N] float32: log-probs of the trained tokens under the sampling temperature; with a score head, the score of
         the state that each of them is predicted from."""
-        return self._outputs(batch.to(self.device))[0]
+        return self._passed(batch.to(self.device))[0]
 
     def forward_backward(self, batch: Batch, loss: Loss, stats: Stats, chosen: Tensor | None = None) -> None:
         """Add this micro-batch's gradient to what is there, and its figures to `stats`. `chosen` [layers, experts]: how
         often the whole step chooses each expert, for `router_aux_coef`."""
         batch = batch.to(self.device)
         with self._routed(batch):  # the backward pass may compute layers again
-            logp, entropy, batch, seen = self._passed(batch)
+            logp, entropy, batch, seen = self._passed(batch, self.teacher)
             value, figures = loss(logp, entropy, batch)
             total = value
             if chosen is not None:
@@ -222,12 +225,12 @@ class Learner:
     @torch.no_grad()
     def look(self, batch: Batch) -> Tensor:
         """Log-probs and entropies of the trained tokens, [2, N] float32."""
-        return torch.stack(self._outputs(batch.to(self.device))[:2])
+        return torch.stack(self._passed(batch.to(self.device))[:2])
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """[N] float32: what the critic on this backbone says of the state before each trained token."""
-        predicted = self._outputs(batch.to(self.device))[2].predicted
+        predicted = self._passed(batch.to(self.device))[2].predicted
         assert predicted is not None, "this learner has no critic on its backbone"
         return predicted
 
@@ -235,7 +238,7 @@ class Learner:
     def measure(self, batch: Batch, loss: Loss, stats: Stats) -> None:
         """The figures that `forward_backward` would give, and no gradient."""
         batch = batch.to(self.device)
-        value, figures = loss(*self._outputs(batch))
+        value, figures = loss(*self._passed(batch, self.teacher)[:3])
         stats.add(value, figures, len(batch.tokens))
 
     def optim_step(self, lr: float) -> float:
@@ -286,17 +289,14 @@ class Learner:
         self.masters.loaded()
         self.version = version
 
-    def _outputs(self, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
-        """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. A critic on the same backbone puts
-        what it says into the batch."""
-        return self._passed(batch)[:3]
-
-    def _passed(self, batch: Batch) -> tuple[Tensor, Tensor, Batch, Seen]:
-        """The same, and what the routers did, where `router_aux_coef` asks for it."""
+    def _passed(self, batch: Batch, teacher: Teacher | None = None) -> tuple[Tensor, Tensor, Batch, Seen]:
+        """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. A critic on the same backbone and a
+        teacher put what they say into the batch. Last, what the routers did, where `router_aux_coef` asks for it."""
+        compared = None if teacher is None else teacher(batch)
         watching = nullcontext({}) if self.watched is None else self.watched.watching()
         with self._routed(batch), watching as seen:
-            logp, entropy, predicted = self.outputs(batch)
-        return logp, entropy, batch if predicted is None else replace(batch, predicted=predicted), seen
+            logp, entropy, columns = self.outputs(batch, compared)
+        return logp, entropy, replace(batch, **columns) if columns else batch, seen
 
     def _routed(self, batch: Batch) -> AbstractContextManager[None]:
         return nullcontext() if self.replays is None else self.replays.replaying(batch.routes)

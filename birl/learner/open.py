@@ -8,10 +8,11 @@ from torch import nn
 from birl.config import schema
 from birl.errors import BirlError
 from birl.learner.export import resolved
-from birl.learner.learner import Learner
+from birl.learner.learner import Learner, Teacher
 from birl.learner.lora import Lora
 from birl.learner.policy import DTYPES, Policy
 from birl.models.device import device_of
+from birl.models.forward import head
 from birl.models.load import load_model, load_reward_model, load_tokenizer, score_weight, skeleton
 from birl.models.slices import sketched, sketched_reward_model
 from birl.parallel.ranks import Ranks
@@ -26,7 +27,11 @@ def check_device(config: schema.RL | schema.Stage, device: torch.device) -> None
 
 
 def make_learner(
-    config: schema.RL | schema.Stage, model: nn.Module, ranks: Ranks | None = None, routed: bool = True
+    config: schema.RL | schema.Stage,
+    model: nn.Module,
+    ranks: Ranks | None = None,
+    routed: bool = True,
+    teacher: Teacher | None = None,
 ) -> Learner:
     """The learner that is trained. Its log-probs are those of the temperature that sampled, where something did.
     `routed`: what the configuration says of routers is about this model."""
@@ -47,6 +52,7 @@ def make_learner(
         ranks=ranks,
         router_aux_coef=config.learner.router_aux_coef if routed else 0.0,
         router_replay=routed and replays(config),
+        teacher=teacher,
     )
 
 
@@ -69,15 +75,40 @@ def check_split(config: schema.RL | schema.Stage, folder: Path) -> None:
         check(skeleton(folder), config.parallel.tp)
 
 
-def other_model(config: schema.RL, path: str, policy: Policy, key: str, ranks: Ranks) -> nn.Module:
+def distilled(config: schema.RL | schema.SFT, policy: Policy, ranks: Ranks) -> Teacher | None:
+    """What compares the learner with its teacher over the vocabulary; None where nothing does. Raises `BirlError`."""
+    if isinstance(config, schema.RL):
+        keys, temperature, where = config.algorithm, config.rollout.temperature, "algorithm.teacher"
+        path, name, beta, top_k = keys.teacher, keys.teacher_divergence, keys.teacher_beta, keys.teacher_top_k
+    else:
+        keys, temperature, where = config.distill, 1.0, "distill.teacher"
+        path, name, beta, top_k = keys.teacher, keys.divergence, keys.beta, keys.top_k
+    if not path or name == "sampled":
+        return None
+    from birl.algorithms.divergence import divergence
+    from birl.learner.distillation import Distillation
+
+    model = other_model(config, path, policy, where, ranks)
+    most = "algorithm.teacher_top_k" if isinstance(config, schema.RL) else "distill.top_k"
+    words = min(head(m).weight.shape[0] for m in (model, policy.model))
+    if top_k >= words:
+        raise BirlError(f"{most}={top_k}: learner and teacher have {words} words; set fewer, or 0 for all of them.")
+    teacher = Learner(model, dtype=DTYPES[config.model.dtype], trainable=False, ranks=ranks)
+    by = divergence(name, beta)
+    return Distillation(teacher=teacher, student=policy.model, function=by, top_k=top_k, temperature=temperature)
+
+
+def other_model(config: schema.RL | schema.SFT, path: str, policy: Policy, key: str, ranks: Ranks) -> nn.Module:
     """A model that reads the policy's own tokens: that of critic.path with the score head that its folder may hold, or
-    that of algorithm.teacher. Raises `BirlError`."""
+    a teacher. Raises `BirlError`."""
     folder = resolved(path, key)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+    theirs, own = load_tokenizer(folder).get_vocab(), policy.tokenizer.get_vocab()
+    if theirs != own:
+        number = min(set(theirs.values()) ^ set(own.values()) | {own[w] for w in own if theirs.get(w) != own[w]})
+        words = [next((repr(w) for w, n in v.items() if n == number), "none") for v in (theirs, own)]
         raise BirlError(
             f"{key}={path}: has another vocabulary than model.path={config.model.path}, so its tokens mean something "
-            "else. Take a model of the same family."
+            f"else: token {number} is {words[0]} there, and {words[1]} here. Take a model of the same family."
         )
     check_split(config, folder)
     scores = key == "critic.path" and any(score_weight(file) is not None for file in folder.glob("*.safetensors"))

@@ -1,5 +1,6 @@
 """What a model says of the trained tokens of a micro-batch: the forward pass of training, as one module."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,9 @@ from birl.models.logprobs import token_logprobs
 from birl.parallel import context
 from birl.parallel.ranks import Ranks
 
+#: hidden states [U, H] and the head -> the divergence of what they say from what a teacher says [U]
+Compared = Callable[[Tensor, nn.Linear], Tensor]
+
 
 class Outputs(nn.Module):
     """A module, so that FSDP gathers the head together with the body: the head's own forward pass is never called."""
@@ -26,9 +30,38 @@ class Outputs(nn.Module):
         self.model, self.temperature, self.checkpointing, self.ranks = model, temperature, checkpointing, ranks
         context.check_heads(model, ranks)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. Third, what a critic on the same
-        backbone says [N]. Ranks that share a row each compute their part of it, and all get all of it."""
+    def forward(self, batch: Batch, compared: Compared | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. Third, columns of the batch [N]:
+        what a critic on the same backbone says, and the divergence from a teacher. Ranks that share a row each compute
+        their part of it, and all get all of it."""
+        model = self.model
+        part, hidden = self._states(batch)
+        if score := score_head(model):
+            values = part.joined(scores(hidden, score))[0][batch.entry]
+            return values, torch.zeros_like(values), {}
+        given = hidden, head(model), part.targets, self.temperature
+        figures = list(token_logprobs(*given, decoder=decoder_for(model), after=after_head(model)))
+        columns = list[str]()
+        if value := score_head(model, "value"):
+            columns.append("predicted")
+            figures.append(scores(hidden, value))
+        if compared is not None:
+            columns.append("divergence")
+            figures.append(compared(hidden, head(model)))
+        logp, entropy, *rest = (figure[batch.entry] for figure in part.joined(*figures))
+        return logp, entropy, dict(zip(columns, rest, strict=True))
+
+    def states(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What a teacher says all with: hidden states of this rank's predictions [U, H], the head's weight, and its
+        bias. Copies of what FSDP has gathered, as that is given back."""
+        layer = head(self.model)
+        _, hidden = self._states(batch)
+        if not self.ranks.sharded:
+            return hidden, layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+        return hidden, layer.weight.clone(), None if layer.bias is None else layer.bias.clone()
+
+    def _states(self, batch: Batch) -> tuple[context.ContextShard, Tensor]:
+        """This rank's part of a row, and the hidden states that its trained tokens are predicted from [U, H]."""
         model, grid = self.model, self.ranks.grid
         batch = padded(batch, grid.cp * (grid.tp if grid.sequence else 1))
         if decoder := decoder_for(model):
@@ -37,16 +70,7 @@ class Outputs(nn.Module):
             fused.checkpointing = self.checkpointing
         part = context.split(batch, self.ranks)
         tokens, positions, seen = vision.row(model, part.tokens, part.positions, batch.trees)
-        hidden = hidden_states(model, tokens, positions, part.layout, seen)[part.source]
-        if score := score_head(model):
-            values = part.joined(scores(hidden, score))[0][batch.entry]
-            return values, torch.zeros_like(values), None
-        given = hidden, head(model), part.targets, self.temperature
-        figures = list(token_logprobs(*given, decoder=decoder, after=after_head(model)))
-        if value := score_head(model, "value"):
-            figures.append(scores(hidden, value))
-        logp, entropy, *predicted = (figure[batch.entry] for figure in part.joined(*figures))
-        return logp, entropy, predicted[0] if predicted else None
+        return part, hidden_states(model, tokens, positions, part.layout, seen)[part.source]
 
 
 def padded(batch: Batch, multiple: int) -> Batch:

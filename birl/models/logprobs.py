@@ -10,6 +10,7 @@ next; `shape.py` says what that takes.
 Shapes: N trained tokens, H hidden size, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def float_product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and torch.version.hip is None:
         return torch.mm(a, b, out_dtype=torch.float32)
     a, out = a.float(), torch.empty(len(a), b.shape[1], dtype=torch.float32, device=a.device)
-    for columns in _chunks(b.shape[1], shape.WIDENED // len(b)):
+    for columns in chunks(b.shape[1], shape.WIDENED // len(b)):
         torch.mm(a, b[:, columns].float(), out=out[:, columns])
     return out
 
@@ -105,7 +106,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
         chosen = targets if group is None else targets.clamp(0, len(weight) - 1)
-        for rows in _chunks(len(hidden), chunk // len(weight)):
+        for rows in chunks(len(hidden), chunk // len(weight)):
             figures = logprobs[rows], entropy[rows], norm[rows]
             _figures(hidden[rows], weight, bias, chosen[rows], temperature, after, *figures)
         if group is not None:
@@ -121,27 +122,50 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_logp, grad_entropy = grads
         if grad_logp is None and grad_entropy is None:
             return (None,) * 8
-        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        into, add = gradient_place(weight, weight.dtype) if ctx.needs_input_grad[1] else (None, False)
-        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        result = HeadGradient(hidden, weight, bias, ctx.needs_input_grad)
         context = (targets, norm, entropy, grad_logp, grad_entropy)
-        for words in _chunks(len(weight), ctx.chunk // max(len(hidden), 1)):
+        for words in chunks(len(weight), ctx.chunk // max(len(hidden), 1)):
             part_bias = None if bias is None else bias[words]
-            grad = _by_logits(hidden, weight[words], part_bias, ctx.temperature, ctx.after, *context, words.start)
-            grad_hidden += float_product(grad, weight[words])
-            if into is not None and into.dtype == weight.dtype:
-                torch.mm(grad.T, hidden, out=into[words])
-            elif into is not None:
-                part = float_product(grad.T, hidden)
-                into[words] = part.add_(into[words]) if add else part
-                del part
-            if grad_bias is not None:
-                grad_bias[words] = grad.sum(0, dtype=torch.float32)
-            del grad  # before the next logits
+            result.add(
+                words, _by_logits(hidden, weight[words], part_bias, ctx.temperature, ctx.after, *context, words.start)
+            )  # without a name, it is gone before the next logits
         if ctx.group is not None:
-            dist.all_reduce(grad_hidden, group=ctx.group)
-        grad_weight = None if into is None else unless_placed(weight, into)
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
+            dist.all_reduce(result.by_hidden, group=ctx.group)
+        return *result.all(), None, None, None, None, None
+
+
+class HeadGradient:
+    """Gradients by hidden states [N, H], and by the head's weight and bias, from that by its logits, piece by piece of
+    the vocabulary. `wanted`: which of the three; that by hidden states is always made."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
+        self.hidden, self.weight = hidden, weight
+        self.by_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        self.into, self.adds = gradient_place(weight, weight.dtype) if wanted[1] else (None, False)
+        self.by_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
+
+    def add(self, words: slice, grad: Tensor) -> None:
+        """Of some words, [N, words] in the weight's type."""
+        self.by_hidden += float_product(grad, self.weight[words])
+        if self.into is not None and self.into.dtype == self.weight.dtype:
+            torch.mm(grad.T, self.hidden, out=self.into[words])
+        elif self.into is not None:
+            part = float_product(grad.T, self.hidden)
+            self.into[words] = part.add_(self.into[words]) if self.adds else part
+            del part
+        if self.by_bias is not None:
+            self.by_bias[words] = grad.sum(0, dtype=torch.float32)
+
+    def nothing(self, words: slice) -> None:
+        """These have none."""
+        if self.into is not None and not self.adds:
+            self.into[words] = 0
+        if self.by_bias is not None:
+            self.by_bias[words] = 0
+
+    def all(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        by_weight = None if self.into is None else unless_placed(self.weight, self.into)
+        return self.by_hidden.to(self.hidden.dtype), by_weight, self.by_bias
 
 
 def _figures(
@@ -261,7 +285,7 @@ class _KernelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logprobs, entropy, norm = torch.empty(3, len(hidden), dtype=torch.float32).unbind()
         wide = CELL if head.kernels.dtype == torch.bfloat16 else 1  # of a cell of words one number is kept
-        for rows in _chunks(len(hidden), chunk * wide // len(weight)):
+        for rows in chunks(len(hidden), chunk * wide // len(weight)):
             result = head.logprobs(hidden[rows], targets[rows], temperature)
             logprobs[rows], norm[rows], entropy[rows] = result
         ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
@@ -290,7 +314,7 @@ class _KernelLogprobs(torch.autograd.Function):
         if rounded:
             packed = k.pack([hidden])
             turned = None if into is None else k.pack([hidden], transposed=True)
-        for words in _chunks(len(weight), ctx.chunk // max(len(hidden), 1) // 32 * 32 or 32):
+        for words in chunks(len(weight), ctx.chunk // max(len(hidden), 1) // 32 * 32 or 32):
             part = weight[words]
             logits = k.gemm_float(part, packed) if rounded else part @ hidden.T
             if bias is not None:
@@ -314,6 +338,6 @@ class _KernelLogprobs(torch.autograd.Function):
         return by_hidden.T[:count].to(hidden.dtype).contiguous(), by_weight, found_bias, None, None, None, None
 
 
-def _chunks(n: int, size: int) -> list[slice]:
+def chunks(n: int, size: int) -> list[slice]:
     size = max(size, 1)
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]

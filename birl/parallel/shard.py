@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import Shard
 
 from birl.models.device import device_of
@@ -47,6 +54,7 @@ def shard(
         wrap(unit, ranks.expert_sharding, reshard_after_forward=reshard, shard_placement_fn=lambda _: Shard(1))
     for unit in (*layers(model), root):
         wrap(unit, ranks.sharding, reshard_after_forward=reshard and unit is not root)
+    register_fsdp_forward_method(root, "states")
 
 
 def settle(root: nn.Module) -> None:

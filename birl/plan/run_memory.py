@@ -33,6 +33,7 @@ from birl.config.decided import CRITIC
 from birl.engine.open import SHARE
 from birl.engine.pages import pages_for
 from birl.engine.scheduler import PREFILL
+from birl.errors import BirlError
 from birl.kernels import PAGE
 from birl.learner.adamw8bit import stored as moments_in_8_bits
 from birl.learner.comparison import KEPT
@@ -42,7 +43,7 @@ from birl.learner.policy import DTYPES
 from birl.models.decoder import shaped
 from birl.models.fused_layers import fused_layers
 from birl.models.quantized import quantized_layers, stored
-from birl.models.shape import CHUNK, Shape, backward_bytes
+from birl.models.shape import CHUNK, Shape, backward_bytes, shape_of
 from birl.models.slices import quantizable
 from birl.models.slots import slots_of, state_bytes
 from birl.models.tree_attention import SCORES
@@ -231,8 +232,8 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
     frozen = module.wide * parameters + (laid_out if module.on_kernels else 0) + (stored(coded, kind) if coded else 0)
     if keeps_reference(config.algorithm, surrogate_of(config.algorithm)):
         always["reference model"] = frozen
-    if config.algorithm.teacher and "://" not in config.algorithm.teacher:
-        always["teacher, if as large"] = module.wide * (parameters + coded) + (laid_out if module.on_kernels else 0)
+    as_large = module.wide * (parameters + coded) + (laid_out if module.on_kernels else 0)
+    always |= {name: int(as_large * s.parameters / module.shape.parameters) for name, s in teacher(module, config)}
     critic = config.algorithm.advantage in CRITIC and not config.critic.shared
     if config.checkpoint.asynchronous and not gpu:
         always["checkpoint being written"] = (4 * trained.stepped + trained.state) * (1 + critic)
@@ -258,6 +259,17 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
         lost = SPLIT_LOST if split > 1 and phase != "servers" else LOST
         purposes["between blocks"] = int(lost * sum(purposes.values()) - (lost - LOST) * always["process"])
     return phases
+
+
+def teacher(module: Module, config: schema.RL) -> list[tuple[str, Shape]]:
+    """Its purpose and its shape, which is the policy's where it is not on this machine; none without one."""
+    path = config.algorithm.teacher
+    if not path or "://" in path:
+        return []
+    try:
+        return [("teacher", shape_of(path))]
+    except BirlError:
+        return [("teacher, if as large", module.shape)]
 
 
 def servers(module: Module, config: schema.RL, rest: dict[str, int], gpu: bool) -> dict[str, int]:
@@ -329,10 +341,14 @@ def training(
     """The backward pass of a first micro-batch begins with all activations and the head's gradient, and ends with the
     whole gradient and no activations: the larger of the two counts. A later micro-batch begins with both."""
     logits, head = at_head(module, trained, load, config, gpu)
+    parallel, said = config.parallel, 0
+    if config.algorithm.teacher_divergence != "sampled":  # hidden states, and a copy of a gathered head
+        heads, shapes = parallel.fsdp * parallel.cp > 1, [shape for _, shape in teacher(module, config)]
+        said = sum(module.wide * (load.microbatch * s.hidden + s.embedding * heads) for s in shapes)
     checkpointing = config.learner.gradient_checkpointing
     gradient, tokens = 4 * trained.gradient, load.microbatch
     activations = tokens * (module.shape.layers * (module.input if checkpointing else module.kept))
-    activations += tokens * module.shape.hidden * (4 + 2 * module.wide)  # before and behind the last norm
+    activations += said + tokens * module.shape.hidden * (4 + 2 * module.wide)  # before and behind the last norm
     layer = tokens * (module.backward + (module.kept if checkpointing else 0))
     if not module.on_kernels:
         layer += 4 * 4 * min(SCORES, module.shape.heads * tokens**2)

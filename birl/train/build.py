@@ -24,7 +24,7 @@ from birl.engine.sampled import Sampled
 from birl.envs.open import World, check_world, open_world
 from birl.learner.comparison import GAPS, KEPT
 from birl.learner.learner import Learner
-from birl.learner.open import make_learner, other_model, replays
+from birl.learner.open import distilled, make_learner, other_model, replays
 from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.rewards import make_rewards, started
@@ -301,7 +301,7 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
         from birl.engines.teacher import ServedTeacher
 
         teacher = ServedTeacher(keys.teacher)
-    elif keys.teacher:
+    elif keys.teacher and keys.teacher_divergence == "sampled":
         teacher = taught_by(frozen(other_model(config, keys.teacher, policy, "algorithm.teacher", crew.ranks)))
     if own:
         path = config.critic.path
@@ -310,7 +310,7 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
         critic = make_learner(config, body, crew.ranks, routed=False)
     elif keys.advantage in CRITIC:
         add_score_head(policy.model, config.seed, "value")
-    learner = make_learner(config, policy.model, crew.ranks)
+    learner = make_learner(config, policy.model, crew.ranks, teacher=distilled(config, policy, crew.ranks))
     says = None
     if keys.advantage in CRITIC:
         says = partial(learner.each, verb=learner.values)
@@ -345,6 +345,7 @@ def updates_of(config: schema.RL) -> Updates:
     keys, critic = config.algorithm, config.critic
     # all tokens are compared, or each has a loss of its own
     everything = keys.entropy_control != "none" or keys.advantage in CRITIC or keys.entropy_coef > 0
+    everything |= keys.teacher_divergence != "sampled"
     kind = config.model.dtype if config.engine.recompute_kv else "bfloat16"  # keys of older weights differ more
     return Updates(
         seed=config.seed,

@@ -17,7 +17,7 @@ from birl.data.examples import Examples, load_pairs, load_texts
 from birl.data.tasks import split_validation
 from birl.errors import BirlError
 from birl.learner.learner import Learner
-from birl.learner.open import make_learner
+from birl.learner.open import distilled, make_learner
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.reference import Reference
 from birl.models.heads import add_score_head
@@ -28,7 +28,7 @@ from birl.train.offline import Loop, Objective, Rows, RowsWorker
 from birl.train.rm import Ranking
 from birl.train.run_folder import find_checkpoint
 from birl.train.setup import Setup, kept
-from birl.train.sft import Likelihood
+from birl.train.sft import Likelihood, imitation, negative_log_likelihood
 
 
 async def run(setup: Setup[schema.Stage]) -> dict[str, Any]:
@@ -106,8 +106,11 @@ def check_lengths(config: schema.Stage, rows: Sequence[Any]) -> None:
 
 
 def likelihood(config: schema.SFT, policy: Policy, ranks: Ranks) -> tuple[Learner, Objective]:
-    objective = Likelihood(denominator=config.denominator, **packed(config, policy))
-    return make_learner(config, policy.model, ranks), objective
+    teacher, loss = distilled(config, policy, ranks), negative_log_likelihood
+    if teacher is not None:
+        loss = partial(imitation, nll_coef=config.distill.nll_coef)
+    objective = Likelihood(denominator=config.denominator, loss=loss, **packed(config, policy))
+    return make_learner(config, policy.model, ranks, teacher=teacher), objective
 
 
 def ranking(config: schema.RM, policy: Policy, ranks: Ranks) -> tuple[Learner, Objective]:

@@ -54,7 +54,7 @@ def step_metrics(
     staleness = loop.schedule.max_staleness
     if staleness == 0:
         metrics["time/reward"] = max(waited - counters.seconds, 0.0)
-    told = [n for n in stats.sums if n in ("kl", "held", "factor") or n.startswith("critic/")]
+    told = [n for n in stats.sums if n in ("kl", "held", "factor", "divergence") or n.startswith("critic/")]
     metrics |= {name: stats.mean(name) for name in told} | stats.other
     if credited.kl == credited.kl:
         metrics |= {"kl/episode": credited.kl, "kl/coef": worker.kl.coef}

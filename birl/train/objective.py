@@ -143,6 +143,9 @@ class Objective:
         fresh = batch.versions.to(logp.device) == self.learner.version  # sampled by these very weights
         figures["gap"] = (logp - batch.logprobs).abs() * fresh
         figures["fresh"] = fresh.float()
+        if batch.divergence is not None:
+            loss = loss + keys.teacher_coef * (batch.divergence * batch.weights).sum()
+            figures["divergence"] = batch.divergence
         if batch.predicted is not None:
             each, clipped = value_loss(batch.predicted, batch.values, batch.returns, clip=self.critic_keys.clip)
             loss = loss + self.critic_keys.coef * value_weight * each.sum()

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: rows -> tokens -> -log p of those that are to be learned."""
+"""Supervised fine-tuning: rows -> tokens -> -log p of those that are to be learned, or their divergence from a
+teacher."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,15 +19,24 @@ def negative_log_likelihood(logp: Tensor, entropy: Tensor, batch: Batch) -> tupl
     return -(logp * batch.weights).sum(), {"nll": -logp.detach(), "entropy": entropy.detach()}
 
 
+def imitation(logp: Tensor, entropy: Tensor, batch: Batch, *, nll_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """sum_t weight_t (D_t - nll_coef log p_t), D_t the divergence from a teacher: one more figure [N]."""
+    nll, figures = negative_log_likelihood(logp, entropy, batch)
+    assert batch.divergence is not None
+    loss = (batch.divergence * batch.weights).sum() + (nll_coef * nll if nll_coef else 0.0)
+    return loss, figures | {"divergence": batch.divergence.detach()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likelihood:
     """Each row is one sequence. `denominator`: row of `DENOMINATORS`; `capacity`: tokens of a micro-batch; `shares`:
-    data-parallel ranks; `pair_cost`: of `pack`."""
+    data-parallel ranks; `pair_cost`: of `pack`; `loss`: of a micro-batch."""
 
     denominator: str
     capacity: int
     shares: int
     pair_cost: float
+    loss: Loss
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
         pass
@@ -36,12 +46,13 @@ class Likelihood:
         lengths = [sum(s.mask) for s in samples]
         weights = DENOMINATORS[self.denominator](lengths, [*range(len(samples))], 0)
         batches = pack(samples, weights, self.capacity, self.shares, self.pair_cost)
-        return [(batch, negative_log_likelihood) for batch in batches]
+        return [(batch, self.loss) for batch in batches]
 
     def figures(self, stats: Stats) -> dict[str, float]:
         """`nll`: mean over tokens, whatever the loss's denominator is; `perplexity` is its exponential."""
         nll = stats.mean("nll")
-        return {"loss": stats.loss, "nll": nll, "perplexity": exp(min(nll, 700.0)), "entropy": stats.mean("entropy")}
+        own = {n: stats.mean(n) for n in ("entropy", "divergence") if n in stats.sums}
+        return {"loss": stats.loss, "nll": nll, "perplexity": exp(min(nll, 700.0))} | own
 
     def score(self, figures: dict[str, float]) -> float:
-        return -figures["nll"]
+        return -figures.get("divergence", figures["nll"])

@@ -178,6 +178,15 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"algorithm__advantage": "pass_at_k", "algorithm__pass_k": 8}, ["one set of answers"]),
         ({"algorithm__advantage": "gae", "algorithm__baseline": "none"}, ["algorithm.advantage=gae does not read it"]),
         ({"algorithm__advantage": "zero"}, ["nothing would be learned without algorithm.teacher"]),
+        (
+            {"algorithm__teacher": "http://x/v1/completions", "algorithm__teacher_divergence": "jsd"},
+            ["algorithm.teacher_divergence=jsd", "algorithm.teacher_divergence=sampled"],
+        ),
+        (
+            {"algorithm__teacher": "m", "algorithm__teacher_divergence": "reverse_kl", "parallel__tp": 2},
+            ["algorithm.teacher_divergence=reverse_kl", "parallel.tp=2", "parallel.fsdp"],
+        ),
+        ({"algorithm__teacher_divergence": "jsd"}, ["algorithm.teacher is empty"]),
         ({"algorithm__kl_target": 1.0}, ["algorithm.kl_coef=0 leaves the KL term out"]),
         ({"algorithm__kl_target": 1.0, "algorithm__kl_coef": 0.1}, ["algorithm.kl_in=reward"]),
         ({"algorithm__correction": "mask"}, ["algorithm.proximal=behaviour does not read it"]),

@@ -367,6 +367,7 @@ RECOMPUTED = "algorithm.proximal=recompute model.path=plain " + UNEQUAL
 PPO = "algorithm=ppo "
 JUDGED = "reward.functions=given:even steps=5"
 ALIKE = "reward.functions=given:constant"
+TAUGHT = "algorithm.teacher=other algorithm.teacher_divergence=jsd "
 RL_CASES = {
     **MODEL,
     **MEASURED,
@@ -426,6 +427,9 @@ RL_CASES = {
     "algorithm.reject_limit": Case("1e-9", last("factor"), under="algorithm.reject=divergence " + UNEQUAL),
     "algorithm.teacher": Case("other", advantages),
     "algorithm.teacher_coef": Case("2", advantages, under="algorithm.teacher=other"),
+    "algorithm.teacher_divergence": Case("jsd", last("divergence"), under="algorithm.teacher=other"),
+    "algorithm.teacher_beta": Case("0.1", last("divergence"), under=TAUGHT),
+    "algorithm.teacher_top_k": Case("4", last("divergence"), under=TAUGHT),
     "algorithm.length_penalty": Case("1", advantages, under="rollout.stop=[e,a,i,o,n]"),
     "critic.path": Case("other", last("critic/value"), under=PPO),
     "critic.shared": Case("true", lambda s: "critic/grad_norm" in s.metrics[-1], False, PPO),

@@ -178,6 +178,11 @@ OWN: dict[type, dict[str, Case]] = {
         "data.answer_column": Case("rejected"),
         "data.train_on": Case("[all]"),
         "denominator": Case("sequence"),
+        "distill.teacher": Case("other"),
+        "distill.divergence": Case("reverse_kl", under="distill.teacher=other"),
+        "distill.beta": Case("0.1", under="distill.teacher=other distill.divergence=jsd"),
+        "distill.top_k": Case("4", under="distill.teacher=other"),
+        "distill.nll_coef": Case("1", under="distill.teacher=other"),
         "epochs": CASES["epochs"],
     },
     RM: {

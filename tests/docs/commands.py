@@ -84,7 +84,7 @@ def provide_data(words: list[str]) -> None:
 def provide_models(words: list[str], tiny: Path) -> None:
     """Models that the page only supposes."""
     for key, _, value in (word.partition("=") for word in words):
-        if key in ("algorithm.teacher", "critic.path") and not Path(value).exists():
+        if key in ("algorithm.teacher", "distill.teacher", "critic.path") and not Path(value).exists():
             Path(value).symlink_to(tiny)
 
 

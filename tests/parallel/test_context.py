@@ -208,7 +208,7 @@ def sent(ranks: Ranks, samples: list[Sample], capacity: int) -> tuple[int, int, 
     (batch,) = pack(samples, [1.0] * len(samples), capacity)
     group = ranks.groups["cp"].group_name
     with Traffic() as forward:
-        loss, _ = reinforce(*learner._outputs(batch))
+        loss, _ = reinforce(*learner._passed(batch)[:3])
     with Traffic() as backward:
         loss.backward()
     part = context.split(padded(batch, ranks.grid.cp), ranks)
@@ -257,7 +257,7 @@ def kept(ranks: Ranks, tokens: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        outputs = learner._outputs(batch)
+        outputs = learner._passed(batch)[:3]
     assert outputs[0].requires_grad
     return sum(found.values())
 

@@ -119,6 +119,11 @@ def test_phases_do_not_add_up_and_each_key_counts_where_it_should() -> None:
     assert found("algorithm=online_dpo")["generation"]["reference model"] > 0
     assert found("algorithm.teacher=m")["generation"]["teacher, if as large"] > 0
     assert found("algorithm.teacher=http://localhost:8000/v1/completions") == base
+    small, large = (found(f"algorithm.teacher={name}") for name in ("qwen2.5-7b", "qwen2.5-32b"))
+    assert large["training"]["teacher"] > 4 * small["training"]["teacher"] > 7e9
+    whole = found("algorithm.teacher=qwen2.5-7b", "algorithm.teacher_divergence=jsd")
+    name = "activations, then gradient"
+    assert whole["training"][name] > small["training"][name] and whole["generation"] == small["generation"]
     assert "weights, bfloat16" in base["training"] and not found("model.dtype=float32")["training"]["weights, bfloat16"]
 
 

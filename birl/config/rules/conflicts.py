@@ -172,6 +172,12 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "data.train_on is empty: name roles, as in data.train_on=[assistant], or data.train_on=[all].": lambda c: (
                 not c.data.train_on
             ),
+            "distill.teacher={c.distill.teacher}: must be a model's folder, as a server gives no distributions of all "
+            "words.": lambda c: "://" in c.distill.teacher,
+            "distill.teacher={c.distill.teacher}: is not compared with over words that parallel.tp={c.parallel.tp} "
+            "processes share out; set parallel.tp=1, and parallel.fsdp instead.": lambda c: (
+                c.distill.teacher and c.parallel.tp > 1
+            ),
         },
     ),
     (
@@ -233,6 +239,15 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             ),
             "algorithm.advantage=zero: nothing would be learned without algorithm.teacher; name a model.": lambda c: (
                 c.algorithm.advantage == "zero" and not c.algorithm.teacher
+            ),
+            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: a teacher behind an address gives no "
+            "distributions of all words; set algorithm.teacher_divergence=sampled, or name a model's folder as "
+            "algorithm.teacher.": lambda c: (
+                c.algorithm.teacher_divergence != "sampled" and "://" in c.algorithm.teacher
+            ),
+            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: is not computed with words that "
+            "parallel.tp={c.parallel.tp} processes share out; set parallel.tp=1, and parallel.fsdp.": lambda c: (
+                c.algorithm.teacher_divergence != "sampled" and c.algorithm.teacher and c.parallel.tp > 1
             ),
             "algorithm.mask_truncated=true: has no effect because rollout.truncated=drop drops those answers; use "
             "one.": lambda c: c.algorithm.mask_truncated and c.rollout.truncated == "drop",

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from birl.config.decided import CRITIC, LAUNCHED, NAME, OWN, SERVERS, kind_of, proximal, weights_method
-from birl.config.schema import DPO, RL, Eval, Stage, Tinker, reward_functions
+from birl.config.schema import DPO, RL, SFT, Eval, Stage, Tinker, reward_functions
 from birl.config.words import value_of
 
 ADDRESSES = "engine.attach uses servers that run already"
@@ -95,7 +95,16 @@ UNREAD: tuple[Row, ...] = (
     _by("algorithm.kl_in", "algorithm.kl_corrected", "loss"),
     _row(RL, "algorithm.kl_horizon", lambda c: c.algorithm.kl_target > 0, "algorithm.kl_target=0 keeps kl_coef fixed"),
     _row(RL, "algorithm.max_refill", lambda c: c.algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false"),
-    _row(RL, "algorithm.teacher_coef", lambda c: c.algorithm.teacher, "algorithm.teacher is empty; name a model"),
+    _row(
+        RL,
+        "algorithm.teacher_coef algorithm.teacher_divergence",
+        lambda c: c.algorithm.teacher,
+        "algorithm.teacher is empty; name a model",
+    ),
+    _by("algorithm.teacher_divergence", "algorithm.teacher_top_k", "reverse_kl", "forward_kl", "jsd"),
+    _by("algorithm.teacher_divergence", "algorithm.teacher_beta", "jsd"),
+    _row(SFT, "distill.", lambda c: c.distill.teacher, "distill.teacher is empty; name a model"),
+    _by("distill.divergence", "distill.beta", "jsd", of=SFT),
     _row(
         RL,
         "algorithm.overlong_penalty",

@@ -30,6 +30,7 @@ from birl.config.schema.rollout import Weights as Weights
 from birl.config.schema.training import Checkpoint as Checkpoint
 from birl.config.schema.training import Compute as Compute
 from birl.config.schema.training import Debug as Debug
+from birl.config.schema.training import Distill as Distill
 from birl.config.schema.training import HeldOut as HeldOut
 from birl.config.schema.training import Learner as Learner
 from birl.config.schema.training import Lora as Lora
@@ -126,6 +127,7 @@ class SFT(Stage):
 
     data: Texts = field(default_factory=Texts)
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=2e-5))
+    distill: Distill = field(default_factory=Distill)
     denominator: Literal["token", "sequence"] = "token"
     """What the summed loss is divided by: token (all learned tokens of the step) | sequence (mean per row, then over
     rows)."""

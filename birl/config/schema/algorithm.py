@@ -1,7 +1,9 @@
 """What a run of reinforcement learning minimises."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from birl.config.schema.kinds import Amount, Count, Function, Positive, Real, Section, Share, Whole
 
@@ -104,6 +106,14 @@ class Algorithm(Section):
     server: http://host:port/v1/completions#MODEL. Empty: none."""
     teacher_coef: Amount = 1.0
     """Weight of the teacher."""
+    teacher_divergence: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] = "sampled"
+    """What the teacher is compared by: sampled (its log-prob of each sampled token, in the advantage, as above) | of
+    all words, in the loss: reverse_kl (learner to teacher) | forward_kl (teacher to learner) | jsd (generalised
+    Jensen-Shannon, GKD)."""
+    teacher_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of jsd, the teacher's share of the mixture: towards 0 it goes like forward_kl, towards 1 like reverse_kl."""
+    teacher_top_k: Whole = 0
+    """Compare the teacher's k likeliest words, and all others as one. 0: all words, one by one."""
     dynamic_sampling: bool = False
     """Replace groups in which every reward is the same by new prompts (DAPO)."""
     max_refill: Amount = 4.0

@@ -1,0 +1,46 @@
+"""A teacher whose next-token distributions the learner's own are compared with: a frozen model beside it.
+
+told     micro-batch -> the teacher's hidden states, or its likeliest words
+then     the learner's forward pass makes of them one divergence for each trained token (`models/divergence.py`)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from birl.algorithms.divergence import Divergence
+from birl.data.pack import Batch
+from birl.learner.learner import Learner
+from birl.learner.outputs import Compared
+from birl.models.after_head import after_head
+from birl.models.divergence import Everything, Head, Likeliest, likeliest, token_divergence
+from birl.models.forward import head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """`function`: a row of `DIVERGENCES`. `top_k`: of so many likeliest words of the teacher and all others as one; 0:
+    of all words. Both distributions are at `temperature`. `student`: the model that learns."""
+
+    teacher: Learner
+    student: nn.Module
+    function: Callable[[Tensor, Tensor], Divergence]
+    top_k: int
+    temperature: float
+
+    def __call__(self, batch: Batch) -> Compared:
+        """(every rank)"""
+        with torch.no_grad():
+            hidden, weight, bias = self.teacher.outputs.states(batch)
+            said = Everything(hidden, Head(weight, bias, after_head(self.teacher.model), self.temperature))
+            if self.top_k:
+                said = likeliest(said, self.top_k, min(len(weight), head(self.student).weight.shape[0]))
+        return partial(self.compared, said)
+
+    def compared(self, said: Everything | Likeliest, hidden: Tensor, layer: nn.Linear) -> Tensor:
+        """[U]."""
+        own = Head(layer.weight, layer.bias, after_head(self.student), self.temperature)
+        return token_divergence(hidden, own, said, self.function)

@@ -1,0 +1,188 @@
+"""How far the learner's distribution of the next token is from a teacher's, word by word, without ever holding logits
+for all tokens.
+
+As in `logprobs.py` the forward pass goes through the tokens in pieces, and the backward pass through the vocabulary.
+Of a local teacher hidden states and head are given, and its logits are made where they are needed, a piece at a time,
+twice; or its likeliest words alone, once.
+
+Shapes: N tokens, H and G hidden sizes of learner and teacher, V vocabulary, k likeliest words.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from birl.algorithms.divergence import Divergence
+from birl.models import shape
+from birl.models.after_head import AfterHead
+from birl.models.logprobs import HeadGradient, chunks, scaled_logits
+
+TENSORS = 8  # of the size of a piece of logits, at most, that are there at once
+#: what is left for the words that a server does not name, at least: its log-probs are rounded to float32
+TAIL = 1e-6
+
+
+class Head(NamedTuple):
+    """What makes logits of hidden states."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None
+    after: AfterHead | None
+    temperature: float
+
+    def logits(self, hidden: Tensor, words: slice) -> Tensor:
+        bias = None if self.bias is None else self.bias[words]
+        return scaled_logits(hidden, self.weight[words], bias, self.temperature, self.after)
+
+
+class Everything(NamedTuple):
+    """What a teacher says of all words: its hidden states [N, G] and its head."""
+
+    hidden: Tensor
+    head: Head
+
+
+class Likeliest(NamedTuple):
+    """What a teacher says of its k likeliest words [N, k] int64, and of all others as one: their log-probs [N, k + 1],
+    the last that of the others. These are one distribution over k + 1 buckets, and the learner's is that of the same
+    buckets; merging words never raises a divergence, so it is a lower bound of that over all words."""
+
+    words: Tensor
+    logprobs: Tensor
+
+
+def likeliest(said: Everything, k: int, size: int) -> Likeliest:
+    """Of the first `size` words."""
+    hidden, head = said
+    words = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    logprobs = torch.empty(len(hidden), k + 1, dtype=torch.float32, device=hidden.device)
+    for rows in chunks(len(hidden), _room(hidden) // size):
+        logits = head.logits(hidden[rows], slice(0, size))
+        words[rows] = logits.topk(k).indices
+        logprobs[rows] = _buckets(logits, words[rows])
+    return Likeliest(words, logprobs)
+
+
+def with_tail(words: Tensor, logprobs: Tensor) -> Likeliest:
+    """From the log-probs [N, k] of the likeliest words alone."""
+    rest = (1 - logprobs.double().exp().sum(-1, keepdim=True)).clamp(min=TAIL).log()
+    return Likeliest(words, torch.cat([logprobs, rest.to(logprobs.dtype)], -1))
+
+
+def token_divergence(
+    hidden: Tensor,
+    head: Head,
+    said: Everything | Likeliest,
+    function: Callable[[Tensor, Tensor], Divergence],
+    chunk: int = 0,
+) -> Tensor:
+    """[N, H] -> [N] float32, in nats, with a gradient by `hidden` and by the learner's head. Where one head has more
+    rows than the other (padding behind the same words), both distributions are those of the words that both have.
+    `chunk`: logits that exist at once, 0 for the device's."""
+    chunk = chunk or _room(hidden)
+    if isinstance(said, Likeliest):
+        return _BucketDivergence.apply(hidden, head.weight, head.bias, head, said, function, chunk)  # pyright: ignore
+    return _WordDivergence.apply(hidden, head.weight, head.bias, head, said, function, chunk)  # pyright: ignore
+
+
+class _WordDivergence(torch.autograd.Function):
+    """By learner's logits l / t of word v:  dD / dl_v = flow_v - q_v sum(flow)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, said: Everything,
+        function: Callable[[Tensor, Tensor], Divergence], chunk: int,
+    ) -> Tensor:  # fmt: skip
+        size = min(len(weight), len(said.head.weight))
+        value, total, norm, their_norm = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device).unbind()
+        for rows in chunks(len(hidden), chunk // size):
+            logq = _normalised(head.logits(hidden[rows], slice(0, size)), norm[rows])
+            logp = _normalised(said.head.logits(said.hidden[rows], slice(0, size)), their_norm[rows])
+            terms, flow = function(logq, logp)
+            value[rows], total[rows] = terms.sum(-1), flow.sum(-1)
+            del logq, logp, terms, flow  # before the next logits
+        theirs = said.hidden, said.head.weight, said.head.bias
+        ctx.save_for_backward(hidden, weight, bias, *theirs, total, norm, their_norm)
+        ctx.head, ctx.their_head, ctx.function, ctx.chunk, ctx.size = head[2:], said.head[2:], function, chunk, size
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, theirs, their_weight, their_bias, total, norm, their_norm = ctx.saved_tensors
+        head, their_head = Head(weight, bias, *ctx.head), Head(their_weight, their_bias, *ctx.their_head)
+        result = HeadGradient(hidden, weight, bias, ctx.needs_input_grad)
+        for words in chunks(ctx.size, ctx.chunk // max(len(hidden), 1)):
+            logq = head.logits(hidden, words).sub_(norm[:, None])
+            logp = their_head.logits(theirs, words).sub_(their_norm[:, None])
+            flow = ctx.function(logq, logp).flow
+            by_logit = torch.addcmul(flow, logq.exp(), total[:, None], value=-1)
+            del logp, flow
+            result.add(words, _by_head(head, by_logit.mul_(grads[0][:, None]), logq.add_(norm[:, None])))
+            del logq, by_logit
+        result.nothing(slice(ctx.size, len(weight)))
+        return *result.all(), None, None, None, None
+
+
+class _BucketDivergence(torch.autograd.Function):
+    """For a word v of bucket b:  dD / dl_v = q_v / Q_b flow_b - q_v sum(flow), Q_b the bucket's probability."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, said: Likeliest,
+        function: Callable[[Tensor, Tensor], Divergence], chunk: int,
+    ) -> Tensor:  # fmt: skip
+        value, norm, rest = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device).unbind()
+        flow = torch.empty_like(said.logprobs)
+        for rows in chunks(len(hidden), chunk // len(weight)):
+            logits = head.logits(hidden[rows], slice(0, len(weight)))
+            torch.logsumexp(logits, -1, out=norm[rows])
+            logq = _buckets(logits, said.words[rows])
+            rest[rows] = logq[:, -1]
+            terms, flow[rows] = function(logq, said.logprobs[rows])
+            value[rows] = terms.sum(-1)
+            del logits  # before the next
+        ctx.save_for_backward(hidden, weight, bias, said.words, flow, norm, rest)
+        ctx.head, ctx.chunk = head[2:], chunk
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, likely, flow, norm, rest = ctx.saved_tensors
+        head, result = Head(weight, bias, *ctx.head), HeadGradient(hidden, weight, bias, ctx.needs_input_grad)
+        total, own = flow.sum(-1), flow[:, :-1]
+        for words in chunks(len(weight), ctx.chunk // max(len(hidden), 1)):
+            logits = head.logits(hidden, words)
+            by_logit = (logits - norm[:, None]).sub_(rest[:, None]).exp_().mul_(flow[:, -1:])  # of the others
+            row, place = ((likely >= words.start) & (likely < words.stop)).nonzero().unbind(1)
+            by_logit[row, likely[row, place] - words.start] = own[row, place]
+            by_logit.addcmul_((logits - norm[:, None]).exp_(), total[:, None], value=-1)
+            result.add(words, _by_head(head, by_logit.mul_(grads[0][:, None]), logits))
+            del logits, by_logit
+        return *result.all(), None, None, None, None
+
+
+def _by_head(head: Head, by_logit: Tensor, logits: Tensor) -> Tensor:
+    """The gradient by logits / t (overwritten) -> by what the head gives, in the weight's type."""
+    if head.after is not None:
+        by_logit.mul_(head.after.slope(logits.mul_(head.temperature)))
+    return by_logit.div_(head.temperature).to(head.weight.dtype)
+
+
+def _normalised(logits: Tensor, norm: Tensor) -> Tensor:
+    """Their log-softmax, in place; the log-sum-exp goes into `norm`."""
+    torch.logsumexp(logits, -1, out=norm)
+    return logits.sub_(norm[:, None])
+
+
+def _buckets(logits: Tensor, words: Tensor) -> Tensor:
+    """Log-probs of some words [N, k], and of all others as one, [N, k + 1]. The logits are overwritten: the others' sum
+    is made of themselves, as 1 less the words' would be rounding alone where these are nearly everything."""
+    norm, named = logits.logsumexp(-1, keepdim=True), logits.gather(1, words)
+    rest = logits.scatter_(1, words, float("-inf")).logsumexp(-1, keepdim=True)
+    return torch.cat([named, rest], -1).sub_(norm)
+
+
+def _room(hidden: Tensor) -> int:
+    return (shape.GPU_CHUNK if hidden.is_cuda else shape.CHUNK) // TENSORS
