@@ -17,8 +17,10 @@ SHOWN = 2000  # characters of a reply in rollouts.jsonl
 _panels: dict[str, Panel] = {}
 
 
-def prepare(panel: Mapping[str, Any]) -> None:
+def prepare(panel: Mapping[str, Any] | None = None) -> None:
     """Raises `BirlError` where the judges cannot be asked."""
+    if not panel or not panel["judges"]:
+        raise BirlError("reward judge: no judge is named; set reward.judge=http://localhost:8000/v1#MODEL.")
     opened(panel)
 
 

@@ -72,7 +72,9 @@ class Manner:
     def questions(self, prompt: str, gold: str, answers: Sequence[str], rubric: Rubric = ()) -> list[Question]:
         """Of one prompt. Equal answers are shown once."""
         distinct = sorted(set(answers))
-        draw = random.Random(hashlib.sha256("\0".join((str(self.seed), prompt, *distinct)).encode()).digest())
+        draw = random.Random(
+            hashlib.sha256("\0".join((str(self.seed), prompt, *distinct)).encode("utf-8", "surrogatepass")).digest()
+        )
         ask = partial(self._question, {"prompt": prompt, "gold": gold}, rubric)
         if self.mode == "score":
             return [ask((answer,)) for answer in distinct]
@@ -109,7 +111,7 @@ def fill(template: str, parts: Mapping[str, str]) -> str:
 def unused(texts: Sequence[str]) -> str:
     """A mark that none of the texts contains, the same for the same texts: replies are kept by what was asked."""
     joined = "\0".join(texts)
-    marks = (hashlib.sha256(f"{n}\0{joined}".encode()).hexdigest()[:12] for n in count())
+    marks = (hashlib.sha256(f"{n}\0{joined}".encode("utf-8", "surrogatepass")).hexdigest()[:12] for n in count())
     return next(mark for mark in marks if mark not in joined)
 
 

@@ -162,7 +162,7 @@ def scored(functions: list[str], completions: list[str], timeout: float, **optio
     async def run() -> list[Score]:
         n = len(completions)
         async with Rewards(functions, timeout=timeout, options=options) as rewards:
-            return await rewards.score(["?"] * n, completions, {"panel": ["a column"] * n}, [None] * n)
+            return await rewards.score(["?"] * n, completions, {"panel": ["a column"] * n}, [None] * n, state={})
 
     return asyncio.run(run())
 
@@ -171,6 +171,10 @@ def test_through_the_worker_an_error_is_of_its_own_answer(server: Hostile) -> No
     good, bad, late = scored(["judge"], ["fine", "say:hm", "hang"], 8.0, panel=panel(server, timeout=8.0))
     assert (good.value, good.parts, good.outcome) == (0.25, {"judge": 0.25}, "ok")
     assert bad.outcome == late.outcome == "env_error"
+    assert good.logged["judge_unreadable"] == good.logged["judge_timeout"] == pytest.approx(1 / 3)
+    assert good.extra == {"judge": "Fine.\nScore: 0.25"} and bad.extra == {"judge": "hm"}
+    with pytest.raises(BirlError, match="no judge is named"):
+        scored(["judge"], ["fine"], 8.0)
     assert "reward judge: " in bad.detail and "no verdict" in bad.detail and "7.2 s" in late.detail
 
 

