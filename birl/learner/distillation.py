@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from birl.algorithms.divergence import Divergence
 from birl.data.pack import Batch
+from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.outputs import Compared
 from birl.models.after_head import after_head
 from birl.models.divergence import Everything, Head, Likeliest, likeliest, token_divergence
 from birl.models.forward import head
+from birl.models.vision import pictures_of
+from birl.text.pictures import FIRST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,9 @@ class Distillation:
     temperature: float
 
     def __call__(self, batch: Batch) -> Compared:
-        """(every rank)"""
+        """(every rank) Raises `BirlError` for a picture: the teacher is given none."""
+        if pictures_of(self.student) is not None and bool((batch.tokens >= FIRST).any()):
+            raise BirlError("A row has a picture, and a teacher reads text alone: train on rows without pictures.")
         with torch.no_grad():
             hidden, weight, bias = self.teacher.outputs.states(batch)
             said = Everything(hidden, Head(weight, bias, after_head(self.teacher.model), self.temperature))

@@ -1,6 +1,6 @@
 """A learner beside a teacher: what its losses find in their batch, however it is packed, and where that leads."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -8,10 +8,13 @@ from torch import Tensor
 
 from birl.algorithms.divergence import DIVERGENCES, divergence
 from birl.data.pack import Batch, pack
+from birl.errors import BirlError
 from birl.learner.distillation import Distillation
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
+from birl.models.vision import give
 from birl.parallel.ranks import Grid, Ranks
+from birl.text.pictures import FIRST
 from tests.data.test_pack import groups
 from tests.parallel.processes import on_ranks
 from tests.tiny import tiny_model
@@ -54,6 +57,15 @@ def test_packing_changes_neither_divergence_nor_gradient(name: str, top_k: int) 
         torch.testing.assert_close(found, results[0][1], atol=1e-5, rtol=1e-4)
     if top_k == 0:
         assert results[0][0] == pytest.approx(whole(name, samples, weights), rel=1e-4)
+
+
+def test_a_picture_is_refused() -> None:
+    learner = taught()
+    give(learner.model, cast(Any, object()))
+    (batch,) = pack(groups(1), [1.0] * len(groups(1)), 10_000)
+    batch.tokens[0] = FIRST
+    with pytest.raises(BirlError, match="a teacher reads text alone"):
+        learner.forward_backward(batch, far, Stats())
 
 
 def whole(name: str, samples: list[Any], weights: list[float]) -> float:
