@@ -62,7 +62,7 @@ def reading_path() -> list[Path]:
     # responses and threads that are read again, and Harbor's task folders
     # 1,000 and 7 files for judges: rubrics, groups, pairs, panels, and how far they agree with people
     # 480, 35 of them to read, and 3 files for divergences from a teacher over the vocabulary
-    [("lines", 76_400), ("files", 546), ("lines of train/", 2_800), ("lines to read", 8_760), ("files to read", 40)],
+    [("lines", 76_760), ("files", 548), ("lines of train/", 2_800), ("lines to read", 8_760), ("files to read", 40)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())

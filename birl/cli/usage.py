@@ -68,6 +68,8 @@ Usage: birl checkpoints RUN                       list
        birl checkpoints RUN verify [STEP]         compare every file with its digest; 1 where one differs
        birl checkpoints RUN export STEP FOLDER [--shard-gb N]
                                                   write a Hugging Face model folder (STEP: number, last, best)
+       birl checkpoints RUN export STEP FILE.gguf [--type f16|bf16|f32|q8_0]
+                                                  write a file for llama.cpp
        birl checkpoints RUN export-adapter STEP FOLDER
                                                   of a run with lora.rank: the adapter alone, in peft's format
        birl checkpoints RUN prune N               keep the newest N and the best

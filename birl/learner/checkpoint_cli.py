@@ -1,5 +1,6 @@
 """`birl checkpoints`: list, verify, export and prune the checkpoints of a run."""
 
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -9,7 +10,7 @@ from birl.errors import BirlError, did_you_mean
 
 FORMS = {
     "verify": "verify [STEP]",
-    "export": "export STEP FOLDER [--shard-gb N]",
+    "export": "export STEP FOLDER [--shard-gb N], or export STEP FILE.gguf [--type f16|bf16|f32|q8_0]",
     "export-adapter": "export-adapter STEP FOLDER",
     "prune": "prune N",
     "convert": "convert",
@@ -25,6 +26,10 @@ def run(words: Sequence[str]) -> int:
             return _list(_root(folder))
         case [folder, "verify", *steps] if len(steps) < 2:
             return _verify(_root(folder), steps)
+        case [folder, "export", step, target] if target.endswith(".gguf"):
+            return _export_gguf(_root(folder), step, Path(target))
+        case [folder, "export", step, target, "--type", kind] if target.endswith(".gguf"):
+            return _export_gguf(_root(folder), step, Path(target), kind)
         case [folder, "export", step, target]:
             return _export(_root(folder), step, Path(target), adapter=False)
         case [folder, "export", step, target, "--shard-gb", size]:
@@ -153,6 +158,20 @@ def _export(root: Path, step: str, target: Path, adapter: bool, shard_gb: float 
             if adapter
             else f"Its weights are those of the codes of {what}, with the adapter merged in, and not quantised."
         )
+    return 0
+
+
+def _export_gguf(root: Path, step: str, target: Path, kind: str = "f16") -> int:
+    from birl.learner.export import export
+    from birl.learner.export_gguf import check, to_gguf
+
+    source = find(root, step)
+    check(target, kind)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        export(source, root.parent, Path(folder) / "model")
+        to_gguf(Path(folder) / "model", target, kind)
+    print(f"{source} -> {target} ({kind})")
     return 0
 
 
