@@ -225,7 +225,7 @@ lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/pyright -p tests  # calls alone: a test that no longer fits what it calls
+	$(BIN)/pyright -p tests  # calls and attributes alone: a test that no longer fits what it uses
 	$(BIN)/lint-imports --no-logo
 
 format: setup-dev

@@ -20,8 +20,6 @@ from birl.models.after_head import AfterHead
 from birl.models.logprobs import HeadGradient, chunks, scaled_logits
 
 TENSORS = 8  # of the size of a piece of logits, at most, that are there at once
-#: what is left for the words that a server does not name, at least: its log-probs are rounded to float32
-TAIL = 1e-6
 
 
 class Head(NamedTuple):
@@ -63,12 +61,6 @@ def likeliest(said: Everything, k: int, size: int) -> Likeliest:
         words[rows] = logits.topk(k).indices
         logprobs[rows] = _buckets(logits, words[rows])
     return Likeliest(words, logprobs)
-
-
-def with_tail(words: Tensor, logprobs: Tensor) -> Likeliest:
-    """From the log-probs [N, k] of the likeliest words alone."""
-    rest = (1 - logprobs.double().exp().sum(-1, keepdim=True)).clamp(min=TAIL).log()
-    return Likeliest(words, torch.cat([logprobs, rest.to(logprobs.dtype)], -1))
 
 
 def token_divergence(

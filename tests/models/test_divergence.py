@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from birl.algorithms.divergence import DIVERGENCES, divergence
 from birl.models import shape
 from birl.models.after_head import AfterHead
-from birl.models.divergence import Everything, Head, Likeliest, likeliest, token_divergence, with_tail
+from birl.models.divergence import Everything, Head, Likeliest, likeliest, token_divergence
 from tests.held import Held
 
 BETA, TEMPERATURE = 0.3, 0.7
@@ -67,14 +67,6 @@ def test_the_likeliest_words_give_a_lower_bound_that_rises_to_the_whole() -> Non
         parts = [token_divergence(hidden, head, likeliest(teacher, k, 40), divergence(name, BETA)) for k in (1, 8, 39)]
         assert (parts[0] <= parts[1] + 1e-6).all() and (parts[1] <= whole + 1e-6).all()
         torch.testing.assert_close(parts[2], whole, atol=1e-5, rtol=1e-5)
-
-
-def test_what_a_server_does_not_name_is_what_is_left() -> None:
-    logp = torch.randn(5, 12, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    words = logp.topk(4).indices
-    torch.testing.assert_close(with_tail(words, logp.gather(1, words)).logprobs, buckets(logp, words))
-    certain = with_tail(words[:1], torch.tensor([[0.0, -30.0, -31.0, -32.0]]))  # all but rounding
-    assert certain.logprobs[0, -1].exp().item() == pytest.approx(1e-6)
 
 
 @pytest.mark.parametrize("top_k", [0, 16])

@@ -159,8 +159,8 @@ def test_an_engine_with_other_weights_stops_the_run(
 ) -> None:
     plain = build.make_learner
 
-    def other_temperature(config: schema.RL, *rest: Any) -> Any:
-        learner = plain(config, *rest)
+    def other_temperature(config: schema.RL, *rest: Any, **options: Any) -> Any:
+        learner = plain(config, *rest, **options)
         learner.outputs.temperature = 5.0
         return learner
 
