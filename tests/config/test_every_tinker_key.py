@@ -20,7 +20,7 @@ from tests.tiny import tiny_model_folder
 
 BASE = "model.path=model model.dtype=float32 kv_cache_gb=0.01 threads=1"
 CASES: dict[str, tuple[str, Callable[[TinkerService], Any]]] = {
-    "model.path": ("other", lambda s: s.sampling.base.model.lm_head.weight.sum().item()),
+    "model.path": ("other", lambda s: s.sampling.base.model.lm_head.weight.sum().item()),  # pyright: ignore
     "model.dtype": ("bfloat16", lambda s: (s.sampling.base.dtype, s.sampling.engine.runner.model.dtype)),
     "model.max_length": ("100", lambda s: (s.work.context, s.sampling.engine.context)),
     "folder": ("elsewhere", lambda s: s.store.root),
