@@ -185,8 +185,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _processor() -> list[Finding]:
-    name, flags = _cpu()
-    result = [Finding("ok", "processor", name)]
+    from birl.kernels import instructions
+
+    result, flags = [Finding("ok", "processor", instructions.processor())], instructions.flags()
     if not flags:
         return result
     if "amx_bf16" in flags:
@@ -203,26 +204,23 @@ def _kernels(torch: Any) -> list[Finding]:
     if torch is None:
         return []
     from birl import kernels
+    from birl.errors import BirlError
+    from birl.kernels.instructions import INSTRUCTIONS, VARIABLE, missing
 
-    if why := kernels.problem():
+    try:
+        why = kernels.problem()
+    except BirlError as error:
+        return [Finding("bad", "kernels", str(error))]
+    if why:
         return [Finding("warn", "kernels", f"none, so everything runs on PyTorch's operators: {why}")]
     result = kernels.load(torch.bfloat16, 64)
     if result is None:
         return [Finding("warn", "kernels", "compiled, but they do not load")]
-    return [Finding("ok", "kernels", f"compiled; bfloat16 products by {result.isa}")]
-
-
-def _cpu() -> tuple[str, set[str]]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine(), set()
-    facts: dict[str, str] = {}
-    for line in lines:
-        key, _, value = line.partition(":")
-        facts.setdefault(key.strip(), value.strip())
-    name = facts.get("model name") or facts.get("Processor") or platform.machine()
-    return name, set((facts.get("flags") or facts.get("Features") or "").split())
+    names = list(INSTRUCTIONS)
+    better = names[: names.index(result.isa)] if result.isa in names else []
+    lacking = [f"{name}: no {', '.join(gone)}" for name in better if (gone := missing(name))]
+    by = " (BIRL_ISA)" if os.environ.get(VARIABLE) else ""
+    return [Finding("ok", "kernels", "; ".join([f"compiled for {result.isa}{by}", *lacking]))]
 
 
 def _cores() -> Finding:

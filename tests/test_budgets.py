@@ -62,7 +62,7 @@ def reading_path() -> list[Path]:
     # responses and threads that are read again, and Harbor's task folders
     # 1,000 and 7 files for judges: rubrics, groups, pairs, panels, and how far they agree with people
     # 480, 35 of them to read, and 3 files for divergences from a teacher over the vocabulary
-    [("lines", 76_760), ("files", 548), ("lines of train/", 2_800), ("lines to read", 8_760), ("files to read", 40)],
+    [("lines", 76_960), ("files", 550), ("lines of train/", 2_800), ("lines to read", 8_760), ("files to read", 40)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())
@@ -80,7 +80,7 @@ def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     ("loop", "bound"),
     # 6 for the rules of layers, the proof of a model, what follows its head, states, columns and trees;
     # 3 or 4 for pictures: their tokens, their parts in messages, the vision tower, its features in the engine
-    [("sft", 73), ("rm", 73), ("dpo", 75), ("rl", 162), ("build_rows", 139), ("build", 200)],
+    [("sft", 74), ("rm", 74), ("dpo", 76), ("rl", 163), ("build_rows", 140), ("build", 201)],  # kernels.instructions
 )
 def test_a_loop_imports_what_it_needs(loop: str, bound: int) -> None:
     """And what builds it: the files of birl that a run of the command loads."""

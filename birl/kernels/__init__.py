@@ -16,13 +16,13 @@ import ctypes
 import functools
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +31,10 @@ from torch import Tensor
 
 from birl.cache import alone, cache_folder, sweep
 from birl.errors import BirlError
+from birl.kernels.instructions import NATIVE, flags, marches, processor
 
 HERE = Path(__file__).parent
-FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility=hidden", "-w"]
+FLAGS = ["-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility=hidden", "-w"]
 PAGE = 32  # positions in a page of the KV cache (attention.c)
 CELL, STRETCH = 64, 1024  # words of a vocabulary that are summed together (vocabulary.h)
 PANEL = 16  # rows of a weight that are packed together (tile.h)
@@ -531,7 +532,7 @@ def expect(x: Tensor, dtype: torch.dtype, *shape: int, apart: bool = False) -> N
 
 
 def problem() -> str:
-    """Why there are no kernels on this machine; empty where there are."""
+    """Why there are no kernels on this machine; empty where there are. Raises `BirlError` for a wrong BIRL_ISA."""
     if os.environ.get("BIRL_KERNELS", "1") == "0":
         return "switched off by BIRL_KERNELS=0"
     if not sys.platform.startswith("linux"):
@@ -539,7 +540,7 @@ def problem() -> str:
     if compiler() is None:
         return "no C compiler (install gcc, or set CC)"
     try:
-        build(torch.bfloat16, 64)
+        build(torch.bfloat16, 64, marches()[0])
     except (OSError, subprocess.SubprocessError) as error:
         return f"they do not compile: {error}"
     return ""
@@ -555,18 +556,24 @@ def load(dtype: torch.dtype, head_dim: int) -> Kernels | None:
     """The kernels for this element type and head size, or None."""
     if dtype not in (torch.bfloat16, torch.float32) or head_dim % 32 or problem():
         return None
-    try:
-        return Kernels(ctypes.CDLL(str(build(dtype, head_dim))), dtype, head_dim)
-    except (OSError, subprocess.SubprocessError):
-        return None
+    for march in marches():
+        with suppress(OSError, subprocess.SubprocessError):
+            return Kernels(ctypes.CDLL(str(build(dtype, head_dim, march))), dtype, head_dim)
+    return None
 
 
-def build(dtype: torch.dtype, head_dim: int) -> Path:
+def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
     """Compile, unless the cache has it: about a second. Raises `OSError` or `SubprocessError`."""
     rounded = dtype == torch.bfloat16  # products in float32 are PyTorch's; attention is another in each type
     sources = [f for f in sorted(HERE.glob("*.c")) if (f.name != "attention.c" if rounded else f.name[:4] != "gemm")]
-    command = [compiler() or "cc", *FLAGS, f"-DHEAD_DIM={head_dim}", *(["-DBF16"] if rounded else [])]
-    identity = hashlib.sha256(repr((command, _version(command[0]), _processor())).encode())
+    command = [
+        compiler() or "cc",
+        *FLAGS,
+        f"-march={march}",
+        f"-DHEAD_DIM={head_dim}",
+        *(["-DBF16"] if rounded else []),
+    ]
+    identity = hashlib.sha256(repr((command, _version(command[0]), processor(), sorted(flags()))).encode())
     for file in (*sources, *sorted(HERE.glob("*.h"))):
         identity.update(file.read_bytes())
     root = cache_folder("kernels")
@@ -603,12 +610,3 @@ def _version(program: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return file.st_size, file.st_mtime_ns
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        text = Path("/proc/cpuinfo").read_text("utf-8")
-    except OSError:
-        return platform.processor()
-    return next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), platform.machine())

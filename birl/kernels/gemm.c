@@ -15,14 +15,18 @@ enum {
     TURN = 64  /* columns that block_of turns at once: two lines of each row, which the processor fetches together */
 };
 
-/* The instructions that compute products; NULL where the kernel does not grant them. */
+/* The instructions of products (instructions.py); NULL where the kernel does not grant them. */
 EXPORT const char *gemm_start(void) {
 #if defined(__AMX_BF16__)
-    return syscall(SYS_arch_prctl, 0x1023, 18) ? NULL : "AMX"; /* it wants to be asked once for the tile registers */
+    return syscall(SYS_arch_prctl, 0x1023, 18) ? NULL : "amx"; /* it wants to be asked once for the tile registers */
 #elif defined(__AVX512BF16__)
-    return "AVX512-BF16";
+    return "avx512_bf16";
+#elif defined(__AVX512F__)
+    return "avx512";
+#elif defined(__AVX2__)
+    return "avx2";
 #else
-    return "float32";
+    return "others";
 #endif
 }
 

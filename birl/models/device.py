@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from birl import kernels
 from birl.errors import BirlError, first_line
+from birl.kernels.instructions import processor
 from birl.models.fused import has_triton
 
 DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel has NVIDIA's driver
@@ -40,6 +42,22 @@ def choose(name: str) -> torch.device:
     if not has_triton():
         warn("there is no Triton, so all runs through transformers' forward, slowly: pip install triton")
     return torch.device("cuda", index)
+
+
+def described(device: torch.device) -> str:
+    """The GPU, or the processor and its kernels: where these are others, sums are rounded otherwise."""
+    if device.type != "cpu":
+        return torch.cuda.get_device_name(device)
+    own = None if kernels.problem() else kernels.load(torch.bfloat16, 64)
+    return f"{processor()}, {own.isa if own else 'no'} kernels"
+
+
+def moved(before: str | None, device: torch.device) -> list[str]:
+    """What a run is told that was saved on `before` (None: not known)."""
+    now = described(device)
+    if before in (None, now):
+        return []
+    return [f"It was saved on {before}, and this is {now}: rounding, and so the bits, will differ."]
 
 
 def no_gpu() -> str:

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from birl.errors import BirlError
 from birl.kernels import compiler
 from birl.learner import checkpoint
+from birl.models.device import described, moved
 from birl.signals import Stop
 from birl.spans import done
 from birl.track.tracker import Tracker
@@ -116,6 +117,7 @@ class Run:
             "totals": dict(self.totals),
             "spent": self.spent + began - self.started,
             "logs": self.tracker.offsets(),
+            "device": described(self.worker.learner.device),
         }
         kept = {self.best_step} if self.keep_best and self.best_step else set()
         await self.ranks(Worker.write, self.step, json.loads(json.dumps(state)), kept)  # as it is now
@@ -158,6 +160,7 @@ class Run:
         self.saved = self.step if own else None
         self.tracker.rewind(state["logs"] if own else None, self.step)
         await self.trace(self.tracker.traced if own else 0.0)
+        warnings += moved(state.get("device"), self.worker.learner.device)
         for text in (*warnings, f"Resumed from {path} at step {self.step}."):
             self.tracker.message(text)
 

@@ -49,7 +49,7 @@ def test_another_compiler_or_processor_compiles_anew(
     files = [kernels.build(torch.float32, 64)]
     os.utime(tmp_path / "cc", (1, 1))  # an upgrade
     files.append(kernels.build(torch.float32, 64))
-    monkeypatch.setattr(kernels, "_processor", lambda: "flags : another")
+    monkeypatch.setattr(kernels, "processor", lambda: "another")
     files.append(kernels.build(torch.float32, 64))
     assert len(set(files)) == len(compiled) == 3
 

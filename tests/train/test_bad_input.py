@@ -425,6 +425,13 @@ def test_resuming_from_an_older_checkpoint_needs_another_folder(bench: Bench) ->
     assert [m["step"] for m in bench.metrics()] == [1, 2, 3]
 
 
+def test_another_processor_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.done()
+    assert "rounding" not in bench.done("steps=2")
+    monkeypatch.setattr("birl.models.device.described", lambda device: "another one")
+    assert "and this is another one: rounding, and so the bits, will differ" in bench.done("steps=3")
+
+
 def test_a_checkpoint_of_another_model_is_refused(bench: Bench) -> None:
     bench.done()
     before = contents("run")

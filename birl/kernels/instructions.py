@@ -1,0 +1,71 @@
+"""The instructions that kernels are compiled for, best first, and what the processor has."""
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from birl.errors import BirlError, did_you_mean
+
+VARIABLE = "BIRL_ISA"
+NATIVE = "native"  # all that the compiler knows of this processor
+
+
+@dataclass(frozen=True, slots=True)
+class Instructions:
+    """`march`: the compiler's name of a processor that has them; `needs`: the flags of /proc/cpuinfo without which a
+    program that uses them is killed."""
+
+    march: str
+    needs: frozenset[str]
+
+
+AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "adx"}
+#: by the names that `gemm_start` gives them (gemm.c)
+INSTRUCTIONS = {
+    "amx": Instructions("sapphirerapids", AVX512 | {"avx512_bf16", "amx_bf16", "amx_tile"}),
+    "avx512_bf16": Instructions("cooperlake", AVX512 | {"avx512_bf16", "avx512_vnni"}),
+    "avx512": Instructions("skylake-avx512", AVX512),
+    "avx2": Instructions("haswell", AVX2),
+}
+
+
+def marches() -> list[str]:
+    """What to compile for, in the order in which it is tried: of `BIRL_ISA` where that is set, else this processor, and
+    the next best where the kernel does not grant AMX. Raises `BirlError` for a name that is none, and for instructions
+    that the processor lacks."""
+    name, have = os.environ.get(VARIABLE, ""), flags()
+    if not name:
+        return [NATIVE, "cooperlake"] if "amx_bf16" in have else [NATIVE]
+    if name not in INSTRUCTIONS:
+        raise BirlError(
+            f"{VARIABLE}={name}: expected one of {', '.join(INSTRUCTIONS)}.{did_you_mean(name, INSTRUCTIONS)}"
+        )
+    if lacking := missing(name):
+        raise BirlError(f"{VARIABLE}={name}: this processor has no {', '.join(lacking)}. Leave {VARIABLE} out.")
+    return [INSTRUCTIONS[name].march]
+
+
+def missing(name: str) -> list[str]:
+    """What the processor lacks of these instructions."""
+    return sorted(INSTRUCTIONS[name].needs - flags())
+
+
+def flags() -> frozenset[str]:
+    """Of this processor, as Linux calls them."""
+    return frozenset(_fact("flags", "Features").split())
+
+
+def processor() -> str:
+    """Its name."""
+    return _fact("model name", "Processor") or platform.processor() or platform.machine()
+
+
+def _fact(*names: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for key, _, value in pairs if key.strip() in names), "")
