@@ -166,7 +166,7 @@ def _export_gguf(root: Path, step: str, target: Path, kind: str = "f16") -> int:
     from birl.learner.export_gguf import check, to_gguf
 
     source = find(root, step)
-    check(target, kind)
+    check(root.parent / "model", target, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         export(source, root.parent, Path(folder) / "model")

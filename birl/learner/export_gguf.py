@@ -49,7 +49,7 @@ SPLITS = {
 def to_gguf(folder: Path, target: Path, kind: str = "f16") -> None:
     """Write `target`, with weights of a type in `TYPES`. Raises `BirlError` for a model or a tokenizer that has no form
     here, for weights that the type cannot hold, and where `target` exists."""
-    check(target, kind)
+    check(folder, target, kind)
     from gguf import MODEL_ARCH, GGUFWriter, LlamaFileType, get_tensor_name_map
 
     config: Any = AutoConfig.from_pretrained(folder)
@@ -78,14 +78,16 @@ def to_gguf(folder: Path, target: Path, kind: str = "f16") -> None:
         clear(part)
 
 
-def check(target: Path, kind: str) -> None:
-    """What can be known before a model is there. Raises `BirlError`."""
+def check(folder: Path, target: Path, kind: str) -> None:
+    """What can be known from a model's folder without weights. Raises `BirlError`."""
     if kind not in TYPES:
         raise BirlError(f"--type {kind}: expected one of {', '.join(TYPES)}.")
     if target.exists():
         raise BirlError(f"{target} exists already. Name another file.")
     if importlib.util.find_spec("gguf") is None:
         raise BirlError(f"Writing {target.name} needs another package: pip install 'birl[gguf]'")
+    form_of(folder, AutoConfig.from_pretrained(folder))
+    split_of(folder)
 
 
 def turned(name: str, tensor: Tensor, config: Any) -> Tensor:
