@@ -3,6 +3,7 @@
 import os
 import platform
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from birl.errors import BirlError, did_you_mean
@@ -47,6 +48,11 @@ def marches() -> list[str]:
     return [INSTRUCTIONS[name].march]
 
 
+def best() -> str:
+    """The best that the processor has, or those of `BIRL_ISA`; empty where it has none of them."""
+    return os.environ.get(VARIABLE, "") or next((name for name in INSTRUCTIONS if not missing(name)), "")
+
+
 def missing(name: str) -> list[str]:
     """What the processor lacks of these instructions."""
     return sorted(INSTRUCTIONS[name].needs - flags())
@@ -63,9 +69,14 @@ def processor() -> str:
 
 
 def _fact(*names: str) -> str:
+    return next((value for name, value in _facts().items() if name in names), "")
+
+
+@cache
+def _facts() -> dict[str, str]:
+    """What Linux says of its first processor: reading it for hundreds of them takes a while."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
-        return ""
-    pairs = (line.partition(":") for line in lines)
-    return next((value.strip() for key, _, value in pairs if key.strip() in names), "")
+        return {}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}

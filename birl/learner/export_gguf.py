@@ -33,7 +33,6 @@ class Form(NamedTuple):
 FORMS = {"llama": Form("LLAMA", paired=True), "qwen2": Form("QWEN2"), "qwen3": Form("QWEN3")}
 #: how weights may be kept; norms and biases are always of float32
 TYPES = ("f16", "bf16", "f32", "q8_0")
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from birl import kernels
 from birl.errors import BirlError, first_line
-from birl.kernels.instructions import processor
+from birl.kernels.instructions import best, processor
 from birl.models.fused import has_triton
 
 DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel has NVIDIA's driver
@@ -45,11 +44,8 @@ def choose(name: str) -> torch.device:
 
 
 def described(device: torch.device) -> str:
-    """The GPU, or the processor and its kernels: where these are others, sums are rounded otherwise."""
-    if device.type != "cpu":
-        return torch.cuda.get_device_name(device)
-    own = None if kernels.problem() else kernels.load(torch.bfloat16, 64)
-    return f"{processor()}, {own.isa if own else 'no'} kernels"
+    """The GPU, or the processor and its instructions: where these are others, sums are rounded otherwise."""
+    return torch.cuda.get_device_name(device) if device.type != "cpu" else f"{processor()} ({best() or 'no'} kernels)"
 
 
 def moved(before: str | None, device: torch.device) -> list[str]:

@@ -171,18 +171,19 @@ class Behind:
 def batches(every: Sequence[Node], behind: list[Behind | None]) -> Iterator[list[int]]:
     """Nodes to compute at once, those above first: what is yielded is in `behind` when the next one is asked for. Nodes
     without tokens get what their parent has."""
-    depths, inner = list[int](), {node.parent for node in every}
-    for node in every:
+    inner, depths, levels = {node.parent for node in every}, list[int](), defaultdict[int, list[int]](list)
+    for i, node in enumerate(every):
         depths.append(depths[node.parent] + 1 if node.parent >= 0 else 0)
-    for depth in range(max(depths, default=-1) + 1):
+        levels[depths[i]].append(i)
+    for depth in range(len(levels)):
         alike: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # length, -1: nothing goes on from it
         lengths = dict[int, int]()
-        for i, node in enumerate(every):
-            above = behind[node.parent] if node.parent >= 0 else None
-            if depths[i] == depth and node.count:
-                lengths[i] = node.count + (len(above.left) if above else 0)
+        for i in levels[depth]:
+            above = behind[every[i].parent] if every[i].parent >= 0 else None
+            if every[i].count:
+                lengths[i] = every[i].count + (len(above.left) if above else 0)
                 alike[bool(above and above.state), lengths[i] if i in inner else -1].append(i)
-            elif depths[i] == depth:
+            else:
                 behind[i] = above
         for (_, length), own in alike.items():
             longest, batch = 0, list[int]()

@@ -7,6 +7,7 @@ weights that it names, as soon as the replay has these weights.
 """
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -70,9 +71,10 @@ def steps_of(run: Path) -> Iterator[Step]:
             raise BirlError(f"{path}: a line is no step of a run ({error!r}). Record it again.") from error
 
 
-def pictures_of(run: Path) -> Iterator[Picture]:
-    """Every picture that its prompts and environments showed."""
-    return (Picture.of(path.read_bytes()) for path in sorted((run / PICTURES).glob("?" * 64)))
+def take_pictures(recorded: Path, run: Path) -> None:
+    """The files of what its prompts and environments showed; they are found by their tokens (`text/pictures.py`)."""
+    if (recorded / PICTURES).is_dir():
+        shutil.copytree(recorded / PICTURES, run / PICTURES, dirs_exist_ok=True)
 
 
 def differences(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -206,9 +208,7 @@ def _group_from(row: Mapping[str, Any], run: Path) -> Group:
 
 def _message_to(message: Message) -> dict[str, Any]:
     """Of pictures the digests: the run's folder has the files."""
-    row = {name: getattr(message, name) for name in ("role", "content", "thinking", "tool_call_id", "name")}
-    calls = [asdict(call) for call in message.tool_calls]
-    return {**row, "tool_calls": calls, "pictures": [picture.digest for picture in message.pictures]}
+    return asdict(replace(message, pictures=())) | {"pictures": [picture.digest for picture in message.pictures]}
 
 
 def _message_from(row: Mapping[str, Any], run: Path) -> Message:

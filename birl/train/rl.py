@@ -22,7 +22,7 @@ from birl.rollout.assemble import Usage
 from birl.rollout.evaluate import evaluate, versions_of
 from birl.rollout.ledger import Ledger, settle
 from birl.rollout.records import answers, episode_records
-from birl.rollout.replay import pictures_of, replay, resample, row_of
+from birl.rollout.replay import replay, resample, row_of, take_pictures
 from birl.spans import done
 from birl.track.units import counted
 from birl.train.credit import Credited
@@ -131,9 +131,11 @@ class Loop:
 
     def observe(self, step: pipeline.Step) -> dict[str, float]:
         """What the step says about its tasks, for the choice of the next ones; the figures of that."""
+        if self.parts.order is None:
+            return {}
         groups = (*step.groups, *step.refused)
         told = [(g, self.usage.usable(g), assemble.has_signal(g, self.usage)) for g in groups]
-        return self.parts.order.observe(step.number, step.position, told) if self.parts.order else {}
+        return self.parts.order.observe(step.number, step.position, told)
 
     async def rollout(self, index: int, task: Task) -> Group:
         schedule, parts = self.schedule, self.parts
@@ -196,9 +198,7 @@ class Loop:
     async def replay(self) -> None:
         """Train on what another run trained on (`replay.py`)."""
         schedule, parts = self.schedule, self.parts
-        if parts.chat.pictures:
-            for picture in pictures_of(Path(schedule.replay)):
-                parts.chat.pictures.add(picture)
+        take_pictures(Path(schedule.replay), parts.run)
         again = partial(resample, engine=parts.engine, params=parts.params, seed=parts.rollout.seed)
         steps, tokens = await replay(
             Path(schedule.replay),
