@@ -1,12 +1,11 @@
 """`birl eval`: its objects, and what it prints."""
 
 import asyncio
-import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import isnan, nan
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from birl.algorithms.uncertainty import interval
 from birl.blocked import interrupting
+from birl.cli import output
 from birl.config import schema
 from birl.config.load import flatten
 from birl.data.tasks import load_tasks
@@ -30,7 +30,6 @@ from birl.models.device import choose
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
-from birl.regular import check_target
 from birl.rollout.compare import Baseline
 from birl.rollout.evaluate import EvaluationPlan, by_prompt, data_digest, evaluate, plan, right_from, versions_of
 from birl.rollout.failures import ALIKE, Start, reasons
@@ -40,7 +39,6 @@ from birl.rollout.scorer import scorer
 from birl.rollout.tasks import limits_in, longest_prompt, own_rows, tell_plain
 from birl.server.gateway import Gateway
 from birl.track.console import Terminal
-from birl.track.log import encode
 from birl.track.progress import source
 from birl.track.units import counted
 from birl.types import Group
@@ -169,14 +167,8 @@ def run(config: schema.Eval) -> None:
 
 
 async def _run(config: schema.Eval, compute: Executor) -> None:
-    output = Path(config.output).absolute()
-    with _writing(output):  # better to know now than when the answers are there
-        output.parent.mkdir(parents=True, exist_ok=True)
-        if config.output and output.exists():
-            check_target(output)
-            output.open("a").close()
-        elif config.output:  # nothing is there before the results are: `birl reproduce` takes the file for them
-            tempfile.TemporaryFile(dir=output.parent).close()
+    if config.output:
+        output.prepare(config.output)  # better to know now than when the answers are there
     baseline = Baseline.read(config.baseline) if config.baseline else None
     parts = await evaluation(config, compute)
     if warning := parts.plan.greedy_repeats:
@@ -199,11 +191,7 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
         about = {"model": config.model.path, "weights": parts.weights, "data": parts.data, "seed": config.seed}
         about |= {"n": parts.plan.samples, "config": flatten(config)}
         about |= {"metrics": metrics, "intervals": bounds, "changes": [asdict(change) for change in changes]}
-        result = {**about, "answers": records}
-        text = json.dumps(json.loads(encode(result, exact=True)), indent=1)  # without NaN, which is no JSON
-        with _writing(output):
-            check_target(output)
-            output.write_text(text)
+        output.write(config.output, {**about, "answers": records})
     show(metrics, bounds)
     if rule := ruled(groups, config.validation.threshold):
         print(rule)
@@ -234,14 +222,6 @@ def check_versions(groups: Sequence[Group]) -> None:
             f"{', '.join(map(str, sorted(result)))}), so the result would belong to no model. Evaluate when the run "
             "that trains them is over, or a checkpoint of it."
         )
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise BirlError(f"output={path} cannot be written: {error.strerror or error}. Name another file.") from error
 
 
 def _only(group: Group, i: int) -> Group:

@@ -6,22 +6,20 @@ score | rating | human | label            a number, or true and false, for each 
 """
 
 import asyncio
-import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, isnan
-from pathlib import Path
 from typing import Any
 
+from birl.cli import output
 from birl.config import schema
 from birl.data.forms import pair_form
 from birl.data.messages import messages_of, text_of
 from birl.data.rows import Rows, pick
 from birl.data.tasks import ANSWERS, PROMPTS, answer_text, column_of, existing, read_sources
 from birl.errors import BirlError
-from birl.regular import check_target
 from birl.rewards.calibration import Gold, Measure, changes_with_order, measures, prefers_first
 from birl.rewards.judge import rubric_of, text
 from birl.rewards.judge_keys import settings
@@ -30,7 +28,6 @@ from birl.rewards.questions import Question
 from birl.rewards.requests import NoAnswer
 from birl.rewards.rubric import Rubric
 from birl.text.tools import as_dict
-from birl.track.log import encode
 from birl.track.units import counted
 from birl.types import Conversation
 from birl.visible import visible
@@ -59,9 +56,8 @@ def run(config: schema.Eval) -> int:
         raise BirlError("data.validation: one source has preferences and another has scores. Measure one at a time.")
     preferences = read[0][1]
     gold, rubrics = zip(*(one for golds, _ in read for one in golds), strict=True)
-    output = Path(config.output).absolute() if config.output else None
-    if output is not None and output.exists():
-        check_target(output)
+    if config.output:
+        output.prepare(config.output)
     judged = asyncio.run(ask(panel, gold, rubrics))
     result = {
         name: measured(panel, judged, which, preferences, config.validation.threshold or GOOD)
@@ -71,14 +67,9 @@ def run(config: schema.Eval) -> int:
     show(result)
     for judge, kinds in failed.items():
         print(f"{visible(judge)}: no verdict on {', '.join(f'{n} ({kind})' for kind, n in kinds.items())}")
-    if output is not None:
+    if config.output:
         record = {"panel": settings(config), "failures": failed, "answers": answers(panel, judged)}
-        record["measures"] = {name: [asdict(m) for m in own] for name, own in result.items()}
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(json.loads(encode(record, exact=True)), indent=1))
-        except OSError as error:
-            raise BirlError(f"output={output} cannot be written: {error.strerror or error}.") from error
+        output.write(config.output, record | {"measures": {n: [asdict(m) for m in own] for n, own in result.items()}})
         print(f"Written to {config.output}")
     return 0
 

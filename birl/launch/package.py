@@ -21,19 +21,10 @@ from typing import Any
 import birl
 from birl.config.load import flatten
 from birl.launch.job import Job
-from birl.preflight import imported
+from birl.preflight import MODELS, imported
 
 #: keys whose value may be a bare name of a folder here
-PATHS = (
-    "data.train",
-    "data.validation",
-    "model.path",
-    "algorithm.teacher",
-    "distill.teacher",
-    "critic.path",
-    "reward.model",
-)
-MODELS = ("model.path", "algorithm.teacher", "distill.teacher", "critic.path", "reward.model")
+PATHS = ("data.train", "data.validation", *MODELS)
 WRITTEN = ("run", "resume", "checkpoint.store")  # keys whose value is a place that the run writes to
 #: extras of pyproject.toml by the environment that needs them
 ENVIRONMENTS = {

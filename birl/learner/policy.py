@@ -32,7 +32,6 @@ from birl.text.chat import PROBE, Chat
 from birl.text.pictures import Bounds
 from birl.types import PICTURES
 
-SIGHT = ("pictures", "freeze_vision", "max_pixels", "max_picture_mb", "max_pictures", "picture_hosts")  # keys
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -135,7 +134,7 @@ def see(config: schema.Model, folder: Path, model: nn.Module, chat: Chat) -> Non
     chat.pictures = load_pictures(folder, model, chat.tokenizer, bounds)
     give(model, chat.pictures, frozen=config.freeze_vision)
     usual = schema.Model()
-    for key in SIGHT if chat.pictures is None else ():
+    for key in schema.SIGHT if chat.pictures is None else ():
         if (value := getattr(config, key)) != getattr(usual, key):
             raise BirlError(
                 f"model.{key}={value}: has no effect because {type(model).__name__} sees no pictures: it has no vision "

@@ -1,6 +1,6 @@
 """Every key of `birl serve` does something: changing it changes the service, or a test of a running one shows it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from birl.server import serve
 from birl.server.service import Service
 from birl.types import Message, SamplingParams
 from tests.config.test_every_key import SIGHT
-from tests.tiny import tiny_model_folder
 
 BASE = "model.path=model model.dtype=float32 engine.kv_cache_gb=0.01 threads=1"
 
@@ -55,17 +54,6 @@ REFUSED |= {f"model.{key}": (value, f"model.{key}=.* has no effect because") for
 
 def sampling() -> SamplingParams:
     return SamplingParams(max_tokens=1)
-
-
-@pytest.fixture(scope="module")
-def compute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadPoolExecutor]:
-    folder = tmp_path_factory.mktemp("serve_keys")
-    with pytest.MonkeyPatch.context() as patches, ThreadPoolExecutor(1) as pool:
-        patches.chdir(folder)
-        tiny_model_folder("model")
-        tiny_model_folder("other", seed=1)
-        Path("shout.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}!!!")
-        yield pool
 
 
 def service(compute: ThreadPoolExecutor, *words: str) -> Service:

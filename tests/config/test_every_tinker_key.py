@@ -1,6 +1,6 @@
 """Every key of `birl tinker` does something: changing it changes the service, or a test of a running one shows it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from birl.server.tinker import command
 from birl.server.tinker.service import TinkerService
 from birl.server.tinker.tenants import read
 from tests.config.test_every_key import SIGHT
-from tests.tiny import tiny_model_folder
 
 BASE = "model.path=model model.dtype=float32 kv_cache_gb=0.01 threads=1"
 CASES: dict[str, tuple[str, Callable[[TinkerService], Any]]] = {
@@ -48,15 +47,6 @@ REFUSED = {
         f"model.{key}": (value, f"model.{key}=.*: has no effect because .* texts alone") for key, value in SIGHT.items()
     },
 }
-
-
-@pytest.fixture(scope="module")
-def compute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadPoolExecutor]:
-    with pytest.MonkeyPatch.context() as patches, ThreadPoolExecutor(1) as pool:
-        patches.chdir(tmp_path_factory.mktemp("tinker_keys"))
-        tiny_model_folder("model")
-        tiny_model_folder("other", seed=1)
-        yield pool
 
 
 def service(compute: ThreadPoolExecutor, *words: str) -> TinkerService:

@@ -4,7 +4,6 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,13 @@ import pytest
 
 from birl.algorithms.agreement import kappa, ordered, over_prompts, ranks, spearman
 from birl.cli import main
-from tests.rewards.hostile import Hostile, hostile
+from tests.rewards.hostile import Hostile
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def server() -> Iterator[Hostile]:
-    with hostile() as found:
-        yield found
 
 
 def test_statistics_are_their_definitions() -> None:

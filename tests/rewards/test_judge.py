@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,20 +26,10 @@ from birl.rewards.questions import Manner
 from birl.rewards.requests import NoAnswer
 from birl.rewards.score import Rewards, Score
 from birl.train.command import train
-from tests.rewards.hostile import Hostile, hostile
+from tests.rewards.hostile import Hostile
 from tests.server.running import running
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "judge"
-
-
-@pytest.fixture
-def server() -> Iterator[Hostile]:
-    with hostile() as found:
-        yield found
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def panel(server: Hostile, template: str = "{completion}", **keys: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,9 @@ from birl.rewards.panel import PANELS, Panel
 from birl.rewards.questions import Manner, better, score, several
 from birl.rewards.requests import Failure, NoAnswer, Pace, tokens
 from birl.rewards.rubric import Criterion, rubric, weighted
-from tests.rewards.hostile import Hostile, answers, hostile
+from tests.rewards.hostile import Hostile, answers
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "judge"
-
-
-@pytest.fixture
-def server() -> Iterator[Hostile]:
-    with hostile() as found:
-        yield found
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def judged(*words: str, panel: dict[str, Any], **columns: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from birl.config.decided import CRITIC, LAUNCHED, NAME, OWN, SERVERS, kind_of, proximal, weights_method
-from birl.config.schema import DPO, RL, SFT, Eval, Stage, Tinker, reward_functions
+from birl.config.schema import DPO, RL, SFT, SIGHT, Eval, Stage, Tinker, reward_functions
 from birl.config.words import value_of
 
 ADDRESSES = "engine.attach uses servers that run already"
@@ -15,9 +15,6 @@ PROXIMAL = "algorithm.correction algorithm.correction_level algorithm.correction
 ORDER = (
     "data.order data.order_target data.order_start data.order_half_life data.order_threshold data.retire_after "
     "data.retire_for"
-)
-SIGHT = (
-    "model.pictures model.freeze_vision model.max_pixels model.max_picture_mb model.max_pictures model.picture_hosts"
 )
 ONCE = "`birl eval` does not train; it reads data.validation and samples once"
 
@@ -74,7 +71,12 @@ def _started(config: RL | Eval) -> bool:
 
 
 UNREAD: tuple[Row, ...] = (
-    _row(Tinker, SIGHT, lambda c: False, "Tinker's clients send texts alone to birl tinker"),
+    _row(
+        Tinker,
+        " ".join(f"model.{key}" for key in SIGHT),
+        lambda c: False,
+        "Tinker's clients send texts alone to birl tinker",
+    ),
     _by("algorithm.advantage", "algorithm.baseline algorithm.scale_rewards", "relative"),
     _by("algorithm.advantage", "algorithm.pass_k", "pass_at_k"),
     _by("algorithm.entropy_control", "algorithm.entropy_share", "top_entropy", "clip_cov", "kl_cov"),

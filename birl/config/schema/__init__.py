@@ -11,6 +11,7 @@ from pydantic import Field
 
 from birl.config.schema.algorithm import Algorithm as Algorithm
 from birl.config.schema.algorithm import Critic as Critic
+from birl.config.schema.data import SIGHT as SIGHT
 from birl.config.schema.data import Data as Data
 from birl.config.schema.data import Files as Files
 from birl.config.schema.data import LabelledPairs as LabelledPairs

@@ -5,6 +5,9 @@ from typing import Literal
 
 from birl.config.schema.kinds import Amount, Count, Decay, Function, Gpu, Section, Share, Whole
 
+#: keys of `Model` about pictures
+SIGHT = ("pictures", "freeze_vision", "max_pixels", "max_picture_mb", "max_pictures", "picture_hosts")
+
 
 @dataclass(kw_only=True)
 class Model(Section):
