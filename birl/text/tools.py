@@ -128,6 +128,9 @@ def apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, ans
 
 
 def _apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, answer: bool) -> str:
+    from birl.text.jinja import LARGEST, TooLarge, bounded  # jinja2 is there where a tokenizer is
+
+    bounded()
     try:
         with deadline(SECONDS):
             made = chat.tokenizer.apply_chat_template(
@@ -140,6 +143,11 @@ def _apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, an
         raise BirlError(
             f"The chat template took longer than {SECONDS:g} s for {len(messages)} messages. Use another template "
             "(model.chat_template=FILE.jinja)."
+        ) from error
+    except TooLarge as error:
+        raise BirlError(
+            f"The chat template makes a value of more than {LARGEST:,} characters, or too many of them, for "
+            f"{len(messages)} messages. Use another template (model.chat_template=FILE.jinja)."
         ) from error
     str(made).encode()  # raises for half a surrogate pair, which is no text
     return str(made)

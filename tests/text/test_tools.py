@@ -51,7 +51,7 @@ def test_tools_and_calls_are_in_the_prompt() -> None:
         (QWEN.replace("in messages", "in messages if m.role != 'tool'"), [ASK, SAID], [], "of role tool"),
         ("{{ raise_exception('no!') }}", [ASK], [], "refuses a conversation of user: no!"),
         ("{{ '\\ud800' }}", [ASK], [], "refuses a conversation of user: 'utf-8' codec"),
-        ("{{ 'a' * 10**15 }}", [ASK], [], "refuses a conversation of user: MemoryError"),
+        ("{{ 'a' * 10**15 }}", [ASK], [], "makes a value of more than 8,388,608 characters"),
         ("", [ASK], [], "no chat template"),
     ],
 )
