@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SAMPLE = ("tokens", "mask", "logprobs", "versions", "advantage", "returns", "values", "proximal")
-TYPES = {"tokens": "int32", "prompt": "int32", "versions": "int32", "mask": "bool"}  # of columns; float32 otherwise
+TYPES = {"tokens": "int32", "prompt": "int32", "hinted": "int32", "versions": "int32", "mask": "bool"}  # else float32
 KINDS = {"i": "iu", "b": "biu", "f": "fiu"}  # of numbers that such a column takes
 
 
@@ -25,7 +25,8 @@ def become_arrays(item: Any, names: Sequence[str]) -> list[int]:
         column: NDArray[Any] = np.asarray(given, None if len(given) else dtype)
         if column.ndim != 1 or column.dtype.kind not in KINDS[dtype.kind]:
             wrong = next((n for n in given if type(n) is not int), given)
-            raise ValueError(f"{wrong!r} is no {'token id' if name in ('tokens', 'prompt') else name.rstrip('s')}")
+            what = "token id" if name in ("tokens", "prompt", "hinted") else name.rstrip("s")
+            raise ValueError(f"{wrong!r} is no {what}")
         result = column.astype(dtype, copy=False)
         if dtype.kind == "i" and column.dtype != dtype and (result != column).any():
             raise ValueError(f"{column[result != column][0]} does not fit into {dtype}")

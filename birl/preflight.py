@@ -13,7 +13,7 @@ from typing import Any
 from fsspec import available_protocols
 
 from birl.config import schema
-from birl.config.decided import ENGINES
+from birl.config.decided import ENGINES, SELF
 from birl.config.load import flatten
 from birl.data.early import check_data
 from birl.envs.open import check_world
@@ -56,7 +56,7 @@ def check_names(config: Any) -> None:
             if colon and "://" not in name:
                 check_function(key, place, function)
     for key in MODELS:
-        if (path := keys.get(key)) and "://" not in path:
+        if (path := keys.get(key)) and "://" not in path and path != SELF:
             check_model(key, path)
 
 

@@ -296,7 +296,9 @@ class Sample:
     `advantage` is one number for all trained tokens, or an array beside the others, as are `returns` and `values`, what
     a critic aims at and what it predicts (None without one), and `proximal`, the learner's own log-probs before the
     batch's first update (None where they are not asked for). `routes`: which experts computed each token, equally
-    many bytes for each; empty where not asked for. `group` and `episode` say where the sample comes from.
+    many bytes for each; empty where not asked for. `hinted`: ids of a prompt with a hint, which a teacher reads instead
+    of all that is before the first trained token; None where there is none. `group` and `episode` say where the sample
+    comes from.
 
     Columns may be given as any sequence of numbers; they become arrays: int32, bool or float32. Raises `ValueError`
     where they are not equally long, or the first token is trained.
@@ -316,8 +318,10 @@ class Sample:
     values: "Floats | None" = None
     proximal: "Floats | None" = None
     routes: bytes = b""
+    hinted: "Ints | None" = None
 
     def __post_init__(self) -> None:
+        become_arrays(self, ("hinted",))
         lengths = set(become_arrays(self, SAMPLE))
         if len(lengths) != 1:
             raise ValueError(f"a Sample's columns must be equally long, got {sorted(lengths)}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from birl.allocator import cores
 from birl.config.schema import RL, Engine, Eval, reward_functions
 
+SELF = "self"  # as algorithm.teacher: the model that learns
 CRITIC = ("gae", "turn_gae")  # advantages that need one
 UNCLIPPED = ("reinforce", "importance")  # surrogates without a bound
 #: surrogates whose papers' ratio, mask or bound is against the policy that sampled, however old it is: GSPO

@@ -36,7 +36,9 @@ class Batch:
     sample [N]: index of its sample in the step; group [N]: of its sample; turn [N]: counts the stretches of trained
     tokens within a sample;
     weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`;
-    routes [T, bytes] uint8: which experts computed each token in the engine, where samples say so.
+    routes [T, bytes] uint8: which experts computed each token in the engine, where samples say so;
+    hinted: the same samples behind prompts with a hint, for a teacher; its N, and its U, are in the order of this
+    batch's, and its weights are 0 where a sample has no such prompt.
 
     Example: pack([Sample(...)], weights=[0.5], max_tokens=4096)[0]
     """
@@ -61,11 +63,13 @@ class Batch:
     predicted: Tensor | None = None
     divergence: Tensor | None = None
     routes: Tensor | None = None
+    hinted: "Batch | None" = None
 
     def to(self, device: torch.device | str) -> "Batch":
         given = [f.name for f in fields(self) if f.name not in ("predicted", "divergence")]
         tensors = [name for name in given if isinstance(getattr(self, name), Tensor)]
-        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
+        moved = {name: getattr(self, name).to(device) for name in tensors}
+        return replace(self, **moved, hinted=self.hinted and self.hinted.to(device))
 
 
 def pack(
@@ -73,7 +77,8 @@ def pack(
 ) -> list[Batch]:
     """All samples of one optimizer step as micro-batches, whose number is a multiple of `parts`; where there are too
     few samples for that, some train nothing. `parts` in order cost alike (`balance.py`). The samples of a group stay
-    together unless that alone exceeds max_tokens. Raises `BirlError` when one sample does.
+    together unless that alone exceeds max_tokens. Raises `BirlError` when one sample does. Prompts with a hint are
+    beside that bound: what reads them keeps nothing for a gradient.
 
     pair_cost: of a token and one that it attends to, by the cost of a token's products with weights.
     """
@@ -85,7 +90,34 @@ def pack(
         )
     ids = sequences(samples)
     planned = micro_batches(ids, [s.group for s in samples], max_tokens, parts, pair_cost)
-    return [_batch(clusters, ids, samples, weights) for clusters in planned]
+    if all(s.hinted is None for s in samples):
+        return [_batch(clusters, ids, samples, weights) for clusters in planned]
+    told = [hinted(s) for s in samples]
+    counted = [w * (s.hinted is not None) for s, w in zip(samples, weights, strict=True)]
+    return [
+        replace(
+            _batch(clusters, ids, samples, weights, alone=True),
+            hinted=_batch(clusters, [s.tokens for s in told], told, counted, alone=True),
+        )
+        for clusters in planned
+    ]
+
+
+def hinted(sample: Sample) -> Sample:
+    """What a teacher reads: the prompt with the hint, and the same tokens from the first trained one on."""
+    if sample.hinted is None:
+        return sample
+    first, prompt = int(sample.mask.argmax()), sample.hinted
+    nothing = np.zeros_like(prompt)
+    return Sample(
+        tokens=np.concatenate([prompt, sample.tokens[first:]]),
+        mask=np.concatenate([nothing.astype(np.bool_), sample.mask[first:]]),
+        logprobs=np.concatenate([nothing.astype(np.float32), sample.logprobs[first:]]),
+        versions=np.concatenate([nothing - 1, sample.versions[first:]]),
+        advantage=0.0,
+        group=sample.group,
+        episode=sample.episode,
+    )
 
 
 def sequences(samples: Sequence[Sample]) -> list[np.ndarray]:
@@ -146,8 +178,13 @@ class Row:
 
 
 def _batch(
-    clusters: Sequence[Sequence[int]], ids: Sequence[np.ndarray], samples: Sequence[Sample], weights: Sequence[float]
+    clusters: Sequence[Sequence[int]],
+    ids: Sequence[np.ndarray],
+    samples: Sequence[Sample],
+    weights: Sequence[float],
+    alone: bool = False,
 ) -> Batch:
+    """`alone`: every trained token has a prediction of its own."""
     row = Row([], [], [], [], {})
     for cluster in clusters:
         row.add(cluster, ids)
@@ -156,11 +193,7 @@ def _batch(
     before[sizes.cumsum() - sizes] = row.before
     numbers = sorted(row.place)
     taken = [np.flatnonzero(samples[i].mask) for i in numbers]  # trained tokens
-    places = [row.place[i][own] for i, own in zip(numbers, taken, strict=True)]
-    predicted = np.zeros(len(before), np.bool_)
-    for own in places:
-        predicted[own] = True
-    chosen, entry = np.flatnonzero(predicted), predicted.cumsum() - 1
+    chosen, entry = _predictions([row.place[i][t] for i, t in zip(numbers, taken, strict=True)], len(before), alone)
     tokens = _joined([samples[i].tokens[a:b] for i, a, b in row.owners] or [np.zeros(1)], torch.int64)
     counts = [len(own) for own in taken]
 
@@ -191,7 +224,7 @@ def _batch(
         copies=_joined([np.repeat(np.array(row.passed or [0], np.float32), sizes if len(sizes) else 1)], torch.float32),
         source=torch.from_numpy(before[chosen]),
         targets=tokens[torch.from_numpy(chosen)],
-        entry=_joined([entry[own] for own in places], torch.int64),
+        entry=torch.from_numpy(entry),
         logprobs=logprobs,
         proximal=column("proximal", logprobs),
         versions=_joined([samples[i].versions[own] for i, own in zip(numbers, taken, strict=True)], torch.int64),
@@ -204,6 +237,18 @@ def _batch(
         turn=_joined([stretches(own) for own in taken], torch.int64),
         routes=_routes(row, samples),
     )
+
+
+def _predictions(places: Sequence[np.ndarray], tokens: int, alone: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Packed places of trained tokens -> those that are predicted [U], and which of them each trained token is [N]."""
+    if alone:
+        chosen = np.concatenate([np.zeros(0, np.int64), *places])
+        return chosen, np.arange(len(chosen))
+    predicted = np.zeros(tokens, np.bool_)
+    for own in places:
+        predicted[own] = True
+    entry = predicted.cumsum() - 1
+    return np.flatnonzero(predicted), np.concatenate([entry[:0], *(entry[own] for own in places)])
 
 
 def stretches(places: np.ndarray) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""A teacher whose next-token distributions the learner's own are compared with: a frozen model beside it.
+"""A teacher whose next-token distributions the learner's own are compared with: a frozen model beside it; or the
+learner itself, now or as a slow average (`average.py`), with a hint in its prompt (`rollout/hints.py`).
 
 told     micro-batch -> the teacher's hidden states, or its likeliest words
 then     the learner's forward pass makes of them one divergence for each trained token (`models/divergence.py`)
@@ -39,7 +40,7 @@ class Distillation:
         if pictures_of(self.student) is not None and bool((batch.tokens >= FIRST).any()):
             raise BirlError("A row has a picture, and a teacher reads text alone: train on rows without pictures.")
         with torch.no_grad():
-            hidden, weight, bias = self.teacher.outputs.states(batch)
+            hidden, weight, bias = self.teacher.outputs.states(batch.hinted or batch)
             said = Everything(hidden, Head(weight, bias, after_head(self.teacher.model), self.temperature))
             if self.top_k:
                 said = likeliest(said, self.top_k, min(len(weight), head(self.student).weight.shape[0]))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ from birl.parallel.layout import drop_gathered
 from birl.parallel.norm import global_norm, sum_gradients
 from birl.parallel.ranks import Ranks
 from birl.waits import alive
+
+if TYPE_CHECKING:
+    from birl.learner.average import Average
 
 #: logp [N] (or scores), entropy [N], batch -> scalar loss, and figures to report: name -> [N], or [pairs]
 Loss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
@@ -98,6 +102,8 @@ class Learner:
     be one that has no weights yet (`models/slices.py`), where the ranks have parts of it. With `teacher` losses find
     the divergence from it in their batch.
     """
+
+    average: "Average | None" = None  # of its weights, that teaches it
 
     def __init__(
         self,
@@ -260,6 +266,8 @@ class Learner:
         if norm.isfinite():
             self.optimizer.step()
             self.masters.publish()
+            if self.average is not None:
+                self.average.follow(self)
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
         return norm.item()
@@ -277,7 +285,7 @@ class Learner:
         for name, value in self.model.state_dict(keep_vars=True).items():
             if id(value) not in parameters:
                 result[f"model.{name}"] = value
-        return result
+        return result | ({} if self.average is None else self.average.tensors())
 
     def weights(self) -> dict[str, Tensor]:
         """The float32 weights alone, by the model's own names."""
@@ -287,6 +295,8 @@ class Learner:
         """Call after new values were written into `tensors()`. Raises `BirlError` where they belong to another base."""
         drop_gathered(self.outputs)
         self.masters.loaded()
+        if self.average is not None:
+            self.average.teacher.loaded(version)
         self.version = version
 
     def _passed(self, batch: Batch, teacher: Teacher | None = None) -> tuple[Tensor, Tensor, Batch, Seen]:

@@ -1,11 +1,13 @@
 """The learner that a configuration asks for, and the models beside it."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from birl.config import schema
+from birl.config.decided import SELF
 from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.learner.learner import Learner, Teacher
@@ -75,8 +77,31 @@ def check_split(config: schema.RL | schema.Stage, folder: Path) -> None:
         check(skeleton(folder), config.parallel.tp)
 
 
-def distilled(config: schema.RL | schema.SFT, policy: Policy, ranks: Ranks) -> Teacher | None:
-    """What compares the learner with its teacher over the vocabulary; None where nothing does. Raises `BirlError`."""
+def own_teacher(config: schema.RL, policy: Policy, ranks: Ranks) -> Learner | None:
+    """Before the learner is made: its first weights, or those that will be its average, where algorithm.teacher=self
+    asks for them; the average has no optimizer."""
+    keys = config.algorithm
+    if keys.teacher != SELF or keys.teacher_rate == 1:
+        return None
+    if keys.teacher_rate == 0:
+        return frozen(config, deepcopy(policy.model), ranks)
+    result = make_learner(config, deepcopy(policy.model), ranks, routed=False)
+    result.optimizer.state.clear()
+    return result
+
+
+def frozen(config: schema.RL | schema.SFT, model: nn.Module, ranks: Ranks) -> Learner:
+    """A model that only says something; a sampled token's log-prob at the temperature that sampled."""
+    temperature = config.rollout.temperature if isinstance(config, schema.RL) else 1.0
+    dtype = DTYPES[config.model.dtype]
+    return Learner(model, dtype=dtype, temperature=temperature, trainable=False, ranks=ranks)
+
+
+def distilled(
+    config: schema.RL | schema.SFT, policy: Policy, ranks: Ranks, own: Learner | None = None
+) -> Teacher | None:
+    """What compares the learner with its teacher over the vocabulary; None where nothing does. `own`: what
+    algorithm.teacher=self means. Raises `BirlError`."""
     if isinstance(config, schema.RL):
         keys, temperature, where = config.algorithm, config.rollout.temperature, "algorithm.teacher"
         path, name, beta, top_k = keys.teacher, keys.teacher_divergence, keys.teacher_beta, keys.teacher_top_k
@@ -88,12 +113,12 @@ def distilled(config: schema.RL | schema.SFT, policy: Policy, ranks: Ranks) -> T
     from birl.algorithms.divergence import divergence
     from birl.learner.distillation import Distillation
 
-    model = other_model(config, path, policy, where, ranks)
+    teacher = own if path == SELF else frozen(config, other_model(config, path, policy, where, ranks), ranks)
+    assert teacher is not None
     most = "algorithm.teacher_top_k" if isinstance(config, schema.RL) else "distill.top_k"
-    words = min(head(m).weight.shape[0] for m in (model, policy.model))
+    words = min(head(m).weight.shape[0] for m in (teacher.model, policy.model))
     if top_k >= words:
         raise BirlError(f"{most}={top_k}: learner and teacher have {words} words; set fewer, or 0 for all of them.")
-    teacher = Learner(model, dtype=DTYPES[config.model.dtype], trainable=False, ranks=ranks)
     by = divergence(name, beta)
     return Distillation(teacher=teacher, student=policy.model, function=by, top_k=top_k, temperature=temperature)
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from birl import kernels
 from birl.config import schema
-from birl.config.decided import CRITIC
+from birl.config.decided import CRITIC, SELF
 from birl.engine.open import SHARE
 from birl.engine.pages import pages_for
 from birl.engine.scheduler import PREFILL
@@ -233,7 +233,7 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
     if keeps_reference(config.algorithm, surrogate_of(config.algorithm)):
         always["reference model"] = frozen
     as_large = module.wide * (parameters + coded) + (laid_out if module.on_kernels else 0)
-    always |= {name: int(as_large * s.parameters / module.shape.parameters) for name, s in teacher(module, config)}
+    always |= beside_policy(module, config, as_large, 4 * trained.stepped * separate)
     critic = config.algorithm.advantage in CRITIC and not config.critic.shared
     if config.checkpoint.asynchronous and not gpu:
         always["checkpoint being written"] = (4 * trained.stepped + trained.state) * (1 + critic)
@@ -261,11 +261,20 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
     return phases
 
 
+def beside_policy(module: Module, config: schema.RL, as_large: int, masters: int) -> dict[str, int]:
+    """A teacher's weights, of one that is `as_large` as the policy so many bytes; an average has `masters`, too."""
+    averaged = config.algorithm.teacher == SELF and 0 < config.algorithm.teacher_rate < 1
+    size = {name: int(as_large * s.parameters / module.shape.parameters) for name, s in teacher(module, config)}
+    return {name: own + averaged * masters for name, own in size.items()}
+
+
 def teacher(module: Module, config: schema.RL) -> list[tuple[str, Shape]]:
     """Its purpose and its shape, which is the policy's where it is not on this machine; none without one."""
-    path = config.algorithm.teacher
-    if not path or "://" in path:
+    path, rate = config.algorithm.teacher, config.algorithm.teacher_rate
+    if not path or "://" in path or (path == SELF and rate == 1):
         return []
+    if path == SELF:
+        return [("teacher, the first weights" if rate == 0 else "teacher, an average", module.shape)]
     try:
         return [("teacher", shape_of(path))]
     except BirlError:
@@ -343,7 +352,7 @@ def training(
     logits, head = at_head(module, trained, load, config, gpu)
     parallel, said = config.parallel, 0
     if config.algorithm.teacher_divergence != "sampled":  # hidden states, and a copy of a gathered head
-        heads, shapes = parallel.fsdp * parallel.cp > 1, [shape for _, shape in teacher(module, config)]
+        heads, shapes = parallel.fsdp * parallel.cp > 1, [s for _, s in teacher(module, config)] or [module.shape]
         said = sum(module.wide * (load.microbatch * s.hidden + s.embedding * heads) for s in shapes)
     checkpointing = config.learner.gradient_checkpointing
     gradient, tokens = 4 * trained.gradient, load.microbatch

@@ -16,7 +16,7 @@ from birl.algorithms.custom import NamedFunction
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.blocked import interrupting
 from birl.config import schema
-from birl.config.decided import CRITIC, ENGINES, algorithm_notes, corrects, kind_of, proximal, remembers
+from birl.config.decided import CRITIC, ENGINES, SELF, algorithm_notes, corrects, kind_of, proximal, remembers
 from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache
@@ -24,7 +24,7 @@ from birl.engine.sampled import Sampled
 from birl.envs.open import World, check_world, open_world
 from birl.learner.comparison import GAPS, KEPT
 from birl.learner.learner import Learner
-from birl.learner.open import distilled, make_learner, other_model, replays
+from birl.learner.open import distilled, frozen, make_learner, other_model, own_teacher, replays
 from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.rewards import make_rewards, started
@@ -33,13 +33,14 @@ from birl.models.heads import add_score_head
 from birl.parallel.crew import RankGroup
 from birl.parallel.grid import ranks_here
 from birl.parallel.machine import total_memory
+from birl.parallel.ranks import Ranks
 from birl.rollout.assemble import Usage
 from birl.rollout.evaluate import EvaluationPlan, plan
 from birl.rollout.failures import start
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
 from birl.rollout.tasks import Loaded, limits_in, load_rows, total_steps
-from birl.train.credit import Credit, taught_by
+from birl.train.credit import Credit, Teacher, taught_by
 from birl.train.objective import Objective, keeps_reference, surrogate_of
 from birl.train.parts import Parts
 from birl.train.rl import Loop, Schedule
@@ -54,6 +55,7 @@ if TYPE_CHECKING:  # loaded by the runs that have them
     from birl.data.order import Order
     from birl.engines.servers import Servers
     from birl.engines.spread import Spread
+    from birl.rollout.hints import Hints
     from birl.server.gateway import Gateway
 
 
@@ -287,22 +289,10 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
     weights come first."""
     keys, own = config.algorithm, config.algorithm.advantage in CRITIC and not config.critic.shared
     surrogate = surrogate_of(keys)
-    frozen = partial(
-        Learner,
-        dtype=DTYPES[config.model.dtype],
-        temperature=config.rollout.temperature,
-        trainable=False,
-        ranks=crew.ranks,
-    )
-    reference = teacher = critic = None
+    reference = critic = None
     if keeps_reference(keys, surrogate):
-        reference = frozen(deepcopy(policy.model))
-    if keys.teacher.startswith(("http://", "https://")):
-        from birl.engines.teacher import ServedTeacher
-
-        teacher = ServedTeacher(keys.teacher)
-    elif keys.teacher and keys.teacher_divergence == "sampled":
-        teacher = taught_by(frozen(other_model(config, keys.teacher, policy, "algorithm.teacher", crew.ranks)))
+        reference = frozen(config, deepcopy(policy.model), crew.ranks)
+    past = own_teacher(config, policy, crew.ranks)
     if own:
         path = config.critic.path
         body = other_model(config, path, policy, "critic.path", crew.ranks) if path else deepcopy(policy.model)
@@ -310,7 +300,12 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
         critic = make_learner(config, body, crew.ranks, routed=False)
     elif keys.advantage in CRITIC:
         add_score_head(policy.model, config.seed, "value")
-    learner = make_learner(config, policy.model, crew.ranks, teacher=distilled(config, policy, crew.ranks))
+    learner = make_learner(config, policy.model, crew.ranks)
+    learner.teacher = distilled(config, policy, crew.ranks, past or learner)
+    if past is not None and keys.teacher_rate > 0:
+        from birl.learner.average import Average
+
+        learner.average = Average(past, keys.teacher_rate)
     says = None
     if keys.advantage in CRITIC:
         says = partial(learner.each, verb=learner.values)
@@ -331,7 +326,8 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
             policy.pair_cost,
             reference=reference,
             critic=says,
-            teacher=teacher,
+            teacher=teacher_of(config, policy, crew.ranks, past or learner),
+            hints=hints_of(config, policy),
             learner=learner if remembers(config) else None,
         ),
         kl=AdaptiveKL(keys.kl_coef, target, keys.kl_horizon) if target else FixedKL(keys.kl_coef),
@@ -341,11 +337,33 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
     )
 
 
+def teacher_of(config: schema.RL, policy: Policy, ranks: Ranks, own: Learner) -> Teacher | None:
+    """What gives a teacher's log-probs of the sampled tokens; `own`: that of algorithm.teacher=self."""
+    keys = config.algorithm
+    if keys.teacher.startswith(("http://", "https://")):
+        from birl.engines.teacher import ServedTeacher
+
+        return ServedTeacher(keys.teacher)
+    if not keys.teacher or keys.teacher_divergence != "sampled":
+        return None
+    if keys.teacher == SELF:
+        return taught_by(own)
+    return taught_by(frozen(config, other_model(config, keys.teacher, policy, "algorithm.teacher", ranks), ranks))
+
+
+def hints_of(config: schema.RL, policy: Policy) -> "Hints | None":
+    if not config.algorithm.hint:
+        return None
+    from birl.rollout.hints import Hints
+
+    return Hints(texts=config.algorithm.hint, chat=policy.chat, context=policy.context)
+
+
 def updates_of(config: schema.RL) -> Updates:
     keys, critic = config.algorithm, config.critic
     # all tokens are compared, or each has a loss of its own
     everything = keys.entropy_control != "none" or keys.advantage in CRITIC or keys.entropy_coef > 0
-    everything |= keys.teacher_divergence != "sampled"
+    everything |= keys.teacher_divergence != "sampled" and not keys.hint  # with one, where there is a hint
     kind = config.model.dtype if config.engine.recompute_kv else "bfloat16"  # keys of older weights differ more
     return Updates(
         seed=config.seed,

@@ -24,7 +24,7 @@ from birl.algorithms import values as critics
 from birl.algorithms.custom import NamedFunction, part
 from birl.algorithms.estimators import ADVANTAGES, BY_TOKEN, TENSORS
 from birl.data.columns import behaviour, by_sample, per_token, spread
-from birl.data.pack import Batch, pack
+from birl.data.pack import Batch, hinted, pack
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.rollout import assemble
@@ -33,6 +33,7 @@ from birl.types import Group, Outcome, Sample
 
 if TYPE_CHECKING:
     from birl.config import schema
+    from birl.rollout.hints import Hints
 
 Episode = tuple[Group, int]
 #: log-probs of trained tokens, sample by sample
@@ -63,6 +64,7 @@ class Credit:
     reference: Learner | None = None
     critic: Callable[[Sequence[Batch]], list[Tensor]] | None = None
     teacher: Teacher | None = None
+    hints: "Hints | None" = None  # that a teacher sees
     learner: Learner | None = None  # where its log-probs before the first update are wanted
     weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of each reward function
     pair_cost: float = 0.0  # of `pack`
@@ -85,7 +87,7 @@ class Credit:
             return Credited(samples=[], by_episode={})
         penalties = self.penalties(kept)
         rewards = torch.tensor([g.trajectories[i].reward for g, i in kept], dtype=torch.float32) + penalties
-        plain = [assemble.samples(g.trajectories[i], 0.0, g.index, i) for g, i in kept]
+        plain = [[self._hinted(s, g, i) for s in assemble.samples(g.trajectories[i], 0.0, g.index, i)] for g, i in kept]
         samples = [s for own in plain for s in own]
         owner = torch.tensor([e for e, own in enumerate(plain) for _ in own], dtype=torch.int64)
         batches = self._packed(samples) if self._needs_models() else []
@@ -144,10 +146,13 @@ class Credit:
             units += [(g, i, number) for number in range(len(rewards))]
         each = self._estimate(torch.cat(returns), units, greedy).split([len(r) for r in returns])
         return [
-            sample
+            self._hinted(sample, g, i)
             for (g, i), own in zip(kept, each, strict=True)
             for sample in assemble.samples(g.trajectories[i], own.tolist(), g.index, i)
         ]
+
+    def _hinted(self, sample: Sample, group: Group, episode: int) -> Sample:
+        return sample if self.hints is None else self.hints.of(sample, group, episode)
 
     def _estimate(self, rewards: Tensor, units: Sequence[Unit], greedy: dict[int, float]) -> Tensor:
         """rewards [U] -> advantages [U]."""
@@ -249,12 +254,13 @@ class Credit:
 
     def _taught(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Sample]:
         """On-policy distillation: each token's advantage gains teacher_coef (teacher - ours), the negative of the
-        sampled reverse KL."""
+        sampled reverse KL; with hints, where the sample has one."""
         assert self.teacher is not None
-        coef = self.keys.teacher_coef
+        read = [b.hinted or b for b in batches], [hinted(s) for s in samples]
         result = []
-        for sample, theirs in zip(samples, self.teacher(batches, samples), strict=True):
+        for sample, theirs in zip(samples, self.teacher(*read), strict=True):
             own = torch.from_numpy(per_token(sample)[sample.mask])
+            coef = self.keys.teacher_coef if self.hints is None or sample.hinted is not None else 0.0
             result.append(replace(sample, advantage=spread(sample, own + coef * (theirs - behaviour(sample)))))
         return result
 

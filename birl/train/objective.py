@@ -144,8 +144,9 @@ class Objective:
         figures["gap"] = (logp - batch.logprobs).abs() * fresh
         figures["fresh"] = fresh.float()
         if batch.divergence is not None:
-            loss = loss + keys.teacher_coef * (batch.divergence * batch.weights).sum()
-            figures["divergence"] = batch.divergence
+            told = batch.weights * (not keys.hint) if batch.hinted is None else batch.hinted.weights
+            loss = loss + keys.teacher_coef * (batch.divergence * told).sum()
+            figures["divergence"] = batch.divergence * (told > 0)
         if batch.predicted is not None:
             each, clipped = value_loss(batch.predicted, batch.values, batch.returns, clip=self.critic_keys.clip)
             loss = loss + self.critic_keys.coef * value_weight * each.sum()

@@ -173,7 +173,7 @@ class RLWorker(Worker):
         if self.updates.rollouts_only:
             return False
         own = sample.advantage
-        everything = self.updates.everything or self.objective.needs_reference()
+        everything = self.updates.everything or self.objective.needs_reference() or sample.hinted is not None
         return everything or bool(np.any(own))
 
     def host(self, token: str, context: int, longest: int) -> list[str]:

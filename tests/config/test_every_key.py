@@ -430,6 +430,8 @@ RL_CASES = {
     "algorithm.teacher_divergence": Case("jsd", last("divergence"), under="algorithm.teacher=other"),
     "algorithm.teacher_beta": Case("0.1", last("divergence"), under=TAUGHT),
     "algorithm.teacher_top_k": Case("4", last("divergence"), under=TAUGHT),
+    "algorithm.teacher_rate": Case("0.5", last("divergence"), under="algorithm=sdft steps=3"),
+    "algorithm.hint": Case("['It is {answer}']", last("divergence"), under="algorithm=sdft"),
     "algorithm.length_penalty": Case("1", advantages, under="rollout.stop=[e,a,i,o,n]"),
     "critic.path": Case("other", last("critic/value"), under=PPO),
     "critic.shared": Case("true", lambda s: "critic/grad_norm" in s.metrics[-1], False, PPO),

@@ -123,7 +123,8 @@ CLIPS = {  # preset -> 1707.06347 eq. 7's range, in DAPO (2503.14476) and what b
     **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline"), (0.2, 0.2)),
     **{"dapo": (0.2, 0.28), "top_entropy": (0.2, 0.28), "clip_cov": (1.0, 1.0)},
 }
-UNBOUNDED = ("distill", "kl_cov", "maxrl", "opo", "reinforce", "remax", "rloo")  # refused where answers are old
+#: refused where answers are old
+UNBOUNDED = ("distill", "kl_cov", "maxrl", "opo", "opsd", "reinforce", "remax", "rloo", "sdft", "sdpo")
 PAIRS = ("online_dpo",)  # tests/algorithms/test_online.py
 
 
@@ -217,6 +218,10 @@ PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
         "arXiv:2505.23585, optimal baseline by length",
         {"baseline": "optimal", "scale_rewards": "none", "surrogate": "reinforce", "kl_coef": 0.0, "entropy_coef": 0.0},
     ),
+    "opsd": (
+        "arXiv:2601.18734; siyan-zhao/OPSD (its authors'): scripts/run_opsd.sh",
+        {"teacher": "self", "teacher_rate": 0.0, "teacher_divergence": "jsd", "teacher_beta": 0.5, "advantage": "zero"},
+    ),
     "pass_at_k": ("arXiv:2508.10751 eq. 11-15", {"advantage": "pass_at_k", "surrogate": "clip"}),
     "ppo": (
         "arXiv:1707.06347 eq. 7; arXiv:2203.02155 appendix C.4",
@@ -242,6 +247,20 @@ PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sapo": (
         "arXiv:2511.20347, the gate and its temperatures",
         {"surrogate": "sapo", "scale_rewards": "group", "denominator": "sequence", "proximal": "behaviour"},
+    ),
+    "sdft": (
+        "arXiv:2601.19897 algorithm 1",
+        {"teacher": "self", "teacher_rate": 0.01, "teacher_divergence": "reverse_kl", "advantage": "zero"},
+    ),
+    "sdpo": (
+        "arXiv:2601.20802 eq. 1; lasgroup/SDPO (its authors'): README, self-distillation",
+        {
+            "teacher": "self",
+            "teacher_rate": 0.05,
+            "teacher_divergence": "jsd",
+            "teacher_beta": 0.5,
+            "teacher_top_k": 100,
+        },
     ),
     "top_entropy": (
         "arXiv:2506.01939, DAPO's loss on the top fifth",

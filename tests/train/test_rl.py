@@ -65,7 +65,8 @@ def any_a(completions: list[str], **_: Any) -> list[float]:
     return [float("a" in text) for text in completions]
 
 
-PRESETS = sorted(presets(schema.RL)["algorithm"].keys() - {"distill"})
+# those with a teacher: test_teacher.py, test_self_distillation.py
+PRESETS = sorted(presets(schema.RL)["algorithm"].keys() - {"distill", "opsd", "sdft", "sdpo"})
 SETTINGS = {  # what a toy needs: its KL is large from the first steps on
     "ppo": ("algorithm.kl_coef=0", "algorithm.kl=k3", "algorithm.kl_in=loss", "critic.lr=3e-3", "critic.lam=1"),
     "rloo": ("algorithm.kl_coef=0.002",),
@@ -89,7 +90,7 @@ def test_micro_batches_change_nothing(tiny: Path, tmp_path: Path, preset: str) -
     words = [f"algorithm={preset}", "algorithm.overlong_buffer=0"]
     if preset == "shared critic":
         words = ["algorithm=ppo", "critic.shared=true"]
-    if preset not in ("distill", "reinforce", "rloo", "remax", "opo", "maxrl"):
+    if preset not in ("reinforce", "rloo", "remax", "opo", "maxrl"):
         words.append("algorithm.updates_per_batch=2")
     if preset in ("clip_cov", "kl_cov"):
         words.append("algorithm.entropy_share=0.1")

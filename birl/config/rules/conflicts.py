@@ -1,11 +1,12 @@
 """Values of keys that cannot go together: a table."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from birl.config.decided import UNCLIPPED, weights_method
+from birl.config.decided import SELF, UNCLIPPED, weights_method
 from birl.config.schema import DPO, RL, SFT, Eval, Serve, Stage, Tinker, reward_functions
 from birl.named import TEMPLATES, template_file
 
@@ -248,6 +249,20 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: is not computed with words that "
             "parallel.tp={c.parallel.tp} processes share out; set parallel.tp=1, and parallel.fsdp.": lambda c: (
                 c.algorithm.teacher_divergence != "sampled" and c.algorithm.teacher and c.parallel.tp > 1
+            ),
+            "algorithm.teacher=self: sees what the policy sees, so there is nothing to learn from it; say in "
+            "algorithm.hint what it sees beside, as in ['A right answer: {{answer}}'].": lambda c: (
+                c.algorithm.teacher == SELF and not c.algorithm.hint
+            ),
+            "algorithm.hint={c.algorithm.hint}: each text needs something of the row or the answer in braces, as in "
+            "'A right answer: {{answer}}'.": lambda c: not all(re.search(r"\{\w+\}", t) for t in c.algorithm.hint),
+            "algorithm.hint: a prompt with a hint is longer than without, and parallel.cp={c.parallel.cp} ranks would "
+            "have other tokens of both; set parallel.cp=1, and parallel.fsdp.": lambda c: (
+                c.algorithm.hint and c.algorithm.teacher_divergence != "sampled" and c.parallel.cp > 1
+            ),
+            "algorithm.router_replay=rollout: the experts that computed an answer are those without a hint; with "
+            "algorithm.teacher=self set router_replay=none.": lambda c: (
+                c.algorithm.router_replay == "rollout" and c.algorithm.teacher == SELF
             ),
             "algorithm.mask_truncated=true: has no effect because rollout.truncated=drop drops those answers; use "
             "one.": lambda c: c.algorithm.mask_truncated and c.rollout.truncated == "drop",

@@ -103,7 +103,7 @@ class Algorithm(Section):
     teacher: str = ""
     """Model of the same vocabulary to learn from on the policy's own answers (on-policy distillation): each token's
     advantage gains teacher_coef (teacher's log-prob - ours). In the forms of model.path, or the address of a vLLM
-    server: http://host:port/v1/completions#MODEL. Empty: none."""
+    server: http://host:port/v1/completions#MODEL; or self: the policy, as it is with algorithm.hint. Empty: none."""
     teacher_coef: Amount = 1.0
     """Weight of the teacher."""
     teacher_divergence: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] = "sampled"
@@ -114,6 +114,14 @@ class Algorithm(Section):
     """Of jsd, the teacher's share of the mixture: towards 0 it goes like forward_kl, towards 1 like reverse_kl."""
     teacher_top_k: Whole = 0
     """Compare the teacher's k likeliest words, and all others as one. 0: all words, one by one."""
+    teacher_rate: Share = 1.0
+    """With algorithm.teacher=self, the share of its way to the policy that the teacher goes after each optimizer step:
+    1 (it is the policy as it is now) | 0 (it stays the first weights) | between: a slow average."""
+    hint: list[str] = field(default_factory=list)
+    """What the teacher sees beside the prompt: a text with names in braces, as in ["A right answer: {answer}"]. A name
+    is a column of the row, sibling (a right answer of the same group, not this one) or feedback (what a reward function
+    says of this answer by log_extra). Of several texts it is the first of which everything is there; an answer without
+    any is not compared with the teacher."""
     dynamic_sampling: bool = False
     """Replace groups in which every reward is the same by new prompts (DAPO)."""
     max_refill: Amount = 4.0
