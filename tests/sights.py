@@ -44,8 +44,13 @@ MARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lfm2_vl": ("<image>", ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
          *(f"<|img_row_{r}_col_{c}|>" for r in (1, 2) for c in (1, 2)))),
 }  # fmt: skip
-NAMED = {"internvl": {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
-                      "video_token": "<video>"}}  # fmt: skip
+GEMMA = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<img>"}
+SOUND = {"audio_token": "<audio>", "boa_token": "<boa>", "eoa_token": "<eoa>"}
+MARKS |= {"gemma3": ("<boi>", tuple(GEMMA.values()))}
+MARKS |= {"gemma4": ("<img>", (*GEMMA.values(), *SOUND.values(), "<|video|>"))}
+NAMED = {"gemma3": GEMMA, "gemma4": GEMMA | SOUND}
+NAMED["internvl"] = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}
+NAMED["internvl"] |= {"context_image_token": "<IMG_CONTEXT>"}
 
 
 def template(mark: str) -> str:
@@ -113,7 +118,24 @@ def config(kind: str, words: PreTrainedTokenizerFast) -> Any:
         return AutoConfig.for_model(
             kind, text_config=text, **own, image_token_id=token("<image>"), projector_hidden_size=32
         )
+    if kind in ("gemma3", "gemma4"):
+        return gemma(kind, tower, {f"{name}_id": token(text) for name, text in GEMMA.items()})
     raise KeyError(kind)
+
+
+def gemma(kind: str, tower: dict[str, Any], ids: dict[str, int]) -> Any:
+    """Layers with windows shorter than a picture's place in the prompt, and one without."""
+    text = {**TEXT, "query_pre_attn_scalar": 16, "sliding_window": 6}
+    text |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    if kind == "gemma3":
+        own = {"vision_config": {**tower, "image_size": 24}, "mm_tokens_per_image": 9}
+        ids["image_token_index"] = ids.pop("image_token_id")
+        return AutoConfig.for_model(kind, text_config={**text, "model_type": "gemma3_text"}, **own, **ids)
+    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "global_head_dim": 16}
+    text |= {"vocab_size_per_layer_input": WORDS, "hidden_size_per_layer_input": 8}
+    text |= {"use_bidirectional_attention": "vision"}
+    tower |= {"pooling_kernel_size": 2, "position_embedding_size": 64, "num_key_value_heads": 2, "head_dim": 16}
+    return AutoConfig.for_model(kind, text_config=text, vision_config=tower, audio_config=None, **ids)
 
 
 def image_processor(kind: str) -> dict[str, Any]:
@@ -131,6 +153,13 @@ def image_processor(kind: str) -> dict[str, Any]:
     if kind == "smolvlm":
         sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
         return {"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": True, **sizes}
+    if kind == "gemma3":
+        sizes = {"size": {"height": 24, "width": 24}, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 2}
+        sizes |= {"do_pan_and_scan": True, "pan_and_scan_min_ratio_to_activate": 1.6}
+        return {"image_processor_type": "Gemma3ImageProcessor", **sizes}
+    if kind == "gemma4":
+        sizes = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+        return {"image_processor_type": "Gemma4ImageProcessor", **sizes}
     if kind == "lfm2_vl":
         sizes = {"tile_size": 16, "encoder_patch_size": 4, "min_image_tokens": 2, "max_image_tokens": 4}
         sizes |= {"min_tiles": 2, "max_tiles": 4, "max_num_patches": 16, "downsample_factor": 2}
@@ -144,6 +173,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "internvl": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
     "smolvlm": {"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
     "lfm2_vl": {"processor_class": "Lfm2VlProcessor"},
+    "gemma3": {"processor_class": "Gemma3Processor", "image_seq_length": 9},
+    "gemma4": {"processor_class": "Gemma4Processor"},
 }
 
 
@@ -157,6 +188,8 @@ def folder(path: Path | str, kind: str = "qwen3_vl", seed: int = 0) -> Path:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
+            elif not parameter.any():  # Gemma 3's projection
+                parameter.normal_(0, 0.2)
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     model.save_pretrained(path)
     words.save_pretrained(path)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.engine.scheduler import ScheduledTokens
-from birl.models.vision import Features, Seen, family_of, look, plain, still
+from birl.models.vision import Features, Seen, family_of, look, mutual, plain, still
 from birl.text.pictures import Processed
 
 KEPT = 2**28  # bytes of features
@@ -44,14 +44,14 @@ class Looks:
         if all(work.request.sight is None for work in plan):
             return tokens, positions, None
         parts: list[Features] = []
-        places: list[int] = []
+        places: list[list[int]] = []
         axes: list[np.ndarray] = []
         family, place = family_of(self.model), 0
         for work in plan:
             sight, count = work.request.sight, len(work.tokens) + len(work.drafts)
             for picture, rows, own in () if sight is None else sight.within(work.start, len(work.tokens)):
                 parts.append(self.of(picture)[torch.tensor(rows, dtype=torch.int64, device=tokens.device)])
-                places += [place + p for p in own]
+                places.append([place + p for p in own])
             if family is not None and family.axes:
                 counted = np.broadcast_to(np.arange(work.start, work.start + count), (3, count))
                 axes.append(counted if sight is None else sight.at(work.start, count))
@@ -60,5 +60,5 @@ class Looks:
             positions = torch.from_numpy(np.concatenate(axes, axis=1)).to(tokens.device, torch.int64)
         if not parts:
             return plain(tokens), positions, None
-        where = torch.tensor(places, dtype=torch.int64, device=tokens.device)
-        return plain(tokens), positions, Seen(where, Features.joined(parts))
+        where = torch.tensor([p for own in places for p in own], dtype=torch.int64, device=tokens.device)
+        return plain(tokens), positions, Seen(where, Features.joined(parts), mutual(self.model, places))

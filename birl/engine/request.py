@@ -78,6 +78,11 @@ class Request:
         start = self.computed - len(self.prompt)
         return self.tokens[start:] if start >= 0 else [*self.prompt[start:], *self.tokens]
 
+    def piece(self, budget: int) -> list[int]:
+        """The next of them, about `budget`: no token is computed without those that it sees."""
+        count = max(budget, 0)
+        return self.pending()[: count if self.sight is None else self.sight.whole(self.computed, count)]
+
     @property
     def left(self) -> int:
         """Tokens that it may still be given."""

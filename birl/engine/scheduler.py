@@ -96,7 +96,7 @@ class Scheduler:
         for request in self.running:
             self.keep(request, request.computed)
         for request in self.running:
-            pending = request.pending()[:budget] if len(request) - request.computed > 1 else request.pending()
+            pending = request.piece(budget) if len(request) - request.computed > 1 else request.pending()
             budget -= len(pending) if len(pending) > 1 else 0
             if pending:
                 plan.append(self.scheduled(request, pending))
@@ -112,7 +112,7 @@ class Scheduler:
             if leader is not None:
                 leader.followers.append(request)
             else:
-                plan.append(self.scheduled(request, request.pending()[:budget]))
+                plan.append(self.scheduled(request, request.piece(budget)))
                 budget -= len(plan[-1].tokens)
         self.prompts = self.prefill - budget
         for work in plan:

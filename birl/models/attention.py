@@ -51,6 +51,20 @@ class Variant:
     chunk: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Mutual:
+    """Tokens of a picture that see one another, later ones too: Gemma 3 in every layer, Gemma 4 in those with a window
+    (`windowed`). `blocks`: (first row, count) of each stretch of neighbours, whose last row is the last of its
+    picture."""
+
+    blocks: tuple[tuple[int, int], ...]
+    windowed: bool
+
+    def of(self, window: int | None) -> tuple[tuple[int, int], ...]:
+        """Those that count in a layer with this window."""
+        return () if self.windowed and window is None else self.blocks
+
+
 class Layout(Protocol):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
@@ -75,12 +89,14 @@ class Packed:
     trees: Sequence[Tree]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     masks: dict[Any, Any] = field(default_factory=dict)  # made once, used by every layer
+    mutual: Mutual | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
         variant: Variant | None = None,
     ) -> Tensor:  # fmt: skip
-        if variant is not None:
+        if variant is not None or (self.mutual is not None and self.mutual.of(window)):
+            variant = variant or Variant()
             areas = self.areas(window, variant.chunk)
             return tree_attention(query[0], key[0], value[0], areas, scale, variant.cap, variant.sinks)[None]
         if query.device.type == "cpu":
@@ -142,17 +158,23 @@ class Packed:
     def areas(self, window: int | None, chunk: int | None = None) -> list[Area]:
         """Each node's rows, and all that they see."""
         if (window, chunk) not in self.masks:
+            blocks = () if self.mutual is None else self.mutual.of(window)
             self.masks[window, chunk] = [
-                area(node.first, node.count, way, window, chunk, self.device) for node, way in ways(self.trees)
+                area(node.first, node.count, way, window, chunk, self.device, blocks) for node, way in ways(self.trees)
             ]
         return self.masks[window, chunk]
 
 
-def visible(rows: int, columns: int, window: int | None, chunk: int | None = None) -> Tensor:
+def visible(
+    rows: int, columns: int, window: int | None, chunk: int | None = None, blocks: Sequence[tuple[int, int]] = ()
+) -> Tensor:
     """Who sees whom, bool [rows, columns]: the last tokens of a sequence, and all of it in order. Each sees what is not
-    later, of the newest `window` or of its own chunk."""
+    later, and the rest of its block (first row, count), of the newest `window` or of its own chunk."""
     position, seen = torch.arange(columns - rows, columns)[:, None], torch.arange(columns)
-    mask = position >= seen
+    last = position.clone()
+    for first, count in blocks:
+        last[first : first + count] = position[first + count - 1]
+    mask = last >= seen
     if window is not None:
         mask &= position - seen < window
     if chunk is not None:
@@ -161,11 +183,20 @@ def visible(rows: int, columns: int, window: int | None, chunk: int | None = Non
 
 
 def area(
-    first: int, count: int, way: Sequence[range], window: int | None, chunk: int | None, device: torch.device
+    first: int,
+    count: int,
+    way: Sequence[range],
+    window: int | None,
+    chunk: int | None,
+    device: torch.device,
+    blocks: Sequence[tuple[int, int]] = (),
 ) -> Area:
-    """`count` rows from `first` on, and the places of all that the last of them sees, in order of position."""
+    """`count` rows from `first` on, and the places of all that the last of them sees, in order of position. `blocks`
+    of the row, each of which is within one node."""
     columns = slice(way[0].start, way[0].stop) if len(way) == 1 else places(way).to(device)
-    return first, columns, bias(visible(count, sum(map(len, way)), window, chunk).to(device))
+    own = [(row - first, n) for row, n in blocks if first <= row < first + count]
+    mask = visible(count, sum(map(len, way)), window, chunk, own)
+    return Area(first, columns, bias(mask.to(device)), causal=not own)
 
 
 def places(way: Sequence[range]) -> Tensor:

@@ -1,6 +1,7 @@
 """The model's forward passes, as both the engine and the learner use them."""
 
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ def hidden_states(
         return decoder.hidden_states(tokens, positions, cast(RowLayout, layout))  # sharded models have no decoder
     if fused := fused_for(model):
         return fused.hidden_states(tokens, positions, layout)
+    if seen is not None and seen.mutual is not None:
+        layout = replace(cast(Any, layout), mutual=seen.mutual)
     body = body_of(model)
     ids = tokens[None]
     mask = torch.ones_like(ids)  # without one, transformers waits for the device to look for packed sequences

@@ -102,9 +102,9 @@ def score_weight(file: Path) -> Tensor | None:
 
 def model_class(config: Any, pictures: bool = False) -> Any:
     """transformers' class for a config. `pictures`: the one that sees them, where the text alone has one, too."""
-    sees = type(config) in AutoModelForImageTextToText._model_mapping
-    reads = type(config) in AutoModelForCausalLM._model_mapping
-    return AutoModelForImageTextToText if sees and (pictures or not reads) else AutoModelForCausalLM
+    autos = AutoModelForImageTextToText, AutoModelForCausalLM
+    sees, reads = (auto._model_mapping.get(type(config), None) for auto in autos)
+    return autos[0] if sees is not None and (pictures or reads in (None, sees)) else autos[1]
 
 
 def load_model(

@@ -21,9 +21,9 @@ from birl import kernels
 from birl.errors import BirlError
 from birl.kernels import PAGE, Kernels
 from birl.models import paged_triton
-from birl.models.attention import Variant
+from birl.models.attention import Mutual, Variant, bias, visible
 from birl.models.states import States, Step, Stretch
-from birl.models.tree_attention import capped, softmax_beside
+from birl.models.tree_attention import Area, capped, softmax_beside, tree_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,18 @@ class Cache:
         """Are the keys of a page [32, D]?"""
         return self.keys[0].device.type != "cpu"
 
+    def in_order(self, keys: Tensor, values: Tensor, pages: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values of a slot in these pages [n], position by position: [K, 32 n, D]. `packed`: as the bfloat16
+        kernels have them, tiles of 16 rows (or columns) by 32, in pairs (kernels/tile.h)."""
+        k, v = keys[pages].transpose(0, 1), values[pages].transpose(0, 1)
+        heads, n, size = k.shape[0], len(pages), v.shape[3]
+        if packed:
+            k = k.reshape(heads, n, 2, size // 32, 16, 16, 2).permute(0, 1, 2, 5, 3, 4, 6)
+            v = v.reshape(heads, n, size // 16, 16, 16, 2).permute(0, 1, 3, 5, 2, 4)
+        elif not self.positions_first:
+            k = k.transpose(2, 3)
+        return k.reshape(heads, n * PAGE, -1), v.reshape(heads, n * PAGE, -1)
+
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(from, to); no page is both."""
         if not pairs:
@@ -108,6 +120,7 @@ class Paged:
     masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # of each layer so far
     stretches: list[Stretch] = field(default_factory=list)  # whose state is whose, where layers keep one
+    mutual: Mutual | None = None
 
     @classmethod
     def of(cls, cache: Cache, tables: Sequence[Sequence[int]], lengths: Sequence[int], groups: Sequence[int],
@@ -181,15 +194,33 @@ class Paged:
         out = kernels.paged_attention(
             query, keys, values, self.table, self.lengths, self.starts, self.shared, scale, window
         )
+        self.look_ahead(out.view(query.shape), query, (keys, values), scale, window or None, packed=True)
         return out, out
+
+    def look_ahead(
+        self, out: Tensor, query: Tensor, kept: tuple[Tensor, Tensor], scale: float, window: int | None,
+        variant: Variant | None = None, packed: bool = False,
+    ) -> None:  # fmt: skip
+        """Attention again, into out [B, H, D'], of rows whose pictures' tokens see later ones, too: query [B, H, D]."""
+        variant = variant or Variant()
+        for first, count in () if self.mutual is None else self.mutual.of(window):
+            end = int(self.lengths[first + count - 1])
+            pages = self.table[first, : -(-end // PAGE)].long()
+            keys, values = self.cache.in_order(*kept, pages, packed and query.dtype == torch.bfloat16)
+            mask = visible(count, end, window, variant.chunk, [(0, count)])
+            own = Area(0, slice(0, end), bias(mask.to(query.device)), causal=False)
+            rows = query[first : first + count].transpose(0, 1)
+            out[first : first + count] = tree_attention(
+                rows, keys[:, :end], values[:, :end], [own], scale, variant.cap, variant.sinks
+            )
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
         variant: Variant | None = None,
     ) -> Tensor:  # fmt: skip
         """For models that run through transformers' own forward."""
-        rows, heads, size, wide = query.shape[2], query.shape[1], query.shape[3], value.shape[3]
-        fits = query.device.type == "cpu" and size == wide and variant is None
+        rows, heads, size = query.shape[2], query.shape[1], query.shape[3]
+        fits = query.device.type == "cpu" and size == value.shape[3] and variant is None
         compiled = kernels.load(query.dtype, size) if fits else None
         if compiled is not None:
             q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
@@ -202,15 +233,28 @@ class Paged:
         keys, values = self.slot(layer, k, v)
         if variant is None and paged_triton.usable(query, value):
             pages = paged_triton.Pages(keys, values, self.table, self.lengths)
-            return paged_triton.paged_attention(q, k, v, pages, scale, window, self.rows)[None]
+            out = paged_triton.paged_attention(q, k, v, pages, scale, window, self.rows)
+        else:
+            out = self.by_torch(q, k, v, (keys, values), scale, window, variant)
+        self.look_ahead(out, q, (keys, values), scale, window, variant)
+        return out[None]
+
+    def by_torch(
+        self, query: Tensor, key: Tensor, value: Tensor, kept: tuple[Tensor, Tensor], scale: float, window: int | None,
+        variant: Variant | None,
+    ) -> Tensor:  # fmt: skip
+        """query [B, H, D], key and value [B, K, D] -> [B, H, D']."""
+        keys, values = kept
+        rows, heads, size = query.shape
+        wide = value.shape[2]
         pages, places = self.pages.long(), self.places.long()
         by_row = keys if self.cache.positions_first else keys.transpose(2, 3)
-        by_row[pages, :, places] = k
-        values[pages, :, places] = v
+        by_row[pages, :, places] = key
+        values[pages, :, places] = value
         table, kv_heads = self.table.long(), keys.shape[1]
         all_keys = by_row[table].transpose(1, 2).reshape(rows, kv_heads, -1, size)
         all_values = values[table].transpose(1, 2).reshape(rows, kv_heads, -1, wide)
-        grouped = q.reshape(rows, kv_heads, heads // kv_heads, size)
+        grouped = query.reshape(rows, kv_heads, heads // kv_heads, size)
         if variant is not None:
             mask = self.mask(window, torch.float32, all_keys.shape[2], variant.chunk)
             scores = (grouped.float() * scale) @ all_keys.float().transpose(2, 3)
@@ -219,10 +263,11 @@ class Paged:
                 p = scores.softmax(-1)
             else:
                 p = softmax_beside(scores, variant.sinks.float().view(kv_heads, -1, 1).expand(*scores.shape[:3], 1))
-            return (p @ all_values.float()).to(value.dtype).reshape(1, rows, heads, wide)
+            return (p @ all_values.float()).to(value.dtype).reshape(rows, heads, wide)
         mask = self.mask(window, query.dtype, all_keys.shape[2])
-        out = F.scaled_dot_product_attention(grouped, all_keys, all_values, attn_mask=mask, scale=scale)
-        return out.reshape(1, rows, heads, wide)
+        return F.scaled_dot_product_attention(grouped, all_keys, all_values, attn_mask=mask, scale=scale).reshape(
+            rows, heads, wide
+        )
 
     def mask(self, window: int | None, dtype: torch.dtype, width: int, chunk: int | None = None) -> Tensor:
         """0 where a row may look, -inf elsewhere: [B, 1, 1, width]."""

@@ -8,7 +8,7 @@ of keeping them, and never holds more than `SCORES` of them.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,17 @@ from torch import Tensor
 SCORES = 2**22  # attention scores that exist at once: 16 MiB, and as much again for what is computed from them
 
 Columns = slice | Tensor  # neighbours, or int64 places
-Area = tuple[int, Columns, Tensor]  # first row, its columns, and 0 or -inf for each pair, float32 [rows, columns]
 Block = tuple[slice, Columns, Tensor]  # rows, the columns they may see, and 0 or -inf for each pair
+
+
+class Area(NamedTuple):
+    """The first of some rows, the columns that they may see, and 0 or -inf for each pair, float32 [rows, columns].
+    `causal`: the last column is the last row's own token, and so on upwards; none sees a later one."""
+
+    first: int
+    columns: Columns
+    bias: Tensor
+    causal: bool = True
 
 
 def tree_attention(
@@ -34,9 +43,8 @@ def tree_attention(
     With `cap` scores s are cap tanh(s / cap) before the bias. `sinks` [H] are one more score in each softmax of a head,
     for which there is no value.
 
-    Every row belongs to one area, every column to any number of them. An area's last column is its last row's own
-    token, and so on upwards: columns later than their row are never seen. The rows of a node of a tree are an area,
-    whose columns are the nodes above it and itself.
+    Every row belongs to one area, every column to any number of them. The rows of a node of a tree are an area, whose
+    columns are the nodes above it and itself.
     """
     return _TreeAttention.apply(query, key, value, areas, scale, cap, sinks)  # pyright: ignore
 
@@ -118,12 +126,13 @@ def softmax_beside(scores: Tensor, sink: Tensor) -> Tensor:
 
 
 def blocks(areas: Sequence[Area], heads: int) -> Iterator[Block]:
-    """Rows of each area in pieces of at most `SCORES` scores, with all columns that are not later than the last row."""
-    for row, column, bias in areas:
+    """Rows of each area in pieces of at most `SCORES` scores, where none sees a later column with those up to the last
+    row's own."""
+    for row, column, bias, causal in areas:
         rows, columns = bias.shape
         step = max(1, SCORES // (heads * columns))
         for first in range(0, rows, step):
             last = min(first + step, rows)
-            seen = columns - rows + last
+            seen = columns - rows + last if causal else columns
             chosen = slice(column.start, column.start + seen) if isinstance(column, slice) else column[:seen]
             yield slice(row + first, row + last), chosen, bias[first:last, :seen]

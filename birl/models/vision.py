@@ -10,7 +10,7 @@ back. The language model gets embeddings; its own vision code, which looks for p
 vocabulary, would take a placeholder that the model itself has sampled for a picture.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, cast
@@ -21,16 +21,19 @@ from torch import Tensor, nn
 
 from birl.data.trees import Tree, nodes
 from birl.errors import BirlError
+from birl.models.attention import Mutual
 from birl.text.pictures import FIRST, Pictures, Processed, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """`language`: the attribute of the model's body that is the language model. `axes`: a placeholder's position has
-    three parts, time, height and width (M-RoPE, arXiv:2409.12191)."""
+    three parts, time, height and width (M-RoPE, arXiv:2409.12191). `mutual`: tokens of a picture see
+    one another, later ones too, in "every" layer or in "windowed" ones."""
 
     language: str = "language_model"
     axes: bool = False
+    mutual: str = ""
 
 
 #: by model type
@@ -38,6 +41,8 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), Family(axes=True)),
     **dict.fromkeys(("mistral3", "internvl", "lfm2_vl"), Family()),
     "smolvlm": Family(language="text_model"),
+    "gemma3": Family(mutual="every"),
+    "gemma4": Family(mutual="windowed"),
 }
 
 
@@ -63,10 +68,11 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The features that stand at `places` [P] of a row."""
+    """The features that stand at `places` [P] of a row, and which of its tokens see later ones."""
 
     places: Tensor
     features: Features
+    mutual: Mutual | None = None
 
 
 def family_of(model: nn.Module) -> Family | None:
@@ -79,6 +85,28 @@ def language_model(model: nn.Module) -> nn.Module | None:
     """Of a model that sees."""
     family = family_of(model)
     return None if family is None else getattr(cast(Any, model).base_model, family.language)
+
+
+def mutual(model: nn.Module, places: Iterable[Sequence[int]]) -> Mutual | None:
+    """The blocks of rows that see one another, of the places in a row of each picture. Marks part a picture's pieces
+    (Gemma 3's pan and scan), which are blocks of their own."""
+    family, config = family_of(model), cast(Any, model).config.get_text_config()
+    if family is None or not sees_ahead(family, config):
+        return None
+    return Mutual(tuple(block for own in places for block in neighbours(own)), family.mutual == "windowed")
+
+
+def sees_ahead(family: Family, config: Any) -> bool:
+    """Of Gemma 4 the larger models' pictures do."""
+    return family.mutual == "every" or (
+        family.mutual == "windowed" and getattr(config, "use_bidirectional_attention", None) == "vision"
+    )
+
+
+def neighbours(places: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, count) of each stretch of places that follow one another."""
+    firsts = [i for i, place in enumerate(places) if not i or places[i - 1] != place - 1]
+    return [(places[i], end - i) for i, end in zip(firsts, [*firsts[1:], len(places)], strict=True)]
 
 
 def give(model: nn.Module, pictures: Pictures | None, frozen: bool = False) -> None:
@@ -111,7 +139,7 @@ def look(model: nn.Module, pictures: Sequence[Processed]) -> list[Features]:
     weight: Tensor = cast(Any, model).get_input_embeddings().weight
     groups: dict[Any, list[int]] = {}
     for i, picture in enumerate(pictures):
-        groups.setdefault(tuple((n, a.shape) for n, a in picture.inputs.items()), []).append(i)
+        groups.setdefault((picture.count, *((n, a.shape) for n, a in picture.inputs.items())), []).append(i)
     result: dict[int, Features] = {}
     for own in groups.values():
         first = pictures[own[0]]
@@ -155,7 +183,7 @@ def row(
     if family.axes:
         made = tree_axes(positions.tolist(), spans, trees)
         positions = torch.from_numpy(made).to(tokens.device)
-    return plain(tokens), positions, Seen(places, features)
+    return plain(tokens), positions, Seen(places, features, mutual(model, [span.places for span in spans]))
 
 
 class Sight:
@@ -169,6 +197,8 @@ class Sight:
             raise BirlError("The prompt has a picture, and this model reads text alone.")
         self.count, self.spans = len(prompt), pictures.spans(prompt)
         self.positions = axes(self.count, self.spans) if family.axes else None
+        ahead = mutual(model, [span.places for span in self.spans])
+        self.blocks = () if ahead is None else ahead.blocks
 
     def at(self, start: int, count: int) -> np.ndarray:
         """Positions [3, count] of the tokens from `start` on."""
@@ -176,6 +206,11 @@ class Sight:
         known = self.positions[:, start : start + count]
         behind = int(self.positions.max()) + 1 + np.arange(max(start, self.count), start + count) - self.count
         return np.concatenate([known, np.broadcast_to(behind, (3, len(behind)))], axis=1)
+
+    def whole(self, start: int, count: int) -> int:
+        """So many tokens from `start` on, about `count`, that none sees a later one that is not among them."""
+        ends = [first + n for first, n in self.blocks if first < start + count < first + n]
+        return ends[0] - start if count > 0 and ends else count
 
     def within(self, start: int, count: int) -> list[tuple[Processed, list[int], list[int]]]:
         """Of the tokens from `start` on: each picture, which of its rows are there, and where, counted from `start`."""
@@ -205,6 +240,10 @@ def embedded(model: nn.Module, tokens: Tensor, seen: Seen) -> dict[str, Any]:
     if seen.features.deep:
         result["visual_pos_masks"] = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, seen.places, True)[None]
         result["deepstack_visual_embeds"] = [each.to(embeddings.dtype) for each in seen.features.deep]
+    config = cast(Any, model).config.get_text_config()
+    if getattr(config, "hidden_size_per_layer_input", 0):  # Gemma 4: each layer has embeddings of its own
+        ids = tokens.index_fill(0, seen.places, config.pad_token_id)
+        result["per_layer_inputs"] = cast(Any, language_model(model)).get_per_layer_inputs(ids[None])
     return result
 
 

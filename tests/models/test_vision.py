@@ -13,11 +13,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from birl import kernels
 from birl.data.pack import pack
 from birl.engine.engine import EmbeddedEngine
 from birl.learner.learner import Learner, Stats
 from birl.models import vision
 from birl.models.load import load_model, load_tokenizer
+from birl.models.paged import Cache, Slot
 from birl.models.processor import load_pictures
 from birl.models.slots import computed_by
 from birl.models.verify import verify
@@ -38,6 +40,8 @@ KINDS = (
     "smolvlm",
     "qwen3_vl_moe",
     "qwen3_5_moe",
+    "gemma3",
+    "gemma4",
 )
 #: processors that need more than Pillow
 NEEDS = {"lfm2_vl": "torchvision", "mistral3": "torchvision", "smolvlm": "num2words"}
@@ -168,6 +172,20 @@ def test_engine_and_learner_agree(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(b.learner.forward(batch), given, atol=1e-5, rtol=0)
         b.learner.forward_backward(batch, reinforce, Stats())
         b.learner.optim_step(1e-2)
+
+
+def test_pages_are_read_in_order() -> None:
+    """As the bfloat16 kernels pack them: what a picture's tokens see again, later ones too."""
+    compiled = kernels.load(torch.bfloat16, 32)
+    if compiled is None:
+        pytest.skip(kernels.problem())
+    cache = Cache.make(3, [Slot(0, 2, 2, 32, 32)], torch.bfloat16, torch.device("cpu"))
+    keys, values = torch.randn(2, 70, 2, 32, dtype=torch.float32).bfloat16()
+    numbers = torch.arange(70, dtype=torch.int32)
+    pages = torch.tensor([2, 0, 1], dtype=torch.int32)
+    compiled.cache_write(keys, values, cache.keys[0], cache.values[0], pages[numbers // 32], numbers % 32)
+    k, v = cache.in_order(cache.keys[0], cache.values[0], pages.long(), packed=True)
+    assert torch.equal(k[:, :70].transpose(0, 1), keys) and torch.equal(v[:, :70].transpose(0, 1), values)
 
 
 def test_other_pictures_are_other_tokens(tmp_path: Path) -> None:
