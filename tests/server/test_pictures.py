@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
-from birl.text.pictures import FIRST
+from birl.text.pictures import FIRST, Bounds, decoded
 from tests import sights
 from tests.server.running import Running, running
 
@@ -43,6 +45,30 @@ def test_every_dialect_shows_the_model_the_same(server: Running) -> None:
     asking = {"model": "birl", "max_output_tokens": 4, "temperature": 0, "input": [{"role": "user", "content": items}]}
     answer = server.http.post("/v1/responses", json=asking).json()
     assert "".join(p["text"] for m in answer["output"] for p in m["content"]) == said
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_vl", "gemma3"])
+def test_greedy_replies_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    """By its own processor, from the text of the template, with a picture in OpenAI's and in Anthropic's words."""
+    folder = sights.folder(tmp_path / "m", kind)
+    with running(folder, model={"dtype": "float32", "pictures": True}) as found:
+        image = {"type": "image_url", "image_url": {"url": URL}}
+        reply = asked(found, image, {"max_tokens": 24}).json()
+        shown = [{"type": "image", "source": SOURCE}, {"type": "text", "text": "Which?"}]
+        body = {"model": "birl", "max_tokens": 24, "temperature": 0, "messages": [{"role": "user", "content": shown}]}
+        said = found.http.post("/v1/messages", json=body).json()
+        pictures = found.service.chat.pictures
+    assert pictures is not None
+    mark = sights.MARKS[kind][0]
+    talk = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
+    text = pictures.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert mark in text
+    given = pictures.processor(text=[text], images=[[decoded(base64.b64decode(CODED), Bounds())]], return_tensors="pt")
+    assert given["input_ids"].tolist()[0] == [pictures.id if t >= FIRST else t for t in reply["prompt_token_ids"]]
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    answer = model.generate(**given, do_sample=False, max_new_tokens=24)[0, given["input_ids"].shape[1] :].tolist()
+    assert reply["choices"][0]["token_ids"] == answer
+    assert "".join(block["text"] for block in said["content"]) == reply["choices"][0]["message"]["content"]
 
 
 def test_later_turns_and_tools_show_pictures(server: Running) -> None:

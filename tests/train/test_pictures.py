@@ -2,6 +2,7 @@
 
 import base64
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from birl.cli import main
 from birl.learner import checkpoint
 from tests import sights
+from tests.train.test_resume import finish, same, start, wait_for_step
 
 QUIET = ("track.tensorboard=false", "track.console=off", "model.dtype=float32")
 ROLLOUT = ("rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=6", "rollout.max_failure_rate=1")
@@ -72,6 +74,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(command: str, kind: str, folder:
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert float(run_metrics(whole)["grad_norm"]) > 0
     assert len(list((whole / "pictures").iterdir())) == 6
+
+
+def test_kill_minus_nine_changes_no_bit(tmp_path: Path) -> None:
+    """In the middle of a step, and while a checkpoint is written."""
+    folder, data = sights.folder(tmp_path / "m", "qwen3_5"), rows(tmp_path)["rl"]
+    judged = f"reward.functions=[{tmp_path / 'judge.py'}:length]"
+    words = ["rl", f"model={folder}", f"data.train=[{data}]", *QUIET, *ROLLOUT, judged, "model.pictures=true"]
+    words += ["steps=5", "optimizer.lr=0.001", "checkpoint.every=1", "checkpoint.keep_last=0", "threads=1"]
+    assert finish(start([*words, f"run={tmp_path / 'whole'}"])) == 0
+    killed = [*words, f"run={tmp_path / 'killed'}"]
+    process = start(killed)
+    wait_for_step(tmp_path / "killed", 1)
+    process.kill()
+    assert finish(process) == -signal.SIGKILL
+    assert finish(start(killed, die_at=9)) == -signal.SIGKILL
+    assert finish(start(killed)) == 0
+    same(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_rollouts_are_those_of_the_learner_and_show_their_pictures(folder: Path, tmp_path: Path) -> None:
