@@ -15,6 +15,7 @@ from birl.learner.policy import DTYPES, Policy
 from birl.models.forward import weights_changed
 from birl.models.load import cast
 from birl.models.slices import fill, sketched
+from birl.models.vision import give, language_model, pictures_of, still
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +42,11 @@ class Sampled:
         if not ranks.sharded:
             self.own = open_engine(policy, keys, context, lambda: learner.version, longest, routes, among)
             return self.own
-        self.copy = cast(sketched(policy.folder, device), DTYPES[self.dtype])
+        pictures = pictures_of(policy.model)
+        self.copy = cast(
+            sketched(policy.folder, device, pictures=language_model(policy.model) is not None), DTYPES[self.dtype]
+        )
+        give(self.copy, pictures, frozen=bool(still(policy.model)))
         fill(self.copy.requires_grad_(False))
         copied = replace(policy, model=self.copy)
         self.own = open_engine(copied, keys, context, lambda: self.version, longest, routes, among)

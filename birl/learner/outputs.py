@@ -70,7 +70,8 @@ class Outputs(nn.Module):
             fused.checkpointing = self.checkpointing
         part = context.split(batch, self.ranks)
         tokens, positions, seen = vision.row(model, part.tokens, part.positions, batch.trees)
-        return part, hidden_states(model, tokens, positions, part.layout, seen)[part.source]
+        hidden = hidden_states(model, tokens, positions, part.layout, seen)[part.source]
+        return part, vision.anchored(model, hidden) if self.ranks.sharded else hidden
 
 
 def padded(batch: Batch, multiple: int) -> Batch:

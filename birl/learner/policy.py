@@ -27,7 +27,7 @@ from birl.models.slices import quantize, sketched, verify_small
 from birl.models.verify import verify
 from birl.models.vision import give
 from birl.parallel.machine import free_memory
-from birl.parallel.ranks import Ranks
+from birl.parallel.ranks import Grid, Ranks
 from birl.text.chat import PROBE, Chat
 from birl.text.pictures import Bounds
 from birl.types import PICTURES
@@ -96,9 +96,9 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
         except BirlError as error:
             raise BirlError(f"model.chat_template={config.chat_template}: {error}") from error
     if ranks is not None and ranks.sharded:
-        model = sketched(folder, device)
+        model = sketched(folder, device, pictures=config.pictures)
         if ranks.rank == 0:
-            verify_small(folder, device, DTYPES[config.dtype])
+            verify_small(folder, device, DTYPES[config.dtype], kind=type(model))
     else:
         if quantized == "none":
             check_room(config.path, folder, device, config.pictures)
@@ -113,13 +113,16 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
 
 
 def check_whole(config: schema.Model, folder: Path, ranks: Ranks | None, quantized: str) -> None:
-    """Raises `BirlError` where a model that sees is to be split or quantised, which is not built."""
-    split = ranks is not None and (ranks.sharded or ranks.grid.cp > 1 or ranks.grid.tp > 1)
-    if (split or quantized != "none") and sees(folder, config.pictures):
-        what = f"lora.quantize={quantized}" if quantized != "none" else "parallel.fsdp, parallel.tp and parallel.cp"
+    """Raises `BirlError` where a model that sees is to be split or quantised in a way that is not built."""
+    grid = Grid() if ranks is None else ranks.grid
+    axes = {f"parallel.{axis}": getattr(grid, axis) for axis in ("tp", "cp", "ep")}
+    words = [f"{key}={n}" for key, n in axes.items() if n > 1]
+    words += [f"lora.quantize={quantized}"] if quantized != "none" else []
+    if words and sees(folder, config.pictures):
         raise BirlError(
-            f"model.path={config.path}: has a vision tower, for which {what} is not built. Set model.pictures=false "
-            "where its text alone has a class, or leave it out (parallel.ddp shares a step's samples out)."
+            f"model.path={config.path}: has a vision tower, for which {' and '.join(words)} is not built. Set "
+            "model.pictures=false where its text alone has a class, or leave it out (parallel.fsdp splits the weights, "
+            "parallel.ddp shares a step's samples out)."
         )
 
 

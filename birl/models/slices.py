@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -38,6 +38,7 @@ from birl.models.load import (
     REWARD_MODEL,
     check_files,
     check_report,
+    model_class,
     not_loadable,
     quiet,
     reward_head,
@@ -74,11 +75,13 @@ def sketched(
     device: torch.device,
     beside: AbstractSet[str] = frozenset(),
     without: AbstractSet[str] = frozenset(),
+    *,
+    pictures: bool = False,
 ) -> nn.Module:
     """`load_model` without the weights. Raises `BirlError` for what that would refuse."""
     check_files(folder)
     try:
-        model = _built(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        model = _built(AutoConfig.from_pretrained(folder, trust_remote_code=False), pictures)
     except Exception as error:
         raise not_loadable(folder, error) from error
     with suppress(OSError):
@@ -182,12 +185,14 @@ def quantize(model: nn.Module, kind: str) -> nn.Module:
     return model
 
 
-def verify_small(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-    """`verify.verify` of a small model of the same architecture. Raises `BirlError`."""
-    prove(AutoConfig.from_pretrained(folder, trust_remote_code=False), device, dtype=dtype)
+def verify_small(
+    folder: Path, device: torch.device, dtype: torch.dtype = torch.float32, kind: type | None = None
+) -> None:
+    """`verify.verify` of a small model of the same architecture and class. Raises `BirlError`."""
+    prove(AutoConfig.from_pretrained(folder, trust_remote_code=False), device, kind, dtype)
 
 
-def _built(config: Any) -> Any:
+def _built(config: Any, pictures: bool = False) -> Any:
     """The model with its parameters on the meta device. Its buffers are computed as ever: rotary frequencies have no
     other source."""
     register = nn.Module.register_parameter
@@ -197,11 +202,12 @@ def _built(config: Any) -> Any:
             param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    options: Any = {"dtype": torch.float32, "attn_implementation": attention.NAME, "trust_remote_code": False}
+    how = attention.named(config)
+    options: Any = {"dtype": torch.float32, "attn_implementation": how, "trust_remote_code": False}
     with quiet():  # one thread at a time
         nn.Module.register_parameter = on_meta  # pyright: ignore
         try:
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model = model_class(config, pictures).from_config(config, **options)
         finally:
             nn.Module.register_parameter = register
     model.tie_weights()

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from birl.models.device import device_of
+from birl.models.vision import language_model
 from birl.parallel.experts import spread
 from birl.parallel.ranks import Ranks
 from birl.parallel.scatter import GlooReduceScatter
@@ -66,6 +67,7 @@ def settle(root: nn.Module) -> None:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers: the modules that transformers says must not be split."""
+    """The decoder layers: the modules that transformers says must not be split. None of a vision tower, which a rank
+    calls as often as its samples have pictures: it is gathered with the rest."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [m for m in model.modules() if type(m).__name__ in names]
+    return [m for m in (language_model(model) or model).modules() if type(m).__name__ in names]
