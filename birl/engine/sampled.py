@@ -42,11 +42,9 @@ class Sampled:
         if not ranks.sharded:
             self.own = open_engine(policy, keys, context, lambda: learner.version, longest, routes, among)
             return self.own
-        pictures = pictures_of(policy.model)
-        self.copy = cast(
-            sketched(policy.folder, device, pictures=language_model(policy.model) is not None), DTYPES[self.dtype]
-        )
-        give(self.copy, pictures, frozen=bool(still(policy.model)))
+        sees = language_model(policy.model) is not None
+        self.copy = cast(sketched(policy.folder, device, pictures=sees), DTYPES[self.dtype])
+        give(self.copy, pictures_of(policy.model), frozen=bool(still(policy.model)))
         fill(self.copy.requires_grad_(False))
         copied = replace(policy, model=self.copy)
         self.own = open_engine(copied, keys, context, lambda: self.version, longest, routes, among)

@@ -36,17 +36,14 @@ class Outcome:
 
 def trained(ranks: Ranks, folder: Path, kind: str, frozen: bool) -> Outcome:
     """Two steps on rows of which the second half has no picture."""
-    model: Any = (
-        sketched(folder, torch.device("cpu"), pictures=True) if ranks.sharded else load_model(folder, pictures=True)
-    )
+    split = ranks.sharded
+    model: Any = sketched(folder, torch.device("cpu"), pictures=True) if split else load_model(folder, pictures=True)
     pictures = load_pictures(folder, model, load_tokenizer(folder), Bounds())
     assert pictures is not None
     vision.give(model, pictures, frozen=frozen)
     learner = Learner(model, ranks=ranks, dtype=torch.float32, max_grad_norm=0.5, eps=1e-4)
-    mark, shown = (
-        sights.MARKS[kind][0],
-        [Picture.of(sights.drawn(n, size)) for n, size in (("7", (24, 16)), ("3", (16, 32)))],
-    )
+    mark, sizes = sights.MARKS[kind][0], {"7": (24, 16), "3": (16, 32)}
+    shown = [Picture.of(sights.drawn(text, size)) for text, size in sizes.items()]
     texts = [(f"Hi {mark} and {mark}", shown), (f"{mark}: ", shown[1:]), ("Only text", []), ("No more", [])]
     samples = [
         make(pictures.encode(text, iter(own)), tuple(range(40 + i, 46 + i + e)), i, e, 1.0 - e + i)
@@ -99,7 +96,7 @@ def test_runs_are_those_of_one_rank(command: str, kind: str, words: tuple[str, .
     one = runs.run(command, folder, data, tmp_path / "one", *words)
     two = runs.run(command, folder, data, tmp_path / "two", "parallel.fsdp=2", *words)
     for name in ("loss", "grad_norm"):
-        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5)
     a, b = runs.weights(tmp_path / "one"), runs.weights(tmp_path / "two")
     assert a.keys() == b.keys() and all(torch.allclose(a[name], b[name], atol=1e-4) for name in a)
     if command == "rl":
