@@ -36,8 +36,3 @@ def needed_setting(config: RL | Stage, tokens: int) -> str:
 
 def changed(config: Config, key: str) -> bool:
     return value_of(config, key) != documentation(type(config))[key].default
-
-
-def without_effect(config: Config, key: str, reason: str) -> list[str]:
-    """A key that was set and that nothing would read: the user believes in it, so it is refused."""
-    return [f"{setting(config, key)}: has no effect because {reason}."] if changed(config, key) else []

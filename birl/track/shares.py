@@ -76,7 +76,6 @@ class Shares:
     busy: float = 0.0
     busy_in_wait: float = 0.0
     crowd: float = 1.0
-    wait_seconds: float = 0.0  # that the learner waited for groups
 
     @property
     def weights(self) -> float:
@@ -118,7 +117,6 @@ def shares_of(timeline: Timeline, steps: list[TracedStep] | None = None) -> Shar
         busy=float(np.mean(busy)) if busy else 0.0,
         busy_in_wait=float(np.mean(in_wait)) if in_wait else 0.0,
         crowd=_crowd(timeline, waits),
-        wait_seconds=waits.total,
     )
 
 
