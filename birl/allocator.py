@@ -4,7 +4,10 @@ import contextlib
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def keep_memory() -> None:
@@ -28,20 +31,22 @@ def trim_memory() -> None:
 
 
 def system_memory() -> tuple[int, int]:
-    """Total and free [bytes], no more than the control group allows; zeros where the system does not say. Memory that
+    """Total and free [bytes], no more than the control groups allow; zeros where the system does not say. Memory that
     only caches files is free: the kernel gives it up on demand."""
     try:
-        total, free = (_sizes(Path("/proc/meminfo")).get(name, 0) * 1024 for name in ("MemTotal:", "MemAvailable:"))
+        total, free = (_sizes(PROC / "meminfo").get(name, 0) * 1024 for name in ("MemTotal:", "MemAvailable:"))
     except (OSError, ValueError):
         return 0, 0
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text(encoding="utf-8"))  # "max" where there is none
-        used = int((group / "memory.current").read_text(encoding="utf-8"))
-        used -= _sizes(group / "memory.stat").get("inactive_file", 0)
-    except (OSError, ValueError):
-        return total, free
-    return min(total, limit), max(min(free, limit - used), 0)
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        for group in _groups("memory"):
+            with contextlib.suppress(OSError, ValueError):  # "max" where there is none
+                most = int((group / limit).read_text(encoding="utf-8"))
+                taken = int((group / used).read_text(encoding="utf-8")) - _sizes(group / "memory.stat").get(cached, 0)
+                total, free = min(total, most), max(min(free, most - taken), 0)
+    return total, free
 
 
 def _sizes(file: Path) -> dict[str, int]:
@@ -51,5 +56,32 @@ def _sizes(file: Path) -> dict[str, int]:
 
 
 def cores() -> int:
-    """Cores that this process may use: a container or `taskset` often allows fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: a container or `taskset` often allows fewer than the machine has. Of a quota in
+    processor time its whole cores: a thread more than that would make all others wait for it."""
+    some = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(min(some, int(quota() or some)), 1)
+
+
+def quota() -> float:
+    """The control groups' limit of processor time [cores]; 0 for none."""
+    limits = []
+    for group in _groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is none
+            time, period = (group / "cpu.max").read_text(encoding="utf-8").split()
+            limits.append(int(time) / int(period))
+        with contextlib.suppress(OSError, ValueError):  # version 1: -1 where there is none
+            time, period = ((group / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period"))
+            limits.append(int(time) / int(period))
+    return min((limit for limit in limits if limit > 0), default=0.0)
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """Folders of the control groups, of version 2 and 1, that this process is in; inside of a container, whose own
+    folder is the top, some may not be there."""
+    with contextlib.suppress(OSError):
+        for line in (PROC / "self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, names, path = line.split(":", 2)
+            mounts = [name for name in names.split(",") if name == controller] if names else ["", "unified"]
+            for mount in mounts:
+                for group in (Path(path), *Path(path).parents):
+                    yield GROUPS / mount / str(group).lstrip("/")

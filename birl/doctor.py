@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from birl.allocator import cores, system_memory
+from birl.allocator import cores, quota, system_memory
 from birl.errors import BirlError, first_line
 
 GIB = 2**30
@@ -224,22 +224,8 @@ def _kernels(torch: Any) -> list[Finding]:
 
 
 def _cores() -> Finding:
-    allowed, quota = cores(), _quota()
-    text = f"{allowed} of {os.cpu_count()} may be used"
-    if quota and quota < allowed:
-        return Finding(
-            "warn", "cores", f"{text}, but the container's quota is {quota:g}", f"threads={max(1, int(quota))}"
-        )
-    return Finding("ok", "cores", text)
-
-
-def _quota() -> float:
-    """The control group's processor limit in cores, 0 for none."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-        return 0.0 if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return 0.0
+    limit = f", by a quota of {limit:g}" if (limit := quota()) else ""
+    return Finding("ok", "cores", f"{cores()} of {os.cpu_count()} may be used{limit}")
 
 
 def _threads() -> list[Finding]:

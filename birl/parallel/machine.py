@@ -3,13 +3,14 @@
 import contextlib
 import ctypes
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 
-from birl.allocator import system_memory, trim_memory
+from birl.allocator import cores, system_memory, trim_memory
 from birl.errors import BirlError
 from birl.models.device import use
 
@@ -17,18 +18,19 @@ from birl.models.device import use
 @contextlib.contextmanager
 def compute_thread(threads: int = 0, device: torch.device | None = None) -> Iterator[Executor]:
     """One thread for everything that computes, the engine and the learner alike: they alternate, so a second would only
-    make a second pool of OpenMP threads that fight for the same cores. `threads` 0: as many as PyTorch would use
-    (OMP_NUM_THREADS, else the cores of this process). `device`: the current one of that thread, where it is a GPU.
+    make a second pool of OpenMP threads that fight for the same cores. `threads` 0: OMP_NUM_THREADS,
+    else the cores that this process may use. `device`: the current one of that thread, where it is a GPU.
 
     The calling thread computes with one thread meanwhile, and gives its own pool back first: as soon as there are more
     pool threads than cores, idle or not, libgomp stops waiting actively, and everything takes twice as long.
     """
     before = torch.get_num_threads()
+    own = threads or (before if os.environ.get("OMP_NUM_THREADS") else min(before, cores()))
     torch.set_num_threads(1)
     release_pool()
 
     def begin() -> None:
-        torch.set_num_threads(threads or before)
+        torch.set_num_threads(own)
         if device is not None:
             use(device)
 

@@ -1,4 +1,4 @@
-"""Jinja within bounds of memory: a chat template comes with the model, from whoever made it.
+"""Jinja within bounds of memory: a chat template comes with the model, and may be hostile.
 
 `deadline` ends a template that computes for long, but a single call into C is not interrupted, and a template that
 doubles a string forty times, or asks for `'x' * 10**10`, has all memory before. So whatever can be larger than what it
