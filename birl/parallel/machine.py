@@ -25,12 +25,11 @@ def compute_thread(threads: int = 0, device: torch.device | None = None) -> Iter
     pool threads than cores, idle or not, libgomp stops waiting actively, and everything takes twice as long.
     """
     before = torch.get_num_threads()
-    own = threads or (before if os.environ.get("OMP_NUM_THREADS") else min(before, cores()))
     torch.set_num_threads(1)
     release_pool()
 
     def begin() -> None:
-        torch.set_num_threads(own)
+        torch.set_num_threads(threads or (before if os.environ.get("OMP_NUM_THREADS") else min(before, cores())))
         if device is not None:
             use(device)
 
