@@ -406,6 +406,7 @@ def credit_of(config: schema.RL, pair_cost: float = 0.0, **models: Any) -> Credi
         shares=config.parallel.shares,
         usage=Usage(failed=config.rollout.failed, truncated=config.rollout.truncated),
         pair_cost=pair_cost,
+        mixture=config.env.kind == "mixture",
         **models,
     )
 

@@ -68,6 +68,7 @@ class Credit:
     learner: Learner | None = None  # where its log-probs before the first update are wanted
     weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of each reward function
     pair_cost: float = 0.0  # of `pack`
+    mixture: bool = False  # each environment by itself: means and deviations over a batch are over its own episodes
     estimator: NamedFunction | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +80,20 @@ class Credit:
 
     def of(self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float) -> Credited:
         """`greedy`: the reward of the greedy answer to each group's prompt, where algorithm.baseline=greedy."""
+        if not self.mixture:
+            return self._of(groups, greedy, kl_coef)
+        names = dict.fromkeys(g.task.columns.get("env") for g in groups)
+        each = [self._of([g for g in groups if g.task.columns.get("env") == n], greedy, kl_coef) for n in names]
+        order = {group.index: n for n, group in enumerate(groups)}
+        episodes = sum(own.episodes for own in each)
+        return Credited(
+            samples=sorted((s for own in each for s in own.samples), key=lambda s: order[s.group]),
+            by_episode={place: mean for own in each for place, mean in own.by_episode.items()},
+            kl=sum(own.kl * own.episodes for own in each if own.episodes) / episodes if episodes else float("nan"),
+            episodes=episodes,
+        )
+
+    def _of(self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float) -> Credited:
         keys = self.keys
         kept = [(g, i) for group in groups for g in assemble.by_agent(group) for i in self.usage.usable(g)]
         if keys.baseline == "greedy":

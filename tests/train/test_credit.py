@@ -297,3 +297,28 @@ def test_a_broken_function_is_told_before_or_at_the_first_step(
 
 def test_behaviour_is_of_the_trained_tokens() -> None:
     assert behaviour(credit().samples[0]).tolist() == [-0.5, -0.5]
+
+
+@pytest.mark.parametrize("words", [("scale_rewards=batch",), ("baseline=batch",), ("advantage=gdpo",), ("returns",)])
+def test_environments_of_a_mixture_are_compared_within_themselves(words: tuple[str, ...]) -> None:
+    keys = [f"algorithm.{w}" for w in words] if words != ("returns",) else ["algorithm=reinforce_pp"]
+    keys += ["algorithm.kl_coef=0", "env=mixture", "env.parts=[countdown,guess_number]"]
+    first, second = groups()
+    rich = [replace(t, reward=100 * t.reward) for t in first.trajectories]
+    places = {"countdown": [first, replace(second, index=3)], "guess_number": [replace(first, index=1), second]}
+    places["guess_number"] = [
+        replace(g, index=i, trajectories=tuple(rich)) for i, g in enumerate(places["guess_number"], 1)
+    ]
+    own = {
+        name: [replace(g, task=replace(g.task, columns={"env": name})) for g in some] for name, some in places.items()
+    }
+    both = sorted((g for some in own.values() for g in some), key=lambda g: g.index)
+    each = {name: credit_of(config(*keys)).of(some, {}, 0.0) for name, some in own.items()}
+    whole = credit_of(config(*keys)).of(both, {}, 0.0)
+    assert [s.group for s in whole.samples] == sorted(s.group for s in whole.samples) and whole.episodes == 11
+    expected = sorted((s for result in each.values() for s in result.samples), key=lambda s: s.group)
+    assert flat(whole.samples) == flat(expected)
+    assert whole.by_episode == {**each["countdown"].by_episode, **each["guess_number"].by_episode}
+    plain = credit_of(config(*keys))
+    plain.mixture = False
+    assert flat(plain.of(both, {}, 0.0).samples) != pytest.approx(flat(whole.samples))
