@@ -114,9 +114,9 @@ def _birl(words: list[str], pipe: Any) -> None:
 
 def preload() -> None:
     """Before the first `forked` of this process."""
-    FORK.set_forkserver_preload(
-        ["birl.train.command", "birl.train.build", "birl.server.serve", "birl.track.report", "tests.tiny"]
-    )
+    from tests.parallel.processes import PRELOADED  # of the one server that a process has
+
+    FORK.set_forkserver_preload(PRELOADED)
 
 
 def no_room(pid: int, limit: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from birl.launch.job import derive
 from birl.launch.modal_plan import Keys, prepare
 from birl.learner.policy import load_policy
 from birl.parallel.grid import ranks_here
+from birl.process import Process
 from tests.parallel.test_devices import cards
 
 RECIPE = Path(__file__).parents[2] / "recipes/gpu/areal_gsm8k.yaml"
@@ -95,23 +97,29 @@ def test_a_container_with_servers_inside_has_their_gpus(monkeypatch: pytest.Monk
 
 
 def test_each_server_process_sees_its_own(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:
-    """Real servers, which see no card here and compute on the CPU."""
+    """Real processes, which do nothing; that servers answer is tested elsewhere."""
     cards(monkeypatch, 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
     monkeypatch.setenv("LOCAL_RANK", "0")  # torchrun's
     config = schema.Engine(kind="birl", count=2, threads=1, max_batch=2)
     limits = {"context": 64, "longest": 64, "kv_cache_gb": 0.01, "end_ids": frozenset({2})}
     wanted = engines.Wanted(folder=tiny, dtype="float32", device="auto", logs=tmp_path, **limits)  # type: ignore[arg-type]
+    found: list[dict[str, str]] = []
 
-    async def environments() -> list[dict[str, str]]:
-        servers = await engines.open_servers(config, wanted, learner=1)
-        try:
-            texts = [Path(f"/proc/{child.pid}/environ").read_text() for child in servers.children]
-        finally:
-            await servers.close()
-        return [dict(word.split("=", 1) for word in text.split("\0") if "=" in word) for text in texts]
+    async def ready() -> bool:
+        return True
 
-    found = asyncio.run(environments())
+    async def started(_: schema.Engine, children: Sequence[Process]) -> None:
+        for child in children:
+            child.command, child.ready = [sys.executable, "-c", "import time; time.sleep(60)"], ready
+            await child.start()
+            text = Path(f"/proc/{child.pid}/environ").read_text()
+            found.append(dict(word.split("=", 1) for word in text.split("\0") if "=" in word))
+        raise BirlError("that is all")
+
+    monkeypatch.setattr(engines, "start", started)
+    with pytest.raises(BirlError, match="that is all"):
+        asyncio.run(engines.open_servers(config, wanted, learner=1))
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["GPU-b", "GPU-c"]
     assert not any("LOCAL_RANK" in one for one in found)
 
