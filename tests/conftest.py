@@ -13,9 +13,10 @@ from tests.tiny import tiny_model_folder
 torch.set_num_threads(1)
 BEGAN = time.monotonic()
 
-SLOW = {line for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if line and line[0] != "#"}
-#: folders whose tests depend on programs of the system, which may have been installed since they passed
-AGAIN = {"docs", "envs", "kernels", "launch", "rewards", "sandbox", "view"}
+TESTS = Path(__file__).parent
+SLOW = {line for line in (TESTS / "slow.txt").read_text().splitlines() if line and line[0] != "#"}
+#: folders whose quick tests depend on programs of the system, which may have been installed since they passed
+AGAIN = {"envs", "kernels", "rewards", "sandbox"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +45,12 @@ class Passed:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.option.seconds and time.monotonic() - BEGAN > item.config.option.seconds:
         pytest.skip(f"--seconds={item.config.option.seconds:g} are over")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test` does not even import the files and folders of slow.txt."""
+    name = collection_path.relative_to(TESTS).as_posix() if collection_path.is_relative_to(TESTS) else ""
+    return True if name in SLOW and config.option.markexpr == "not slow" else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers

@@ -44,7 +44,7 @@ def generated(model: torch.nn.Module, compute: ThreadPoolExecutor, routes: bool 
         model, tiny_tokenizer(), end_ids=frozenset({2}), context=128, compute=compute, version=lambda: 0, routes=routes,
         draft_rows=0,
     )  # fmt: skip
-    params = [SamplingParams(max_tokens=24, seed=i, temperature=i % 3 / 2, ignore_eos=True) for i in range(5)]
+    params = [SamplingParams(max_tokens=12, seed=i, temperature=i % 3 / 2, ignore_eos=True) for i in range(5)]
 
     async def main() -> list[Completion]:
         return await asyncio.gather(*map(engine.generate, PROMPTS, params))
@@ -52,26 +52,29 @@ def generated(model: torch.nn.Module, compute: ThreadPoolExecutor, routes: bool 
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_graphs_change_no_token(
-    kind: str, fused: bool, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, bursts: list[int]
+    kind: str, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, bursts: list[int]
 ) -> None:
     """Nor do fused layers: single steps are transformers'."""
     model = family(kind)
-    if fused and not fused_layers(model):
-        pytest.skip("transformers' layers alone")
-    decoder = FusedDecoder(model) if fused else None
+    ways = [None, *([FusedDecoder(model)] if fused_layers(model) else [])]
+    runs = []
+    for decoder in ways:
+        for module in (forward, runner):
+            monkeypatch.setattr(module, "fused_for", lambda model, decoder=decoder: decoder)
+        runs.append(generated(model, compute))
+        assert max(bursts, default=0) > 1
+        bursts.clear()
     for module in (forward, runner):
-        monkeypatch.setattr(module, "fused_for", lambda model: decoder if runner.graphed(torch.device("cpu")) else None)
-    captured = generated(model, compute)
-    assert max(bursts, default=0) > 1
-    bursts.clear()
+        monkeypatch.setattr(module, "fused_for", lambda model: None)
     monkeypatch.setattr(runner, "graphed", lambda device: False)
     single = generated(model, compute)
-    assert not bursts and [c.ids for c in captured] == [c.ids for c in single]
-    for a, b in zip(captured, single, strict=True):
-        assert a.logprobs.tolist() == pytest.approx(b.logprobs.tolist(), abs=2e-5)
+    assert not bursts
+    for captured in runs:
+        assert [c.ids for c in captured] == [c.ids for c in single]
+        for a, b in zip(captured, single, strict=True):
+            assert a.logprobs.tolist() == pytest.approx(b.logprobs.tolist(), abs=2e-5)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from birl.cli import main
+from birl.config import file as configuration
 from birl.config.load import load
 from birl.config.schema import RL
 from birl.recipes import shelf
@@ -67,9 +68,9 @@ def test_what_is_expected_is_what_the_curves_say(name: str) -> None:
 def planned() -> list[str]:
     found = []
     for name in FILES:
-        file = ROOT / "recipes" / f"{name}.yaml"
         if name.startswith("gpu/") and [s.command for s in read(FILES[name], name).stages] == ["rl"]:
-            found += [name] if load(RL, ["data.train=x", str(file)]).model.path in SHAPES else []
+            keys = configuration.read(str(ROOT / "recipes" / f"{name}.yaml"))
+            found += [name] if keys.get("model", keys.get("model.path")) in SHAPES else []
     return found
 
 

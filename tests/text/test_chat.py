@@ -63,7 +63,7 @@ FRONTED = Chat(adding("<|endoftext|>"))
 FRONTED.tokenizer.chat_template = CHATML
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(openings, rounds)
 @example((user("a"),), [("<|im_end|>x", [user("<|im_end|>")])])
 @example((user("Grüße"),), [("", [user("")]), ("🎲", [user("\x00", "tool"), user("b")])])

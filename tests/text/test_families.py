@@ -64,7 +64,7 @@ replies = st.builds(
     thinking=st.one_of(st.just(""), words),
     tool_calls=st.lists(calls, max_size=2).map(tuple),
 )
-SLOW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
+SLOW = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 def user(content: str, role: str = "user") -> Message:
