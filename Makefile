@@ -31,7 +31,7 @@ AXE := axe-core@4.14.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-browser setup-axe setup-slurm setup-ray setup-modal setup-cloud setup-skypilot setup-trackers
-.PHONY: setup-agents setup-tinker check-tinker setup-gpu setup-packages demo test test-all lint format bench-setup bench models check-peers check-engines chaos drill-ray
+.PHONY: setup-agents setup-tinker check-tinker setup-gpu setup-packages demo test test-all lint format bench-setup bench bench-all models check-peers check-engines chaos drill-ray
 .PHONY: clean docs api notices sbom lint-docker check-install check-extras check-gpu
 
 help:
@@ -60,6 +60,7 @@ help:
 	@echo "make check-install  build wheel and source archive, install them into an empty environment, use them"
 	@echo "make check-extras   resolve every extra on Python 3.11, 3.12 and 3.13"
 	@echo "make lint-docker    hadolint on docker/Dockerfile"
+	@echo "make bench-all  the whole table of benchmarks for this machine: two hours, resumable"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make models  measure what every architecture of transformers does with birl, into docs/models.md: four minutes"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
@@ -299,6 +300,9 @@ bench-setup: .venv-trl/setup.done .venv-vllm/setup.done
 bench: setup-dev bench-setup
 	@failed=; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || failed="$$failed $$name"; done; \
 		test -z "$$failed" || { echo "below their goal, or broken:$$failed"; exit 1; }
+
+bench-all: setup-dev bench-setup
+	@$(BIN)/python -m benchmarks.all $(BENCH_FLAGS)
 
 .venv-peers/setup.done: benchmarks/requirements-trl.txt tests/peers/requirements.txt constraints.txt
 	@echo "Installing TRL and verl into .venv-peers (once)"

