@@ -5,8 +5,6 @@ import contextlib
 import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from birl.server.connections import Patient
 from birl.server.serve import load
 from birl.server.server import app
 from birl.server.service import Service
+from tests.forked import Forked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +87,13 @@ def running(folder: Path, token: str = "", **keys) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def process(folder: Path, *words: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(folder: Path, *words: str, **env: str) -> Iterator[tuple[Forked, str]]:
     """`birl serve`, and its address."""
-    command = [sys.executable, "-m", "birl", "serve", f"model.path={folder}", "threads=1", "engine.kv_cache_gb=0.05"]
-    child = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True, env={**os.environ, **env})
+    command = ["serve", f"model.path={folder}", "threads=1", "engine.kv_cache_gb=0.05"]
+    child = Forked([*command, *words], {**os.environ, **env})
     killer = threading.Timer(500, child.kill)  # whatever happens, it ends before the test would
     killer.start()
     try:
-        assert child.stdout is not None
         line = child.stdout.readline()
         told = re.fullmatch(r"birl serve: (\S+) at (http://\S+) \(version 0\)\n", line)
         assert told, line

@@ -248,7 +248,7 @@ def test_weights_from_a_volume(folders: list[Path], tmp_path: Path) -> None:
     with process(folders[0], f"volume={tmp_path}") as (child, url):
         wrong = digests(weights(folders[0]))
         folder.announce(tmp_path, Update(version=1, digests=wrong, folder=place))  # not what is in it
-        assert child.stdout is not None and "other bytes than were sent" in child.stdout.readline()
+        assert "other bytes than were sent" in child.stdout.readline()
         place = str(folder.write(tmp_path, 2, new, folders[1]))
         folder.announce(tmp_path, Update(version=2, digests=digests(new), folder=place))
         until(lambda: httpx.get(f"{url}/info").json()["version"] == 2)

@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +14,14 @@ import httpx
 import numpy as np
 
 from birl.server.tinker import wire
+from tests.forked import Forked
 
 KEYS = {"alice": "tml-alice-0123456789", "bob": "tml-bob-9876543210"}
 
 
 @dataclass(slots=True)
 class Server:
-    child: "subprocess.Popen[str]"
+    child: Forked
     url: str
     said: list[str] = field(default_factory=list)
 
@@ -32,24 +31,21 @@ class Server:
 
 @contextlib.contextmanager
 def serving(model: Path, state: Path, *words: str, port: int = 0, keys: bool = True) -> Iterator[Server]:
-    command = [sys.executable, "-m", "birl", "tinker", f"model.path={model}", f"folder={state}", f"port={port}"]
+    command = ["tinker", f"model.path={model}", f"folder={state}", f"port={port}"]
     small = ["threads=1", "kv_cache_gb=0.05"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     env |= {"BIRL_TINKER_KEYS": ", ".join(f"{name} {key}" for name, key in KEYS.items())} if keys else {}
-    child = subprocess.Popen(
-        [*command, *small, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
-    )
+    child = Forked([*command, *small, *words], env, both=True)
     killer = threading.Timer(500, child.kill)  # whatever happens, it ends before the test would
     killer.start()
     said: list[str] = []
     try:
-        assert child.stdout is not None
         told = None
         while told is None and (line := child.stdout.readline()):
             said.append(line)
             told = re.search(r" at (http://\S+?)(,|$)", line)
         assert told, said
-        reader = threading.Thread(target=lambda: said.extend(child.stdout or ()), daemon=True)
+        reader = threading.Thread(target=lambda: said.extend(child.stdout), daemon=True)
         reader.start()
         yield Server(child, told[1], said)
     finally:
