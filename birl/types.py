@@ -297,8 +297,9 @@ class Sample:
     a critic aims at and what it predicts (None without one), and `proximal`, the learner's own log-probs before the
     batch's first update (None where they are not asked for). `routes`: which experts computed each token, equally
     many bytes for each; empty where not asked for. `hinted`: ids of a prompt with a hint, which a teacher reads instead
-    of all that is before the first trained token; None where there is none. `group` and `episode` say where the sample
-    comes from.
+    of all that is before the first trained token; None where there is none. `likely`: for the n trained tokens the k
+    words that a served teacher finds likeliest, int64 [n, k], and log-probs of these and of all others as one, float32
+    [n, k + 1]. `group` and `episode` say where the sample comes from.
 
     Columns may be given as any sequence of numbers; they become arrays: int32, bool or float32. Raises `ValueError`
     where they are not equally long, or the first token is trained.
@@ -319,6 +320,7 @@ class Sample:
     proximal: "Floats | None" = None
     routes: bytes = b""
     hinted: "Ints | None" = None
+    likely: "tuple[NDArray[np.int64], Floats] | None" = None
 
     def __post_init__(self) -> None:
         become_arrays(self, ("hinted",))

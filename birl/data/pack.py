@@ -38,7 +38,8 @@ class Batch:
     weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`;
     routes [T, bytes] uint8: which experts computed each token in the engine, where samples say so;
     hinted: the same samples behind prompts with a hint, for a teacher; its N, and its U, are in the order of this
-    batch's, and its weights are 0 where a sample has no such prompt.
+    batch's, and its weights are 0 where a sample has no such prompt;
+    likely [N, k] int64, likely_logprobs [N, k + 1]: what a served teacher says, where samples have it.
 
     Example: pack([Sample(...)], weights=[0.5], max_tokens=4096)[0]
     """
@@ -64,6 +65,8 @@ class Batch:
     divergence: Tensor | None = None
     routes: Tensor | None = None
     hinted: "Batch | None" = None
+    likely: Tensor | None = None
+    likely_logprobs: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         given = [f.name for f in fields(self) if f.name not in ("predicted", "divergence")]
@@ -90,17 +93,30 @@ def pack(
         )
     ids = sequences(samples)
     planned = micro_batches(ids, [s.group for s in samples], max_tokens, parts, pair_cost)
+    if any(s.likely is not None for s in samples):
+        batches = [_batch(clusters, ids, samples, weights, alone=True) for clusters in planned]
+        batches = [_with_likely(batch, samples) for batch in batches]
+    else:
+        alone = any(s.hinted is not None for s in samples)
+        batches = [_batch(clusters, ids, samples, weights, alone) for clusters in planned]
     if all(s.hinted is None for s in samples):
-        return [_batch(clusters, ids, samples, weights) for clusters in planned]
+        return batches
     told = [hinted(s) for s in samples]
     counted = [w * (s.hinted is not None) for s, w in zip(samples, weights, strict=True)]
+    read = [s.tokens for s in told]
     return [
-        replace(
-            _batch(clusters, ids, samples, weights, alone=True),
-            hinted=_batch(clusters, [s.tokens for s in told], told, counted, alone=True),
-        )
-        for clusters in planned
+        replace(batch, hinted=_batch(clusters, read, told, counted, alone=True))
+        for batch, clusters in zip(batches, planned, strict=True)
     ]
+
+
+def _with_likely(batch: Batch, samples: Sequence[Sample]) -> Batch:
+    own = [samples[i].likely for i in torch.unique_consecutive(batch.sample).tolist()]
+    if not own:  # nothing is trained
+        own = [s.likely and (s.likely[0][:0], s.likely[1][:0]) for s in samples[:1]]
+    words, logprobs = zip(*(told for told in own if told is not None), strict=True)
+    likely = torch.from_numpy(np.concatenate(words)).to(torch.int64)
+    return replace(batch, likely=likely, likely_logprobs=torch.from_numpy(np.concatenate(logprobs)).float())
 
 
 def hinted(sample: Sample) -> Sample:

@@ -1,13 +1,15 @@
-"""Teachers of on-policy distillation: a frozen model here, or one behind vLLM's OpenAI endpoint."""
+"""Teachers of on-policy distillation that are served: behind vLLM's OpenAI endpoint."""
 
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from birl.errors import BirlError
 from birl.types import Sample
 
 AT_ONCE = 8  # requests
+LEAST = 1e-9  # probability of the words that are not named: their log-probs are rounded
 TIMEOUT = 300.0  # seconds a request may take
 
 
@@ -23,32 +26,53 @@ class ServedTeacher:
     """`algorithm.teacher=http://host:port/v1/completions`, with the model's name behind a `#` where the server has
     several. Tokens go and log-probs come; the server must read the policy's own vocabulary.
 
-    Asks for `prompt_logprobs`, which vLLM gives. Raises `BirlError` with the server's words.
+    Asks for `prompt_logprobs`, which vLLM gives; `words`: the learner's, which the server must not go beyond. Raises
+    `BirlError` with the server's words.
     """
 
-    def __init__(self, address: str) -> None:
-        self.address, _, self.model = address.partition("#")
+    def __init__(self, address: str, words: int) -> None:
+        (self.address, _, self.model), self.words = address.partition("#"), words
 
     def __call__(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor]:
         """For each sample the log-probs of its trained tokens, at temperature 1."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(self._one, samples))
 
+    def likeliest(self, samples: Sequence[Sample], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each sample what `Sample.likely` holds, at temperature 1."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(partial(self._likeliest, k=k), samples))
+
     def _one(self, sample: Sample) -> Tensor:
-        result = self._ask({"prompt": sample.tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0})
+        each = [entry[token]["logprob"] for token, entry in self._places(sample, 0)]
+        return torch.tensor(each, dtype=torch.float32)
+
+    def _likeliest(self, sample: Sample, k: int) -> tuple[np.ndarray, np.ndarray]:
+        places = [sorted(entry.items(), key=lambda item: item[1]["rank"])[:k] for _, entry in self._places(sample, k)]
+        words = np.array([[int(word) for word, _ in place] for place in places], np.int64).reshape(-1, k)
+        named = np.array([[said["logprob"] for _, said in place] for place in places], np.float64).reshape(-1, k)
+        if words.size and words.max() >= self.words:
+            raise BirlError(
+                f"algorithm.teacher={self.address}: has a word {words.max()}, and the policy has {self.words}: it is "
+                "another vocabulary. Serve a model of the same family."
+            )
+        rest = np.log(np.maximum(1 - np.exp(named).sum(1, keepdims=True), LEAST))
+        return words, np.concatenate([named, rest], 1).astype(np.float32)
+
+    def _places(self, sample: Sample, k: int) -> list[tuple[str, dict[str, Any]]]:
+        """Of each trained token: itself, and what the server says of it and of its k likeliest words."""
+        result = self._ask({"prompt": sample.tokens.tolist(), "max_tokens": 1, "prompt_logprobs": k})
         try:
-            places = result["choices"][0]["prompt_logprobs"]
-            each = [
-                entry[str(token)]["logprob"]
-                for entry, token, mask in zip(places, sample.tokens.tolist(), sample.mask.tolist(), strict=True)
-                if mask
-            ]
+            told = zip(result["choices"][0]["prompt_logprobs"], sample.tokens.tolist(), sample.mask, strict=True)
+            places = [(str(token), entry) for entry, token, trained in told if trained]
+            if not all(token in entry and len(entry) >= k for token, entry in places):
+                raise KeyError("a token, or as many words as were asked for")
+            return places
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BirlError(
                 f"algorithm.teacher={self.address}: gave no prompt_logprobs of these tokens ({type(error).__name__}: "
                 f"{error}): {json.dumps(result)[:200]}. The server must be vLLM's, with the policy's vocabulary."
             ) from error
-        return torch.tensor(each, dtype=torch.float32)
 
     def _ask(self, body: dict[str, Any]) -> Any:
         words = json.dumps(body | ({"model": self.model} if self.model else {})).encode()

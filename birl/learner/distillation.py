@@ -27,9 +27,10 @@ from birl.text.pictures import FIRST
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
     """`function`: a row of `DIVERGENCES`. `top_k`: of so many likeliest words of the teacher and all others as one; 0:
-    of all words. Both distributions are at `temperature`. `student`: the model that learns."""
+    of all words. Both distributions are at `temperature`. `student`: the model that learns. Without a `teacher` the
+    batch has the likeliest words of one that is served."""
 
-    teacher: Learner
+    teacher: Learner | None
     student: nn.Module
     function: Callable[[Tensor, Tensor], Divergence]
     top_k: int
@@ -39,6 +40,9 @@ class Distillation:
         """(every rank) Raises `BirlError` for a picture: the teacher is given none."""
         if pictures_of(self.student) is not None and bool((batch.tokens >= FIRST).any()):
             raise BirlError("A row has a picture, and a teacher reads text alone: train on rows without pictures.")
+        if self.teacher is None:
+            assert batch.likely is not None and batch.likely_logprobs is not None
+            return partial(self.compared, Likeliest(batch.likely, batch.likely_logprobs))
         with torch.no_grad():
             hidden, weight, bias = self.teacher.outputs.states(batch.hinted or batch)
             said = Everything(hidden, Head(weight, bias, after_head(self.teacher.model), self.temperature))

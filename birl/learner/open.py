@@ -113,10 +113,11 @@ def distilled(
     from birl.algorithms.divergence import divergence
     from birl.learner.distillation import Distillation
 
-    teacher = own if path == SELF else frozen(config, other_model(config, path, policy, where, ranks), ranks)
-    assert teacher is not None
+    teacher = own if path == SELF else None
+    if path != SELF and "://" not in path:
+        teacher = frozen(config, other_model(config, path, policy, where, ranks), ranks)
     most = "algorithm.teacher_top_k" if isinstance(config, schema.RL) else "distill.top_k"
-    words = min(head(m).weight.shape[0] for m in (teacher.model, policy.model))
+    words = min(head(m).weight.shape[0] for m in (teacher.model if teacher else policy.model, policy.model))
     if top_k >= words:
         raise BirlError(f"{most}={top_k}: learner and teacher have {words} words; set fewer, or 0 for all of them.")
     by = divergence(name, beta)

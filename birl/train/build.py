@@ -29,6 +29,7 @@ from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.rewards import make_rewards, started
 from birl.models.device import choose, device_of
+from birl.models.forward import head
 from birl.models.heads import add_score_head
 from birl.parallel.crew import RankGroup
 from birl.parallel.grid import ranks_here
@@ -40,7 +41,7 @@ from birl.rollout.failures import start
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
 from birl.rollout.tasks import Loaded, limits_in, load_rows, total_steps
-from birl.train.credit import Credit, Teacher, taught_by
+from birl.train.credit import Credit, taught_by
 from birl.train.objective import Objective, keeps_reference, surrogate_of
 from birl.train.parts import Parts
 from birl.train.rl import Loop, Schedule
@@ -326,7 +327,7 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
             policy.pair_cost,
             reference=reference,
             critic=says,
-            teacher=teacher_of(config, policy, crew.ranks, past or learner),
+            **teacher_of(config, policy, crew.ranks, past or learner),
             hints=hints_of(config, policy),
             learner=learner if remembers(config) else None,
         ),
@@ -337,18 +338,21 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
     )
 
 
-def teacher_of(config: schema.RL, policy: Policy, ranks: Ranks, own: Learner) -> Teacher | None:
-    """What gives a teacher's log-probs of the sampled tokens; `own`: that of algorithm.teacher=self."""
-    keys = config.algorithm
+def teacher_of(config: schema.RL, policy: Policy, ranks: Ranks, own: Learner) -> dict[str, Any]:
+    """What `Credit` asks a teacher: log-probs of the sampled tokens, or one that is served for its likeliest words.
+    `own`: that of algorithm.teacher=self."""
+    keys, sampled = config.algorithm, config.algorithm.teacher_divergence == "sampled"
     if keys.teacher.startswith(("http://", "https://")):
         from birl.engines.teacher import ServedTeacher
 
-        return ServedTeacher(keys.teacher)
-    if not keys.teacher or keys.teacher_divergence != "sampled":
-        return None
+        served = ServedTeacher(keys.teacher, head(policy.model).weight.shape[0])
+        return {"teacher": served} if sampled else {"likely": partial(served.likeliest, k=keys.teacher_top_k)}
+    if not keys.teacher or not sampled:
+        return {}
     if keys.teacher == SELF:
-        return taught_by(own)
-    return taught_by(frozen(config, other_model(config, keys.teacher, policy, "algorithm.teacher", ranks), ranks))
+        return {"teacher": taught_by(own)}
+    model = other_model(config, keys.teacher, policy, "algorithm.teacher", ranks)
+    return {"teacher": taught_by(frozen(config, model, ranks))}
 
 
 def hints_of(config: schema.RL, policy: Policy) -> "Hints | None":

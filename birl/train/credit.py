@@ -12,7 +12,7 @@ What needs a model (reference, critic, teacher) is computed here for the whole b
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -64,6 +64,7 @@ class Credit:
     reference: Learner | None = None
     critic: Callable[[Sequence[Batch]], list[Tensor]] | None = None
     teacher: Teacher | None = None
+    likely: Callable[[Sequence[Sample]], Sequence[Any]] | None = None  # a served teacher's words (`Sample.likely`)
     hints: "Hints | None" = None  # that a teacher sees
     learner: Learner | None = None  # where its log-probs before the first update are wanted
     weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of each reward function
@@ -120,6 +121,9 @@ class Credit:
                 rewards = rewards - kl_coef * episode_kl
             each = self._estimate(rewards, [(g, i, None) for g, i in kept], greedy)
             result = [replace(s, advantage=each[e].item()) for s, e in zip(samples, owner.tolist(), strict=True)]
+        if self.likely is not None:
+            told = self.likely([hinted(s) for s in samples])
+            result = [replace(s, likely=each) for s, each in zip(result, told, strict=True)]
         if self.teacher is not None:
             result = self._taught(batches, result)
         if self.learner is not None:

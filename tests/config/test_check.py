@@ -180,7 +180,16 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"algorithm__advantage": "zero"}, ["nothing would be learned without algorithm.teacher"]),
         (
             {"algorithm__teacher": "http://x/v1/completions", "algorithm__teacher_divergence": "jsd"},
-            ["algorithm.teacher_divergence=jsd", "algorithm.teacher_divergence=sampled"],
+            ["algorithm.teacher_divergence=jsd", "algorithm.teacher_top_k=20", "algorithm.teacher_divergence=sampled"],
+        ),
+        (
+            {
+                "algorithm__teacher": "http://x/v1/completions",
+                "algorithm__teacher_divergence": "jsd",
+                "algorithm__teacher_top_k": 8,
+                "rollout__temperature": 0.7,
+            },
+            ["rollout.temperature=0.7", "likeliest words at temperature 1"],
         ),
         (
             {"algorithm__teacher": "m", "algorithm__teacher_divergence": "reverse_kl", "parallel__tp": 2},

@@ -38,7 +38,9 @@ def served(other: Path) -> Iterator[str]:
             with torch.no_grad():
                 table = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
             places: list[Any] = [None]
-            places += [{str(t): {"logprob": table[i, t].item(), "rank": 1}} for i, t in enumerate(ids[1:])]
+            places += [said(table[i], t, asked["prompt_logprobs"]) for i, t in enumerate(ids[1:])]
+            if asked.get("model") == "larger":
+                places[-1]["5000"] = {"logprob": -0.1, "rank": 0}
             body = json.dumps({"choices": [{"index": 0, "text": "", "prompt_logprobs": places}]})
             self.send_response(404 if asked.get("model") == "absent" else 200)
             if asked.get("model") == "cut":
@@ -56,8 +58,14 @@ def served(other: Path) -> Iterator[str]:
     server.server_close()
 
 
+def said(row: torch.Tensor, token: int, k: int) -> dict[str, Any]:
+    """The token, and the k likeliest words."""
+    order = row.argsort(descending=True).tolist()
+    return {str(t): {"logprob": row[t].item(), "rank": order.index(t) + 1} for t in (token, *order[:k])}
+
+
 def run(tiny: Path, folder: Path, teacher: str, *words: str) -> list[dict[str, Any]]:
-    data = [{"prompt": f"What is {i} + 2?"} for i in range(8)]
+    data = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2)} for i in range(8)]
     given = (f"model.path={tiny}", "data.train=[given]", "reward.functions=[given:zero]", f"run={folder}/run")
     small = ("rollout.prompts=4", "rollout.group_size=4", "rollout.max_tokens=8", "optimizer.lr=1e-3", "steps=1")
     words = ("algorithm=distill", f"algorithm.teacher={teacher}", *given, *small, *QUIET, *words)
@@ -70,6 +78,25 @@ def test_here_and_served_are_the_same_teacher(tiny: Path, other: Path, served: s
     here = run(tiny, tmp_path / "here", str(other))
     there = run(tiny, tmp_path / "there", f"{served}#some-model")
     assert [r["advantage"] for r in there] == pytest.approx([r["advantage"] for r in here], abs=1e-4)
+
+
+@pytest.mark.parametrize("more", ["", "algorithm.hint=['{answer}']"])
+def test_here_and_served_have_the_same_likeliest_words(
+    tiny: Path, other: Path, served: str, tmp_path: Path, more: str
+) -> None:
+    words = ("algorithm.teacher_divergence=jsd", "algorithm.teacher_top_k=8", "steps=2", *more.split())
+    found = []
+    for teacher, name in ((str(other), "here"), (f"{served}#some-model", "there")):
+        run(tiny, tmp_path / name, teacher, *words)
+        lines = (tmp_path / name / "run/metrics.jsonl").read_bytes().splitlines()
+        found.append([[json.loads(line)[key] for key in ("divergence", "grad_norm", "loss")] for line in lines])
+    assert found[1] == [pytest.approx(line, rel=1e-3) for line in found[0]] and found[0][0][0] > 0.01
+
+
+def test_a_served_teacher_of_a_larger_vocabulary_is_refused(tiny: Path, served: str, tmp_path: Path) -> None:
+    words = ("algorithm.teacher_divergence=jsd", "algorithm.teacher_top_k=8")
+    with pytest.raises(BirlError, match="has a word 5000, and the policy has 320"):
+        run(tiny, tmp_path, f"{served}#larger", *words)
 
 
 def test_the_policy_goes_towards_its_teacher(tiny: Path, other: Path, tmp_path: Path) -> None:

@@ -27,6 +27,11 @@ def _turns(c: RL) -> bool:
     return c.algorithm.credit == "turn"
 
 
+def _served(c: RL) -> bool:
+    """Is a teacher behind an address compared with by its likeliest words?"""
+    return c.algorithm.teacher_divergence != "sampled" and "://" in c.algorithm.teacher
+
+
 def _kto(c: DPO) -> bool:
     return c.preference.loss == "kto"
 
@@ -242,9 +247,16 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                 c.algorithm.advantage == "zero" and not c.algorithm.teacher
             ),
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: a teacher behind an address gives no "
-            "distributions of all words; set algorithm.teacher_divergence=sampled, or name a model's folder as "
-            "algorithm.teacher.": lambda c: (
-                c.algorithm.teacher_divergence != "sampled" and "://" in c.algorithm.teacher
+            "distributions of all words; set algorithm.teacher_top_k=20, say (of vLLM at most its --max-logprobs), "
+            "algorithm.teacher_divergence=sampled, or name a model's folder as algorithm.teacher.": lambda c: (
+                _served(c) and not c.algorithm.teacher_top_k
+            ),
+            "rollout.temperature={c.rollout.temperature:g}: a teacher behind an address says its likeliest words at "
+            "temperature 1, and they would be compared with the policy's at another; set 1, or name a model's folder "
+            "as algorithm.teacher.": lambda c: _served(c) and c.rollout.temperature != 1,
+            "algorithm.teacher={c.algorithm.teacher}: what it says of its likeliest words is of whole rows, and "
+            "parallel.cp={c.parallel.cp} ranks have parts of them; set parallel.cp=1, and parallel.fsdp.": lambda c: (
+                _served(c) and c.parallel.cp > 1
             ),
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: is not computed with words that "
             "parallel.tp={c.parallel.tp} processes share out; set parallel.tp=1, and parallel.fsdp.": lambda c: (
