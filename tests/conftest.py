@@ -1,9 +1,11 @@
 import importlib.util
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +107,14 @@ def smollm2() -> Path:
     from birl.models.load import resolve
 
     return resolve("smollm2")
+
+
+@pytest.fixture
+def forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks and engines of a run are forked instead of started: seconds of imports for each."""
+    from tests.forked import popen
+
+    monkeypatch.setattr("birl.process.subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
 
 
 @pytest.fixture(scope="session")

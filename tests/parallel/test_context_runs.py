@@ -9,6 +9,8 @@ from tests.parallel.test_runs import figures, same_weights
 from tests.train import test_offline as offline
 from tests.train import test_rl as rl
 
+pytestmark = pytest.mark.usefixtures("forking")
+
 GATHER, ULYSSES = ("parallel.cp=2",), ("parallel.cp=2", "parallel.context=ulysses")
 
 

@@ -23,6 +23,8 @@ from birl.train.command import crew
 from tests.train import test_offline as offline
 from tests.train import test_rl as rl
 
+pytestmark = pytest.mark.usefixtures("forking")
+
 #: two of the forms at once where a run can have them
 FSDP, COPIES = "parallel.fsdp=2", "parallel.ddp=2"
 
@@ -121,6 +123,7 @@ def test_the_rank_that_fails_is_the_one_that_is_told_of(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 alone runs out of memory, in the middle of a step."""
+    monkeypatch.setattr("birl.process.subprocess", subprocess)  # a new interpreter, which reads sitecustomize.py
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
@@ -137,8 +140,11 @@ def test_the_rank_that_fails_is_the_one_that_is_told_of(
     assert time.monotonic() - began < 3000
 
 
-def test_nobody_waits_when_rank_0_ends_between_two_calls(tiny: Path, tmp_path: Path) -> None:
+def test_nobody_waits_when_rank_0_ends_between_two_calls(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 fails, as when it reads a broken row, while the others build their part and want it in a collective."""
+    monkeypatch.setattr("birl.process.subprocess", subprocess)  # a child of this process, not of the fork server
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "What is 1 + 1?", "response": "It is 2."}\n')
     config = load(schema.SFT, [f"model.path={tiny}", f"data.train={rows}", FSDP, "threads=1", f"run={tmp_path}/run"])

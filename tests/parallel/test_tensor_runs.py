@@ -12,6 +12,8 @@ from tests.tiny import tiny_model_folder
 from tests.train import test_offline as offline
 from tests.train import test_rl as rl
 
+pytestmark = pytest.mark.usefixtures("forking")
+
 TP = "parallel.tp=2"
 SLOW = ("optimizer.lr=1e-3", "optimizer.eps=1e-3")  # AdamW does not turn rounding errors into steps
 

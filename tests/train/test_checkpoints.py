@@ -16,6 +16,8 @@ from birl.learner.store import Store
 from birl.models.manifest import digest
 from birl.train.command import train
 
+pytestmark = pytest.mark.usefixtures("forking")
+
 
 def trained(tiny: Path, folder: Path, *words: str, run: str = "run") -> dict[str, Any]:
     rows = [{"prompt": f"What is {i} + 2?", "response": f"It is {i + 2}."} for i in range(12)]

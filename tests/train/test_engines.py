@@ -82,6 +82,7 @@ def test_every_method_brings_the_weights(tiny: Path, tmp_path: Path, server: Pat
         ("ipc", "fsdp"),
     ],
 )
+@pytest.mark.usefixtures("forking")
 def test_ranks_that_have_parts_of_the_weights_bring_them_too(
     plain: Path, tmp_path: Path, method: str, split: str
 ) -> None:
@@ -93,6 +94,7 @@ def test_ranks_that_have_parts_of_the_weights_bring_them_too(
     assert max(s["weights/gap"] for s in steps) < 1e-4
 
 
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("method", ["reload", "nccl"])
 def test_ranks_that_share_out_experts_bring_all_of_them(tmp_path: Path, method: str) -> None:
     words = [*QUICK, f"weights.method={method}", "parallel.fsdp=2", "parallel.ep=2", "model.dtype=float32", "steps=2"]

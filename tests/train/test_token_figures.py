@@ -9,6 +9,8 @@ import pytest
 from birl.errors import BirlError
 from tests.train.test_rl import log, run
 
+pytestmark = pytest.mark.usefixtures("forking")
+
 
 def tokens(record: dict[str, Any], name: str) -> list[float]:
     """A figure of all trained tokens of an episode; [] where it has none."""
