@@ -212,11 +212,16 @@ class Completion:
         return self
 
 
+PAST = "@past"
+"""Behind a policy's name: one of its earlier versions, drawn for each group."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One call of the model within an episode: all ids that it saw, an int32 array, and what it answered. `reward` is
     what the environment gave for this answer. `agent` says who spoke, where an episode has several, each with its own
-    reward.
+    reward; `policy` with which weights, where a run trains several policies: its name, and behind it `PAST` for an
+    earlier version that is not trained.
 
     Example: Turn(prompt=(1, 9, 4), completion=Completion(...))
     """
@@ -225,6 +230,11 @@ class Turn:
     completion: Completion
     reward: float = 0.0
     agent: str = ""
+    policy: str = ""
+
+    @property
+    def frozen(self) -> bool:
+        return self.policy.endswith(PAST)
 
     def __post_init__(self) -> None:
         become_arrays(self, ("prompt",))
@@ -299,7 +309,8 @@ class Sample:
     many bytes for each; empty where not asked for. `hinted`: ids of a prompt with a hint, which a teacher reads instead
     of all that is before the first trained token; None where there is none. `likely`: for the n trained tokens the k
     words that a served teacher finds likeliest, int64 [n, k], and log-probs of these and of all others as one, float32
-    [n, k + 1]. `group` and `episode` say where the sample comes from.
+    [n, k + 1]. `group` and `episode` say where the sample comes from, `policy` whose weights sampled and learn it,
+    where a run trains several.
 
     Columns may be given as any sequence of numbers; they become arrays: int32, bool or float32. Raises `ValueError`
     where they are not equally long, or the first token is trained.
@@ -321,6 +332,7 @@ class Sample:
     routes: bytes = b""
     hinted: "Ints | None" = None
     likely: "tuple[NDArray[np.int64], Floats] | None" = None
+    policy: str = ""
 
     def __post_init__(self) -> None:
         become_arrays(self, ("hinted",))
@@ -343,7 +355,9 @@ class Sample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
     """An environment's answer to one reply: new messages, and what the reply was worth. `prompt`, where it is given, is
-    all that the model sees next, instead of the conversation so far and `messages`.
+    all that the model sees next, instead of the conversation so far and `messages`. `reward` is for everyone who takes
+    part; `rewards` adds what policies earn alone, by name. `policy` replies next; empty: the one that has replied, and
+    at first the environment's attribute of that name.
 
     Example: Feedback(messages=(Message(role="user", content="Too low."),), reward=0.0, done=False)
     """
@@ -351,15 +365,18 @@ class Feedback:
     messages: tuple[Message, ...] = ()
     prompt: Conversation | None = None
     reward: float = 0.0
-    score: float | None = None  # None: the same as reward
+    score: float | None = None  # None: the same as reward; with `rewards`, the mean of what the policies have
     done: bool = True
+    policy: str = ""
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     info: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class Env(Protocol):
     """One episode's world, in message space. Single use: it has no reset. Errors may be raised anywhere; they end the
     episode with the outcome `env_error`, never with a reward of 0. An attribute `tools`, if there is one, holds the
-    JSON schemas of the tools that the model may call; its calls are then in `reply.tool_calls`. A coroutine `admit`, if
+    JSON schemas of the tools that the model may call; its calls are then in `reply.tool_calls`. An attribute `policy`
+    names who replies before `Feedback.policy` does (`policies` in the configuration). A coroutine `admit`, if
     there is one, is awaited before the episode's clock starts: for environments of which only some can run at once.
     Methods may be plain functions: those run in a thread, where they delay no other."""
 
@@ -370,11 +387,17 @@ class Env(Protocol):
 
 class Model(Protocol):
     """What an agent talks to. `ask` continues the conversation that it knows the beginning of, token by token, or
-    begins a new one; `agent` names the speaker. `base_url` is the same for a client of OpenAI's or Anthropic's API, in
+    begins a new one; `agent` names the speaker, `policy` whose weights reply, where a run has several: the agent's name
+    is the policy's, then, unless it has another. `base_url` is the same for a client of OpenAI's or Anthropic's API, in
     this process or another; `reward` is what such a client has sent to base_url/reward."""
 
     async def ask(
-        self, conversation: Conversation, *, tools: Sequence[Mapping[str, Any]] = (), agent: str = ""
+        self,
+        conversation: Conversation,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        agent: str = "",
+        policy: str = "",
     ) -> Message: ...
     @property
     def base_url(self) -> str: ...

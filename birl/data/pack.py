@@ -39,7 +39,8 @@ class Batch:
     routes [T, bytes] uint8: which experts computed each token in the engine, where samples say so;
     hinted: the same samples behind prompts with a hint, for a teacher; its N, and its U, are in the order of this
     batch's, and its weights are 0 where a sample has no such prompt;
-    likely [N, k] int64, likely_logprobs [N, k + 1]: what a served teacher says, where samples have it.
+    likely [N, k] int64, likely_logprobs [N, k + 1]: what a served teacher says, where samples have it;
+    policy: whose weights all of it goes through, where a run trains several.
 
     Example: pack([Sample(...)], weights=[0.5], max_tokens=4096)[0]
     """
@@ -67,6 +68,7 @@ class Batch:
     hinted: "Batch | None" = None
     likely: Tensor | None = None
     likely_logprobs: Tensor | None = None
+    policy: str = ""
 
     def to(self, device: torch.device | str) -> "Batch":
         given = [f.name for f in fields(self) if f.name not in ("predicted", "divergence")]
@@ -80,8 +82,8 @@ def pack(
 ) -> list[Batch]:
     """All samples of one optimizer step as micro-batches, whose number is a multiple of `parts`; where there are too
     few samples for that, some train nothing. `parts` in order cost alike (`balance.py`). The samples of a group stay
-    together unless that alone exceeds max_tokens. Raises `BirlError` when one sample does. Prompts with a hint are
-    beside that bound: what reads them keeps nothing for a gradient.
+    together unless that alone exceeds max_tokens, and each policy has micro-batches of its own. Raises `BirlError` when
+    one sample exceeds it. Prompts with a hint are beside that bound: what reads them keeps nothing for a gradient.
 
     pair_cost: of a token and one that it attends to, by the cost of a token's products with weights.
     """
@@ -92,7 +94,11 @@ def pack(
             "parallel.cp x parallel.tp. Set one of them higher, or a smaller rollout.max_tokens."
         )
     ids = sequences(samples)
-    planned = micro_batches(ids, [s.group for s in samples], max_tokens, parts, pair_cost)
+    planned: list[list[list[int]]] = []
+    for policy in dict.fromkeys(s.policy for s in samples) or ("",):
+        own = [i for i, s in enumerate(samples) if s.policy == policy]
+        rows = micro_batches([ids[i] for i in own], [samples[i].group for i in own], max_tokens, parts, pair_cost)
+        planned += [[[own[n] for n in cluster] for cluster in row] for row in rows]
     if any(s.likely is not None for s in samples):
         batches = [_batch(clusters, ids, samples, weights, alone=True) for clusters in planned]
         batches = [_with_likely(batch, samples) for batch in batches]
@@ -193,6 +199,13 @@ class Row:
         self.trees.append(Tree(tuple(sizes), tuple(parents)))
 
 
+def _row(clusters: Sequence[Sequence[int]], ids: Sequence[np.ndarray]) -> Row:
+    row = Row([], [], [], [], {})
+    for cluster in clusters:
+        row.add(cluster, ids)
+    return row
+
+
 def _batch(
     clusters: Sequence[Sequence[int]],
     ids: Sequence[np.ndarray],
@@ -201,9 +214,7 @@ def _batch(
     alone: bool = False,
 ) -> Batch:
     """`alone`: every trained token has a prediction of its own."""
-    row = Row([], [], [], [], {})
-    for cluster in clusters:
-        row.add(cluster, ids)
+    row = _row(clusters, ids)
     sizes = np.array([end - start for _, start, end in row.owners], np.int64)
     before = np.arange(sizes.sum()) - 1  # each token's packed place, less one, but for first ones of nodes
     before[sizes.cumsum() - sizes] = row.before
@@ -252,6 +263,7 @@ def _batch(
         group=each((samples[i].group for i in numbers), torch.int64),
         turn=_joined([stretches(own) for own in taken], torch.int64),
         routes=_routes(row, samples),
+        policy=samples[numbers[0]].policy if numbers else "",
     )
 
 

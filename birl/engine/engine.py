@@ -33,7 +33,7 @@ from birl.engine.scheduler import ScheduledTokens, Scheduler
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
 from birl.models.forward import head
-from birl.models.low_rank import AdapterWeights
+from birl.models.low_rank import HEAD, AdapterWeights
 from birl.models.slots import page_bytes, state_bytes
 from birl.models.vision import sight
 from birl.parallel.machine import check_returned, give_back, held_memory
@@ -393,7 +393,7 @@ class EmbeddedEngine:
         if not params:
             return
         scored: dict[Request, list[tuple[int, float]]] = {}
-        if any(r.forced or r.guide or r.adapter for work in plan for r in work.samplers):
+        if any(r.forced or r.guide or (r.adapter and HEAD in r.adapter.factors) for w in plan for r in w.samplers):
             scores = self.runner.logits(plan, hidden)
             scored = self.score(plan, scores)
             self.restrict(plan, scores)

@@ -10,8 +10,9 @@ from birl.errors import BirlError, did_you_mean
 
 FORMS = {
     "verify": "verify [STEP]",
-    "export": "export STEP FOLDER [--shard-gb N], or export STEP FILE.gguf [--type f16|bf16|f32|q8_0]",
-    "export-adapter": "export-adapter STEP FOLDER",
+    "export": "export STEP FOLDER [--shard-gb N], or export STEP FILE.gguf [--type f16|bf16|f32|q8_0]; --policy NAME "
+    "where the run has several",
+    "export-adapter": "export-adapter STEP FOLDER [--policy NAME]",
     "prune": "prune N",
     "convert": "convert",
 }
@@ -19,7 +20,10 @@ SCORES = ("validation/all/score", "validation/accuracy", "validation/nll")
 
 
 def run(words: Sequence[str]) -> int:
-    match list(words):
+    words, policy = list(words), ""
+    if words[1:2] in (["export"], ["export-adapter"]) and words[-2:-1] == ["--policy"]:
+        *words, _, policy = words
+    match words:
         case []:
             raise BirlError("Name a run folder, as in `birl checkpoints runs/NAME`")
         case [folder]:
@@ -27,15 +31,15 @@ def run(words: Sequence[str]) -> int:
         case [folder, "verify", *steps] if len(steps) < 2:
             return _verify(_root(folder), steps)
         case [folder, "export", step, target] if target.endswith(".gguf"):
-            return _export_gguf(_root(folder), step, Path(target))
+            return _export_gguf(_root(folder), step, Path(target), policy=policy)
         case [folder, "export", step, target, "--type", kind] if target.endswith(".gguf"):
-            return _export_gguf(_root(folder), step, Path(target), kind)
+            return _export_gguf(_root(folder), step, Path(target), kind, policy)
         case [folder, "export", step, target]:
-            return _export(_root(folder), step, Path(target), adapter=False)
+            return _export(_root(folder), step, Path(target), policy, adapter=False)
         case [folder, "export", step, target, "--shard-gb", size]:
-            return _export(_root(folder), step, Path(target), adapter=False, shard_gb=_size(size))
+            return _export(_root(folder), step, Path(target), policy, adapter=False, shard_gb=_size(size))
         case [folder, "export-adapter", step, target]:
-            return _export(_root(folder), step, Path(target), adapter=True)
+            return _export(_root(folder), step, Path(target), policy, adapter=True)
         case [folder, "convert"]:
             return _convert(_root(folder))
         case [folder, "prune", count] if count.isdecimal() and int(count) > 0:
@@ -141,14 +145,14 @@ def _size(word: str) -> float:
     return size
 
 
-def _export(root: Path, step: str, target: Path, adapter: bool, shard_gb: float = 5.0) -> int:
+def _export(root: Path, step: str, target: Path, policy: str, adapter: bool, shard_gb: float = 5.0) -> int:
     from birl.learner.export import export, export_adapter, quantized_as
 
     source = find(root, step)
     if adapter:
-        export_adapter(source, root.parent, target)
+        export_adapter(source, root.parent, target, policy)
     else:
-        export(source, root.parent, target, shard_gb=shard_gb)
+        export(source, root.parent, target, shard_gb=shard_gb, policy=policy)
     print(f"{source} -> {target}")
     if kind := quantized_as(root.parent):
         as_theirs = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")' if kind == "nf4" else "8 bits"
@@ -161,7 +165,7 @@ def _export(root: Path, step: str, target: Path, adapter: bool, shard_gb: float 
     return 0
 
 
-def _export_gguf(root: Path, step: str, target: Path, kind: str = "f16") -> int:
+def _export_gguf(root: Path, step: str, target: Path, kind: str = "f16", policy: str = "") -> int:
     from birl.learner.export import export
     from birl.learner.export_gguf import check, to_gguf
 
@@ -169,7 +173,7 @@ def _export_gguf(root: Path, step: str, target: Path, kind: str = "f16") -> int:
     check(root.parent / "model", target, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        export(source, root.parent, Path(folder) / "model")
+        export(source, root.parent, Path(folder) / "model", policy=policy)
         to_gguf(Path(folder) / "model", target, kind)
     print(f"{source} -> {target} ({kind})")
     return 0

@@ -53,20 +53,27 @@ def resolved(path: str, key: str = "model.path", weights: bool = True, say: Call
 
 
 def export(
-    path: Path, run: Path, target: Path, dtype: torch.dtype | None = None, shard_gb: float = 5.0, anew: bool = True
+    path: Path,
+    run: Path,
+    target: Path,
+    dtype: torch.dtype | None = None,
+    shard_gb: float = 5.0,
+    anew: bool = True,
+    policy: str = "",
 ) -> None:
     """The checkpoint `path` of the run `run` as a whole model of `dtype` (None: the run's model.dtype), in files of at
     most `shard_gb` [GB], of which one is in memory at a time; with a score head as a sequence-classification model of
-    one label; of LoRA the merged one, for which the model that the run began with must still be there. Raises
-    `BirlError` where `target` exists, unless it need not be made `anew`, and where the checkpoint is damaged."""
+    one label; of LoRA the merged one, for which the model that the run began with must still be there, and of several
+    policies the one of that name. Raises `BirlError` where `target` exists, unless it need not be made `anew`, and
+    where the checkpoint is damaged."""
     checkpoint.check(path)
     dtype = dtype or computed_in(run)
     with written(target, anew) as part:
         reader = Reader(path / "tensors")  # its index once, however many files are written
         shapes = checkpoint.shapes(reader, "model.")
         read = partial(checkpoint.read_some, reader, "model.")
-        if any(name.endswith(".lora_A") for name in shapes):
-            whole = whole_of_adapters(path, run)
+        if policy or any(name.endswith(".lora_A") for name in shapes):
+            whole = whole_of_adapters(path, run, policy)
             shapes = {n: t.shape for n, t in whole.items()}
             read = partial(_taken, whole)
         shapes.pop("value.weight", None)  # a critic's, which nothing but training needs
@@ -167,10 +174,22 @@ def check_names(path: Path, run: Path, model: nn.Module, stored: set[str]) -> No
         )
 
 
-def whole_of_adapters(path: Path, run: Path) -> dict[str, Tensor]:
+def of_policy(path: Path, policy: str) -> dict[str, Tensor]:
+    """What was trained, of several policies that of one. Raises `BirlError` where it is not clear which."""
+    weights = checkpoint.read_tensors(path, "model.")
+    names = sorted({name.partition("/")[0] for name in weights if "/" in name})
+    if policy not in (names or [""]):
+        there = f"the policies {', '.join(names)}" if names else "one policy without a name"
+        fix = f"add --policy {names[0]} to `birl checkpoints RUN export STEP FOLDER`" if names else "leave --policy out"
+        raise BirlError(f"{path} holds {there}: {fix}.")
+    own = f"{policy}/" if names else ""
+    return {name.removeprefix(own): t for name, t in weights.items() if name.startswith(own) or "/" not in name}
+
+
+def whole_of_adapters(path: Path, run: Path, policy: str) -> dict[str, Tensor]:
     """The base model's weights with the trained matrices merged in, as the run had them: numbers of the type that it
     computed in. Heads as they are."""
-    weights = checkpoint.read_tensors(path, "model.")
+    weights = of_policy(path, policy)
     heads = {f"{name}.weight": weights[f"{name}.weight"] for name in HEADS if f"{name}.weight" in weights}
     base = base_model(path, run)  # of a quantised one what its codes say
     on_grid((p.data for p in base.parameters()), computed_in(run))
@@ -190,14 +209,14 @@ def padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return special[0] if special else None
 
 
-def export_adapter(path: Path, run: Path, target: Path) -> None:
+def export_adapter(path: Path, run: Path, target: Path, policy: str = "") -> None:
     """The LoRA matrices alone, for `peft.PeftModel.from_pretrained(base, target)`. The metadata of the safetensors file
     says how the base was quantised (`base_quantized`). Raises `BirlError` where `target` exists, and for a checkpoint
     that holds whole weights."""
     from peft import LoraConfig
 
     checkpoint.check(path)
-    weights = checkpoint.read_tensors(path, "model.")
+    weights = of_policy(path, policy)
     result, score = adapters(weights), weights.get("score.weight")
     if not result:
         raise BirlError(

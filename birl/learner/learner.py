@@ -30,8 +30,9 @@ from birl.parallel.norm import global_norm, sum_gradients
 from birl.parallel.ranks import Ranks
 from birl.waits import alive
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # loaded by the runs that have them
     from birl.learner.average import Average
+    from birl.learner.policies import Policies
 
 #: logp [N] (or scores), entropy [N], batch -> scalar loss, and figures to report: name -> [N], or [pairs]
 Loss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
@@ -58,6 +59,7 @@ class Stats:
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     other: dict[str, float] = field(default_factory=dict)  # figures that are means already
+    of: "dict[str, Stats]" = field(default_factory=dict)  # each policy's own, where a run has several
 
     def add(self, loss: Tensor, figures: dict[str, Tensor], computed: int) -> None:
         """Waits for the device once, not once a figure."""
@@ -85,6 +87,12 @@ class Stats:
         for name, value in ranks.total(other.maxima, largest=True).items():
             self.maxima[name] = max(self.maxima.get(name, float("-inf")), value)
 
+    def take(self, policy: str, figures: "Stats") -> None:
+        """Add what all ranks have of one policy's micro-batches."""
+        for total in (self, self.of.setdefault(policy, Stats())):
+            total.merge(figures, Ranks())
+        self.other |= figures.other
+
     def mean(self, name: str) -> float:
         """NaN where nothing was trained: 0 would look like a collapse."""
         return self.sums.get(name, 0.0) / self.count if self.count else math.nan
@@ -95,7 +103,8 @@ class Learner:
 
     `version` counts optimizer steps: it names the weights. `rounded` counts the weights of this rank that were not
     numbers of `dtype`, and begin as the nearest one (`optimizer.on_grid`). With `lora` small matrices are trained
-    instead of the weights, and the model's own parameters hold the merged ones (`lora.py`).
+    instead of the weights, and the model's own parameters hold the merged ones (`lora.py`); where it names policies,
+    each micro-batch is of one of them, and a step moves those that had one (`policies.py`).
 
     With `ranks` there is one learner in each process, and all must call the same verbs with the same arguments. A
     micro-batch is for one share of them: `each`, `learn` and `survey` share a step's micro-batches out. The model may
@@ -127,7 +136,7 @@ class Learner:
     ) -> None:
         """`router_aux_coef`: weight of the balance of a mixture-of-experts model's experts (`routing.balance`) beside
         every loss. `router_replay`: tokens take the routes that their batch names."""
-        self.model, self.teacher = model, teacher
+        self.model, self.teacher, self.policies = model, teacher, None
         self.device = device_of(model)  # where it computes: with `offload` FSDP keeps the parts in CPU memory
         self.ranks = ranks = ranks or Ranks()
         self.max_grad_norm, self.router_aux_coef, self.version, self.rounded = max_grad_norm, router_aux_coef, 0, 0
@@ -158,8 +167,7 @@ class Learner:
             else:
                 self.masters = SplitAdapters(model, lora, origin, parameters, dtype, offload)
         else:
-            how = (dtype, offload)
-            self.masters = MasterWeights(model, *how) if lora is None else Adapters(model, lora, *how)
+            self.masters, self.policies = masters_of(model, lora, dtype, offload)
             cast(model, dtype)  # what is frozen, too
         if lora is None and dtype != torch.float32:
             self.rounded = on_grid(self.masters.tensors.values(), dtype)
@@ -252,15 +260,7 @@ class Learner:
         afterwards."""
         drop_gathered(self.outputs)
         self.masters.gather()
-        tensors = list(self.masters.tensors.values())
-        for tensor in tensors:
-            if tensor.grad is None:
-                tensor.grad = torch.zeros_like(tensor)
-        if not self.ranks.alone and not self.ranks.sharded:
-            sum_gradients(tensors, self.ranks.groups["share"])
-        norm = global_norm(self.masters, self.ranks)
-        if self.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(tensors, self.max_grad_norm, norm)
+        norm = self._clipped() if self.policies is None else self.policies.clip(self.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if norm.isfinite():
@@ -271,6 +271,19 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
         return norm.item()
+
+    def _clipped(self) -> Tensor:
+        """The gradient's norm before it was clipped."""
+        tensors = list(self.masters.tensors.values())
+        for tensor in tensors:
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+        if not self.ranks.alone and not self.ranks.sharded:
+            sum_gradients(tensors, self.ranks.groups["share"])
+        norm = global_norm(self.masters, self.ranks)
+        if self.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(tensors, self.max_grad_norm, norm)
+        return norm
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint must hold, by name, as the live tensors: float32 weights, persistent buffers,
@@ -309,6 +322,8 @@ class Learner:
         return logp, entropy, replace(batch, **columns) if columns else batch, seen
 
     def _routed(self, batch: Batch) -> AbstractContextManager[None]:
+        if self.policies is not None:
+            return self.policies.speaking(batch)
         return nullcontext() if self.replays is None else self.replays.replaying(batch.routes)
 
     def _shard(self, dtype: torch.dtype, offload: bool) -> list[str]:
@@ -329,6 +344,20 @@ class Learner:
         if fill(self.model, offload):
             settle(self.outputs)
         return summands
+
+
+def masters_of(
+    model: nn.Module, lora: Lora | None, dtype: torch.dtype, offload: bool
+) -> "tuple[MasterWeights | Adapters | Policies, Policies | None]":
+    """What is trained of a model that one process has, and that again where it is several policies."""
+    if lora is None:
+        return MasterWeights(model, dtype, offload), None
+    if not lora.policies:
+        return Adapters(model, lora, dtype, offload), None
+    from birl.learner.policies import Policies
+
+    policies = Policies(model, lora, dtype)
+    return policies, policies
 
 
 def recompute(model: nn.Module) -> None:

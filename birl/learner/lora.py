@@ -38,13 +38,16 @@ Total = Callable[[Tensor], Tensor]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
     """targets: names of linear layers by peft's rules ("q_proj", "layers.0.mlp.up_proj"), or "all-linear": every one
-    but the head. seed: of A, which is random; B is zero, so that the first policy is the base model."""
+    but the head. seed: of A, which is random; B is zero, so that the first policy is the base model. policies: each has
+    matrices of its own, and `past` earlier versions of them (`policies.py`)."""
 
     rank: int
     alpha: float = 32.0
     targets: Sequence[str] = (ALL,)
     dora: bool = False
     seed: int = 0
+    policies: tuple[str, ...] = ()
+    past: int = 0
 
 
 def merged(

@@ -56,39 +56,63 @@ class AdamStep:
     clip: float = 0.0
 
 
-class LowRankRun:
-    """One adapter in training. Everything in `state` is what it is; the rest follows from it."""
+class LowRankMasters:
+    """A and B of some layers as float32 masters, where the layers are, and `weights`, their rounding, which is computed
+    with."""
 
-    def __init__(self, config: LowRankConfig, layers: Mapping[str, nn.Linear], dtype: torch.dtype) -> None:
-        self.config, self.dtype = config, dtype
-        random = torch.Generator().manual_seed(config.seed)
+    def __init__(self, layers: Mapping[str, nn.Linear], *, rank: int, seed: int, scale: float, dtype: torch.dtype):
+        self.scale, self.dtype, self.names = scale, dtype, list(layers)
+        random = torch.Generator().manual_seed(seed)
         self.masters: dict[str, Tensor] = {}
         for name, layer in layers.items():
-            rows, width = layer.out_features, layer.in_features
-            lora = Lora(rank=config.rank)
-            self.masters[f"{name}.lora_A"] = first_a(lora, width, random).requires_grad_()
-            self.masters[f"{name}.lora_B"] = torch.zeros(rows, config.rank, dtype=torch.float32).requires_grad_()
-        self.names = list(layers)
-        self.optimizer = torch.optim.AdamW(self.masters.values(), lr=0.0, fused=True)
-        self.steps = 0
-        self.weights = self._rounded()
+            device, lora = layer.weight.device, Lora(rank=rank)
+            first_b = torch.zeros(layer.out_features, rank, dtype=torch.float32, device=device)
+            self.masters[f"{name}.lora_A"] = first_a(lora, layer.in_features, random).to(device).requires_grad_()
+            self.masters[f"{name}.lora_B"] = first_b.requires_grad_()
+        self.round()
 
-    def _rounded(self, gradients: bool = False) -> AdapterWeights:
-        scale, factors = ALPHA / self.config.rank, {}
+    def round(self) -> None:
+        """The masters have changed."""
+        factors = {}
         for name in self.names:
             a, b = (self.masters[f"{name}.lora_{key}"].detach() for key in "AB")
-            factors[name] = Factors.of(a, b, scale, self.dtype)
-        return AdapterWeights(next(NUMBERS), factors)
+            factors[name] = Factors.of(a, b, self.scale, self.dtype)
+        self.weights = AdapterWeights(next(NUMBERS), factors)
+
+    @torch.no_grad()
+    def copy(self, other: "LowRankMasters") -> None:
+        """Become what another is, of the same layers and rank."""
+        for name, master in self.masters.items():
+            master.copy_(other.masters[name])
+        self.round()
 
     def collect(self) -> None:
         """Have places for the gradients of the step that begins."""
         for f in self.weights.factors.values():
             if f.gradients is None:
-                f.gradients = torch.zeros(f.a.shape, dtype=torch.float32), torch.zeros(f.b.shape, dtype=torch.float32)
+                f.gradients = torch.zeros_like(f.a, dtype=torch.float32), torch.zeros_like(f.b, dtype=torch.float32)
+
+    def gather(self) -> None:
+        """What was collected becomes the masters' gradients; where nothing was, they have none."""
+        for name, f in self.weights.factors.items():
+            if f.gradients is not None:
+                a, b = self.masters[f"{name}.lora_A"], self.masters[f"{name}.lora_B"]
+                a.grad, b.grad = f.gradients[0][: len(a)].clone(), f.gradients[1][:, : b.shape[1]] * self.scale
+        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         for f in self.weights.factors.values():
             f.gradients = None
+
+
+class LowRankRun(LowRankMasters):
+    """One adapter in training. Everything in `state` is what it is; the rest follows from it."""
+
+    def __init__(self, config: LowRankConfig, layers: Mapping[str, nn.Linear], dtype: torch.dtype) -> None:
+        super().__init__(layers, rank=config.rank, seed=config.seed, scale=ALPHA / config.rank, dtype=dtype)
+        self.config = config
+        self.optimizer = torch.optim.AdamW(self.masters.values(), lr=0.0, fused=True)
+        self.steps = 0
 
     def gradients(self) -> dict[str, Tensor]:
         """What was collected, by name; nothing where a step begins."""
@@ -107,15 +131,11 @@ class LowRankRun:
     def step(self, how: AdamStep) -> float:
         """One step with what was collected; gives the gradient's norm before clipping. The gradient is gone afterwards.
         Raises `BirlError` where it is not finite, and then nothing else has changed."""
-        scale = ALPHA / self.config.rank
-        for name, f in self.weights.factors.items():
-            a, b = self.masters[f"{name}.lora_A"], self.masters[f"{name}.lora_B"]
-            if f.gradients is None:
-                a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
-            else:
-                a.grad, b.grad = f.gradients[0][: len(a)].clone(), f.gradients[1][:, : b.shape[1]] * scale
-        self.drop_gradients()
+        self.gather()
         masters = list(self.masters.values())
+        for master in masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
         norm = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
         try:
             if not norm.isfinite():
@@ -132,7 +152,7 @@ class LowRankRun:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        self.weights = self._rounded()
+        self.round()
         return norm.item()
 
     def state(self, optimizer: bool = True) -> dict[str, Tensor]:
@@ -161,7 +181,7 @@ class LowRankRun:
                 kept["step"] = kept["step"].reshape(())
                 self.optimizer.state[master] = kept
         self.steps = steps
-        self.weights = self._rounded()
+        self.round()
 
 
 class SharedBase:

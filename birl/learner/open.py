@@ -62,7 +62,16 @@ def lora_of(config: schema.RL | schema.Stage) -> Lora | None:
     lora = config.lora
     if lora.rank == 0:
         return None
-    return Lora(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora, seed=config.seed)
+    policies, past = (tuple(config.policies), config.league.kept) if isinstance(config, schema.RL) else ((), 0)
+    return Lora(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=tuple(lora.targets),
+        dora=lora.dora,
+        seed=config.seed,
+        policies=policies if len(policies) > 1 or past else (),  # a single one is merged into the weights
+        past=past,
+    )
 
 
 def replays(config: schema.RL | schema.Stage) -> bool:

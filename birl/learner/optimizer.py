@@ -26,6 +26,7 @@ from birl.parallel.norm import sum_gradients
 
 if TYPE_CHECKING:
     from birl.learner.lora import Adapters
+    from birl.learner.policies import Policies
     from birl.learner.split_lora import SplitAdapters
 
 
@@ -212,7 +213,7 @@ def move_grad_to(master: Any, gradients: Gradients | None = None):
 
 
 def adamw(
-    masters: "MasterWeights | ShardedMasterWeights | Adapters | SplitAdapters",
+    masters: "MasterWeights | ShardedMasterWeights | Adapters | SplitAdapters | Policies",
     model: nn.Module,
     *,
     kind: str = "adamw",

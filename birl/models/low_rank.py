@@ -134,11 +134,12 @@ def active_in(model: nn.Module) -> Active:
 def adapted(model: nn.Module, groups: Sequence[RowGroup], trained: bool = False) -> Iterator[None]:
     """Within, rows of passes through `model` have these adapters; a backward pass belongs within, too."""
     active = active_in(model)
+    before = active.groups, active.trained
     active.groups, active.trained = groups, trained
     try:
         yield
     finally:
-        active.groups, active.trained = (), False
+        active.groups, active.trained = before
 
 
 def add_low_rank(groups: Sequence[RowGroup], names: Sequence[str], sizes: Sequence[int], x: Tensor, to: Tensor,

@@ -1,5 +1,6 @@
 """Groups -> Samples: which episodes count, and how their turns become flat token lists."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
@@ -35,17 +36,29 @@ def has_signal(group: Group, usage: Usage) -> bool:
 
 
 def by_agent(group: Group) -> list[Group]:
-    """The group itself; of several agents, one group for each with its own turns and rewards. A single reward of an
-    episode is each agent's. Failed episodes stay in each, without turns, so that they are counted as such."""
-    if not any(t.rewards for t in group.trajectories):
+    """The group itself; of several agents or policies, one group for each with its own turns and rewards. A single
+    reward of an episode is each agent's. Failed episodes stay in each, without turns, so that they are counted as such.
+    What frozen policies said is in none."""
+    turns = [turn for t in group.trajectories for turn in t.turns]
+    if not any(t.rewards for t in group.trajectories) and not any(turn.policy for turn in turns):
         return [group]
-    agents = sorted({turn.agent for t in group.trajectories for turn in t.turns})
-    return [replace(group, agent=a, trajectories=tuple(_own(t, a) for t in group.trajectories)) for a in agents]
+    speakers = sorted({(turn.agent, turn.policy) for turn in turns if not turn.frozen})
+    several = Counter(agent for agent, _ in speakers)
+    return [
+        replace(
+            group,
+            agent=f"{agent} ({policy})" if several[agent] > 1 else agent,
+            trajectories=tuple(_own(t, agent, policy) for t in group.trajectories),
+        )
+        for agent, policy in speakers
+    ]
 
 
-def _own(trajectory: Trajectory, agent: str) -> Trajectory:
-    turns = tuple(turn for turn in trajectory.turns if turn.agent == agent)
-    reward = trajectory.rewards.get(agent, nan) if trajectory.rewards else trajectory.reward
+def _own(trajectory: Trajectory, agent: str, policy: str) -> Trajectory:
+    turns = tuple(turn for turn in trajectory.turns if (turn.agent, turn.policy) == (agent, policy))
+    if not trajectory.rewards:
+        return replace(trajectory, turns=turns)
+    reward = trajectory.rewards.get(agent, nan)
     return replace(trajectory, turns=turns, reward=reward, score=reward, rewards={})
 
 
@@ -67,6 +80,8 @@ class Chain:
         return len(self.last.prompt) + len(self.last.completion.tokens)
 
     def continues(self, turn: Turn) -> bool:
+        if (turn.agent, turn.policy) != (self.last.agent, self.last.policy):
+            return False
         before, answer, n = self.last.prompt, self.last.completion.tokens, len(self.last.prompt)
         return np.array_equal(turn.prompt[n : len(self)], answer) and np.array_equal(turn.prompt[:n], before)
 
@@ -107,6 +122,7 @@ def samples(trajectory: Trajectory, advantage: float | Sequence[float], group: i
                 group=group,
                 episode=episode,
                 routes=routes(trajectory, chain),
+                policy=chain.last.policy,
             )
         )
     return result
@@ -140,6 +156,11 @@ def token_rewards(trajectory: Trajectory, rewards: Sequence[float]) -> list[list
 
 def trained_lengths(samples: Sequence[Sample]) -> list[int]:
     return [int(np.count_nonzero(s.mask)) for s in samples]
+
+
+def by_policy(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each policy, in order; without any sample one empty list."""
+    return [[s for s in samples if s.policy == name] for name in dict.fromkeys(s.policy for s in samples)] or [[]]
 
 
 def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:

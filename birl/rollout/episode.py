@@ -34,13 +34,15 @@ class Played:
         self.reward = self.score = 0.0
         self.parts: dict[str, float] = {}
         self.rewards: dict[str, float] = {}
+        self.alone: dict[str, float] = {}  # what agents earned beside the rewards of all
+        self.judged = False  # the score was given apart from the rewards
         self.outcome, self.detail = Outcome.TRUNCATED, ""
 
 
 async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
     """Play until the environment is done, a limit cuts it, or something fails. Closes the environment in any case."""
     played, limits = Played(), session.limits
-    way: Any = _run if hasattr(env, "run") else _play
+    way: Any = _run if hasattr(env, "run") else _taking_turns
     try:
         if hasattr(env, "admit"):  # its place among those that run at once; the clock starts behind it
             with waiting(session.name, "its place", "other episodes"):
@@ -81,12 +83,29 @@ def unopened(error: BaseException) -> Trajectory:
     return Trajectory(turns=(), reward=nan, score=nan, outcome=Outcome.ENV_ERROR, detail=describe(error))
 
 
+async def _taking_turns(env: Env, session: Session, played: Played) -> None:
+    await _play(env, session, played)
+    if not played.alone:
+        return
+    spoke = {turn.agent for turn in session.turns}
+    if unknown := sorted(set(played.alone) - spoke - set(session.policies)):
+        raise BirlError(f"Feedback.rewards names {unknown[0]!r}; there are {', '.join(sorted(spoke)) or 'no names'}")
+    played.rewards = {name: played.reward + played.alone.get(name, 0.0) for name in sorted(spoke)}
+    more = sum(played.rewards.values()) / len(spoke) - played.reward
+    played.reward += more
+    played.score += 0.0 if played.judged else more
+
+
 async def _play(env: Env, session: Session, played: Played) -> None:
     tools = tuple(getattr(env, "tools", ()))
     conversation: Conversation = await _in(env.start, session, "start")
+    named = ""
     for _ in range(session.limits.turns):
         try:
-            reply, turn = await session.answer(conversation, session.params, tools=tools, keep_end=True)
+            policy = named or str(getattr(env, "policy", ""))
+            reply, turn = await session.answer(
+                conversation, session.params, tools=tools, agent=policy, policy=policy, keep_end=True
+            )
         except TooLong as error:
             if not session.turns:  # there is no reply that could have a reward
                 raise
@@ -98,6 +117,10 @@ async def _play(env: Env, session: Session, played: Played) -> None:
         session.credit(reward)
         played.reward += reward
         played.score += reward if feedback.score is None else _number(feedback.score, "the environment's score")
+        played.judged |= feedback.score is not None
+        for name, value in feedback.rewards.items():
+            played.alone[name] = played.alone.get(name, 0.0) + _number(value, f"rewards[{name!r}]")
+        named = feedback.policy or named
         played.parts |= {name: _number(value, f"info[{name!r}]") for name, value in feedback.info.items()}
         if turn.completion.stop is Stop.LENGTH and session.limits.cut_ends:
             return

@@ -49,7 +49,8 @@ Scorer = Callable[[Task, list[Reply]], Awaitable[Sequence[Scored]]]
 class Rollout:
     """How to roll out a task: everything that stays the same from group to group. `score` None: the environment's own
     reward. `gateway`: where agents find the model under an address. `saw` is called with every episode when it has
-    failed, or has its reward; what it raises ends the group."""
+    failed, or has its reward; what it raises ends the group. `policies`: a number that is drawn for a group -> an
+    engine for each policy by name; None: one policy, without a name."""
 
     engine: Engine
     chat: Translator
@@ -59,19 +60,21 @@ class Rollout:
     seed: int
     gateway: Gateway | None = None
     saw: Callable[[Task, Trajectory], None] = lambda task, trajectory: None
+    policies: Callable[[int], Mapping[str, Engine]] | None = None
 
     async def group(self, index: int, task: Task, n: int, params: SamplingParams, extra: int = 0) -> Group:
         """Play n episodes at once and score them. Seeds depend on (seed, index, episode, turn) only, so that a resumed
         run samples what the uninterrupted one would have. Of n + `extra` episodes the first n to finish are kept, in
         their order; the others are cancelled. All of them are one session: engines have their prompt once."""
         version = self.engine.version
+        engine = self.engine if self.policies is None else self.policies(derive_seed(self.seed, index, -1))
 
         async def one(episode: int) -> Trajectory:
             def seed(turn: int) -> int:
                 return derive_seed(self.seed, index, episode, turn)
 
             session = Session(
-                self.engine,
+                engine,
                 self.chat,
                 params,
                 self.limits(task) if callable(self.limits) else self.limits,
@@ -118,6 +121,7 @@ class Rollout:
                 before,
                 reward=before.reward + scored.value,
                 score=before.score + scored.value,
+                rewards={name: own + scored.value for name, own in before.rewards.items()},
                 parts={**before.parts, **scored.parts},
                 extra=scored.extra,
                 logged=scored.logged,

@@ -6,9 +6,10 @@ crashes and resumes.
     {"life": 1, "event": "settled", "step": 2, "group": 7, "tokens": {"trained": 400, "timeout": 12}}
 
 A token is trained once, or it is counted under the reason why not: `no_gradient` (its answer's advantage is 0; it
-counts in the denominator), `masked`, `refused` (the group had no signal), an outcome such as `timeout`, `redone`
-(trained by a life whose steps after the last checkpoint were lost, then sampled anew), `abandoned` (its process ended
-first) or `open` (still waiting). `audit` checks that the sums agree and that nothing was trained twice.
+counts in the denominator), `masked`, `frozen` (sampled by an earlier version of a policy), `refused` (the group had no
+signal), an outcome such as `timeout`, `redone` (trained by a life whose steps after the last checkpoint were lost, then
+sampled anew), `abandoned` (its process ended first) or `open` (still waiting). `audit` checks that the sums agree and
+that nothing was trained twice.
 """
 
 import sys
@@ -85,6 +86,9 @@ def settle(groups: Sequence[Group], usage: Usage, trained: Iterable[tuple[Sample
             tokens.update(mine)
             rest = sampled(trajectory) - mine.total()
             if i in good:
+                frozen = sum(len(turn.completion.tokens) for turn in trajectory.turns if turn.frozen)
+                tokens["frozen"] += frozen
+                rest -= frozen
                 reason = "masked"
             elif trajectory.outcome in (Outcome.OK, Outcome.TRUNCATED):
                 reason = (

@@ -43,7 +43,12 @@ def episode_records(
             "advantage": advantages.get((g.index, i)),
             "text": "".join(chat.decode(turn.completion.ids) for turn in t.turns),
             "turns": [
-                {"agent": turn.agent, "reward": turn.reward, "text": chat.decode(turn.completion.ids)}
+                {
+                    "agent": turn.agent,
+                    **({"policy": turn.policy} if turn.policy else {}),
+                    "reward": turn.reward,
+                    "text": chat.decode(turn.completion.ids),
+                }
                 for turn in (t.turns if len(t.turns) > 1 else ())
             ],
             "rewards": dict(t.rewards),
@@ -108,6 +113,23 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/mean": fmean(rewards),  # behind the parts: a function may be called mean
         "reward/std": pstdev(rewards) if scored else nan,
         "score/mean": fmean(scores),
+    }
+
+
+def said_by_policies(groups: Sequence[Group]) -> dict[str, float]:
+    """Of each policy by name, those of a league included: tokens that it sampled, and the mean of its score over the
+    episodes that it took part in and that have one."""
+    episodes = [t for g in groups for t in g.trajectories]
+    tokens = Counter[str]()
+    scores = defaultdict[str, list[float]](list)
+    for t in episodes:
+        speakers = {turn.policy: turn.agent for turn in t.turns if turn.policy}
+        for turn in t.turns:
+            tokens.update({turn.policy: len(turn.completion.tokens)} if turn.policy else {})
+        for policy, agent in speakers.items() if t.outcome.scored else ():
+            scores[policy].append(t.rewards.get(agent, t.score))
+    return {f"tokens/{name}": float(n) for name, n in sorted(tokens.items())} | {
+        f"score/{name}": fmean(each) for name, each in sorted(scores.items())
     }
 
 

@@ -179,6 +179,7 @@ def _group_to(group: Group) -> dict[str, Any]:
                         "routes": turn.completion.routes.hex(),
                         "reward": turn.reward,
                         "agent": turn.agent,
+                        **({"policy": turn.policy} if turn.policy else {}),
                     }
                     for turn in t.turns
                 ],
@@ -234,6 +235,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
                 ),
                 reward=number(turn["reward"]),
                 agent=turn["agent"],
+                policy=turn.get("policy", ""),
             )
             for turn in row["turns"]
         ),

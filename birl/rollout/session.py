@@ -17,7 +17,7 @@ import numpy as np
 from birl.errors import Aborted, BirlError, EngineFailed, HistoryRewritten, TooLong
 from birl.text.bounds import cannot_fit
 from birl.text.parts import Finder, content
-from birl.types import Completion, Conversation, Engine, Message, Picture, SamplingParams, Stop, ToolCall, Turn
+from birl.types import PAST, Completion, Conversation, Engine, Message, Picture, SamplingParams, Stop, ToolCall, Turn
 from birl.waits import waiting
 
 Tools = Sequence[Mapping[str, Any]]
@@ -81,11 +81,12 @@ class Limits:
 
 class Session:
     """The `birl.types.Model` of one episode. `id` tells engines what belongs together, `name` is for the table of
-    waits. `seed_of_turn` gives the seed of the n-th question."""
+    waits. `seed_of_turn` gives the seed of the n-th question. `engine`: the only one, or one by the name of each
+    policy."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | Mapping[str, Engine],
         chat: Translator,
         params: SamplingParams,
         limits: Limits,
@@ -118,9 +119,14 @@ class Session:
         self._url = self._url or self.gateway.enter(self)
         return self._url
 
-    async def ask(self, conversation: Conversation, *, tools: Tools = (), agent: str = "") -> Message:
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The names that `policy` may be; empty where a single policy without a name answers everyone."""
+        return tuple(self.engine) if isinstance(self.engine, Mapping) else ()
+
+    async def ask(self, conversation: Conversation, *, tools: Tools = (), agent: str = "", policy: str = "") -> Message:
         """The model's reply. Raises `EngineFailed`, `Aborted` and `TooLong`, which end the episode."""
-        return (await self.answer(conversation, self.params, tools=tools, agent=agent))[0]
+        return (await self.answer(conversation, self.params, tools=tools, agent=agent, policy=policy))[0]
 
     async def answer(
         self,
@@ -129,13 +135,16 @@ class Session:
         *,
         tools: Tools = (),
         agent: str = "",
+        policy: str = "",
         keep_end: bool = False,
     ) -> tuple[Message, Turn]:
         """As `ask`, with parameters of its own; also what was recorded. `keep_end`: a text that goes on behind an
         answer goes on behind its end token, so that both are one sequence. Of stop strings that are not the run's the
         reply is returned without them, as APIs do; the recorded tokens have them."""
         try:
-            return await self._answer(conversation, params, tools, agent, keep_end)
+            policy, engine = chosen(self.engine, policy, agent)
+            speaker = agent or policy, policy
+            return await self._answer(conversation, params, tools, speaker, engine, keep_end)
         except (EngineFailed, Aborted) as error:
             if not isinstance(self.failure, EngineFailed | Aborted):
                 self.failure = error
@@ -145,8 +154,15 @@ class Session:
             raise
 
     async def _answer(
-        self, conversation: Conversation, params: SamplingParams, tools: Tools, agent: str, keep_end: bool
+        self,
+        conversation: Conversation,
+        params: SamplingParams,
+        tools: Tools,
+        speaker: tuple[str, str],
+        engine: Engine,
+        keep_end: bool,
     ) -> tuple[Message, Turn]:
+        agent, policy = speaker
         if self._closed:  # what was left behind when its time was over
             raise Aborted
         number, self.asked = self.asked, self.asked + 1
@@ -171,10 +187,12 @@ class Session:
         self._open += 1
         try:
             with waiting(self.name, f"turn {number}", "engine", self.limits.timeout):
-                completion = await self._generate(prompt, params)
+                completion = await self._generate(engine, prompt, params)
         finally:
             self._open -= 1
-        turn = self._turns[number] = Turn(prompt=np.array(prompt, np.int32), completion=completion, agent=agent)
+        turn = self._turns[number] = Turn(
+            prompt=np.array(prompt, np.int32), completion=completion, agent=agent, policy=policy
+        )
         if completion.stop is Stop.ABORT:
             raise Aborted
         reply = before_stop(self.reply(conversation, prompt, completion.ids, tools), own_stop)
@@ -213,11 +231,27 @@ class Session:
             self.gateway.leave(self)
             self._url = ""
 
-    async def _generate(self, prompt: tuple[int, ...], params: SamplingParams) -> Completion:
+    async def _generate(self, engine: Engine, prompt: tuple[int, ...], params: SamplingParams) -> Completion:
         try:
-            return (await self.engine.generate(prompt, params, self.id)).possible()
+            return (await engine.generate(prompt, params, self.id)).possible()
         except Exception as error:
             raise EngineFailed from error
+
+
+def chosen(engines: Engine | Mapping[str, Engine], policy: str, agent: str) -> tuple[str, Engine]:
+    """Which policy replies, and the engine that samples it: the one that is named, else the one that is called as the
+    agent, else the only one. Raises `BirlError` where nobody has that name."""
+    if not isinstance(engines, Mapping):
+        return "", engines
+    trained = [name for name in engines if not name.endswith(PAST)]
+    name = policy or (agent if agent in engines else trained[0] if len(trained) == 1 else "")
+    if name not in engines:
+        said = f"there is no policy {name!r}" if name else "it does not say which policy replies"
+        raise BirlError(
+            f"{said}; there are {', '.join(engines)} (policies=...). An environment names it as `Feedback.policy` or "
+            "as its attribute `policy`, an agent as `policy` of `ask`, a client as the request's `model`."
+        )
+    return name, engines[name]
 
 
 def checked(conversation: Any) -> Conversation:

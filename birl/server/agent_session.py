@@ -34,8 +34,16 @@ class Session(Protocol):
     def known(self) -> Sequence[Known]: ...
     @property
     def asked(self) -> int: ...
+    @property
+    def policies(self) -> Sequence[str]: ...
     async def answer(
-        self, conversation: Conversation, params: SamplingParams, *, tools: Tools = (), agent: str = ""
+        self,
+        conversation: Conversation,
+        params: SamplingParams,
+        *,
+        tools: Tools = (),
+        agent: str = "",
+        policy: str = "",
     ) -> tuple[Message, Turn]: ...
     def forget(self, turn: Turn) -> None: ...
     def rewarded(self, reward: float, agent: str = "") -> None: ...
@@ -51,6 +59,7 @@ class Reply:
     params: SamplingParams
     tools: Tools = ()
     agent: str = ""
+    policy: str = ""
     n: int = 1
     stream: bool = False
     form: str = ""  # of the answer: the body of a grammar (`birl.text.grammar`)
@@ -97,7 +106,9 @@ class Visit:
 
     async def one(self, reply: Reply) -> tuple[Message, Turn]:
         place, number = changed(self.session.known, reply), self.session.asked
-        result = await self.session.answer(reply.conversation, reply.params, tools=reply.tools, agent=reply.agent)
+        result = await self.session.answer(
+            reply.conversation, reply.params, tools=reply.tools, agent=reply.agent, policy=reply.policy
+        )
         if place is not None:
             self.tell(
                 "history",
@@ -123,7 +134,7 @@ class Visit:
 def changed(known: Sequence[Known], reply: Reply) -> int | None:
     """The first message that differs from what it was, where a conversation goes on from a known one in which most
     messages are the same; None where it is a known one that goes on, or another."""
-    own, owner = plain(reply.conversation), owner_of(reply.tools, reply.agent)
+    own, owner = plain(reply.conversation), owner_of(reply.tools, reply.agent or reply.policy)
     best, place = 0, None
     for one in known:
         if one.owner == owner and type(one.key) is type(own) is tuple and len(one.key) <= len(own):

@@ -16,6 +16,7 @@ import math
 import secrets
 import socket
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from birl.server.limits import TIMEOUT, Gone, Refused, ambiguous, disconnected, 
 from birl.server.messages import typed
 from birl.server.request_policy import Terms
 from birl.text.chat import Chat
+from birl.types import PAST
 
 MOST_BYTES = 16 << 20  # of one request
 LONGEST = 1 << 20  # tokens; an episode may have no bound of its own
@@ -126,19 +128,32 @@ class Gateway:
     async def _handled(self, visit: Visit, where: str, request: Request) -> Any:
         match request.method, where:
             case "GET", "models":
-                return JSONResponse({"object": "list", "data": [card("birl")]})
+                names = visit.session.policies or ("birl",)
+                return JSONResponse({"object": "list", "data": [card(name) for name in names]})
             case "GET", name if name.startswith("models/"):
                 return JSONResponse(card(name.removeprefix("models/")))
             case "POST", "reward":
                 return reward(visit, await json_object(request, MOST_BYTES))
             case route if route in self.replies:
-                reply = self.replies[route](await asked(request, visit), self.terms, visit)
+                data = await asked(request, visit)
+                policy = replying(data.get("model"), visit.session.policies)
+                reply = self.replies[route](data, self.terms, visit)
             case _:
                 raise Refused(404, f"{request.method} /{where}: there is no such address.", "not_found_error")
         if not isinstance(reply, Reply):
             return JSONResponse(reply)
-        reply.agent = request.headers.get("x-birl-agent", reply.agent)
+        reply.agent, reply.policy = request.headers.get("x-birl-agent", reply.agent), policy
         return await answered(visit, reply, request)
+
+
+def replying(model: Any, policies: Sequence[str]) -> str:
+    """The policy that a request's `model` names; empty where there is one whatever the name. Raises `Refused`."""
+    name = model.removeprefix("birl/") if isinstance(model, str) else ""
+    if name in policies:
+        return name
+    if sum(not known.endswith(PAST) for known in policies) < 2:
+        return ""
+    raise Refused(404, f"model={name!r}: there is no such policy; there are {', '.join(policies)}.", "model_not_found")
 
 
 async def asked(request: Request, visit: Visit) -> Body:

@@ -21,6 +21,7 @@ from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache
 from birl.engine.sampled import Sampled
+from birl.engine.voices import voices
 from birl.envs.open import World, check_world, open_world
 from birl.learner.comparison import GAPS, KEPT
 from birl.learner.learner import Learner
@@ -124,6 +125,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
             limits=limits_in(world, config.env, tokens=data.context),
             seed=config.seed,
             saw=start(config.rollout.max_failure_rate, config.rollout.prompts, sum(map(len, data.train))).saw,
+            policies=partial(voices, config.policies, engine, worker.learner.policies) if config.policies else None,
         )
         return Parts(
             run=run,
@@ -384,6 +386,7 @@ def updates_of(config: schema.RL) -> Updates:
         critic_only=critic.freeze_steps,
         critic_lr=critic.lr,
         rollouts_only=config.debug.only_rollout,
+        league=config.league.every,
     )
 
 

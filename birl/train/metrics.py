@@ -1,15 +1,18 @@
 """The figures of a training step for metrics.jsonl."""
 
+from collections.abc import Sequence
 from math import nan
 from typing import TYPE_CHECKING
 
 from birl.learner.learner import Stats
 from birl.parallel.machine import peak_memory
 from birl.rollout import assemble, pipeline
-from birl.rollout.records import outcome_metrics, reward_metrics
+from birl.rollout.records import outcome_metrics, reward_metrics, said_by_policies
 from birl.train.credit import Credited
+from birl.types import Group
 
 if TYPE_CHECKING:
+    from birl.learner.policies import Policies
     from birl.train.rl import Loop
 
 
@@ -51,6 +54,7 @@ def step_metrics(
         "time/checkpoint": loop.run.saving,
         "memory/peak": peak_memory(),
     }
+    metrics |= policy_metrics(everything, stats, worker.learner.policies)
     staleness = loop.schedule.max_staleness
     if staleness == 0:
         metrics["time/reward"] = max(waited - counters.seconds, 0.0)
@@ -63,6 +67,17 @@ def step_metrics(
     if staleness > 0:
         metrics |= {"queue/ready": float(step.ready), "queue/running": float(step.running)}
     return metrics | worker.ages.figures(credited.samples, staleness) | weights_metrics(loop)
+
+
+def policy_metrics(groups: Sequence[Group], stats: Stats, policies: "Policies | None") -> dict[str, float]:
+    """What each policy did and learned, where they have names."""
+    norms = {} if policies is None else policies.norms
+    result = said_by_policies(groups)
+    for name, own in stats.of.items():
+        told = {"loss": own.loss, "entropy": own.mean("entropy"), "mismatch": own.first_gap}
+        told |= {"learned": float(own.count), "grad_norm": norms.get(name, stats.grad_norm)}
+        result |= {f"{figure}/{name}": value for figure, value in told.items() if name}
+    return result
 
 
 def weights_metrics(loop: "Loop") -> dict[str, float]:

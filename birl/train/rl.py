@@ -281,9 +281,10 @@ class Loop:
                 f"instead of {version} alone, so the result would belong to no policy."
             )
         assert plan is not None
+        apart = {} if (policies := self.worker.learner.policies) is None else policies.weights()
         return {
             "version": version,
-            "weights": self.parts.publisher.sent_digest or whole(digests(published(self.worker.sampled.model))),
+            "weights": self.parts.publisher.sent_digest or whole(digests(published(self.worker.sampled.model) | apart)),
             "data": self.parts.validation_digest,
             "seed": self.parts.validation_rollout.seed,
             "n": plan.samples,

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, islice
 from math import nan
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class Updates:
     """How a batch of rollouts becomes optimizer steps: `parts` of the batch, one step each, `passes` times over.
     `capacity`: tokens of a micro-batch; `shares`: data-parallel ranks; `everything`: samples with advantage 0 have a
     gradient, too; `max_gap`: between the log-probs of engine and learner [nats]; `critic_only`: the first steps, in
-    which the policy stays; `rollouts_only`: nothing is trained."""
+    which the policy stays; `rollouts_only`: nothing is trained; `league`: steps between versions that are kept."""
 
     seed: int
     parts: int
@@ -56,6 +57,7 @@ class Updates:
     critic_only: int
     critic_lr: float
     rollouts_only: bool
+    league: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +102,8 @@ class RLWorker(Worker):
         if credited.kl == credited.kl:
             self.kl.update(credited.kl, credited.episodes)
             self.extra["kl_coef"] = self.kl.coef
+        if self.updates.league and (step + 1) % self.updates.league == 0 and self.learner.policies is not None:
+            self.learner.policies.keep((step + 1) // self.updates.league - 1)
         return credited, stats
 
     def update(self, samples: list[Sample]) -> Stats:
@@ -116,9 +120,12 @@ class RLWorker(Worker):
         are not computed (with a KL term, an entropy bonus or a critic they have one). A batch without any gradient
         moves nothing, the optimizer's momentum included."""
         keys, critic = self.updates, self.critic
-        lengths = assemble.trained_lengths(samples)
-        weights = DENOMINATORS[keys.denominator](lengths, [s.group for s in samples], keys.max_tokens)
-        useful = [(s, w) for s, w in zip(samples, weights, strict=True) if self.has_gradient(s)]
+        weighed: list[tuple[Sample, float]] = []
+        for own in assemble.by_policy(samples):
+            lengths = assemble.trained_lengths(own)
+            weights = DENOMINATORS[keys.denominator](lengths, [s.group for s in own], keys.max_tokens)
+            weighed += zip(own, weights, strict=True)
+        useful = [(s, w) for s, w in weighed if self.has_gradient(s)]
         if not useful:
             stats.skipped += 1
             return
@@ -126,14 +133,20 @@ class RLWorker(Worker):
         size, shares, pair_cost = keys.capacity, keys.shares, self.policy.pair_cost
         batches = pack([s for s, _ in useful], [w for _, w in useful], size, shares, pair_cost)
         stats.other |= packing(batches, size, shares, pair_cost)
-        value_weight = 1 / max(sum(lengths), 1)
+        value_weight = 1 / max(sum(assemble.trained_lengths(samples)), 1)
         norms = [] if critic is None else [self.update_critic(critic, batches, value_weight, stats)]
         if critic is None or self.step >= keys.critic_only:
-            known = self.objective.look(batches, derive_seed(keys.seed, self.step, stats.updates))
+            seed = derive_seed(keys.seed, self.step, stats.updates)
+            each = [list(own) for _, own in groupby(batches, key=lambda b: b.policy)]
+            known = [one for own in each for one in self.objective.look(own, seed)]
             losses = [self.objective.loss(of, self.kl.coef, value_weight) for of in known]
             watch = Watch() if keys.token_figures else None
             watched = losses if watch is None else watch.over(losses)
-            self.learner.learn(list(zip(batches, watched, strict=True)), stats)
+            work = iter(zip(batches, watched, strict=True))
+            for own in each:
+                figures = Stats()
+                self.learner.learn(list(islice(work, len(own))), figures)
+                stats.take(own[0].policy, figures)
             if watch is not None:
                 self.seen = watch.compute(batches, [s for s, _ in useful], self.learner.ranks) | self.seen
             if stats.updates == 0:
@@ -156,6 +169,9 @@ class RLWorker(Worker):
         stats.first_gap = sum(gap * n for gap, n in gaps.values()) / stats.other["mismatch/tokens"] if gaps else nan
         for version, (mean, _) in gaps.items():
             check_gap(mean, version, self.updates.max_gap)
+        for own in (own for own in stats.of.values() if own.sums["fresh"]):  # none hides behind the others
+            own.first_gap = own.sums["gap"] / own.sums["fresh"]
+            check_gap(own.first_gap, self.learner.version, self.updates.max_gap)
         if self.sampling:
             self.past.keep()
 

@@ -37,7 +37,7 @@ from birl.rollout.group import Rollout
 from birl.track.sink import KINDS, Kind, Start
 from birl.train import build
 from birl.train.command import train
-from birl.types import Group
+from birl.types import Group, Trajectory
 from tests.tiny import tiny_model_folder, tiny_moe_folder
 
 ANY = object()
@@ -240,6 +240,17 @@ def told_tracker(name: str) -> Callable[[Seen], str]:
     return mode
 
 
+def played(s: Seen) -> list[Trajectory]:
+    return [t for g in s.groups for t in g.trajectories]
+
+
+def in_the_league(s: Seen) -> int:
+    """Versions in the checkpoint."""
+    newest = checkpoint.latest(s.run / "checkpoints")
+    assert newest is not None
+    return len({name.split(".")[1] for name in checkpoint.read_tensors(newest, "league.")})
+
+
 def saved(s: Seen) -> list[str]:
     return sorted(path.name for path in (s.run / "checkpoints").iterdir())
 
@@ -367,6 +378,7 @@ RECOMPUTED = "algorithm.proximal=recompute model.path=plain " + UNEQUAL
 PPO = "algorithm=ppo "
 JUDGED = "reward.functions=given:even steps=5"
 ALIKE = "reward.functions=given:constant"
+LEAGUE = "policies=[one] lora.rank=4"
 TAUGHT = "algorithm.teacher=other algorithm.teacher_divergence=jsd "
 RL_CASES = {
     **MODEL,
@@ -533,6 +545,9 @@ RL_CASES = {
     "lora.targets": Case("[q_proj]", weights, under="lora.rank=4"),
     "lora.dora": Case("true", weights, under="lora.rank=4"),
     "lora.quantize": Case("nf4", last("grad_norm"), under="lora.rank=4"),
+    "policies": Case("[one]", lambda s: {turn.policy for t in played(s) for turn in t.turns}, {"one"}),
+    "league.every": Case("1", in_the_league, 4, LEAGUE),
+    "league.size": Case("2", in_the_league, 2, LEAGUE + " league.every=1"),
     # what it does: tests/parallel/test_context.py
     "parallel.context": Case("ulysses", refused=r"parallel\.context=ulysses: has no effect because parallel\.cp=1"),
     "learner.tokens_per_microbatch": Case("80", lambda s: s.passes > 1, True),

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from birl.config.decided import ENGINES, NAME, at_once, kind_of, most_answers, tests_seconds, weights_method
 from birl.config.keys import documentation, written
+from birl.config.rules import policies
 from birl.config.rules.unread import SINGLE
 from birl.config.schema import RL, SFT, Config, Eval, Stage, reward_functions
 from birl.config.words import capacity_setting, command, needed_setting, setting, value_of
@@ -199,6 +200,7 @@ COMPUTED: tuple[tuple[Any, Callable[[Any], Iterator[str]]], ...] = (
     (SFT, _roles),
     (RL | Eval, _rewards),
     (RL, _sampling),
+    (RL, policies.told),
     (RL | Eval, _engines),
     (RL, _new_weights),
     (RL | Stage, _whole_rows),

@@ -251,5 +251,7 @@ UNREAD: tuple[Row, ...] = (
         lambda c: not c.steps,
         "steps={c.steps} decides the length of the run; drop one of the two",
     ),
+    _row(RL, "league.", lambda c: c.policies, "policies is empty; name one, as in policies=[player]"),
+    _row(RL, "league.size", lambda c: c.league.every, "league.every=0 keeps no versions; set league.every=10"),
     _row(RL | Stage, "lora.", lambda c: c.lora.rank, "lora.rank=0 trains all weights; set lora.rank=16"),
 )

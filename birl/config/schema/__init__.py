@@ -33,6 +33,7 @@ from birl.config.schema.training import Compute as Compute
 from birl.config.schema.training import Debug as Debug
 from birl.config.schema.training import Distill as Distill
 from birl.config.schema.training import HeldOut as HeldOut
+from birl.config.schema.training import League as League
 from birl.config.schema.training import Learner as Learner
 from birl.config.schema.training import Lora as Lora
 from birl.config.schema.training import Optimizer as Optimizer
@@ -91,6 +92,10 @@ class RL(Training):
     optimizer: Optimizer = field(default_factory=Optimizer)
     critic: Critic = field(default_factory=Critic)
     lora: Lora = field(default_factory=Lora)
+    policies: list[str] = field(default_factory=list)
+    """Names of the policies that take part in episodes, as in [planner,worker]: each has a LoRA and an optimizer of its
+    own over model.path. The environment says who replies (docs/agents.md). Empty: one policy, without a name."""
+    league: League = field(default_factory=League)
     learner: Learner = field(default_factory=Learner)
     parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

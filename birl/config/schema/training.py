@@ -53,6 +53,21 @@ class Lora(Section):
 
 
 @dataclass(kw_only=True)
+class League(Section):
+    """Earlier versions of the policies, to play against; an environment names one NAME@past."""
+
+    every: Whole = 0
+    """Keep the policies as they are after every so many steps. 0: never, and there is nothing to play against."""
+    size: Count = 4
+    """Versions that are kept, the newest ones; a group plays against one of them, by chance. Before so many are kept,
+    the others are the model that the run began with."""
+
+    @property
+    def kept(self) -> int:
+        return self.size if self.every else 0
+
+
+@dataclass(kw_only=True)
 class Compute(Section):
     """What every learner has."""
 

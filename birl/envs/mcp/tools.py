@@ -158,6 +158,10 @@ class Equipped:
     def pictures(self) -> Sequence[str]:
         return getattr(self.env, "pictures", ())
 
+    @property
+    def policy(self) -> str:
+        return getattr(self.env, "policy", "")
+
     async def admit(self) -> None:
         if hasattr(self.env, "admit"):
             await called(self.env.admit)  # pyright: ignore[reportAttributeAccessIssue]
