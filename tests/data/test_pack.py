@@ -155,3 +155,18 @@ def test_bins_are_full_but_never_too_full(sizes: list[int]) -> None:
     assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in b) <= 64 for b in bins)
     assert len(bins) <= 2 * -(-sum(sizes) // 64) + 1
+
+
+def test_what_a_served_teacher_says_is_in_the_order_of_trained_tokens() -> None:
+    """Also of micro-batches that train nothing."""
+    samples = []
+    for number, s in enumerate(groups(0, count=2)):
+        own = s.tokens[s.mask].astype(np.int64)
+        words, logprobs = np.stack([own, own + 1], 1), np.full((len(own), 3), -float(number), np.float32)
+        samples.append(replace(s, likely=(words, logprobs)))
+    for batches in (pack(samples, [1.0] * 6, 500), pack(samples, [1.0] * 6, 25, parts=7)):
+        for batch in batches:
+            assert batch.likely is not None and batch.likely_logprobs is not None
+            assert batch.likely.tolist() == [[t, t + 1] for t in batch.targets[batch.entry].tolist()]
+            assert batch.likely_logprobs.tolist() == [[-float(n)] * 3 for n in batch.sample.tolist()]
+            assert batch.entry.tolist() == list(range(len(batch.targets)))

@@ -97,6 +97,17 @@ def test_ppo_with_critic_and_reference(tiny: Path, tmp_path: Path) -> None:
     same_weights(tmp_path)
 
 
+@pytest.mark.parametrize("keys", ["algorithm.teacher_rate=0.3", "algorithm.teacher_rate=0", "algorithm.teacher_rate=1"])
+def test_a_policy_that_teaches_itself(tiny: Path, tmp_path: Path, keys: str) -> None:
+    """Now, at first, or on an average, which the checkpoint has."""
+    for folder, form in (("one", ()), ("two", (FSDP,))):
+        (tmp_path / folder).mkdir()
+        rl.run(tiny, tmp_path / folder, "algorithm=sdft", "optimizer.lr=1e-3", "checkpoint.every=2", keys, *form)
+    one, two = (figures(rl.log(tmp_path / f), "divergence", "loss", "grad_norm") for f in ("one", "two"))
+    assert two == pytest.approx(one, rel=2e-3, abs=1e-6)
+    same_weights(tmp_path)
+
+
 def same_weights(folder: Path) -> None:
     """The newest checkpoints of the runs `one` and `two` are the same model and optimizer."""
     ends = [checkpoint.latest(folder / f / "run/checkpoints") for f in ("one", "two")]
