@@ -211,6 +211,7 @@ def second(visible: str, shared: str, model: str) -> None:
         follow(PAIR, choose("cuda"), 30.0, 1, lambda crew, compute: Recorder(crew, compute, model))
 
 
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("visible", [2, 1])
 def test_models_of_two_ranks_are_on_two_gpus(
     monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path, visible: int
@@ -225,6 +226,7 @@ def test_models_of_two_ranks_are_on_two_gpus(
     assert told == [(["cuda:0"], 0, True), ([f"cuda:{visible - 1}"], visible - 1, True)]
 
 
+@pytest.mark.usefixtures("forking")
 def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cards(monkeypatch, 2, shared=True)
     words = [sys.executable, "-m", "tests.parallel.test_devices", "1", "shared", "no-model-is-loaded"]

@@ -748,6 +748,7 @@ def test_whatever_happens_every_request_is_answered_once_or_told_in_time(seed: i
     play(main)
 
 
+@pytest.mark.usefixtures("forking")
 def test_two_real_engines_one_is_killed_and_one_is_frozen(tmp_path) -> None:
     """kill -9 in the middle of answers, SIGSTOP in the middle of others, new weights while one does not listen: every
     answer is the undisturbed one, and nobody serves with old weights."""

@@ -185,6 +185,7 @@ def test_the_only_server_is_started_again_when_it_ends_before_an_update(tiny: Pa
     assert not audit(tmp_path / "run").problems
 
 
+@pytest.mark.usefixtures("forking")
 def test_servers_that_are_started_anew_from_each_folder(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, *QUICK, "weights.method=checkpoint", "steps=1")
     assert log(tmp_path)[0]["weights/gap"] == 0

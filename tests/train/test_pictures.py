@@ -134,6 +134,7 @@ def run_metrics(goal: Path) -> dict[str, Any]:
     return json.loads((goal / "metrics.jsonl").read_text().splitlines()[-1])
 
 
+@pytest.mark.usefixtures("forking")
 def test_an_engine_in_another_process_sees_the_same(folder: Path, tmp_path: Path) -> None:
     """Synchronous training with `birl serve` beside it is the run within one process."""
     data = rows(tmp_path)["rl"]

@@ -84,6 +84,7 @@ def test_slow_rewards_are_found_out(tiny: Path, tmp_path: Path) -> None:
     assert timeline.seconds[timeline.of("rollout", "rewards")].min() >= 0.5
 
 
+@pytest.mark.usefixtures("forking")
 def test_engines_in_other_processes_are_seen_from_here(tiny: Path, tmp_path: Path) -> None:
     words = ("engine.kind=birl", "engine.count=2", "rollout.max_staleness=1", "rollout.prompts=2", "steps=4")
     run(tiny, tmp_path, *words, "model.dtype=bfloat16", "engine.start_timeout=60")

@@ -390,6 +390,7 @@ def test_the_server_says_what_is_wrong(tiny: Path) -> None:
         assert server.http.get("/info").json()["version"] == 0 and server.generate([5, 6], max_tokens=3)["tokens"]
 
 
+@pytest.mark.usefixtures("forking")
 def test_real_servers_of_which_one_is_killed_in_the_middle(
     tiny: Path, tmp_path: Path, compute: ThreadPoolExecutor
 ) -> None:
