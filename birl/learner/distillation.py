@@ -37,10 +37,10 @@ class Distillation:
     temperature: float
 
     def __call__(self, batch: Batch) -> Compared:
-        """(every rank) Raises `BirlError` for a picture: the teacher is given none."""
-        if pictures_of(self.student) is not None and bool((batch.tokens >= FIRST).any()):
-            raise BirlError("A row has a picture, and a teacher reads text alone: train on rows without pictures.")
+        """(every rank) Raises `BirlError` for a picture where the teacher reads text alone."""
         if self.teacher is None:
+            if pictures_of(self.student) is not None and bool((batch.tokens >= FIRST).any()):
+                raise BirlError("A row has a picture, and a served teacher reads text alone: train on rows without.")
             assert batch.likely is not None and batch.likely_logprobs is not None
             return partial(self.compared, Likeliest(batch.likely, batch.likely_logprobs))
         with torch.no_grad():

@@ -17,6 +17,7 @@ from birl.models.device import device_of
 from birl.models.forward import head
 from birl.models.load import load_model, load_reward_model, load_tokenizer, score_weight, skeleton
 from birl.models.slices import sketched, sketched_reward_model
+from birl.models.vision import family_of, give, pictures_of
 from birl.parallel.ranks import Ranks
 
 
@@ -147,6 +148,11 @@ def other_model(config: schema.RL | schema.SFT, path: str, policy: Policy, key: 
         )
     check_split(config, folder)
     scores = key == "critic.path" and any(score_weight(file) is not None for file in folder.glob("*.safetensors"))
+    device, sees = device_of(policy.model), config.model.pictures
     if ranks.sharded:
-        return (sketched_reward_model if scores else sketched)(folder, device_of(policy.model))
-    return (load_reward_model if scores else load_model)(folder).to(device_of(policy.model))
+        model = sketched_reward_model(folder, device) if scores else sketched(folder, device, pictures=sees)
+    else:
+        model = (load_reward_model(folder) if scores else load_model(folder, pictures=sees)).to(device)
+    if family_of(model) is not None:
+        give(model, pictures_of(policy.model), frozen=config.model.freeze_vision)
+    return model

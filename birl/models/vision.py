@@ -179,8 +179,10 @@ def row(
     """A packed row, tokens [T] and positions [T] -> tokens of the vocabulary, positions [T] or [3, T], and what is
     seen."""
     pictures = pictures_of(model)
-    if pictures is None or not bool((tokens >= FIRST).any()):
+    if (pictures is None and tokens.is_cuda) or not bool((tokens >= FIRST).any()):  # to look would make the host wait
         return tokens, positions, None
+    if pictures is None:
+        raise BirlError(f"A row has a picture, and {type(model).__name__} reads text alone. Remove one of the two.")
     spans = pictures.spans(tokens.tolist())
     family = family_of(model)
     assert family is not None

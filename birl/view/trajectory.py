@@ -40,6 +40,7 @@ PER_TRAINED = ("advantages", "gaps", "entropies")  # of generated tokens
 ALIKE = 0.5  # below, two texts have words in common and nothing else
 WORDS = 800  # longest answer whose differences are looked for
 KEPT = 4096  # texts; the answers of a group have one prompt
+LARGEST = 2**26  # bytes of a picture's file
 
 
 def trajectory(episodes: Episodes, vocabulary: Vocabulary, row: int) -> dict[str, Any]:
@@ -244,6 +245,8 @@ def picture(folder: Path, record: Mapping[str, Any], number: int) -> Path:
         raise BirlError(f"{named[number]} is no picture inside the run folder, so it is not shown.")
     if not path.is_file():
         raise BirlError(f"{path.relative_to(root)} is gone; it was a picture of this episode.")
+    if path.stat().st_size > LARGEST:
+        raise BirlError(f"{path.relative_to(root)} has more than {LARGEST // 2**20} MiB, so it is not shown.")
     return path
 
 

@@ -22,7 +22,7 @@ from birl.models.load import load_model, load_tokenizer
 from birl.models.paged import Cache, Slot
 from birl.models.processor import load_pictures
 from birl.models.slots import computed_by
-from birl.models.verify import verify
+from birl.models.verify import ROUNDING, verify
 from birl.text.pictures import FIRST, Bounds, Pictures
 from birl.types import Completion, Picture, Sample, SamplingParams
 from tests import sights
@@ -172,6 +172,28 @@ def test_engine_and_learner_agree(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(b.learner.forward(batch), given, atol=1e-5, rtol=0)
         b.learner.forward_backward(batch, reinforce, Stats())
         b.learner.optim_step(1e-2)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("qwen3_5", 16), ("gemma3", 32), ("gemma4", 32)])
+def test_bfloat16_loses_what_transformers_loses(
+    kind: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layers with states, and of pages that birl's kernels pack, on which pictures' tokens see later ones."""
+    monkeypatch.setitem(sights.TEXT, "head_dim", size)
+    b = bench(tmp_path, kind)
+    with torch.no_grad():
+        for parameter in b.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+        prompt, answer = b.prompt("Hi # and # is?", ONE, OTHER), tuple(range(40, 56))
+        exact = b.logprobs((*prompt, *answer), len(prompt))
+        b.learner = Learner(b.model, dtype=torch.bfloat16, max_grad_norm=0)
+        least = (b.logprobs((*prompt, *answer), len(prompt)) - exact).abs().mean().item()
+    (given,) = b.generate([prompt], SamplingParams(max_tokens=len(answer), forced=answer), 7)
+    (batch,) = pack([make(prompt, answer, 0, 0, 1.0)], [0.1], 10_000)
+    for found in (torch.tensor(given.logprobs.tolist()), b.learner.forward(batch)):
+        assert (found - exact).abs().mean().item() <= ROUNDING * least
+    b.learner.forward_backward(batch, reinforce, Stats())
+    assert b.learner.optim_step(1e-3) > 0
 
 
 def test_pages_are_read_in_order() -> None:

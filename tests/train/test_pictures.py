@@ -11,6 +11,7 @@ import torch
 
 from birl.cli import main
 from birl.learner import checkpoint
+from birl.view.trajectory import picture
 from tests import sights
 from tests.train.test_resume import finish, same, start, wait_for_step
 
@@ -100,6 +101,7 @@ def test_rollouts_are_those_of_the_learner_and_show_their_pictures(folder: Path,
     records = [json.loads(line) for line in (goal / "rollouts.jsonl").read_text().splitlines()]
     assert max(gap for r in records for s in r["samples"] for gap in s["gaps"]) <= 1e-5
     assert all((goal / file).is_file() for r in records for file in r["pictures"])
+    assert picture(goal, records[0], 0).read_bytes().startswith(b"\x89PNG")  # on the live page
     assert "data:image/png;base64," in (goal / "report.html").read_text()
     assert metrics["step"] == 2 and metrics["grad_norm"] > 0
 
@@ -109,6 +111,11 @@ def test_a_recorded_run_is_replayed(folder: Path, tmp_path: Path, capsys: pytest
     run("rl", folder, data, tmp_path / "one", "steps=2", "track.record=true")
     run("rl", folder, data, tmp_path / "two", "steps=2", f"debug.replay={tmp_path / 'one'}", *again)
     assert "bit-identical" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("algorithm=ppo", "critic.path={}"), ("algorithm=distill", "algorithm.teacher={}")])
+def test_a_critic_and_a_teacher_see(words: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    run("rl", folder, rows(tmp_path)["rl"], tmp_path / "run", "steps=1", *(w.format(folder) for w in words))
 
 
 def test_the_export_of_a_run_sees(folder: Path, tmp_path: Path) -> None:

@@ -192,6 +192,10 @@ def test_a_picture_is_one_of_the_run_folder(tmp_path: Path) -> None:
     (run / "config.json").write_text("{}")
     (run / "link.png").symlink_to(tmp_path / "secret.png")
     assert picture(run, {"pictures": ["screenshots/000.png"]}, 0).read_bytes() == b"\x89PNG"
+    with (run / "screenshots" / "large.png").open("wb") as file:
+        file.truncate(2**26 + 1)
+    with pytest.raises(BirlError, match="more than 64 MiB"):
+        picture(run, {"pictures": ["screenshots/large.png"]}, 0)
     for bad in (
         "../secret.png",
         str(tmp_path / "secret.png"),
