@@ -10,21 +10,28 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from birl.data.pack import pack
 from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError
+from birl.learner.export import write_shards
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Lora
 from birl.models import twin
+from birl.models.decoder import llama_shaped
+from birl.models.fused_layers import fused_layers
 from birl.models.slots import computed_by
 from birl.models.verify import verify
+from birl.parallel import experts, tensor
 from birl.types import Sample, SamplingParams
 from tests.data.test_pack import make
 from tests.learner.test_learner import reinforce
+from tests.models import test_vision
 from tests.zoo import KINDS, LEFT_OUT, build
 
 PROMPT, ANSWER = tuple(range(5, 28)), 64  # more tokens than a window of the zoo has
@@ -41,11 +48,29 @@ classes in float32 on a CPU by `make models`, which writes this page. Nothing he
   the gradient is that of each alone (within {gradient:g} of its largest number).
 - **trees**: the same where the answers of a prompt share it.
 - **LoRA**: adapters on all linear layers take a step, and the engine's log-probs are the learner's (within {logp:g}).
+- **rope**: trees with rotary positions that are scaled (linear, by 4). -: its config has no one such option.
+- **exported**: transformers loads what birl writes of it, and every weight has the same bits. vLLM and others read the
+  same names.
+- **TP**, **EP**: `parallel.tp=2` splits its layers, `parallel.ep=2` its experts (-: it has none). no: refused when a
+  run starts, by name. That the numbers are those of one rank is tested for fewer (`tests/parallel/`).
+- **own layers**: where birl's own kernels compute whole layers instead of transformers' modules, in sizes that the
+  kernels have: on a CPU, on CUDA.
+
+Sequences are longer than the windows of sliding attention and the chunks of chunked attention.
 
 Before any run, birl's `verify` refuses what it has no rule for: a kind of layer, a module that mixes tokens outside of
 attention, or an option of attention, by name and whatever the weights are. Speed is another matter: see
 [gpu.md](gpu.md).
 """
+PICTURES = """
+## Pictures
+
+Vision-language models, by their own image processors ([pictures.md](pictures.md)): **sampled**, 64 greedy tokens behind
+prompts with pictures are those of `generate`; **trees**, log-probs of packed answers that share their pictures, and
+gradients, the tower's among them, are those of transformers' own forward of each sequence (1e-5); **engine**, its
+log-probs are the learner's (1e-5), also of prompts in pieces and behind a step that moved the tower.
+"""
+NONE, NO = "-", "no"
 
 
 class Bench:
@@ -69,8 +94,8 @@ class Bench:
         return torch.cat([self.learner.forward(b) for b in batches])[order]
 
     def gradient(self, parts: Sequence[Sequence[Sample]]) -> dict[str, Tensor]:
-        for tensor in self.learner.masters.tensors.values():
-            tensor.grad = None
+        for master in self.learner.masters.tensors.values():
+            master.grad = None
         for samples in parts:
             for batch in pack(samples, [0.1] * len(samples), 10_000):
                 self.learner.forward_backward(batch, reinforce, Stats())
@@ -172,28 +197,103 @@ def measured(kind: str) -> dict[str, str]:
         return {"refused": str(error)}
     bench = Bench(model)
     result = {"sampled": tried(sampled, bench), "trained": tried(trained, bench, rows(groups=3, episodes=1))}
-    return result | {"trees": tried(trained, bench, rows(groups=2, episodes=3)), "LoRA": tried(adapted, build(kind))}
+    result |= {"trees": tried(trained, bench, rows(groups=2, episodes=3)), "LoRA": tried(adapted, build(kind))}
+    result |= {"rope": tried(scaled, kind), "exported": tried(exported, build(kind))}
+    return result | {"TP": split(build(kind)), "EP": spread(build(kind)), "own layers": own_layers(bench.model)}
+
+
+def scaled(kind: str) -> str:
+    before = getattr(build(kind).config, "rope_parameters", None)
+    if not isinstance(before, dict) or before.get("rope_type") != "default":
+        return NONE
+    model = build(kind, rope_parameters={**before, "rope_type": "linear", "factor": 4.0})
+    verify(model)
+    return trained(Bench(model), rows(groups=2, episodes=2))
+
+
+def exported(model: Any) -> str:
+    """What is wrong with what transformers reads of a written model."""
+    own = {n for n, _ in (*model.named_parameters(), *model.named_buffers())}  # tied ones by one name
+    tensors = {name: t for name, t in model.state_dict().items() if name in own}
+    with tempfile.TemporaryDirectory() as place:
+        shapes = {name: t.shape for name, t in tensors.items()}
+        write_shards(Path(place), model, shapes, lambda names: {n: tensors[n] for n in names}, torch.float32, 10**9)
+        model.config.save_pretrained(place)
+        again = type(model).from_pretrained(place, dtype=torch.float32).state_dict()
+    other = [name for name, t in tensors.items() if not torch.equal(again[name], t)]
+    return f"another {other[0]}" if other else ""
+
+
+def split(model: Any) -> str:
+    try:
+        return "" if tensor.check(model, 2) else NO
+    except BirlError:
+        return NO
+
+
+def spread(model: Any) -> str:
+    each = experts.experts_of(model)
+    try:
+        for module in each:
+            experts.check(module, 2, 1)
+    except BirlError:
+        return NO
+    return "" if each else NONE
+
+
+def own_layers(model: Any) -> str:
+    made = {"CPU": llama_shaped(model), "CUDA": hasattr(model.base_model, "layers") and fused_layers(model)}
+    return ", ".join(where for where, own in made.items() if own) or NONE
+
+
+def seen(kind: str) -> dict[str, str]:
+    """By column what is wrong with pictures for a vision-language model."""
+    checks: dict[str, Any] = {
+        "sampled": test_vision.test_greedy_answers_are_those_of_transformers,
+        "trees": test_vision.test_packed_trees_are_separate_sequences,
+        "engine": test_vision.test_engine_and_learner_agree,
+    }
+    result = {}
+    for name, check in checks.items():
+        with tempfile.TemporaryDirectory() as place:
+            try:
+                result[name] = tried(lambda *words, check=check: check(*words) or "", kind, Path(place))
+            except pytest.skip.Exception as error:
+                result[name] = f"not tried: {line(error)}"
+    return result
 
 
 def line(error: Exception) -> str:
     return " ".join(str(error).split())[:120]
 
 
-def page(results: dict[str, dict[str, str]]) -> str:
-    columns = ("sampled", "trained", "trees", "LoRA")
+def page(results: dict[str, dict[str, str]], pictures: dict[str, dict[str, str]]) -> str:
+    columns = ("sampled", "trained", "trees", "LoRA", "rope", "exported", "TP", "EP", "own layers")
     whole = {k: r for k, r in results.items() if "sampled" in r}
     refused = {k: r["refused"] for k, r in results.items() if "refused" in r}
     unbuilt = {k: r["unbuilt"] for k, r in results.items() if "unbuilt" in r} | LEFT_OUT
     version = transformers.__version__.rpartition(".")[0]
     lines = [HEAD.format(version=version, answer=ANSWER, logp=LOGP, gradient=GRADIENT)]
-    lines += [f"## Accepted: {len(whole)}\n", "| model type | " + " | ".join(columns) + " |", "|---|" + "---|" * 4]
+    lines += [
+        f"## Accepted: {len(whole)}\n",
+        "| model type | " + " | ".join(columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
     lines += [
         f"| {k} | " + " | ".join(r[c].replace("|", "/") or "yes" for c in columns) + " |" for k, r in whole.items()
     ]
     lines += [f"\n## Refused: {len(refused)}\n", "| model type | what `verify` says |", "|---|---|"]
     lines += [f"| {k} | {cell(r)} |" for k, r in refused.items()]
     lines += [f"\n## Not tried: {len(unbuilt)}\n", "| model type | why no tiny one was built |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {k} | {cell(r)} |" for k, r in unbuilt.items()), ""])
+    lines += [f"| {k} | {cell(r)} |" for k, r in unbuilt.items()]
+    lines += [PICTURES, "| model type | sampled | trees | engine |", "|---|---|---|---|"]
+    lines += [
+        f"| {k} | " + " | ".join(cell(r[c]) or "yes" for c in ("sampled", "trees", "engine")) + " |"
+        for k, r in pictures.items()
+    ]
+    others = sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(pictures))
+    lines += [f"\nNo rule for the pictures of: {', '.join(others)}. A picture for one of these is an error."]
+    return "\n".join([*lines, ""])
 
 
 def cell(text: str) -> str:
@@ -212,8 +312,12 @@ def main(arguments: Sequence[str]) -> None:
         for kind in names:
             results[kind] = measured(kind)
             print(kind, results[kind], flush=True)
+        pictures = {}
+        for kind in test_vision.KINDS if names is KINDS else set(names) & set(test_vision.KINDS):
+            pictures[kind] = seen(kind)
+            print(kind, "pictures", pictures[kind], flush=True)
     if "--write" in arguments:
-        PAGE.write_text(page(results), encoding="utf-8")
+        PAGE.write_text(page(results, pictures), encoding="utf-8")
 
 
 if __name__ == "__main__":
