@@ -62,7 +62,7 @@ help:
 	@echo "make lint-docker    hadolint on docker/Dockerfile"
 	@echo "make bench-all  the whole table of benchmarks for this machine: two hours, resumable"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
-	@echo "make models  measure what every architecture of transformers does with birl, into docs/models.md: seven minutes"
+	@echo "make models  measure what every architecture of transformers does with birl, into docs/models.md: up to half an hour"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
 	@echo "make check-engines  compare the adapter of vLLM with vLLM itself and transformers (installs it into .venv-vllm)"
 	@echo "make chaos   kill, freeze and cut off the processes of real runs at random, for ten minutes"

@@ -78,6 +78,11 @@ def check(model: nn.Module, tp: int) -> dict[str, str]:
             "parallel.tp=1, and parallel.fsdp to split the weights."
         )
     kinds = plan(body, {s.key for s in slots})
+    if not kinds:
+        raise BirlError(
+            f"parallel.tp={tp}: birl knows no layers of {type(model).__name__} that ranks could share out. Set "
+            "parallel.tp=1, and parallel.fsdp to split the weights."
+        )
     inner = [body.get_submodule(path).in_features for path, kind in kinds.items() if kind == "rowwise"]
     sizes = [(s.heads, "query heads") for s in slots] + [(s.kv_heads, "key/value heads") for s in slots]
     sizes += [(size, "inner features") for size in inner]

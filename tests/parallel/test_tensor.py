@@ -217,6 +217,8 @@ def test_what_nobody_knows_to_split_is_refused() -> None:
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3_moe"](**SIZES, **sizes))
     with pytest.raises(BirlError, match=r"layers\.0\.mlp\.\S+ of Qwen3MoeModel is nothing that birl can split"):
         check(model, 2)
+    with pytest.raises(BirlError, match=r"birl knows no layers of GPT2LMHeadModel that ranks could share out"):
+        check(build("gpt2"), 2)
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
