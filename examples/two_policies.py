@@ -2,9 +2,12 @@
 
     python recipes/toy/toy.py make runs/toy
     birl sft model.path=runs/toy/model data.train=runs/toy/sft.jsonl data.answer_column=answer optimizer.lr=2e-3 \\
-        epochs=12 batch_size=64 data.apply_chat_template=false run=runs/toy/base
-    birl rl env=examples/two_policies.py:Cipher policies=[sender,receiver] model.path=runs/toy/base lora.rank=8
-    birl rl env=examples/two_policies.py:Sticks policies=[player] league.every=5 model.path=runs/toy/base lora.rank=8
+        optimizer.schedule=linear epochs=12 batch_size=64 data.apply_chat_template=false run=runs/toy/base
+    birl rl env=examples/two_policies.py:Cipher policies=[sender,receiver] rollout.prompts=10 $KEYS
+    birl rl env=examples/two_policies.py:Sticks policies=[player] league.every=5 rollout.prompts=12 $KEYS
+
+KEYS is `model.path=runs/toy/base model.dtype=float32 lora.rank=8 optimizer.lr=1e-3 rollout.group_size=16
+rollout.max_tokens=1 env.cut_turn=continue steps=80 threads=1`.
 """
 
 from birl.types import Feedback, Message, Task
