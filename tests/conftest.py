@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +115,7 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks and engines of a run are forked instead of started: seconds of imports for each."""
     from tests.forked import popen
 
+    forkserver.ensure_running()  # now: it keeps the environment of this moment, and ranks put their places there
     monkeypatch.setattr("birl.process.subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
 
 

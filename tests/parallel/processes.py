@@ -36,7 +36,9 @@ def on_ranks(grid: Grid, function: Callable[..., Any], *arguments: Any, timeout:
     what it takes and gives can be pickled. Raises the first error, or `TimeoutError`; no process is left."""
     results, port = SERVER.Queue(), free_port()
     children = [
-        SERVER.Process(target=_run, args=(results, grid, rank, port, function, arguments), daemon=True)
+        SERVER.Process(
+            target=_run, args=(results, grid, rank, port, dict(os.environ), function, arguments), daemon=True
+        )
         for rank in range(grid.size)
     ]
     for child in children:
@@ -60,7 +62,11 @@ def on_ranks(grid: Grid, function: Callable[..., Any], *arguments: Any, timeout:
     return [found[rank] for rank in range(grid.size)]
 
 
-def _run(results: Any, grid: Grid, rank: int, port: int, function: Callable[..., Any], arguments: Any) -> None:
+def _run(
+    results: Any, grid: Grid, rank: int, port: int, env: dict[str, str], function: Callable[..., Any], arguments: Any
+) -> None:
+    os.environ.clear()  # the fork server has that of its start
+    os.environ.update(env)
     torch.set_num_threads(1)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": grid.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
