@@ -46,11 +46,11 @@ def install(args: argparse.Namespace) -> None:
 
     generates, finishes = Session._generate, rl.Loop.finish_step
 
-    async def generate(session: Any, prompt: tuple[int, ...], params: Any) -> Any:
+    async def generate(session: Any, engine: Any, prompt: tuple[int, ...], params: Any) -> Any:
         if args.tokens:
             own = length(params.seed, args.tokens, args.sigma, args.longest)
             params = replace(params, max_tokens=own, ignore_eos=True)
-        completion = await generates(session, prompt, params)
+        completion = await generates(session, engine, prompt, params)
         waits.seconds = random.Random(params.seed + 1).uniform(*args.wait)  # read before anybody else runs
         return completion
 

@@ -34,6 +34,7 @@ class Alone:
     failure: Exception | None = None
     known: tuple[Any, ...] = ()
     asked: int = 0
+    policies: tuple[str, ...] = ()
 
     async def answer(self, *_: Any, **__: Any) -> tuple[Message, Turn]:
         raise NotImplementedError

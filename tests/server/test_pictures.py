@@ -65,7 +65,7 @@ def test_greedy_replies_are_those_of_transformers(kind: str, tmp_path: Path) -> 
     assert mark in text
     given = pictures.processor(text=[text], images=[[decoded(base64.b64decode(CODED), Bounds())]], return_tensors="pt")
     assert given["input_ids"].tolist()[0] == [pictures.id if t >= FIRST else t for t in reply["prompt_token_ids"]]
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     answer = model.generate(**given, do_sample=False, max_new_tokens=24)[0, given["input_ids"].shape[1] :].tolist()
     assert reply["choices"][0]["token_ids"] == answer
     assert "".join(block["text"] for block in said["content"]) == reply["choices"][0]["message"]["content"]
