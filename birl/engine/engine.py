@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from birl.engine.drafts import REMEMBERED, Drafts
 from birl.engine.graphs import AHEAD
 from birl.engine.pages import Pages, pages_for
-from birl.engine.request import Request
+from birl.engine.request import Likeliest, Request
 from birl.engine.runner import Runner
 from birl.engine.sampler import given, likeliest, sample
 from birl.engine.scheduler import ScheduledTokens, Scheduler
@@ -119,16 +119,16 @@ class EmbeddedEngine:
         watch: Callable[[Request], None] | None = None,
         *,
         guide: Guide | None = None,
-        best: list[tuple[int, float]] | None = None,
+        best: Likeliest | None = None,
         adapter: AdapterWeights | None = None,
     ) -> Completion:
         """Sample one answer. A prompt that fills the context gives an empty completion that ended for its length.
 
         `watch` is called with the request whenever it has new tokens. Cancelling the caller aborts the request; `abort`
         ends it with what it has. With a `guide` only tokens that it allows are drawn, and log-probs are those of the
-        distribution over these. `best` is filled: for each given token, the likeliest one in its place and its
-        log-prob at temperature 1. `adapter` is added to the weights. While the engine is paused it waits. Raises
-        `BirlError` when the KV cache could not hold it, and `EngineDown` when the engine was closed.
+        distribution over these. `best` is filled, where tokens are given. `adapter` is added to the weights. While the
+        engine is paused it waits. Raises `BirlError` when the KV cache could not hold it, and `EngineDown` when the
+        engine was closed.
         """
         room = min(params.max_tokens, self.context - len(prompt_ids))
         if not prompt_ids:
@@ -417,7 +417,8 @@ class EmbeddedEngine:
                 logprobs = given(logits[start:end], tokens, work.request.params, self.runner.kernels)
                 result[work.request] = list(zip(tokens, logprobs.tolist(), strict=True))
                 if work.request.best is not None:
-                    work.request.best += likeliest(logits[start:end], result[work.request])
+                    best = work.request.best
+                    best.places += likeliest(logits[start:end], result[work.request], best.count)
         return result
 
     def restrict(self, plan: list[ScheduledTokens], logits: Tensor) -> None:

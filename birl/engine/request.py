@@ -15,6 +15,15 @@ from birl.text.grammar import Guide
 from birl.types import Completion, SamplingParams, Stop
 
 
+@dataclass(slots=True)
+class Likeliest:
+    """The `count` likeliest tokens in the place of each token that is given, with their log-probs at temperature 1, and
+    how many tokens are at least as likely as the given one. `places` is filled."""
+
+    count: int = 1
+    places: list[tuple[list[tuple[int, float]], int]] = field(default_factory=list)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Prompt, what was sampled so far, and how to go on.
@@ -33,7 +42,7 @@ class Request:
     sight: Sight | None = None  # the pictures in the prompt
     guide: Guide | None = None  # what the answer may be
     adapter: AdapterWeights | None = None  # what is added to the model's weights
-    best: list[tuple[int, float]] | None = None  # of each given token: the likeliest one in its place, its log-prob
+    best: Likeliest | None = None  # what is wanted of the places of given tokens
     watch: "Callable[[Request], None] | None" = None  # called after every step that gave it tokens
     told: int = 0  # tokens that `watch` has heard of
     tokens: list[int] = field(default_factory=list)

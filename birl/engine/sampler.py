@@ -62,13 +62,19 @@ def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def likeliest(logits: Tensor, drawn: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """logits [B, V], B tokens with their log-probs -> the likeliest token of each row, with its log-prob at temperature
-    1; that of the token itself where it is the one."""
+def likeliest(
+    logits: Tensor, drawn: Sequence[tuple[int, float]], count: int
+) -> list[tuple[list[tuple[int, float]], int]]:
+    """logits [B, V], B tokens with their log-probs -> `count` likeliest tokens of each row, with their log-probs at
+    temperature 1, that of the token itself where it is among them; and its rank, from 1."""
     logits = logits.float()
-    top, ids = logits.max(-1)
-    result = zip(ids.tolist(), (top - logits.logsumexp(-1)).tolist(), drawn, strict=True)
-    return [own if own[0] == token else (token, logprob) for token, logprob, own in result]
+    own = torch.tensor([token for token, _ in drawn], dtype=torch.int64, device=logits.device)
+    ranks = (logits > logits.gather(1, own[:, None])).sum(-1) + 1
+    top, ids = logits.topk(min(count, logits.shape[1]))
+    logprobs = (top - logits.logsumexp(-1, keepdim=True)).tolist()
+    rows = [list(zip(tokens, values, strict=True)) for tokens, values in zip(ids.tolist(), logprobs, strict=True)]
+    told = [[given if pair[0] == given[0] else pair for pair in row] for row, given in zip(rows, drawn, strict=True)]
+    return list(zip(told, ranks.tolist(), strict=True))
 
 
 def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, limits: Tensor | None = None) -> tuple[Tensor, Tensor]:

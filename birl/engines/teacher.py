@@ -1,6 +1,7 @@
-"""Teachers of on-policy distillation that are served: behind vLLM's OpenAI endpoint."""
+"""Teachers of on-policy distillation that are served: behind the OpenAI endpoint of vLLM or `birl serve`."""
 
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ class ServedTeacher:
     """`algorithm.teacher=http://host:port/v1/completions`, with the model's name behind a `#` where the server has
     several. Tokens go and log-probs come; the server must read the policy's own vocabulary.
 
-    Asks for `prompt_logprobs`, which vLLM gives; `words`: the learner's, which the server must not go beyond. Raises
-    `BirlError` with the server's words.
+    Asks for `prompt_logprobs`, with BIRL_TOKEN where it is set; `words`: the learner's, which the server must not go
+    beyond. Raises `BirlError` with the server's words.
     """
 
     def __init__(self, address: str, words: int) -> None:
@@ -71,12 +72,14 @@ class ServedTeacher:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BirlError(
                 f"algorithm.teacher={self.address}: gave no prompt_logprobs of these tokens ({type(error).__name__}: "
-                f"{error}): {json.dumps(result)[:200]}. The server must be vLLM's, with the policy's vocabulary."
+                f"{error}): {json.dumps(result)[:200]}. It must be vLLM or `birl serve`, with the policy's vocabulary."
             ) from error
 
     def _ask(self, body: dict[str, Any]) -> Any:
         words = json.dumps(body | ({"model": self.model} if self.model else {})).encode()
-        request = urllib.request.Request(self.address, words, {"Content-Type": "application/json"})
+        token = os.environ.get("BIRL_TOKEN", "")
+        own = {"Authorization": f"Bearer {token}"} if token else {}
+        request = urllib.request.Request(self.address, words, {"Content-Type": "application/json", **own})
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
                 return json.load(reply)

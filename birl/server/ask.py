@@ -16,6 +16,7 @@ from birl.text.grammar import whole
 from birl.types import SamplingParams
 
 CHOICES = 128  # most answers to one prompt
+LIKELIEST = 20  # most likely tokens in a place of a prompt, as of vLLM
 
 SHARED = (
     *("model", "n", "stream", "stream_options", "stop", "seed", "temperature", "top_p", "max_tokens", "logprobs"),
@@ -39,8 +40,8 @@ class Ask:
     token_ids: bool
     tools: tuple[Mapping[str, Any], ...] = ()
     echo: bool = False
-    best: bool = False  # tell the likeliest token of each place of the prompt, too
     mute: bool = False  # nothing is sampled
+    prompt_logprobs: int | None = None  # so many of the likeliest tokens in each place of the prompt, and its own
     grammar: str = ""
 
 
@@ -66,12 +67,13 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
 def completion(data: Mapping[str, Any], service: Service) -> Ask:
     """POST /v1/completions. Raises `Refused`."""
     check_bulk(data, service.engine.context, ("prompt",))
-    known(data, (*SHARED, "prompt", "echo"), service)
+    known(data, (*SHARED, "prompt", "echo", "prompt_logprobs"), service)
     echo, (_, form) = typed(data, "echo", bool, False), service.terms.tools(data, [], None)
     given = prompts(data.get("prompt"), choices(data), service)
     return common(
         data, service, chat=False, prompts=given, key="max_tokens", default=16,
         logprobs=sampled_logprobs(data, service.terms), echo=echo, grammar=form and f"start: body\nbody: {form}\n",
+        prompt_logprobs=prompt_logprobs(data),
     )  # fmt: skip
 
 
@@ -87,6 +89,7 @@ def common(
     tools: tuple[Mapping[str, Any], ...] = (),
     echo: bool = False,
     grammar: str = "",
+    prompt_logprobs: int | None = None,
 ) -> Ask:
     """`key` names the limit of an answer; `default` counts without it."""
     for ids in prompts:
@@ -111,9 +114,9 @@ def common(
         token_ids=typed(data, "return_token_ids", bool, False),
         tools=tools,
         echo=echo,
-        best=echo and logprobs and typed(data, "logprobs", int, 0) > 0,
         grammar=grammar,
         mute=mute,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -161,6 +164,18 @@ def sampled_logprobs(data: Mapping[str, Any], terms: Terms) -> bool:
     if logprobs > 1:
         terms.note("logprobs", f"{logprobs}; only the sampled tokens have log-probs.")
     return logprobs >= 0
+
+
+def prompt_logprobs(data: Mapping[str, Any]) -> int | None:
+    """As vLLM has it: 0 asks for those of the prompt's own tokens alone; None for nothing."""
+    if data.get("prompt_logprobs") is None:
+        return None
+    result = typed(data, "prompt_logprobs", int, 0)
+    if not 0 <= result <= LIKELIEST:
+        raise invalid("prompt_logprobs", f"must be at least 0 and at most {LIKELIEST}, got {result}")
+    if data.get("stream"):
+        raise invalid("prompt_logprobs", "goes without stream only")
+    return result
 
 
 def prompts(given: Any, n: int, service: Service) -> tuple[tuple[int, ...], ...]:

@@ -54,16 +54,19 @@ async def completed(service: Service, request: Request, read: Callable[[Body, Se
         scored = await answered(request, scores(service, asked), service.timeout)
     pieces = Pieces(service, asked)
     choices = [pieces.choice(i, c) for i, c in enumerate(result)]
-    for i, choice in enumerate(choices if asked.echo else []):
-        pieces.echo(choice, i, scored)
+    for i, choice in enumerate(choices):
+        if asked.echo:
+            pieces.echo(choice, i, scored)
+        if asked.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = pieces.ranked(i, scored)
     return JSONResponse(pieces.head(chunk=False) | {"choices": choices, "usage": pieces.usage(result)})
 
 
 async def scores(service: Service, asked: Ask) -> list[Scored]:
-    """Of each prompt, where it is returned with log-probs."""
-    return await service.together(
-        [service.score(ids) for ids in asked.prompts] if asked.echo and asked.logprobs else []
-    )
+    """Of each prompt, where its log-probs are returned."""
+    wanted = (asked.echo and asked.logprobs) or asked.prompt_logprobs is not None
+    count = max(asked.prompt_logprobs or 0, 1)
+    return await service.together([service.score(ids, count) for ids in asked.prompts] if wanted else [])
 
 
 ROUTES = {

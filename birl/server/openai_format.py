@@ -8,12 +8,11 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from birl.server.ask import Ask
+from birl.server.service import Scored
 from birl.text.chat import Chat
 from birl.text.thinking import Growing, ParsedReply
 from birl.text.visible import INCOMPLETE, Visible
 from birl.types import Completion, Stop, ToolCall
-
-Scored = tuple[Sequence[float], Sequence[tuple[int, float]]]  # of a prompt, as `Service.score` has it
 
 
 class Speaker(Protocol):
@@ -91,10 +90,20 @@ class Pieces:
         logprobs, best = scored[index // self.asked.n]
         own, result = self.logprobs(ids, (), 0), choice["logprobs"]
         own["token_logprobs"] = [None, *logprobs]
-        own["top_logprobs"] = [None, *map(self.top, ids[1:], logprobs, best)]
+        own["top_logprobs"] = [None, *map(self.top, ids[1:], logprobs, (place[0] for place, _ in best.places))]
         result["text_offset"] = [at + len(before) for at in result["text_offset"]]
         result["top_logprobs"] = [{t: p} for t, p in zip(result["tokens"], result["token_logprobs"], strict=True)]
         choice["logprobs"] = {key: own[key] + result[key] for key in own}
+
+    def ranked(self, index: int, scored: Sequence[Scored]) -> list[dict[str, Any] | None]:
+        """`prompt_logprobs` as vLLM has them: of each token but the first the likeliest ones in its place, and it."""
+        logprobs, best = scored[index // self.asked.n]
+        decode, result = self.speaker.chat.decode, []
+        for token, logprob, (place, rank) in zip(self.prompt(index)[1:], logprobs, best.places, strict=True):
+            each = [(t, p, n) for n, (t, p) in enumerate(place[: self.asked.prompt_logprobs], 1)]
+            each += [(token, logprob, rank)] if all(t != token for t, _, _ in each) else []
+            result.append({str(t): {"logprob": p, "rank": n, "decoded_token": decode([t])} for t, p, n in each})
+        return [None, *result]
 
     def top(self, token: int, logprob: float, best: tuple[int, float]) -> dict[str, float]:
         """Of one place: the likeliest token, and the one that is there."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.request import Request
+from birl.engine.request import Likeliest, Request
 from birl.errors import BirlError, WeightsFailed
 from birl.models.digests import whole
 from birl.seeds import derive_seed
@@ -29,7 +29,7 @@ T = TypeVar("T")
 CONFLICT = "conflict"
 ANSWERS, ANSWER_BYTES = 1000, 64 << 20  # that clients may cite
 #: log-probs, and the likeliest token of each place with its own
-Scored = tuple[list[float], list[tuple[int, float]]]
+Scored = tuple[list[float], Likeliest]  # of a prompt's tokens but the first
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,9 +123,9 @@ class Service:
 
         return generate
 
-    async def score(self, ids: tuple[int, ...]) -> Scored:
-        """The log-prob of each token but the first, given those before it, and the likeliest token in its place."""
-        best: list[tuple[int, float]] = []
+    async def score(self, ids: tuple[int, ...], count: int = 1) -> Scored:
+        """The log-prob of each token but the first, given those before it, and the likeliest ones in its place."""
+        best = Likeliest(count)
         params = SamplingParams(max_tokens=max(len(ids) - 1, 1), ignore_eos=True, forced=ids[1:])
         logprobs: list[float] = []
         if len(ids) > 1:

@@ -4,6 +4,8 @@ answers of a form."""
 import asyncio
 import json
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -11,7 +13,9 @@ import numpy as np
 import openai
 import pydantic
 import pytest
+import torch
 
+from birl.models.load import load_model
 from birl.server.kept import Kept
 from birl.text.chat import Chat
 from birl.text.grammar import Guide, calls_of, whole
@@ -30,8 +34,13 @@ FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "s
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tiny_model_folder(tmp_path_factory.mktemp("m") / "tiny", template=QWEN), token="s3cret") as found:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_folder(tmp_path_factory.mktemp("m") / "tiny", template=QWEN)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with running(folder, token="s3cret") as found:
         yield found
 
 
@@ -294,6 +303,28 @@ def test_prompts_are_scored_as_lm_eval_wants(server: Running) -> None:
                 assert abs(forced["logprobs"][0] - found["token_logprobs"][place]) < 2e-2
     silent = server.http.post("/v1/completions", json={"prompt": "Anna", "max_tokens": 0, "echo": True, "logprobs": 1})
     assert silent.json()["choices"][0]["text"] == "Anna"
+
+
+def test_prompts_have_their_likeliest_tokens_as_vllm_tells_them(folder: Path) -> None:
+    with running(folder, model={"dtype": "float32"}) as server:
+        chat, post = server.service.chat, partial(server.http.post, "/v1/completions")
+        model, ids = load_model(folder), chat.render("What is 3 + 4? The answer is 7.")
+        with torch.no_grad():
+            table = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+        for k in (0, 1, 5):
+            reply = post(json={"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k, "n": 2})
+            assert reply.status_code == 200, reply.text
+            first, second = (choice["prompt_logprobs"] for choice in reply.json()["choices"])
+            assert first == second and first[0] is None and len(first) == len(ids)
+            for row, token, place in zip(table, ids[1:], first[1:], strict=False):
+                assert {int(t) for t in place} == {token, *row.topk(k).indices.tolist()}
+                for t, found in place.items():
+                    assert found["logprob"] == pytest.approx(row[int(t)].item(), abs=1e-4)
+                    assert found["rank"] == int((row > row[int(t)]).sum()) + 1
+                    assert found["decoded_token"] == chat.decode([int(t)])
+        for wrong in ({"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}):
+            reply = post(json={"prompt": "x", **wrong})
+            assert reply.status_code == 400 and "prompt_logprobs" in reply.json()["error"]["message"], reply.text
 
 
 def test_text_and_tokens_as_vllm_has_them(server: Running) -> None:

@@ -16,6 +16,7 @@ from birl.errors import BirlError
 from birl.given import Given
 from birl.models.load import load_model
 from birl.train.command import train
+from tests.server.running import running
 from tests.tiny import tiny_model_folder
 
 QUIET = ("track.console=off", "track.tensorboard=false", "track.report=false", "model.dtype=float32", "threads=1")
@@ -91,6 +92,19 @@ def test_here_and_served_have_the_same_likeliest_words(
         lines = (tmp_path / name / "run/metrics.jsonl").read_bytes().splitlines()
         found.append([[json.loads(line)[key] for key in ("divergence", "grad_norm", "loss")] for line in lines])
     assert found[1] == [pytest.approx(line, rel=1e-3) for line in found[0]] and found[0][0][0] > 0.01
+
+
+def test_birl_serve_is_such_a_teacher(tiny: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BIRL_TOKEN", "secret")
+    with running(other, token="secret", model={"dtype": "float32"}) as server:
+        for words in ((), ("algorithm.teacher_divergence=jsd", "algorithm.teacher_top_k=8")):
+            found = []
+            for teacher, name in ((str(other), "here"), (f"{server.url}/v1/completions", "there")):
+                folder = tmp_path / f"{name}{len(words)}"
+                run(tiny, folder, teacher, *words)
+                (line,) = map(json.loads, (folder / "run/metrics.jsonl").read_bytes().splitlines())
+                found.append([line["grad_norm"], line["loss"]])
+            assert found[1] == pytest.approx(found[0], rel=1e-3)
 
 
 def test_a_served_teacher_of_a_larger_vocabulary_is_refused(tiny: Path, served: str, tmp_path: Path) -> None:
