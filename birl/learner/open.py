@@ -16,6 +16,7 @@ from birl.learner.policy import DTYPES, Policy
 from birl.models.device import device_of
 from birl.models.forward import head
 from birl.models.load import load_model, load_reward_model, load_tokenizer, score_weight, skeleton
+from birl.models.processor import sees
 from birl.models.slices import sketched, sketched_reward_model
 from birl.models.vision import family_of, give, pictures_of
 from birl.parallel.ranks import Ranks
@@ -80,8 +81,9 @@ def replays(config: schema.RL | schema.Stage) -> bool:
 
 
 def check_split(config: schema.RL | schema.Stage, folder: Path) -> None:
-    """Can the model of a folder be split over that many ranks? Before its weights are loaded. Raises `BirlError`."""
-    if config.parallel.tp > 1:
+    """Can the model of a folder be split over that many ranks? Before its weights are loaded. Raises `BirlError`, but
+    not for a model that sees (`policy.check_whole`)."""
+    if config.parallel.tp > 1 and not sees(folder, config.model.pictures):
         from birl.parallel.tensor import check
 
         check(skeleton(folder), config.parallel.tp)
