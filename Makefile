@@ -31,7 +31,7 @@ AXE := axe-core@4.14.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-browser setup-axe setup-slurm setup-ray setup-modal setup-cloud setup-skypilot setup-trackers
-.PHONY: setup-agents setup-tinker check-tinker setup-gpu setup-packages demo test test-all lint format bench-setup bench bench-all models check-peers check-engines chaos drill-ray
+.PHONY: setup-agents setup-tinker check-tinker check-arm setup-gpu setup-packages demo test test-all lint format bench-setup bench bench-all models check-peers check-engines chaos drill-ray
 .PHONY: clean docs api notices sbom lint-docker check-install check-extras check-gpu
 
 help:
@@ -54,6 +54,7 @@ help:
 	@echo "make check-tinker  run the client and programs of the cookbook, unchanged, against birl tinker, and count them"
 	@echo "make setup-gpu  install Triton into .venv-gpu, for make check-gpu"
 	@echo "make check-gpu  compile every Triton kernel for five GPUs, and run them in Triton's interpreter: no GPU needed"
+	@echo "make check-arm  the kernels' tests on an emulated ARM processor: six minutes; needs qemu-user, gcc-aarch64-linux-gnu"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    build the site of the documentation into site/"
 	@echo "make api     write the list of the public API anew; make notices: the third-party licences; make sbom: sbom.json"
@@ -118,12 +119,13 @@ setup-axe: .venv-axe/package/axe.min.js
 	@tar -xzf .venv-axe/$(subst @,-,$(AXE)).tgz -C .venv-axe package/axe.min.js
 	@touch $@
 
-# What pip cannot install: a compiler, the sandbox of birl/sandbox, a browser, Slurm, and shells that complete commands.
+# What pip cannot install: compilers, the sandbox of birl/sandbox, a browser, Slurm, and shells that complete commands.
 setup-packages:
 	@set --; command -v cc >/dev/null || set -- "$$@" gcc libc6-dev; \
 	command -v bwrap >/dev/null || set -- "$$@" bubblewrap; \
 	command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || set -- "$$@" chromium-headless-shell; \
 	command -v slurmctld >/dev/null || set -- "$$@" slurm-wlm munge; \
+	command -v aarch64-linux-gnu-gcc >/dev/null || set -- "$$@" gcc-aarch64-linux-gnu; \
 	command -v zsh >/dev/null || set -- "$$@" zsh; \
 	command -v fish >/dev/null || set -- "$$@" fish; \
 	test $$# = 0 || { apt-get update -qq && apt-get install -y -qq --no-install-recommends "$$@"; }
@@ -212,6 +214,11 @@ setup-gpu: .venv-gpu/setup.done
 
 check-gpu: setup-gpu
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/models/test_gpu_kernels.py
+
+# /tmp holds what is downloaded: an interpreter and PyTorch for ARM, 300 MB
+check-arm: setup-dev
+	@tests/kernels/on_arm.sh $${TMPDIR:-/tmp}/birl-arm -q tests/kernels/test_kernels.py tests/kernels/test_bounds.py \
+		tests/engine/test_engine.py -k "not without_a_compiler and (kernels or bit_for_bit)"
 
 demo: setup
 	$(BIN)/$(DEMO) $(DEMO_FLAGS)

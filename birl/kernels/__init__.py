@@ -564,8 +564,7 @@ def load(dtype: torch.dtype, head_dim: int) -> Kernels | None:
 
 def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
     """Compile, unless the cache has it: about a second. Raises `OSError` or `SubprocessError`."""
-    rounded = dtype == torch.bfloat16  # products in float32 are PyTorch's; attention is another in each type
-    sources = [f for f in sorted(HERE.glob("*.c")) if (f.name != "attention.c" if rounded else f.name[:4] != "gemm")]
+    rounded = dtype == torch.bfloat16
     command = [
         compiler() or "cc",
         *FLAGS,
@@ -574,7 +573,7 @@ def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
         *(["-DBF16"] if rounded else []),
     ]
     identity = hashlib.sha256(repr((command, _version(command[0]), processor(), sorted(flags()))).encode())
-    for file in (*sources, *sorted(HERE.glob("*.h"))):
+    for file in (*sources(rounded), *sorted(HERE.glob("*.h"))):
         identity.update(file.read_bytes())
     root = cache_folder("kernels")
     target = root / f"{identity.hexdigest()[:20]}.so"
@@ -590,11 +589,16 @@ def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
         try:
             with tempfile.TemporaryDirectory(dir=root) as folder:
                 made = Path(folder, "kernels.so")
-                _compile([*command, "-o", str(made), *map(str, sources), "-lm"])
+                _compile([*command, "-o", str(made), *map(str, sources(rounded)), "-lm"])
                 made.replace(target)
         finally:
             print(f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return target
+
+
+def sources(rounded: bool) -> list[Path]:
+    """Of bfloat16, or of float32, whose products are PyTorch's; attention is another in each type."""
+    return [f for f in sorted(HERE.glob("*.c")) if (f.name != "attention.c" if rounded else f.name[:4] != "gemm")]
 
 
 def _compile(command: list[str]) -> None:

@@ -25,6 +25,8 @@ EXPORT const char *gemm_start(void) {
     return "avx512";
 #elif defined(__AVX2__)
     return "avx2";
+#elif defined(__ARM_NEON)
+    return "neon";
 #else
     return "others";
 #endif

@@ -24,12 +24,14 @@ class Instructions:
 AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "adx"}
 #: by the names that `gemm_start` gives them (gemm.c)
-INSTRUCTIONS = {
+X86 = {
     "amx": Instructions("sapphirerapids", AVX512 | {"avx512_bf16", "amx_bf16", "amx_tile"}),
     "avx512_bf16": Instructions("cooperlake", AVX512 | {"avx512_bf16", "avx512_vnni"}),
     "avx512": Instructions("skylake-avx512", AVX512),
     "avx2": Instructions("haswell", AVX2),
 }
+ARM = {"neon": Instructions("armv8-a", frozenset({"asimd"}))}
+INSTRUCTIONS = ARM if platform.machine() in ("aarch64", "arm64") else X86
 
 
 def marches() -> list[str]:

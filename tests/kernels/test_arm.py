@@ -1,0 +1,24 @@
+"""The kernels have no instructions of one processor family that another would not compile. `make check-arm` runs their
+tests on an emulated ARM processor."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from birl import kernels
+from birl.kernels.instructions import ARM
+
+COMPILER = "aarch64-linux-gnu-gcc"
+
+
+@pytest.mark.skipif(not shutil.which(COMPILER), reason="no cross compiler: make setup-packages")
+@pytest.mark.parametrize("rounded", [True, False])
+def test_they_compile_for_arm(rounded: bool, tmp_path: Path) -> None:
+    command = [COMPILER, *kernels.FLAGS, f"-march={ARM['neon'].march}", "-DHEAD_DIM=64", *["-DBF16"] * rounded]
+    sources = map(str, kernels.sources(rounded))
+    done = subprocess.run([*command, "-o", str(tmp_path / "k.so"), *sources, "-lm"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:2000]
+    header = (tmp_path / "k.so").read_bytes()[:20]
+    assert header[:4] == b"\x7fELF" and header[18:20] == b"\xb7\x00"  # EM_AARCH64
