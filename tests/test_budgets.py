@@ -84,7 +84,7 @@ def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     ("loop", "bound"),
     # 6 for the rules of layers, the proof of a model, what follows its head, states, columns and trees;
     # 3 or 4 for pictures: their tokens, their parts in messages, the vision tower, its features in the engine
-    # 1 for the rules of policies, 1 for their voices
+    # 1 for the rules of policies, 1 for their engines
     [("sft", 74), ("rm", 74), ("dpo", 76), ("rl", 163), ("build_rows", 141), ("build", 203)],  # kernels.instructions
 )
 def test_a_loop_imports_what_it_needs(loop: str, bound: int) -> None:

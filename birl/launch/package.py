@@ -219,7 +219,7 @@ def _imports(path: str) -> set[str]:
         try:
             result |= set(imported(ast.walk(ast.parse(file.read_bytes()))))
         except (OSError, SyntaxError, ValueError):
-            continue  # whoever runs it says where
+            continue  # the run says where
     return result
 
 

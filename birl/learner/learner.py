@@ -323,7 +323,7 @@ class Learner:
 
     def _routed(self, batch: Batch) -> AbstractContextManager[None]:
         if self.policies is not None:
-            return self.policies.speaking(batch)
+            return self.policies.active(batch)
         return nullcontext() if self.replays is None else self.replays.replaying(batch.routes)
 
     def _shard(self, dtype: torch.dtype, offload: bool) -> list[str]:

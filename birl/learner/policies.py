@@ -47,7 +47,7 @@ class Policies:
             fused_decoder.MADE[model] = None  # transformers' own layers, which hooks reach
             hook(model, layers)
 
-    def speaking(self, batch: Batch) -> AbstractContextManager[None]:
+    def active(self, batch: Batch) -> AbstractContextManager[None]:
         """Within, passes of this micro-batch are its policy's; where they have a gradient, it is collected."""
         own, trains = self.trained[batch.policy], torch.is_grad_enabled()
         if trains:

@@ -52,6 +52,6 @@ def sees(folder: Path, pictures: bool) -> bool:
     """Is a folder's model loaded with a vision tower?"""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception:  # whoever loads the model says what is wrong
+    except Exception:  # loading the model says what is wrong
         return False
     return "vision_config" in config.sub_configs and model_class(config, pictures) is AutoModelForImageTextToText

@@ -112,7 +112,7 @@ PANELS: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "median"
 
 
 def worth(answer: str, answers: Sequence[str], questions: Sequence[Question], verdicts: Sequence[Verdict]) -> Value:
-    """Of one judge. Answers that are all the same are as good as each other, if nobody was asked."""
+    """Of one judge. Answers that are all the same are as good as each other, if no judge was asked."""
     if not questions:
         return 0.5 if len(answers) > 1 else NoAnswer("reward.judge_mode=pairs compares answers, and there is only one")
     pairs = [(q, v.values) for q, v in zip(questions, verdicts, strict=True) if answer in q.shown]

@@ -143,8 +143,8 @@ class Session:
         reply is returned without them, as APIs do; the recorded tokens have them."""
         try:
             policy, engine = chosen(self.engine, policy, agent)
-            speaker = agent or policy, policy
-            return await self._answer(conversation, params, tools, speaker, engine, keep_end)
+            names = agent or policy, policy
+            return await self._answer(conversation, params, tools, names, engine, keep_end)
         except (EngineFailed, Aborted) as error:
             if not isinstance(self.failure, EngineFailed | Aborted):
                 self.failure = error
@@ -158,11 +158,11 @@ class Session:
         conversation: Conversation,
         params: SamplingParams,
         tools: Tools,
-        speaker: tuple[str, str],
+        names: tuple[str, str],
         engine: Engine,
         keep_end: bool,
     ) -> tuple[Message, Turn]:
-        agent, policy = speaker
+        agent, policy = names
         if self._closed:  # what was left behind when its time was over
             raise Aborted
         number, self.asked = self.asked, self.asked + 1
@@ -240,7 +240,7 @@ class Session:
 
 def chosen(engines: Engine | Mapping[str, Engine], policy: str, agent: str) -> tuple[str, Engine]:
     """Which policy replies, and the engine that samples it: the one that is named, else the one that is called as the
-    agent, else the only one. Raises `BirlError` where nobody has that name."""
+    agent, else the only one. Raises `BirlError` where none has that name."""
     if not isinstance(engines, Mapping):
         return "", engines
     trained = [name for name in engines if not name.endswith(PAST)]

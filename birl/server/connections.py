@@ -118,7 +118,7 @@ class Patient(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-            if self.cycle is not None:  # whoever reads the body has no answer to give any more
+            if self.cycle is not None:  # what reads the body has no answer to give any more
                 self.cycle.disconnected = True
         else:  # an answer has begun
             self.transport.abort()

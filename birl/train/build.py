@@ -20,8 +20,8 @@ from birl.config.decided import CRITIC, ENGINES, SELF, algorithm_notes, corrects
 from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache
+from birl.engine.policies import engines_of
 from birl.engine.sampled import Sampled
-from birl.engine.voices import voices
 from birl.envs.open import World, check_world, open_world
 from birl.learner.comparison import GAPS, KEPT
 from birl.learner.learner import Learner
@@ -125,7 +125,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
             limits=limits_in(world, config.env, tokens=data.context),
             seed=config.seed,
             saw=start(config.rollout.max_failure_rate, config.rollout.prompts, sum(map(len, data.train))).saw,
-            policies=partial(voices, config.policies, engine, worker.learner.policies) if config.policies else None,
+            policies=partial(engines_of, config.policies, engine, worker.learner.policies) if config.policies else None,
         )
         return Parts(
             run=run,

@@ -1,4 +1,4 @@
-"""The embedded engine as several policies: one engine, one base, and the adapter of whoever replies."""
+"""The embedded engine as several policies: one engine, one base, and the adapter of the policy that replies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # loaded by the runs that have them
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class PolicyEngine:
     """Implements `birl.types.Engine` for one policy. `adapter`: what it adds to the base at the time of a question."""
 
     engine: EmbeddedEngine
@@ -31,14 +31,14 @@ class Voice:
         """The engine is the others', too."""
 
 
-def voices(names: Sequence[str], engine: Engine, policies: "Policies | None", draw: int) -> Mapping[str, Engine]:
+def engines_of(names: Sequence[str], engine: Engine, policies: "Policies | None", draw: int) -> Mapping[str, Engine]:
     """An engine for each policy by name and, where a league keeps earlier versions, for the one of them that a group
     draws. `policies` None: the engine's weights are those of the only one."""
     if policies is None:
         return dict.fromkeys(names, engine)
     assert isinstance(engine, EmbeddedEngine), "no other has adapters"
-    result: dict[str, Engine] = {name: Voice(engine, partial(policies.adapter, name)) for name in names}
+    result: dict[str, Engine] = {name: PolicyEngine(engine, partial(policies.adapter, name)) for name in names}
     for name, versions in policies.past.items():
         if versions:
-            result[name + PAST] = Voice(engine, partial(policies.adapter, name, draw % len(versions)))
+            result[name + PAST] = PolicyEngine(engine, partial(policies.adapter, name, draw % len(versions)))
     return result
