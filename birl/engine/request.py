@@ -18,7 +18,7 @@ from birl.types import Completion, SamplingParams, Stop
 @dataclass(slots=True)
 class Likeliest:
     """The `count` likeliest tokens in the place of each token that is given, with their log-probs at temperature 1, and
-    how many tokens are at least as likely as the given one. `places` is filled."""
+    the given token's rank, from 1. `places` is filled."""
 
     count: int = 1
     places: list[tuple[list[tuple[int, float]], int]] = field(default_factory=list)
