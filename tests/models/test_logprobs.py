@@ -1,22 +1,13 @@
-import resource
+import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from birl.allocator import keep_memory
-from birl.data.pack import pack
-from birl.learner.learner import Learner, Stats
 from birl.models import attention, logprobs, shape
 from birl.models.forward import logits
 from birl.models.logprobs import float_logits, token_logprobs
 from birl.models.shape import CHUNK
-from birl.parallel.ranks import Grid, Ranks
-from birl.types import Sample
-from tests.parallel.processes import on_ranks
 from tests.tiny import tiny_model
 
 
@@ -103,50 +94,45 @@ def test_the_engine_has_the_learners_logits_where_there_are_no_kernels() -> None
     assert torch.equal(result, float_logits(hidden, weight, None))
 
 
-def growth(ranks: Ranks, words: int) -> int:
-    """Bytes by which the peak of a process grows from 100 to 1,000 tokens of a training pass."""
-    keep_memory()
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=words,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
-    )
-    model.set_attn_implementation(attention.NAME)
-    learner = Learner(model, ranks=ranks, dtype=torch.float32)
+PEAK = """
+import resource, sys
+import torch
+from birl.allocator import keep_memory
+keep_memory()
+from birl.data.pack import pack
+from birl.learner.learner import Learner, Stats
+from birl.models import attention
+from birl.types import Sample
+from transformers import LlamaConfig, LlamaForCausalLM
 
-    def peak_after(tokens: int) -> int:
-        samples = [
-            Sample(
-                tokens=tuple(range(n, n + 101)),
-                mask=(False, *[True] * 100),
-                logprobs=(0.0,) * 101,
-                versions=(-1, *[0] * 100),
-                advantage=1.0,
-                group=n,
-                episode=0,
-            )
-            for n in range(tokens // 100)
-        ]
-        for batch in pack(samples, [1.0] * len(samples), 10**6):
-            learner.forward_backward(batch, every_figure, Stats())
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=int(sys.argv[1]), hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True))
+model.set_attn_implementation(attention.NAME)
+learner = Learner(model, dtype=torch.float32)
 
-    before = peak_after(100)
-    return peak_after(1000) - before
+def train(tokens):
+    samples = [
+        Sample(tokens=tuple(range(n, n + 101)), mask=(False, *[True] * 100), logprobs=(0.0,) * 101,
+               versions=(-1, *[0] * 100), advantage=1.0, group=n, episode=0)
+        for n in range(tokens // 100)
+    ]
+    for batch in pack(samples, [1.0] * len(samples), 10**6):
+        loss = lambda logp, entropy, batch: (-(logp * batch.advantages).sum() + entropy.sum(), {"entropy": entropy})
+        learner.forward_backward(batch, loss, Stats())
 
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-def every_figure(logp: Tensor, entropy: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    return -(logp * batch.advantages).sum() + entropy.sum(), {"entropy": entropy}
+train(100)
+before = peak()
+train(1000)
+print(peak() - before)
+"""
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss has other units elsewhere")
 def test_the_peak_does_not_grow_with_vocabulary_times_tokens() -> None:
     """1,000 tokens of 65,536 words: one copy of all logits would be 250 MiB in float32."""
-    (grown,) = on_ranks(Grid(), growth, 65536)
-    assert grown < 65536 * 1000 * 4 / 2
+    done = subprocess.run([sys.executable, "-c", PEAK, "65536"], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 65536 * 1000 * 4 / 2

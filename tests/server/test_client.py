@@ -152,9 +152,9 @@ def test_cancelling_ends_the_request_in_the_engine(folders) -> None:
                 await asyncio.sleep(0.005)
             task.cancel()
             deadline = time.monotonic() + 100
-            while engine.scheduler.busy and time.monotonic() < deadline:
+            while not engine.counters.dropped and time.monotonic() < deadline:  # counted after it is off the schedule
                 await asyncio.sleep(0.01)
-            assert engine.counters.dropped == engine.counters.tokens < 300
+            assert engine.counters.dropped == engine.counters.tokens < 450
             late = Client(address, timeout=0.3)
             with pytest.raises(EngineDown, match=rf"session 'ep 7' on {address} had no answer within 0.3 s"):
                 await late.generate(PROMPT, params(450), "ep 7")
