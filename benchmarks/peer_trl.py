@@ -5,6 +5,8 @@
     learning  .venv-trl/bin/python -m benchmarks.peer_trl --learn --model DIR --data train.jsonl \
                   --prompts 8 --group 8 --tokens 32 --lr 1e-5 --steps 30 --target 0.95
 
+    tasks     ... --learn --task calculator --seconds 600: a task of benchmarks.tasks, for ten minutes
+
 For speed, every answer has exactly --tokens tokens (the end token is forbidden before that), prompts come in the file's
 order, and the reward is cheap and differs within a group, so that no step is without a gradient. For learning, the
 reward is math-verify's, and every second since the process started counts: imports, model loading, all.
@@ -17,10 +19,13 @@ import time
 START = time.perf_counter()
 
 import argparse  # noqa: E402
+import asyncio  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 from benchmarks.peers import peak_rss_gb, rows, versions  # noqa: E402
 
@@ -45,6 +50,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="0: what OMP_NUM_THREADS says")
     parser.add_argument("--learn", action="store_true", help="train on the answers of --data, and report rewards")
     parser.add_argument("--target", type=float, default=0.0, help="with --learn: stop at this mean reward; 0: never")
+    parser.add_argument("--task", default="stories", choices=list(REWARDS), help="with --learn: what the reward is")
+    parser.add_argument("--seconds", type=float, default=0.0, help="with --learn: stop after these; 0: never")
     return parser.parse_args()
 
 
@@ -63,6 +70,52 @@ def right(completions: list[list[dict[str, str]]], answer: list[str], **columns:
     ]
 
 
+def made(completions: list[list[dict[str, str]]], numbers: list, target: list, **columns: object) -> list[float]:
+    """1 where the expression uses the numbers as asked and has the target as its value, else 0: birl's own function."""
+    from birl.envs.tasks.countdown import Countdown
+    from birl.types import Message, Task
+
+    async def reward(text: str, given: dict) -> float:
+        env = Countdown(Task(id="0", prompt=(), columns=given), Countdown.Config(count=2, largest=20))
+        return (await env.step(Message(role="assistant", content=text))).reward
+
+    asked = zip(completions, numbers, target, strict=True)
+    return [asyncio.run(reward(m[-1]["content"], {"numbers": n, "target": t})) for m, n, t in asked]
+
+
+def computed(completions: list[list[dict[str, str]]], answer: list[str], **columns: object) -> list[float]:
+    """1 where the last number of the last reply is the result, else 0: birl's own function."""
+    from birl.envs.tasks.answer import number
+
+    return [float(number(m[-1].get("content") or "") == number(a)) for m, a in zip(completions, answer, strict=True)]
+
+
+def calculator(expression: str) -> str:
+    """The exact value of an arithmetic expression.
+
+    Args:
+        expression: Numbers, + - * / and parentheses, as in (12 + 3) * 4.
+    """
+    from birl.envs.tasks.calculator import NoExpression, evaluate, written
+
+    try:
+        return written(evaluate(expression)[0])
+    except NoExpression as error:
+        return f"Error: {error}."
+
+
+REWARDS = {"stories": right, "countdown": made, "calculator": computed}
+COLUMNS = {"countdown": ("numbers", "target")}
+
+
+def with_calls(tokenizer: Any) -> None:
+    """Gives it the chat template of birl's run, and TRL's parser of such calls."""
+    from trl.chat_template_utils import qwen3_template  # pyright: ignore[reportMissingImports]
+
+    tokenizer.chat_template = Path("birl/text/templates/hermes.jinja").read_text(encoding="utf-8")
+    tokenizer.response_template = qwen3_template
+
+
 def main() -> None:
     args = arguments()
     import torch
@@ -77,7 +130,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     dtype = torch.bfloat16 if args.precision == "bfloat16" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    data = rows(args.data)
+    data = rows(args.data, COLUMNS.get(args.task, ()))
+    calls = args.task == "calculator"
+    if calls:
+        with_calls(tokenizer)
     if args.learn:
         data = [r for r in data if r["answer"] is not None]
     else:
@@ -107,6 +163,7 @@ def main() -> None:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        max_tool_calling_iterations=1 if calls else None,
     )
 
     generation: list[float] = []  # seconds of each call of generate
@@ -138,17 +195,19 @@ def main() -> None:
             if logs and "reward" in logs:
                 rewards.append(float(logs["reward"]))
                 print(f"step {len(rewards)} {ends[-1]:.1f} s reward {rewards[-1]:.3f}", file=sys.stderr, flush=True)
-                if args.target and rewards[-1] >= args.target:
+                late = args.seconds and ends[-1] >= args.seconds
+                if late or (args.target and rewards[-1] >= args.target):
                     control.should_training_stop = True
             return control
 
     trainer = Timed(
         model=model,
-        reward_funcs=right if args.learn else distinct,
+        reward_funcs=REWARDS[args.task] if args.learn else distinct,
         args=config,
         train_dataset=Dataset.from_list(data),
         processing_class=tokenizer,
         callbacks=[Clock()],
+        tools=[calculator] if calls else None,
     )
     trainer.train()
 

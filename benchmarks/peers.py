@@ -189,8 +189,8 @@ def peak_rss_gb() -> float:
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9
 
 
-def rows(path: str) -> list[dict[str, Any]]:
-    """A JSONL file as {"prompt": messages, "answer": text or None} in the file's order, for both sides.
+def rows(path: str, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """A JSONL file as {"prompt": messages, "answer": text or None} in the file's order, for both sides, with `columns`.
 
     A prompt is the column `messages`, `prompt` or `question`; text becomes one user message. The answer is
     `ground_truth`, `answer` or `solution`; of GSM8K's answers, what follows `####`.
@@ -204,7 +204,8 @@ def rows(path: str) -> list[dict[str, Any]]:
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         answer = next((row[k] for k in ("ground_truth", "answer", "solution") if k in row), None)
-        result.append({"prompt": prompt, "answer": None if answer is None else str(answer).split("####")[-1].strip()})
+        answer = None if answer is None else str(answer).split("####")[-1].strip()
+        result.append({"prompt": prompt, "answer": answer, **{name: row[name] for name in columns}})
     if not result:
         raise SystemExit(f"{path} has no rows")
     return result

@@ -19,7 +19,7 @@ from birl.errors import BirlError, first_line
 from birl.hub import is_run, run_of
 from birl.learner import checkpoint
 from birl.learner.lora import digest, merged, targets
-from birl.learner.optimizer import on_grid
+from birl.learner.rounding import on_grid
 from birl.learner.tensors import Reader
 from birl.models import released
 from birl.models.heads import HEADS

@@ -15,8 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from birl.data.pack import Batch
 from birl.learner.lora import Adapters, Lora
-from birl.learner.optimizer import MasterWeights, ShardedMasterWeights, adamw, on_grid
+from birl.learner.optimizer import MasterWeights, ShardedMasterWeights, adamw
 from birl.learner.outputs import Compared, Outputs
+from birl.learner.rounding import dither
 from birl.models.device import device_of
 from birl.models.forward import forget, head
 from birl.models.fused_decoder import apart
@@ -102,7 +103,7 @@ class Learner:
     """A model, and (unless it is frozen) its optimizer. Weights are float32; `dtype` is what it computes in.
 
     `version` counts optimizer steps: it names the weights. `rounded` counts the weights of this rank that were not
-    numbers of `dtype`, and begin as the nearest one (`optimizer.on_grid`). With `lora` small matrices are trained
+    numbers of `dtype`, and are trained from the nearest one on (`rounding.py`). With `lora` small matrices are trained
     instead of the weights, and the model's own parameters hold the merged ones (`lora.py`); where it names policies,
     each micro-batch is of one of them, and a step moves those that had one (`policies.py`).
 
@@ -169,8 +170,8 @@ class Learner:
         else:
             self.masters, self.policies = masters_of(model, lora, dtype, offload)
             cast(model, dtype)  # what is frozen, too
-        if lora is None and dtype != torch.float32:
-            self.rounded = on_grid(self.masters.tensors.values(), dtype)
+        if isinstance(self.masters, MasterWeights | ShardedMasterWeights) and dtype != torch.float32:
+            self.rounded = dither(self.masters, dtype)
         rates = {"kind": optimizer, "betas": betas, "eps": eps, "weight_decay": weight_decay, "still": still(model)}
         self.optimizer = adamw(self.masters, model, **rates)
 

@@ -180,7 +180,7 @@ def first_a(lora: Lora, width: int, random: torch.Generator) -> Tensor:
 
 def kept(weight: Tensor, dtype: torch.dtype, offload: bool) -> Tensor:
     """A copy of W, as the nearest numbers of `dtype`: a weight that lies halfway between two of them would be rounded
-    along the sign of a step of any size (`optimizer.on_grid`)."""
+    along the sign of a step of any size (`rounding.py`)."""
     nearest = weight.to(dtype)
     rounded = nearest.to(torch.bfloat16)
     result = rounded if torch.equal(rounded.to(dtype), nearest) else nearest

@@ -2,17 +2,14 @@
 
 The module that generates and trains holds its weights in the compute type. When that is bfloat16, each parameter has a
 float32 master: gradients are summed in float32, AdamW updates the master, and the parameter is the master rounded.
-A master begins as its own bfloat16 rounding (`on_grid`). Weights that were float16 or 4-bit numbers once lie halfway
-between two bfloat16 numbers, an eighth of them or more; a first step of any size, 1e-8 as well as 1e-5, would round
-them all along its own sign, which moves the log-probs of SmolLM2 by 0.4 nats a token. From the grid on a step does to
-the published weights what its size says.
+`rounding.py` has the numbers that masters begin with.
 
 AdamW on bfloat16 weights would not move them at all at the learning rates of reinforcement learning: the step is
 smaller than half a unit in the last place (measured; `tests/learner/test_optimizer.py`).
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from math import cos, pi
 from typing import TYPE_CHECKING, Any
@@ -120,17 +117,6 @@ class ShardedMasterWeights:
 
     def copies(self, name: str) -> int:
         return Layout.of(self.parameters[name]).copies()
-
-
-@torch.no_grad()
-def on_grid(tensors: Iterable[Tensor], dtype: torch.dtype = torch.bfloat16) -> int:
-    """Round float32 tensors in place to the nearest numbers of `dtype`; gives how many elements changed."""
-    changed = 0
-    for tensor in tensors:
-        rounded = tensor.to(dtype).to(tensor.dtype)
-        changed += int((rounded != tensor).sum())
-        tensor.copy_(rounded)
-    return changed
 
 
 def _on_cpu(weight: Tensor) -> Tensor:

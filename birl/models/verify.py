@@ -20,6 +20,9 @@ from birl.models.slots import body_of, computed_by, slots_of
 from birl.models.states import Stretch
 
 BOUND = 1e-3  # nats between two ways to compute a log-prob in float32
+TRAINED = (
+    3e-3  # nats, mean over the words; trained weights amplify the rounding of single words (a fine-tuned SmolLM2: 1e-3)
+)
 CAUSES = {
     "by its head": "its hidden states or its logits are changed in a way that birl has no rule for",
     "": "its masks say more than what is passed to its attention, or positions are counted where birl cannot see it",
@@ -31,15 +34,15 @@ def verify(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Refuse an architecture for which birl's forward passes would be silently wrong: states, logit scaling,
     biases by absolute place, masks that attention does not get. Log-probs of short sequences, packed into one
     row and one after another over pages of the cache, are compared with those of transformers' own forward, which has
-    its own attention and masks; of this model, and once for each architecture of a small one with windows shorter than
-    the sequences (`models/twin.py`). For float32 weights; the small one also in `dtype`, the type of the run, which has
-    kernels of its own.
+    its own attention and masks; of this model, and once for each architecture of a small random one with windows
+    shorter than the sequences (`models/twin.py`), which has the tighter bound. For float32 weights; the small one also
+    in `dtype`, the type of the run, which has kernels of its own.
 
     Raises `BirlError`.
     """
     check_layers(model)
     check_positions(model)
-    compare(model, Tree.of(5, (4, 3)), Tree.of(5))
+    compare(model, Tree.of(5, (4, 3)), Tree.of(5), trained=True)
     prove(cast(Any, model).config, head(model).weight.device, type(model), dtype)
 
 
@@ -114,8 +117,10 @@ class Ways:
 
 
 @torch.no_grad()
-def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
-    """Raises `BirlError` where log-probs differ by more than `BOUND`."""
+def compare(model: nn.Module, tree: Tree, other: Tree, trained: bool = False) -> None:
+    """Raises `BirlError` where a log-prob differs by more than `BOUND`, or those of a token by more than `TRAINED` on
+    average."""
+    bound = TRAINED if trained else BOUND
     kind, ways = type(model).__name__, Ways(model, tree, other)
     with supported(kind):
         slots_of(model)
@@ -126,13 +131,14 @@ def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
             raise BirlError(f"{kind} computes NaN: {why}.")
         for name, way in (("by its head", ways.headed), *ways.own):
             result = way()
-            gap = (result - expected[: len(result)]).abs().max().item()
-            if gap <= BOUND:
+            gaps = (result - expected[: len(result)]).abs()
+            gap = (gaps.mean(1) if trained else gaps).max().item()
+            if gap <= bound:
                 continue
             again = [(way() - result).abs().max().item(), (ways.alone() - expected).abs().max().item()]
             raise BirlError(
                 f"{kind} gives other log-probs {name} than alone by transformers' own forward (difference {gap:.2g}, "
-                f"allowed {BOUND}): "
+                f"allowed {bound}): "
                 + (
                     f"{CAUSES.get(name, CAUSES[''])}. birl cannot train this architecture."
                     if not any(again)

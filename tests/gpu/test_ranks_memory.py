@@ -59,7 +59,7 @@ def first_of(grid: Grid, patch: pytest.MonkeyPatch) -> Iterator[Ranks]:
             patch.setattr(DeviceMesh, name, real(getattr(DeviceMesh, name)))
     patch.setattr(DeviceMesh, "_concatenate", staticmethod(real(DeviceMesh._concatenate)))
     patch.setattr(DeviceMesh, "mesh", property(real(DeviceMesh.mesh.fget)))  # pyright: ignore
-    patch.setattr(learning, "on_grid", lambda *args: 0)  # counts what it changes
+    patch.setattr(learning, "dither", lambda *args: 0)  # counts what it changes
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=grid.size)
     try:
         shard, names = grid.fsdp * grid.cp, ("ddp", "shard", "tp")

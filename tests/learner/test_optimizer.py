@@ -1,13 +1,9 @@
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 from birl.data.pack import pack
 from birl.learner.learner import Learner, Stats
-from birl.learner.lora import Lora
-from birl.learner.optimizer import learning_rate, on_grid
+from birl.learner.optimizer import learning_rate
 from birl.models import attention
 from tests.data.test_pack import groups
 from tests.learner.test_learner import reinforce
@@ -32,7 +28,7 @@ def test_weights_move_at_the_learning_rates_of_rl() -> None:
             tensor.grad = torch.ones_like(tensor)
         learner.optim_step(1e-6)
     for name, tensor in learner.weights().items():
-        torch.testing.assert_close(before[name] - tensor, torch.full_like(tensor, 50e-6), rtol=2e-2, atol=1e-7)
+        torch.testing.assert_close(before[name] - tensor, torch.full_like(tensor, 50e-6), rtol=0.1, atol=1e-7)
     assert all(torch.equal(p, learner.masters.tensors[n].bfloat16()) for n, p in learner.masters.parameters.items())  # pyright: ignore
 
 
@@ -84,60 +80,3 @@ def test_schedules(schedule: str, expected: list[float]) -> None:
     options = {"peak": 1.0, "schedule": schedule, "warmup": 2, "total": 6, "min_ratio": 0.1}
     assert [learning_rate(s, **options) for s in range(6)] == pytest.approx(expected)  # type: ignore[arg-type]
     assert learning_rate(99, **options) == pytest.approx(expected[-1])  # type: ignore[arg-type]
-
-
-@torch.no_grad()
-def on_ties(model: nn.Module, share: int = 8) -> nn.Module:
-    """One weight in `share` lies halfway between two bfloat16 numbers, as after float16 or 4 bits."""
-    for parameter in model.parameters():
-        bits = parameter.data.bfloat16().float().view(torch.int32).view(-1)
-        bits[::share] |= 0x8000
-        parameter.data = bits.view(torch.float32).view(parameter.shape)
-    return model
-
-
-@pytest.mark.parametrize("lr", [1e-8, 1e-6])
-@pytest.mark.parametrize("lora", [None, Lora(rank=16), Lora(rank=16, dora=True)])
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_tiny_step_from_weights_on_ties_moves_the_policy_little(lr: float, lora: Lora | None, offload: bool) -> None:
-    model: Any = on_ties(tiny_model())
-    model.set_attn_implementation(attention.NAME)
-    learner = Learner(model, dtype=torch.bfloat16, lora=lora, offload=offload)
-    total = sum(p.numel() for p in model.parameters())
-    if lora is None:
-        assert learner.rounded == pytest.approx(total / 8, rel=0.01)
-        assert learner.rounded_share == pytest.approx(1 / 8, rel=0.01)
-    (batch,) = pack(groups(4), [1.0] * len(groups(4)), 10_000)
-    before = learner.forward(batch)
-    learner.forward_backward(batch, reinforce, Stats())
-    learner.optim_step(lr)
-    assert (learner.forward(batch) - before).abs().mean() < 5e-3  # 0.05 from the ties themselves
-
-
-def test_what_is_trained_begins_on_the_grid_and_nothing_else_is_rounded() -> None:
-    weights = torch.tensor([1.0, 1.00390625, -3e-9, 0.1])
-    rounded = weights.clone()
-    assert on_grid([rounded]) == 3 and torch.equal(rounded, weights.bfloat16().float())
-    assert on_grid([rounded]) == 0
-    for options in ({"dtype": torch.float32}, {"lora": Lora(rank=2, targets=("q_proj",))}, {"trainable": False}):
-        model: Any = on_ties(tiny_model())
-        model.set_attn_implementation(attention.NAME)
-        assert Learner(model, **options).rounded == 0  # type: ignore[arg-type]
-
-
-def test_the_weights_of_a_checkpoint_are_not_rounded() -> None:
-    def made() -> Learner:
-        model: Any = on_ties(tiny_model())
-        model.set_attn_implementation(attention.NAME)
-        return Learner(model)
-
-    one, other = made(), made()
-    for tensor in one.masters.tensors.values():
-        tensor.grad = torch.ones_like(tensor)
-    one.optim_step(1e-6)
-    kept = {name: tensor.clone() for name, tensor in one.tensors().items()}
-    for name, tensor in other.tensors().items():
-        tensor.copy_(kept[name])
-    other.loaded(1)
-    assert all(torch.equal(kept[name], tensor) for name, tensor in other.tensors().items())
-    assert not torch.equal(kept["model.model.norm.weight"], kept["model.model.norm.weight"].bfloat16().float())

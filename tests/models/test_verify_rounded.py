@@ -1,5 +1,6 @@
 """The check of a model before use, in the type of the run: rounding is allowed, and nothing else."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from birl.learner.policy import load_policy
 from birl.models import twin
 from birl.models.attention import Packed
 from birl.models.paged import Paged
-from birl.models.verify import verify
+from birl.models.verify import Ways, verify
 from tests.families import family
 
 KINDS = ["llama", "qwen3", "gemma3_text", "mixtral"]
@@ -54,6 +55,24 @@ def test_a_wrong_kernel_of_one_type_is_refused(
     verify(model)
     with pytest.raises(BirlError, match=r"in bfloat16 gives other log-probs .* model\.dtype=float32"):
         verify(model, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("error", "words", "right"), [(0.01, 1, True), (0.01, 320, False), (float("nan"), 1, False)])
+def test_trained_weights_may_amplify_the_rounding_of_a_word(
+    error: float, words: int, right: bool, proofs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fine-tuned SmolLM2 was refused: one log-prob of a million, of a rare word, was off by 0.00104 nats."""
+    model, packed = family("llama", torch.float32), Ways.packed
+    verify(model)  # the small one is proved
+
+    def rounded(self: Ways) -> Tensor:
+        result = packed(self)
+        result[-1, :words] += error
+        return result
+
+    monkeypatch.setattr(Ways, "packed", rounded)
+    with nullcontext() if right else pytest.raises(BirlError, match="other log-probs packed than alone"):
+        verify(model)
 
 
 def test_a_run_verifies_its_own_type(proofs: Path, tiny: Path, compute: Any) -> None:

@@ -1,0 +1,135 @@
+"""The float32 numbers that master weights begin with."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from birl.data.pack import pack
+from birl.learner.learner import Learner, Stats
+from birl.learner.lora import Lora
+from birl.learner.rounding import on_grid
+from birl.models import attention
+from birl.parallel.ranks import Grid, Ranks
+from tests.data.test_pack import groups
+from tests.learner.test_learner import reinforce
+from tests.parallel.processes import on_ranks
+from tests.tiny import tiny_model, tiny_moe
+
+
+@torch.no_grad()
+def on_ties(model: nn.Module, share: int = 8) -> nn.Module:
+    """One weight in `share` lies halfway between two bfloat16 numbers, as after float16 or 4 bits."""
+    for parameter in model.parameters():
+        bits = parameter.data.bfloat16().float().view(torch.int32).view(-1)
+        bits[::share] |= 0x8000
+        parameter.data = bits.view(torch.float32).view(parameter.shape)
+    return model
+
+
+@pytest.mark.parametrize("lr", [1e-8, 1e-6])
+@pytest.mark.parametrize("lora", [None, Lora(rank=16), Lora(rank=16, dora=True)])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_tiny_step_from_weights_on_ties_moves_the_policy_little(lr: float, lora: Lora | None, offload: bool) -> None:
+    model: Any = on_ties(tiny_model())
+    model.set_attn_implementation(attention.NAME)
+    learner = Learner(model, dtype=torch.bfloat16, lora=lora, offload=offload)
+    total = sum(p.numel() for p in model.parameters())
+    if lora is None:
+        assert learner.rounded == pytest.approx(total / 8, rel=0.01)
+        assert learner.rounded_share == pytest.approx(1 / 8, rel=0.01)
+    (batch,) = pack(groups(4), [1.0] * len(groups(4)), 10_000)
+    before = learner.forward(batch)
+    learner.forward_backward(batch, reinforce, Stats())
+    learner.optim_step(lr)
+    assert (learner.forward(batch) - before).abs().mean() < 0.02  # 0.05 from the ties themselves, 0.008 from here
+
+
+def test_what_is_trained_begins_on_the_grid_and_nothing_else_is_rounded() -> None:
+    weights = torch.tensor([1.0, 1.00390625, -3e-9, 0.1])
+    rounded = weights.clone()
+    assert on_grid([rounded]) == 3 and torch.equal(rounded, weights.bfloat16().float())
+    assert on_grid([rounded]) == 0
+    for options in ({"dtype": torch.float32}, {"lora": Lora(rank=2, targets=("q_proj",))}, {"trainable": False}):
+        model: Any = on_ties(tiny_model())
+        model.set_attn_implementation(attention.NAME)
+        assert Learner(model, **options).rounded == 0  # type: ignore[arg-type]
+
+
+def test_the_weights_of_a_checkpoint_are_not_rounded() -> None:
+    def made() -> Learner:
+        model: Any = on_ties(tiny_model())
+        model.set_attn_implementation(attention.NAME)
+        return Learner(model)
+
+    one, other = made(), made()
+    for tensor in one.masters.tensors.values():
+        tensor.grad = torch.ones_like(tensor)
+    one.optim_step(1e-6)
+    kept = {name: tensor.clone() for name, tensor in one.tensors().items()}
+    for name, tensor in other.tensors().items():
+        tensor.copy_(kept[name])
+    other.loaded(1)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in other.tensors().items())
+    assert not torch.equal(kept["model.model.norm.weight"], kept["model.model.norm.weight"].bfloat16().float())
+
+
+def learner_of(model: Any, **options: Any) -> Learner:
+    model.set_attn_implementation(attention.NAME)
+    return Learner(model, **options)
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_step_moves_published_weights_by_what_it_says(lr: float, offload: bool) -> None:
+    """From masters that are bfloat16 numbers, a step at 1e-5 moves those around 0.02 by nothing at all."""
+    model: Any = tiny_model()
+    for parameter in model.parameters():
+        parameter.data.uniform_(0.01, 0.03).copy_(parameter.data.bfloat16().float())
+    learner = learner_of(model, offload=offload)
+    before = torch.cat([p.double().flatten() for p in model.parameters()])
+    for tensor in learner.masters.tensors.values():
+        tensor.grad = torch.ones_like(tensor)
+    learner.optim_step(lr)  # AdamW's first step: all weights by -lr
+    moved = torch.cat([p.double().flatten() for p in model.parameters()]) - before
+    assert -moved.mean().item() == pytest.approx(lr, rel=3 * (1e-4 / lr / len(moved)) ** 0.5)
+
+
+def test_weights_begin_as_they_are_and_masters_fill_what_rounds_to_them() -> None:
+    model: Any = tiny_model()
+    weights = {name: p.data.bfloat16() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        weights["model.embed_tokens.weight"][0, :4] = torch.tensor([0.0, -0.0, 1.0, -2.0]).bfloat16()
+        model.get_input_embeddings().weight.copy_(weights["model.embed_tokens.weight"])
+    learner = learner_of(model)
+    places = []
+    for name, parameter in model.named_parameters():
+        master = learner.masters.tensors[name].data
+        assert torch.equal(parameter, weights[name]) and torch.equal(master.bfloat16(), weights[name])
+        places.append((master.view(torch.int32) - weights[name].float().view(torch.int32)).flatten() / 2**16)
+    first = learner.masters.tensors["model.embed_tokens.weight"].data[0]
+    assert first[:2].tolist() == [0.0, 0.0]
+    place = torch.cat(places)
+    assert place.abs().max() < 0.5 and abs(place.mean()) < 0.01
+    assert place.std().item() == pytest.approx(12**-0.5, rel=0.02)
+    assert abs(torch.corrcoef(torch.stack([place[1:], place[:-1]]))[0, 1]) < 0.02
+
+
+def masters_on(ranks: Ranks, moe: str) -> dict[str, Tensor]:
+    learner = learner_of(tiny_moe(moe) if moe else tiny_model(heads=4, kv_heads=2), ranks=ranks)
+    wholes = {n: learner.masters.whole(n, t.data) for n, t in learner.masters.tensors.items()}
+    return {n: (w.full_tensor() if isinstance(w, DTensor) else w).clone() for n, w in wholes.items()}
+
+
+@pytest.mark.parametrize(
+    ("grid", "moe"),
+    [(Grid(fsdp=3), ""), (Grid(tp=2), ""), (Grid(fsdp=2, tp=2), ""), (Grid(fsdp=4, ep=2), "qwen3_moe")],
+    ids=str,
+)
+def test_any_number_of_ranks_begins_with_the_same_masters(grid: Grid, moe: str) -> None:
+    wanted = masters_on(Ranks(), moe)
+    for masters in on_ranks(grid, masters_on, moe):
+        assert masters.keys() == wanted.keys()
+        assert all(torch.equal(masters[name], master) for name, master in wanted.items())
