@@ -24,7 +24,7 @@ from birl.models.load import load_model
 from tests.data.test_pack import groups
 from tests.engine.test_engine import PROMPTS, Bench, seeded
 from tests.learner.test_learner import reinforce
-from tests.learner.test_optimizer import on_ties
+from tests.learner.test_rounding import on_ties
 from tests.models.test_decoder import MAKERS, made
 from tests.tiny import tiny_model
 from tests.train import test_rl
