@@ -19,7 +19,7 @@ from birl.errors import BirlError, first_line
 from birl.hub import is_run, run_of
 from birl.learner import checkpoint
 from birl.learner.lora import digest, merged, targets
-from birl.learner.rounding import on_grid
+from birl.learner.rounding import Dither, noise, on_grid
 from birl.learner.tensors import Reader
 from birl.models import released
 from birl.models.heads import HEADS
@@ -193,7 +193,12 @@ def whole_of_adapters(path: Path, run: Path, policy: str) -> dict[str, Tensor]:
     heads = {f"{name}.weight": weights[f"{name}.weight"] for name in HEADS if f"{name}.weight" in weights}
     base = base_model(path, run)  # of a quantised one what its codes say
     on_grid((p.data for p in base.parameters()), computed_in(run))
-    whole = merged_weights(base, adapters(weights), alpha_of(path))
+    trained = adapters(weights)
+    whole = merged_weights(base, trained, alpha_of(path))
+    if computed_in(run) == torch.bfloat16:
+        line = noise(torch.device("cpu"))
+        for name in (f"{module}.weight" for module in trained):
+            Dither.of(name, whole[name].shape, line)(whole[name])
     own = {name for name, _ in base.named_parameters()} | {name for name, _ in base.named_buffers()}
     return {n: t for n, t in whole.items() if n in own} | heads
 

@@ -1,10 +1,10 @@
 """LoRA (arXiv:2106.09685) and DoRA (arXiv:2402.09353): train small matrices A and B instead of the weights.
 
 The module keeps its ordinary linear layers, and these always hold the merged weight W + s B A, rounded to the compute
-type. So engine, kernels and learner know nothing of adapters. A backward pass gives the gradient G of one merged weight
-after the other; each is turned into those of A and B (dB = s G A', dA = s B' G), which are summed in float32 over
-micro-batches, and is gone before the next. The optimizer steps A and B and merges anew. A merge begins with W, never
-with the last merge, so nothing drifts.
+type (`rounding.py`). So engine, kernels and learner know nothing of adapters. A backward pass gives the gradient G of
+one merged weight after the other; each is turned into those of A and B (dB = s G A', dA = s B' G), which are summed in
+float32 over micro-batches, and is gone before the next. The optimizer steps A and B and merges anew. A merge begins
+with W, never with the last merge, so nothing drifts.
 
 Memory: W is kept beside the merged weight as the nearest numbers of the compute type, in bfloat16 where that is exact,
 else in float32; on a GPU in CPU memory, from where every merge reads it once (not with DoRA, whose gradients need it).
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from birl.errors import BirlError
 from birl.learner.optimizer import MasterWeights, bring
+from birl.learner.rounding import Dither, dither_merges
 from birl.models.heads import HEADS, score_head
 from birl.models.quantized import QuantizedLinear, quantized_layers
 from birl.models.slices import values
@@ -101,6 +102,7 @@ class Adapter:
     magnitude: Tensor | None
     scale: float
     total: Total | None = None
+    dither: Dither | None = None
 
     @classmethod
     def of(cls, linear: nn.Linear, lora: Lora, random: torch.Generator, dtype: torch.dtype, offload: bool) -> "Adapter":
@@ -134,7 +136,9 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        return merged(self.base(), self.a, self.b, self.magnitude, self.scale, self.total)
+        """[N, K] float32, where what is rounded to bfloat16 is dithered."""
+        result = merged(self.base(), self.a, self.b, self.magnitude, self.scale, self.total)
+        return result if self.dither is None else self.dither(result)
 
     def absorb(self, grad: Tensor) -> None:
         """A gradient of the merged weight, added to those of A, B and the magnitude."""
@@ -238,6 +242,7 @@ class Adapters:
             name: Adapter.of(model.get_submodule(name), lora, random, dtype, offload)  # pyright: ignore
             for name in targets(model, lora.targets)
         }
+        dither_merges(self.adapters, dtype)
         for adapter in self.adapters.values():
             adapter.parameter.requires_grad_(True)
             adapter.parameter.register_post_accumulate_grad_hook(adapter.absorb_from)

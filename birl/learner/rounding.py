@@ -1,22 +1,22 @@
-"""The float32 numbers that master weights begin with, where the model computes in bfloat16.
+"""How float32 numbers become the bfloat16 weights that a model computes with, so that small steps arrive.
 
-A weight of the model is its master rounded, so a master may be any number that rounds to the weight. Which one decides
-what the first steps do:
+A weight is a master rounded, or W + s B A of LoRA rounded. Where these numbers begin decides what the first steps do:
 
     halfway between two weights   (of what was float16 or 4 bits once) a step of any size, 1e-8 as well as 1e-5, rounds
                                   it along its own sign: SmolLM2's log-probs move by 0.4 nats a token
     the weight itself             (of what is published in bfloat16) nothing happens until the steps add up to half the
-                                  distance to the next weight: a step at 1e-5 moves the policy by a tenth of what it
-                                  should
+                                  distance to the next weight: at 1e-5 the policy moves by a thirtieth of what it should
     anywhere between, evenly      a step of d moves d / distance of the weights by the distance, so the weights move by
                                   the step in the mean, as if each step were rounded stochastically (arXiv:1502.02551)
                                   with a random number that is drawn once; so is what was trained in float32
 
-`dither` makes the third of all. The weights that the model computes with do not change by it.
+`Dither` makes the third of the second: each element has a number of its own for ever. The weights that training begins
+with do not change by it.
 """
 
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,10 +26,14 @@ from torch.distributed.tensor import DTensor
 from birl.parallel.layout import Layout
 
 if TYPE_CHECKING:
+    from birl.learner.lora import Adapter
     from birl.learner.optimizer import MasterWeights, ShardedMasterWeights
 
-BLOCK = {"cpu": 2**18, "cuda": 2**24}  # elements whose indices, in 8 bytes each, are there at once
-LOW = 2**16  # float32 numbers from one bfloat16 number to the next
+LENGTH = 2**22  # of the noise, which begins anew behind its end
+MOST = (
+    2**15 - 8
+)  # of 2^16 float32 numbers from a bfloat16 number to the next: what rounding errors leave near one stays
+BLOCK = {"cpu": 2**18}  # elements whose places, in 8 bytes each, are there at once; elsewhere 2^24
 
 
 @torch.no_grad()
@@ -44,41 +48,72 @@ def on_grid(tensors: Iterable[Tensor], dtype: torch.dtype = torch.bfloat16) -> i
 
 
 @torch.no_grad()
+def noise(device: torch.device) -> Tensor:
+    """[LENGTH] int32, evenly from -MOST to MOST: an integer hash of 0, 1, 2 ..., the same everywhere."""
+    x = torch.arange(1, LENGTH + 1, dtype=torch.int64, device=device)
+    for _ in range(2):  # products stay below 2^63
+        x.bitwise_xor_(x >> 16).mul_(0x45D9F3B).bitwise_and_(2**32 - 1)
+    return x.bitwise_xor_(x >> 16).remainder_(2 * MOST + 1).sub_(MOST).to(torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Dither:
+    """What is added to the elements of one tensor before they are rounded to the nearest bfloat16 numbers. `rows`
+    [R, 1] and `columns` [C] int64: their sum is an element's place in `noise`."""
+
+    noise: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    @classmethod
+    def of(cls, name: str, shape: Iterable[int], noise: Tensor, layout: Layout | None = None) -> "Dither":
+        """Of the tensor `name` of `shape` [..., C], or of this rank's part of it: by the places in the whole, so that
+        any number of ranks has the same."""
+        shape = tuple(shape) or (1,)
+        rows = torch.full((1,), zlib.crc32(name.encode()), dtype=torch.int64, device=noise.device)
+        columns = rows
+        for dim, size in enumerate(shape):
+            alone = [size if other == dim else 1 for other in range(len(shape))]
+            index = torch.arange(size, dtype=torch.int64, device=noise.device).view(alone)
+            if layout is not None:
+                index = layout.along(dim, tuple(alone)).part(index)
+            columns = index.flatten()
+            if dim < len(shape) - 1:
+                stride = torch.Size(shape[dim + 1 :]).numel()
+                rows = (rows.unsqueeze(1) + columns * stride).flatten()
+        return cls(noise, rows.unsqueeze(1), columns)
+
+    @torch.no_grad()
+    def __call__(self, value: Tensor) -> Tensor:
+        """Moves `value` float32 in place within what rounds to it, if it is a bfloat16 number; elsewhere it makes the
+        share of a tensor that is rounded up what lies below. 0 stays, around which float32 is no finer."""
+        width = max(len(self.columns), 1)
+        step = max(BLOCK.get(value.device.type, 2**24) // width, 1)
+        for one, where in zip(value.view(-1, width).split(step), self.rows.split(step), strict=True):
+            offset = self.noise[(where + self.columns).bitwise_and_(LENGTH - 1)]
+            one.view(torch.int32).add_(offset.mul_(one.abs() >= torch.finfo(torch.float32).tiny))
+        return value
+
+
+@torch.no_grad()
 def dither(masters: "MasterWeights | ShardedMasterWeights", dtype: torch.dtype) -> int:
-    """Put each master, in place, where its name and its place in the whole tensor say, among the numbers that round to
-    its weight: the same on any number of ranks. Gives how many elements were not numbers of `dtype`. A weight of 0
-    keeps 0, around which float32 and bfloat16 are equally fine; in other types than bfloat16 all keep the weight."""
+    """Where masters begin that are rounded to `dtype`: at its numbers, and of bfloat16 anywhere in what rounds to them.
+    Gives how many elements were not numbers of `dtype`."""
     changed = on_grid((master.data for master in masters.tensors.values()), dtype)
-    if dtype == torch.bfloat16:
-        for name, master in masters.tensors.items():
-            _dither(master.data, _places(masters.whole(name, master.data)), zlib.crc32(name.encode()))
+    line = None
+    for name, master in masters.tensors.items() if dtype == torch.bfloat16 else ():
+        line = noise(master.device) if line is None else line
+        whole = masters.whole(name, master.data)
+        layout = Layout.of(whole) if isinstance(whole, DTensor) else None
+        Dither.of(name, whole.shape, line, layout)(master.data)
     return changed
 
 
-def _dither(part: Tensor, places: list[Tensor], seed: int) -> None:
-    """`places` [R, 1] and [C], int64: sums of a row's and a column's are indices in the whole tensor."""
-    rows, columns = places
-    bits = part.view(-1, len(columns)).view(torch.int32)
-    step = max(BLOCK.get(part.device.type, 2**18) // max(len(columns), 1), 1)
-    for one, where in zip(bits.split(step), rows.split(step), strict=True):
-        x = (where + columns).bitwise_xor_(seed).bitwise_and_(2**32 - 1)
-        for _ in range(2):  # an integer hash of 32 bits: products stay below 2^63
-            x.bitwise_xor_(x >> 16).mul_(0x45D9F3B).bitwise_and_(2**32 - 1)
-        offset = x.bitwise_xor_(x >> 16).bitwise_and_(LOW - 1).sub_(LOW // 2).clamp_(min=1 - LOW // 2)
-        one.add_(offset.mul_(one.bitwise_and(2**31 - 1) != 0).to(torch.int32))
-
-
-def _places(whole: Tensor) -> list[Tensor]:
-    """Of this rank's part of a tensor of [..., C]: where its rows begin in the whole, and its columns within a row."""
-    shape, device = tuple(whole.shape) or (1,), whole.device
-    layout = Layout.of(whole) if isinstance(whole, DTensor) else None
-    rows = torch.zeros(1, dtype=torch.int64, device=device)
-    for dim, size in enumerate(shape):
-        alone = [size if other == dim else 1 for other in range(len(shape))]
-        index = torch.arange(size, dtype=torch.int64, device=device).view(alone)
-        if layout is not None:
-            index = layout.along(dim, tuple(alone)).part(index)
-        if dim == len(shape) - 1:
-            return [rows.mul_(size).unsqueeze(1), index.flatten()]
-        rows = (rows.unsqueeze(1) * size + index.flatten()).flatten()
-    raise AssertionError
+def dither_merges(adapters: "dict[str, Adapter]", dtype: torch.dtype, layouts: dict[str, Layout] | None = None) -> None:
+    """From now on LoRA's merged weights are dithered, where they are rounded to bfloat16. `layouts`: those of the
+    weights by name, which ranks have parts of."""
+    line = None
+    for name, adapter in adapters.items() if dtype == torch.bfloat16 else ():
+        line = noise(adapter.a.device) if line is None else line
+        weight, layout = f"{name}.weight", (layouts or {}).get(f"{name}.weight")
+        adapter.dither = Dither.of(weight, layout.shape if layout else adapter.parameter.shape, line, layout)

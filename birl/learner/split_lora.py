@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from birl.learner.lora import Adapter, Lora, Origin, Total, digest, first_a, kept, lengths, targets
 from birl.learner.optimizer import ShardedMasterWeights
+from birl.learner.rounding import dither_merges
 from birl.models.heads import HEADS, score_head
+from birl.models.slots import slots_of
 from birl.parallel.layout import Layout, local
 from birl.parallel.norm import sum_gradients
 from birl.parallel.ranks import Ranks
@@ -28,6 +30,7 @@ ROWS, COLUMNS = 0, 1
 
 def prepare(model: nn.Module, lora: Lora, dtype: torch.dtype, ranks: Ranks) -> Origin:
     """Before the model is split: what is trained keeps float32, in which FSDP sums gradients; the rest is cast."""
+    slots_of(model)  # looks at a forward pass, for which all weights must have one type
     origin = Origin(ranks.told(digest(model) if ranks.rank == 0 else b""), lora.alpha)
     model.requires_grad_(False)
     for name in targets(model, lora.targets):
@@ -71,6 +74,7 @@ class SplitAdapters:
             self.adapters[name] = adapter
             self.layouts |= {f"{name}.{key}": layouts[key] for key in adapter.tensors()}
             self.layouts[f"{name}.weight"] = layout
+        dither_merges(self.adapters, dtype, self.layouts)
         self.tensors = self.heads.tensors | {
             f"{name}.{key}": t for name, x in self.adapters.items() for key, t in x.tensors().items()
         }

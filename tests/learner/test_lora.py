@@ -226,7 +226,7 @@ def test_the_merged_weight_is_always_made_from_the_base(dora: bool) -> None:
     theirs = peft_model(learner, base, dora).merge_and_unload()
     for name, parameter in learner.model.named_parameters():
         torch.testing.assert_close(learner.weights()[name].bfloat16(), parameter, rtol=0, atol=0)
-        torch.testing.assert_close(parameter.float(), theirs.get_parameter(name), rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(parameter.float(), theirs.get_parameter(name), rtol=2**-7, atol=1e-6)  # dithered
 
 
 @pytest.mark.parametrize("offload", [False, True])

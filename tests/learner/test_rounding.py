@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from birl.data.pack import pack
 from birl.learner.learner import Learner, Stats
-from birl.learner.lora import Lora
+from birl.learner.lora import Adapters, Lora
 from birl.learner.rounding import on_grid
 from birl.models import attention
 from birl.parallel.ranks import Grid, Ranks
@@ -97,6 +97,28 @@ def test_a_step_moves_published_weights_by_what_it_says(lr: float, offload: bool
     assert -moved.mean().item() == pytest.approx(lr, rel=3 * (1e-4 / lr / len(moved)) ** 0.5)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+def test_small_matrices_of_lora_arrive_in_the_merged_weights(dora: bool, offload: bool) -> None:
+    """W + s B A rounded to the nearest bfloat16 number is W, where s B A is less than half the distance between two."""
+    model: Any = tiny_model()
+    learner = learner_of(model, lora=Lora(rank=4, dora=dora), offload=offload)
+    before = {n: p.double().clone() for n, p in model.named_parameters()}
+    assert all(torch.equal(before[n], w.bfloat16().double()) for n, w in tiny_model().named_parameters())
+    assert isinstance(learner.masters, Adapters)
+    arrived = wanted = 0.0
+    for adapter in learner.masters.adapters.values():
+        adapter.b.fill_(1e-4)
+    learner.masters.publish()
+    for name, adapter in learner.masters.adapters.items():
+        change = (adapter.scale * adapter.b @ adapter.a).double()
+        if not dora:
+            assert change.abs().mean() < before[f"{name}.weight"].abs().mean() / 2**9
+        arrived += (change * (model.get_parameter(f"{name}.weight").double() - before[f"{name}.weight"])).sum().item()
+        wanted += change.square().sum().item()
+    assert arrived == pytest.approx(wanted, rel=0.1)
+
+
 def test_weights_begin_as_they_are_and_masters_fill_what_rounds_to_them() -> None:
     model: Any = tiny_model()
     weights = {name: p.data.bfloat16() for name, p in model.named_parameters()}
@@ -117,19 +139,28 @@ def test_weights_begin_as_they_are_and_masters_fill_what_rounds_to_them() -> Non
     assert abs(torch.corrcoef(torch.stack([place[1:], place[:-1]]))[0, 1]) < 0.02
 
 
-def masters_on(ranks: Ranks, moe: str) -> dict[str, Tensor]:
-    learner = learner_of(tiny_moe(moe) if moe else tiny_model(heads=4, kv_heads=2), ranks=ranks)
-    wholes = {n: learner.masters.whole(n, t.data) for n, t in learner.masters.tensors.items()}
-    return {n: (w.full_tensor() if isinstance(w, DTensor) else w).clone() for n, w in wholes.items()}
+def masters_on(ranks: Ranks, moe: str, lora: Lora | None = None) -> dict[str, Tensor]:
+    """Masters, or merged weights of LoRA."""
+    learner = learner_of(tiny_moe(moe) if moe else tiny_model(heads=4, kv_heads=2), ranks=ranks, lora=lora)
+    for name, tensor in learner.masters.tensors.items():
+        if "lora_B" in name:
+            tensor.fill_(1e-4)
+    return {n: (w.full_tensor() if isinstance(w, DTensor) else w).clone() for n, w in learner.weights().items()}
 
 
 @pytest.mark.parametrize(
-    ("grid", "moe"),
-    [(Grid(fsdp=3), ""), (Grid(tp=2), ""), (Grid(fsdp=2, tp=2), ""), (Grid(fsdp=4, ep=2), "qwen3_moe")],
+    ("grid", "moe", "lora"),
+    [
+        (Grid(fsdp=3), "", None),
+        (Grid(tp=2), "", None),
+        (Grid(fsdp=2, tp=2), "", None),
+        (Grid(fsdp=4, ep=2), "qwen3_moe", None),
+        (Grid(fsdp=2, tp=2), "", Lora(rank=4)),
+    ],
     ids=str,
 )
-def test_any_number_of_ranks_begins_with_the_same_masters(grid: Grid, moe: str) -> None:
-    wanted = masters_on(Ranks(), moe)
-    for masters in on_ranks(grid, masters_on, moe):
+def test_any_number_of_ranks_begins_with_the_same_masters(grid: Grid, moe: str, lora: Lora | None) -> None:
+    wanted = masters_on(Ranks(), moe, lora)
+    for masters in on_ranks(grid, masters_on, moe, lora):
         assert masters.keys() == wanted.keys()
         assert all(torch.equal(masters[name], master) for name, master in wanted.items())
