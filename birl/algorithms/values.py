@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from birl.algorithms.advantages import EPS
-from birl.algorithms.segments import ends, positions, starts, totals
+from birl.algorithms.segments import ends, positions, segment_sum, starts, totals
 
 
 def token_rewards(earned: Tensor, kl: Tensor, coef: float) -> Tensor:
@@ -26,21 +26,34 @@ def kl_rewards(kl: Tensor, coef: float) -> Tensor:
     return -coef * kl.detach()
 
 
-def gae(rewards: Tensor, values: Tensor, sample: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, sample: Tensor, *, gamma: float, lam: float, alpha: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t, return_t = A_t + V_t (GAE arXiv:1506.02438 eq.
-    16).
+    16). With `alpha` a sample of l tokens has lam = max(1 - 1 / (alpha l), 0) for its advantages and lam = 1 for its
+    returns (VAPO arXiv:2504.05118 sections 4.1 and 4.2).
 
     After a sample's last token V and A are 0: an episode ends there, or is taken to. [N], [N], [N] -> advantages [N],
     returns [N]. Computed in Python floats.
     """
+    if alpha > 0:
+        one = torch.ones_like(values, dtype=torch.float64)
+        advantage, _ = _gae(rewards, values, sample, gamma, (1 - 1 / (alpha * segment_sum(one, sample))).clamp_min(0))
+        _, returns = _gae(rewards, values, sample, gamma, one)
+        return advantage, returns
+    return _gae(rewards, values, sample, gamma, torch.full_like(values, lam, dtype=torch.float64))
+
+
+def _gae(rewards: Tensor, values: Tensor, sample: Tensor, gamma: float, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """`lam` [N] float64."""
     advantages: list[float] = []
     following, value_after = 0.0, 0.0
-    steps = torch.stack([rewards.detach().double(), values.detach().double(), ends(sample).double()]).flip(1).T
-    backwards: list[list[float]] = steps.tolist()  # pyright: ignore
-    for reward, value, end in backwards:
+    columns = [rewards.detach().double(), values.detach().double(), ends(sample).double(), lam]
+    backwards: list[list[float]] = torch.stack(columns).flip(1).T.tolist()  # pyright: ignore
+    for reward, value, end, share in backwards:
         if end:
             following, value_after = 0.0, 0.0
-        following = reward + gamma * value_after - value + gamma * lam * following
+        following = reward + gamma * value_after - value + gamma * share * following
         value_after = value
         advantages.append(following)
     advantage = values.new_tensor(advantages[::-1])

@@ -26,8 +26,9 @@ from birl.models.forward import head, hidden_states
 from birl.models.heads import HEADS
 from birl.models.low_rank import HEAD, AdapterWeights, Factors, RowGroup, adapted, hook
 from birl.models.target_logprobs import target_logprobs
+from birl.models.vision import ATTENTION
 
-ATTENTION, MLP = ("self_attn", "attn", "attention", "linear_attn", "mixer"), ("mlp", "feed_forward", "moe", "experts")
+MLP = ("mlp", "feed_forward", "moe", "experts")
 SEEING = {"visual", "vision_tower", "vision_model", "multi_modal_projector"}  # modules without factors
 ALPHA = 32.0  # of every adapter, as the service that this is like has it: the scale is 32 / rank
 NUMBERS = count(1)  # of the contents of adapters, in this process

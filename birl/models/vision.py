@@ -36,6 +36,8 @@ class Family:
     mutual: str = ""
 
 
+#: names of modules, in any family
+ATTENTION = {"self_attn", "attn", "attention", "linear_attn", "mixer"}
 #: by model type
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), Family(axes=True)),
@@ -116,7 +118,10 @@ def give(model: nn.Module, pictures: Pictures | None, frozen: bool = False) -> N
 
 def still(model: nn.Module) -> set[str]:
     """Names of the parameters that keep their values."""
-    return set(tower(model)) if getattr(model, "frozen_tower", False) else set()
+    result = set(tower(model)) if getattr(model, "frozen_tower", False) else set[str]()
+    if getattr(model, "frozen_attention", False):
+        result |= {name for name, _ in model.named_parameters() if not ATTENTION.isdisjoint(name.split("."))}
+    return result
 
 
 def pictures_of(model: nn.Module) -> Pictures | None:

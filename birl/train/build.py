@@ -300,6 +300,7 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
         path = config.critic.path
         body = other_model(config, path, policy, "critic.path", crew.ranks) if path else deepcopy(policy.model)
         add_score_head(body, config.seed)
+        body.frozen_attention = config.critic.freeze_attention  # pyright: ignore  read by `still`
         critic = make_learner(config, body, crew.ranks, routed=False)
     elif keys.advantage in CRITIC:
         add_score_head(policy.model, config.seed, "value")
@@ -385,6 +386,7 @@ def updates_of(config: schema.RL) -> Updates:
         token_figures=config.track.rollouts and config.track.token_figures,
         critic_only=critic.freeze_steps,
         critic_lr=critic.lr,
+        critic_passes=critic.passes,
         rollouts_only=config.debug.only_rollout,
         league=config.league.every,
     )

@@ -264,7 +264,7 @@ class Credit:
         if self.keys.advantage == "turn_gae":
             result = critics.turn_gae(earned, flat, sample, torch.cat(turns), gamma=keys.gamma, lam=keys.lam)
         else:
-            result = critics.gae(earned, flat, sample, gamma=keys.gamma, lam=keys.lam)
+            result = critics.gae(earned, flat, sample, gamma=keys.gamma, lam=keys.lam, alpha=keys.lam_alpha)
         advantage, returns = result
         if keys.whiten:
             advantage = critics.whiten(advantage)

@@ -56,6 +56,7 @@ class Updates:
     token_figures: bool
     critic_only: int
     critic_lr: float
+    critic_passes: int
     rollouts_only: bool
     league: int
 
@@ -177,11 +178,13 @@ class RLWorker(Worker):
 
     def update_critic(self, critic: Learner, batches: Sequence[Batch], weight: float, stats: Stats) -> float:
         """The same for a critic with a model of its own; gives its gradient norm. Its figures are means over the same
-        tokens."""
-        own, loss = Stats(), critic_loss(self.objective.critic_keys.clip, weight)
-        critic.learn([(batch, loss) for batch in batches], own)
-        norm = critic.optim_step(self.updates.critic_lr)
-        stats.other |= {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": norm}
+        tokens, those of the last pass."""
+        norm, loss = 0.0, critic_loss(self.objective.critic_keys.clip, weight)
+        for _ in range(self.updates.critic_passes):
+            own = Stats()
+            critic.learn([(batch, loss) for batch in batches], own)
+            norm = critic.optim_step(self.updates.critic_lr)
+            stats.other |= {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": norm}
         return norm
 
     def has_gradient(self, sample: Sample) -> bool:

@@ -36,6 +36,20 @@ def test_gae_without_discount_is_the_sum_to_come(case: Tokens) -> None:
     close(returns, [sum(rewards[u] for u in run if u >= t) for run in case.runs() for t in run])
 
 
+@given(case=tokens(), gamma=unit, alpha=st.floats(0.01, 10))
+def test_lambda_by_length_is_its_definition(case: Tokens, gamma: float, alpha: float) -> None:
+    """VAPO arXiv:2504.05118 sections 4.1 and 4.2: that of the advantages by the sample's length, of the returns 1."""
+    rewards, values = case.uniform(-1, 1), case.uniform(-1, 1)
+    expected, earned = [], []
+    for run in case.runs():
+        own = [rewards[t] for t in run], [values[t] for t in run]
+        expected += gae_reference(*own, gamma, max(1 - 1 / (alpha * len(run)), 0.0))
+        earned += [a + v for a, v in zip(gae_reference(*own, gamma, 1.0), own[1], strict=True)]
+    result = gae(double(rewards), double(values), ids(case.sample), gamma=gamma, lam=0.5, alpha=alpha)
+    close(result[0], expected)
+    close(result[1], earned)
+
+
 @given(case=tokens(), gamma=unit, lam=unit)
 def test_turn_gae_is_gae_over_turns(case: Tokens, gamma: float, lam: float) -> None:
     rewards, values = case.uniform(-1, 1), case.uniform(-1, 1)

@@ -453,6 +453,9 @@ RL_CASES = {
     "critic.gamma": Case("0.5", advantages, under=PPO),
     "critic.lam": Case("0", advantages, under=PPO),
     "critic.whiten": Case("false", advantages, under=PPO),
+    "critic.lam_alpha": Case("0.5", advantages, under=PPO),
+    "critic.passes": Case("3", last("critic/loss"), under=PPO + "critic.lr=0.01"),
+    "critic.freeze_attention": Case("true", last("critic/value"), under=PPO + "steps=2 critic.lr=0.1"),
     "critic.freeze_steps": Case("1", last("updates/done"), 0.0, PPO),
     "algorithm.dynamic_sampling": Case(
         "true",

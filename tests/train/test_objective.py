@@ -117,7 +117,13 @@ def decoupled(new: float, old: float, a: float, *_: Any) -> float:
     return min(exp(new - old), 2.0) * a
 
 
-AGAINST_SAMPLER = [dppo, cispo, gspo, gmpo, sapo, m2po, decoupled]
+def sao(new: float, old: float, a: float, *_: Any) -> float:
+    """2607.07508 section 3.1: w A within the bounds, nothing beyond either of them, whatever A is."""
+    w = exp(new - old)
+    return w * a if 0.2 <= w <= 4 else 0.0
+
+
+AGAINST_SAMPLER = [dppo, cispo, gspo, gmpo, sapo, m2po, decoupled, sao]
 CLIPS = {  # preset -> 1707.06347 eq. 7's range, in DAPO (2503.14476) and what builds on it another one above
     **dict.fromkeys(("dr_grpo", "grpo", "bnpo", "lite_ppo", "gdpo", "pass_at_k", "ppo", "decoupled"), (0.2, 0.2)),
     **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline"), (0.2, 0.2)),
@@ -243,6 +249,10 @@ PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "rloo": (
         "arXiv:2402.14740, leave-one-out estimator",
         {"baseline": "leave_one_out", "scale_rewards": "none", "surrogate": "reinforce", "kl": "k1", "kl_in": "reward"},
+    ),
+    "sao": (
+        "arXiv:2607.07508 section 3.1",
+        {"advantage": "gae", "surrogate": "importance", "correction": "mask", "proximal": "recompute", "kl_coef": 0.0},
     ),
     "sapo": (
         "arXiv:2511.20347, the gate and its temperatures",

@@ -14,6 +14,7 @@ from birl.errors import BirlError
 from birl.given import Given
 from birl.learner import checkpoint, export
 from birl.learner.learner import Learner
+from birl.models.load import load_model
 from birl.train.command import train
 from tests.tiny import tiny_model_folder
 
@@ -67,6 +68,18 @@ def test_a_frozen_policy_waits_for_its_critic(tiny: Path, tmp_path: Path) -> Non
     assert [m["updates/done"] for m in steps] == [0, 0, 1]
     assert steps[1]["kl"] is None if "kl" in steps[1] else True
     assert all(m["critic/grad_norm"] > 0 for m in steps)
+
+
+def test_single_rollouts_with_a_critic_whose_attention_stays(tiny: Path, tmp_path: Path) -> None:
+    words = ["algorithm=sao", "algorithm.kl_coef=0", "rollout.group_size=1", "critic.lam_alpha=0.05", "critic.passes=2"]
+    for name, own in (("frozen", ["critic.freeze_attention=true"]), ("moving", [])):
+        (step,) = run(tiny, tmp_path / name, *words, *own, "critic.lr=1e-3", "steps=1")
+        assert step["critic/grad_norm"] > 0 and step["updates/done"] == 1
+    frozen, moving = tensors(tmp_path / "frozen"), tensors(tmp_path / "moving")
+    first = {n: t for n, t in Learner(load_model(tiny), dtype=torch.float32).tensors().items() if n.startswith("model.")}
+    kept = {n for n, t in first.items() if f"critic.{n}" in frozen and torch.equal(frozen[f"critic.{n}"], t)}
+    assert {n for n in first if "self_attn" in n} <= kept and not any("mlp" in n for n in kept)
+    assert not any(torch.equal(moving[f"critic.{n}"], t) for n, t in first.items() if "self_attn" in n)
 
 
 def test_the_first_update_of_a_batch_has_ratios_of_one(tiny: Path, tmp_path: Path) -> None:

@@ -19,6 +19,12 @@ def _alone(c: RL) -> bool:
     return c.rollout.group_size == 1
 
 
+def _masked(c: RL) -> bool:
+    """The weight against what sampled is all of the ratio, and bounded."""
+    keys = c.algorithm
+    return keys.correction == "mask" and keys.proximal == "recompute" and _updates(c) == 1
+
+
 def _updates(c: RL) -> int:
     return c.algorithm.updates_per_batch * c.algorithm.passes
 
@@ -287,7 +293,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "algorithm.surrogate=clip or another bounded one.": lambda c: (
                 c.algorithm.surrogate in UNCLIPPED
                 and c.rollout.max_staleness > 0
-                and not (c.algorithm.surrogate == "importance" and c.algorithm.second_moment > 0)
+                and not (c.algorithm.surrogate == "importance" and (c.algorithm.second_moment > 0 or _masked(c)))
             ),
             "algorithm.dual_clip={c.algorithm.dual_clip:g}: must be above 1, as in 3, or 0 for none.": lambda c: (
                 0 < c.algorithm.dual_clip <= 1

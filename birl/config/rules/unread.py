@@ -122,10 +122,17 @@ UNREAD: tuple[Row, ...] = (
     ),
     _row(
         RL,
-        "critic.path critic.lr critic.freeze_steps",
+        "critic.path critic.lr critic.freeze_steps critic.passes critic.freeze_attention",
         lambda c: not c.critic.shared,
         "critic.shared=true has no model of its own",
     ),
+    _row(
+        RL,
+        "critic.lam_alpha",
+        lambda c: c.algorithm.advantage == "gae",
+        "algorithm.advantage={c.algorithm.advantage} has a lambda for each turn",
+    ),
+    _row(RL, "critic.lam", lambda c: not c.critic.lam_alpha, "critic.lam_alpha={c.critic.lam_alpha:g}; set it to 0"),
     _row(RL, "critic.coef", lambda c: c.critic.shared, "critic.shared=false; the critic has its own optimizer"),
     _engine("engine.python engine.threads engine.start_timeout engine.restarts", *SERVERS),
     _engine("engine.count engine.arguments engine.attach engine.request_timeout engine.sleep", *SERVERS, OWN),

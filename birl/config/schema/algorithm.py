@@ -162,7 +162,13 @@ class Critic(Section):
     """Discount of later rewards."""
     lam: Share = 0.95
     """GAE's lambda: 1 trusts the rewards alone, 0 the critic alone."""
+    lam_alpha: Amount = 0.0
+    """Above 0 advantages have a lambda of 1 - 1 / (lam_alpha x tokens of the sample) instead, and returns one of 1."""
     whiten: bool = True
     """Advantages of the step to mean 0 and standard deviation 1."""
     freeze_steps: Whole = 0
     """First steps in which only a critic of its own is trained."""
+    passes: Count = 1
+    """Updates of a critic of its own for each update of the policy."""
+    freeze_attention: bool = False
+    """Attention layers of a critic of its own keep their weights."""
