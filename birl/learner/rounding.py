@@ -87,6 +87,8 @@ class Dither:
     def __call__(self, value: Tensor) -> Tensor:
         """Moves `value` float32 in place within what rounds to it, if it is a bfloat16 number; elsewhere it makes the
         share of a tensor that is rounded up what lies below. 0 stays, around which float32 is no finer."""
+        if not value.is_contiguous():
+            return value.copy_(self(value.contiguous()))
         width = max(len(self.columns), 1)
         step = max(BLOCK.get(value.device.type, 2**24) // width, 1)
         for one, where in zip(value.view(-1, width).split(step), self.rows.split(step), strict=True):

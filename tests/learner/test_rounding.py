@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from birl.data.pack import pack
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Adapters, Lora
-from birl.learner.rounding import on_grid
+from birl.learner.rounding import Dither, noise, on_grid
 from birl.models import attention
 from birl.parallel.ranks import Grid, Ranks
 from tests.data.test_pack import groups
@@ -74,6 +74,15 @@ def test_the_weights_of_a_checkpoint_are_not_rounded() -> None:
     other.loaded(1)
     assert all(torch.equal(kept[name], tensor) for name, tensor in other.tensors().items())
     assert not torch.equal(kept["model.model.norm.weight"], kept["model.model.norm.weight"].bfloat16().float())
+
+
+def test_a_number_belongs_to_a_place_however_the_tensor_lies_in_memory() -> None:
+    whole = torch.randn(40, 24).bfloat16().float()
+    wanted = Dither.of("w", whole.shape, noise(whole.device))(whole.clone())
+    turned = whole.T.contiguous().T
+    assert not turned.is_contiguous()
+    assert torch.equal(Dither.of("w", whole.shape, noise(whole.device))(turned), wanted)
+    assert not torch.equal(Dither.of("v", whole.shape, noise(whole.device))(whole.clone()), wanted)
 
 
 def learner_of(model: Any, **options: Any) -> Learner:
