@@ -65,7 +65,8 @@ def reading_path() -> list[Path]:
     # 250, 75 of them to read, 25 in train/, and 2 files for the policy as its own teacher, with a hint
     # 160, 75 of them to read, for pictures whose tokens see one another and towers that are split over ranks
     # 75, 30 of them to read, 10 in train/, for the likeliest words of a teacher that is served
-    # 520, 165 of them to read, 35 of train/, 3 files for several policies and a league, 126 for dithered weights, 43 for SAO
+    # 520, 165 of them to read, 35 of train/, and 3 files for several policies and a league
+    # 126 and a file for dithered weights, 45 for SAO
     [("lines", 78_219), ("files", 556), ("lines of train/", 2_891), ("lines to read", 9_126), ("files to read", 40)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:

@@ -76,7 +76,8 @@ def test_single_rollouts_with_a_critic_whose_attention_stays(tiny: Path, tmp_pat
         (step,) = run(tiny, tmp_path / name, *words, *own, "critic.lr=1e-3", "steps=1")
         assert step["critic/grad_norm"] > 0 and step["updates/done"] == 1
     frozen, moving = tensors(tmp_path / "frozen"), tensors(tmp_path / "moving")
-    first = {n: t for n, t in Learner(load_model(tiny), dtype=torch.float32).tensors().items() if n.startswith("model.")}
+    whole = Learner(load_model(tiny), dtype=torch.float32).tensors()
+    first = {n: t for n, t in whole.items() if n.startswith("model.")}
     kept = {n for n, t in first.items() if f"critic.{n}" in frozen and torch.equal(frozen[f"critic.{n}"], t)}
     assert {n for n in first if "self_attn" in n} <= kept and not any("mlp" in n for n in kept)
     assert not any(torch.equal(moving[f"critic.{n}"], t) for n, t in first.items() if "self_attn" in n)
