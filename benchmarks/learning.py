@@ -12,10 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime
 from pathlib import Path
 
-from benchmarks.peers import OURS, ROOT, environment, run, verdict
+from benchmarks.peers import OURS, ROOT, curve_of, environment, run, verdict
 
 GOAL = 3.0
 DATA = "recipes/data/arithmetic/train.jsonl"
@@ -29,15 +28,12 @@ def ours(args: argparse.Namespace, folder: str) -> dict:
     log, curve = Path(folder, "run", "metrics.jsonl"), []
     while process.poll() is None:
         time.sleep(0.5)
-        lines = log.read_text().splitlines() if log.exists() else []
-        curve = [
-            (datetime.fromisoformat(m["time"]).timestamp() - start, m["reward/mean"]) for m in map(json.loads, lines)
-        ]
-        if any(reward >= args.target for _, reward in curve):
+        curve = curve_of(log, start)
+        if any(x["reward"] >= args.target for x in curve):
             process.terminate()
             break
     process.wait()
-    return {"learning": [{"step": i, "seconds": s, "reward": r} for i, (s, r) in enumerate(curve, 1)]}
+    return {"learning": curve}
 
 
 def reached(result: dict, target: float) -> float:

@@ -96,12 +96,10 @@ def calculator(expression: str) -> str:
     Args:
         expression: Numbers, + - * / and parentheses, as in (12 + 3) * 4.
     """
-    from birl.envs.tasks.calculator import NoExpression, evaluate, written
+    from birl.envs.tasks.calculator import Calculator
+    from birl.types import Task
 
-    try:
-        return written(evaluate(expression)[0])
-    except NoExpression as error:
-        return f"Error: {error}."
+    return asyncio.run(Calculator(Task(id="0", prompt=()), Calculator.Config()).use(expression))
 
 
 REWARDS = {"stories": right, "countdown": made, "calculator": computed}

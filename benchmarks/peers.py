@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -84,6 +85,20 @@ def run(
     if done.returncode or not lines:
         raise SystemExit(f"{' '.join(words)}\nexited with {done.returncode}:\n{done.stderr[-3000:]}")
     return json.loads(lines[-1]) | {"load_before": load}
+
+
+def curve_of(metrics: Path, began: float) -> list[dict[str, Any]]:
+    """Of a run of birl: step, seconds since `began`, mean reward and generated tokens."""
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return [
+        {
+            "step": m["step"],
+            "seconds": datetime.fromisoformat(m["time"]).timestamp() - began,
+            "reward": m["reward/mean"],
+            "tokens": m["tokens/generated"],
+        }
+        for m in map(json.loads, lines)
+    ]
 
 
 def in_turns(ours: Callable[[], dict[str, Any]], peer: Callable[[], dict[str, Any]], rounds: int) -> tuple[list, list]:

@@ -18,11 +18,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import OURS, PEER, RESULTS, ROOT, environment, machine, processor
+from benchmarks.peers import OURS, RESULTS, ROOT, curve_of, environment, machine, processor, run
 
 STEPS, ROWS = 40, 120
 STORIES = "recipes/data/arithmetic_stories"
@@ -73,7 +74,6 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=600.0, help="of a run of TRL")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--until", type=float, default=1e9, help="minutes after which no run begins")
     args = parser.parse_args()
     folder = RESULTS / processor() / "tasks"
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,44 +84,39 @@ def main() -> int:
 def measure(args: argparse.Namespace, folder: Path) -> None:
     ours: list[Callable[[], None]] = []
     theirs: list[Callable[[], None]] = []
-    cores = sorted(os.sched_getaffinity(0))
-    end = time.monotonic() + 60 * args.until
     with tempfile.TemporaryDirectory() as scratch:
         start = {name: begun(name, Path(scratch)) for name in TASKS}
-        for seed in args.seeds:
-            for name in TASKS:
-                theirs.append(
-                    lambda n=name, s=seed: kept(folder / f"{n}-trl-{s}.json", lambda: trl(n, s, start[n], args))
-                )
-        for arm in args.arms:
-            for seed in args.seeds:
-                for name in TASKS:
-                    file = folder / f"{name}-{arm}-{seed}.json"
-                    ours.append(lambda f=file, a=arm, n=name, s=seed: kept(f, lambda: birl(n, a, s, start[n], scratch)))
+        for seed, name in product(args.seeds, TASKS):
+            side = partial(trl, name, seed, start[name], args.seconds)
+            theirs.append(partial(kept, folder / f"{name}-trl-{seed}.json", side))
+        for arm, seed, name in product(args.arms, args.seeds, TASKS):
+            side = partial(birl, name, arm, seed, start[name], scratch)
+            ours.append(partial(kept, folder / f"{name}-{arm}-{seed}.json", side))
 
         def queue(runs: list[Callable[[], None]], core: int) -> None:
             os.sched_setaffinity(0, {core})  # of this thread and the processes that it starts
-            for run in runs:
-                if time.monotonic() < end:
-                    run()
+            for each in runs:
+                each()
 
-        lanes = [
-            threading.Thread(target=queue, args=(runs, core)) for runs, core in zip((ours, theirs), cores, strict=False)
-        ]
+        cores = sorted(os.sched_getaffinity(0))
+        lanes = [threading.Thread(target=queue, args=x) for x in zip((ours, theirs), cores, strict=False)]
         for lane in lanes:
             lane.start()
         for lane in lanes:
             lane.join()
 
 
-def kept(file: Path, run: Callable[[], dict[str, Any]]) -> None:
+def kept(file: Path, side: Callable[[], dict[str, Any]]) -> None:
     """Runs what is not there, and writes it with the machine's load."""
     if file.exists():
         return
     try:
-        result: dict[str, Any] = run() | {"machine": machine()}
+        result: dict[str, Any] = side() | {"machine": machine()}
     except subprocess.CalledProcessError as error:
         print(f"{file.stem} ended with {error.returncode}: {(error.stderr or '')[-3000:]}", file=sys.stderr, flush=True)
+        return
+    except SystemExit as error:  # of `run`, with the words and the end of what it wrote
+        print(f"{file.stem}: {error}", file=sys.stderr, flush=True)
         return
     file.write_text(json.dumps(result, indent=1) + "\n")
     last: dict[str, float] = result["curve"][-1]
@@ -145,54 +140,34 @@ def begun(name: str, scratch: Path) -> dict[str, str]:
     data.write_text("\n".join(lines) + "\n")
     if study.sft is None:
         return {"model": str(resolve("smollm2")), "data": str(data)}
-    run, model = scratch / f"{name}-sft", scratch / f"{name}-model"
-    command([OURS, "-m", "birl", "sft", study.sft, f"run={run}", "track.console=off"], threads=2)
-    command([OURS, "-m", "birl", "checkpoints", str(run), "export", "last", str(model)], threads=2)
+    first, model = scratch / f"{name}-sft", scratch / f"{name}-model"
+    command("sft", study.sft, f"run={first}", "track.console=off", threads=2)
+    command("checkpoints", first, "export", "last", model, threads=2)
     return {"model": str(model), "data": str(data)}
 
 
-def command(words: list[Any], threads: int = 1) -> str:
-    done = subprocess.run(
-        list(map(str, words)), cwd=ROOT, env=environment(threads), capture_output=True, text=True, check=True
-    )
-    return done.stdout
+def command(*words: Any, threads: int = 1) -> None:
+    done = [str(OURS), "-m", "birl", *map(str, words)]
+    subprocess.run(done, cwd=ROOT, env=environment(threads), capture_output=True, text=True, check=True)
 
 
 def birl(name: str, arm: str, seed: int, start: dict[str, str], scratch: str) -> dict[str, Any]:
-    study, run = TASKS[name], Path(scratch, f"{name}-{arm}-{seed}")
-    data = [f"data.train={start['data']}"] if name == "stories" else []
-    words = [
-        study.recipe,
-        *study.words,
-        *data,
-        *SAME,
-        *ARMS[arm],
-        f"model.path={start['model']}",
-        f"optimizer.lr={study.lr}",
-    ]
-    began = time.time()
-    command([OURS, "-m", "birl", "rl", *words, f"seed={seed}", f"run={run}"])
-    read = lambda file: [json.loads(line) for line in (run / file).read_text().splitlines()]  # noqa: E731
-    curve = [
-        {
-            "step": m["step"],
-            "seconds": datetime.fromisoformat(m["time"]).timestamp() - began,
-            "reward": m["reward/mean"],
-            "tokens": m["tokens/generated"],
-        }
-        for m in read("metrics.jsonl")
-    ]
-    held_out = {v["step"]: v["validation/all/score"] for v in read("validation.jsonl")}
-    return {"curve": curve, "held_out": held_out, "words": words}
+    study, folder, began = TASKS[name], Path(scratch, f"{name}-{arm}-{seed}"), time.time()
+    words = [study.recipe, *study.words, *SAME, *ARMS[arm], f"model.path={start['model']}", f"optimizer.lr={study.lr}"]
+    words += [f"data.train={start['data']}"] if name == "stories" else []
+    command("rl", *words, f"seed={seed}", f"run={folder}")
+    validations = map(json.loads, (folder / "validation.jsonl").read_text().splitlines())
+    held_out = {v["step"]: v["validation/all/score"] for v in validations}
+    return {"curve": curve_of(folder / "metrics.jsonl", began), "held_out": held_out, "words": words}
 
 
-def trl(name: str, seed: int, start: dict[str, str], args: argparse.Namespace) -> dict[str, Any]:
-    words = [PEER, "-m", "benchmarks.peer_trl", "--learn", "--precision", "mixed", "--task", name, "--seed", seed]
-    words += ["--model", start["model"], "--data", start["data"], "--seconds", args.seconds, "--steps", 4 * STEPS]
-    words += ["--prompts", 8, "--group", 8, "--tokens", TASKS[name].tokens, "--lr", TASKS[name].lr, "--threads", 1]
-    result = json.loads(command(words).strip().splitlines()[-1])
-    tokens = result["tokens_of_steps"]
-    return {"curve": [x | {"tokens": t} for x, t in zip(result["learning"], tokens, strict=False)]}
+def trl(name: str, seed: int, start: dict[str, str], seconds: float) -> dict[str, Any]:
+    study = TASKS[name]
+    same: dict[str, Any] = {"learn": True, "precision": "mixed", "prompts": 8, "group": 8, "steps": 4 * STEPS}
+    own: dict[str, Any] = {"task": name, "seed": seed, "tokens": study.tokens, "lr": study.lr, "seconds": seconds}
+    result = run("benchmarks.peer_trl", threads=1, model=start["model"], data=start["data"], **same, **own)
+    each = zip(result["learning"], result["tokens_of_steps"], strict=False)
+    return {"curve": [step | {"tokens": tokens} for step, tokens in each]}
 
 
 if __name__ == "__main__":

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from birl.learner.optimizer import MasterWeights, ShardedMasterWeights
 
 LENGTH = 2**22  # of the noise, which begins anew behind its end
-MOST = (
-    2**15 - 8
-)  # of 2^16 float32 numbers from a bfloat16 number to the next: what rounding errors leave near one stays
-BLOCK = {"cpu": 2**18}  # elements whose places, in 8 bytes each, are there at once; elsewhere 2^24
+#: of the 2^15 float32 numbers that round to a bfloat16 number on one side; what rounding errors leave near it stays
+MOST = 2**15 - 8
 
 
 @torch.no_grad()
@@ -90,7 +88,7 @@ class Dither:
         if not value.is_contiguous():
             return value.copy_(self(value.contiguous()))
         width = max(len(self.columns), 1)
-        step = max(BLOCK.get(value.device.type, 2**24) // width, 1)
+        step = max((2**18 if value.device.type == "cpu" else 2**24) // width, 1)  # places have 8 bytes each
         for one, where in zip(value.view(-1, width).split(step), self.rows.split(step), strict=True):
             offset = self.noise[(where + self.columns).bitwise_and_(LENGTH - 1)]
             one.view(torch.int32).add_(offset.mul_(one.abs() >= torch.finfo(torch.float32).tiny))
@@ -102,9 +100,10 @@ def dither(masters: "MasterWeights | ShardedMasterWeights", dtype: torch.dtype) 
     """Where masters begin that are rounded to `dtype`: at its numbers, and of bfloat16 anywhere in what rounds to them.
     Gives how many elements were not numbers of `dtype`."""
     changed = on_grid((master.data for master in masters.tensors.values()), dtype)
-    line = None
-    for name, master in masters.tensors.items() if dtype == torch.bfloat16 else ():
-        line = noise(master.device) if line is None else line
+    if dtype != torch.bfloat16 or not masters.tensors:
+        return changed
+    line = noise(next(iter(masters.tensors.values())).device)
+    for name, master in masters.tensors.items():
         whole = masters.whole(name, master.data)
         layout = Layout.of(whole) if isinstance(whole, DTensor) else None
         Dither.of(name, whole.shape, line, layout)(master.data)
@@ -114,8 +113,9 @@ def dither(masters: "MasterWeights | ShardedMasterWeights", dtype: torch.dtype) 
 def dither_merges(adapters: "dict[str, Adapter]", dtype: torch.dtype, layouts: dict[str, Layout] | None = None) -> None:
     """From now on LoRA's merged weights are dithered, where they are rounded to bfloat16. `layouts`: those of the
     weights by name, which ranks have parts of."""
-    line = None
-    for name, adapter in adapters.items() if dtype == torch.bfloat16 else ():
-        line = noise(adapter.a.device) if line is None else line
+    if dtype != torch.bfloat16 or not adapters:
+        return
+    line = noise(next(iter(adapters.values())).a.device)
+    for name, adapter in adapters.items():
         weight, layout = f"{name}.weight", (layouts or {}).get(f"{name}.weight")
         adapter.dither = Dither.of(weight, layout.shape if layout else adapter.parameter.shape, line, layout)

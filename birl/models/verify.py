@@ -20,9 +20,8 @@ from birl.models.slots import body_of, computed_by, slots_of
 from birl.models.states import Stretch
 
 BOUND = 1e-3  # nats between two ways to compute a log-prob in float32
-TRAINED = (
-    3e-3  # nats, mean over the words; trained weights amplify the rounding of single words (a fine-tuned SmolLM2: 1e-3)
-)
+#: nats, mean over the words: trained weights amplify the rounding of single words (by 1e-3 in a fine-tuned SmolLM2)
+TRAINED = 3e-3
 CAUSES = {
     "by its head": "its hidden states or its logits are changed in a way that birl has no rule for",
     "": "its masks say more than what is passed to its attention, or positions are counted where birl cannot see it",
