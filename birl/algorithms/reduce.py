@@ -2,7 +2,10 @@
 cannot change it. Each function maps the trained lengths of all samples of the step, the group of each (any ids) and the
 longest allowed answer to the weight of each sample's tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+#: trained lengths of samples, the group of each, the longest answer -> the weight of each sample's tokens
+Denominator = Callable[[Sequence[int], Sequence[int], int], list[float]]
 
 
 def by_token(lengths: Sequence[int], groups: Sequence[int], limit: int) -> list[float]:
@@ -30,4 +33,9 @@ def by_group(lengths: Sequence[int], groups: Sequence[int], limit: int) -> list[
     return [1 / (len(tokens) * max(tokens[group], 1)) for group in groups]
 
 
-DENOMINATORS = {"token": by_token, "sequence": by_sequence, "constant": by_constant, "group": by_group}
+DENOMINATORS: dict[str, Denominator] = {
+    "token": by_token,
+    "sequence": by_sequence,
+    "constant": by_constant,
+    "group": by_group,
+}

@@ -8,12 +8,14 @@ by side cost alike (`balance.py`).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from birl.data.balance import imbalance, micro_batches
+from birl.data.sequences import observations
 from birl.data.trees import Forest, Tree
 from birl.errors import BirlError
 from birl.types import Sample
@@ -33,6 +35,8 @@ class Batch:
     logprobs [N]: the engine's; proximal [N]: the learner's before the batch's first update, or the engine's;
     versions [N]; advantages [N]; returns, values [N]: a critic's, zeros without one; predicted [N]: values of now
     of a critic on the same backbone, with their gradient; divergence [N]: from a teacher, in nats, with its gradient;
+    observed [O]: which of the U predictions is of this token of an environment, where these are asked for;
+    observed_weights [O] as weights; observed_logprobs [O]: the learner's of now, with their gradient;
     sample [N]: index of its sample in the step; group [N]: of its sample; turn [N]: counts the stretches of trained
     tokens within a sample;
     weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`;
@@ -62,8 +66,11 @@ class Batch:
     sample: Tensor
     group: Tensor
     turn: Tensor
+    observed: Tensor | None = None
+    observed_weights: Tensor | None = None
     predicted: Tensor | None = None
     divergence: Tensor | None = None
+    observed_logprobs: Tensor | None = None
     routes: Tensor | None = None
     hinted: "Batch | None" = None
     likely: Tensor | None = None
@@ -71,14 +78,19 @@ class Batch:
     policy: str = ""
 
     def to(self, device: torch.device | str) -> "Batch":
-        given = [f.name for f in fields(self) if f.name not in ("predicted", "divergence")]
+        given = [f.name for f in fields(self) if f.name not in ("predicted", "divergence", "observed_logprobs")]
         tensors = [name for name in given if isinstance(getattr(self, name), Tensor)]
         moved = {name: getattr(self, name).to(device) for name in tensors}
         return replace(self, **moved, hinted=self.hinted and self.hinted.to(device))
 
 
 def pack(
-    samples: Sequence[Sample], weights: Sequence[float], max_tokens: int, parts: int = 1, pair_cost: float = 0.0
+    samples: Sequence[Sample],
+    weights: Sequence[float],
+    max_tokens: int,
+    parts: int = 1,
+    pair_cost: float = 0.0,
+    observed: Sequence[float] = (),
 ) -> list[Batch]:
     """All samples of one optimizer step as micro-batches, whose number is a multiple of `parts`; where there are too
     few samples for that, some train nothing. `parts` in order cost alike (`balance.py`). The samples of a group stay
@@ -86,6 +98,7 @@ def pack(
     one sample exceeds it. Prompts with a hint are beside that bound: what reads them keeps nothing for a gradient.
 
     pair_cost: of a token and one that it attends to, by the cost of a token's products with weights.
+    observed: of each sample the weight of its tokens that an environment wrote; without, those are not predicted.
     """
     longest = max((len(s.tokens) for s in samples), default=0)
     if longest > max_tokens:
@@ -104,7 +117,7 @@ def pack(
         batches = [_with_likely(batch, samples) for batch in batches]
     else:
         alone = any(s.hinted is not None for s in samples)
-        batches = [_batch(clusters, ids, samples, weights, alone) for clusters in planned]
+        batches = [_batch(clusters, ids, samples, weights, alone, observed) for clusters in planned]
     if all(s.hinted is None for s in samples):
         return batches
     told = [hinted(s) for s in samples]
@@ -212,6 +225,7 @@ def _batch(
     samples: Sequence[Sample],
     weights: Sequence[float],
     alone: bool = False,
+    observed: Sequence[float] = (),
 ) -> Batch:
     """`alone`: every trained token has a prediction of its own."""
     row = _row(clusters, ids)
@@ -220,28 +234,21 @@ def _batch(
     before[sizes.cumsum() - sizes] = row.before
     numbers = sorted(row.place)
     taken = [np.flatnonzero(samples[i].mask) for i in numbers]  # trained tokens
-    chosen, entry = _predictions([row.place[i][t] for i, t in zip(numbers, taken, strict=True)], len(before), alone)
+    read = [observations(samples[i]) for i in numbers] if observed else []
+    places = [row.place[i][t] for i, t in zip([*numbers, *(numbers if read else ())], [*taken, *read], strict=True)]
+    chosen, entries = _predictions(places, len(before), alone)
     tokens = _joined([samples[i].tokens[a:b] for i, a, b in row.owners] or [np.zeros(1)], torch.int64)
     counts = [len(own) for own in taken]
+    entry, others = torch.from_numpy(entries).split([sum(counts), len(entries) - sum(counts)])
+    of_samples = [observed[i] for i in numbers] if read else []
 
     def each(values: Iterable[float], dtype: torch.dtype) -> Tensor:
         """[N]: one value for each sample."""
-        result = torch.empty(sum(counts), dtype=dtype)
-        for part, value in zip(result.split(counts), values, strict=True):
-            part.fill_(value)
-        return result
+        return _repeated(values, counts, dtype)
 
     def column(name: str, otherwise: Tensor | None = None) -> Tensor:
-        """[N] float32 of one of the samples' columns; where no sample has any, `otherwise` or zeros."""
         given = [getattr(samples[i], name) for i in numbers]
-        if all(values is None for values in given):
-            return torch.zeros(sum(counts), dtype=torch.float32) if otherwise is None else otherwise
-        if not any(isinstance(values, np.ndarray) for values in given):
-            return each((values or 0.0 for values in given), torch.float32)
-        places = zip(given, taken, strict=True)
-        return _joined(
-            [v[p] if isinstance(v, np.ndarray) else np.full(len(p), v or 0.0) for v, p in places], torch.float32
-        )
+        return otherwise if otherwise is not None and all(v is None for v in given) else _column(given, taken)
 
     logprobs = column("logprobs")
     return Batch(
@@ -251,7 +258,7 @@ def _batch(
         copies=_joined([np.repeat(np.array(row.passed or [0], np.float32), sizes if len(sizes) else 1)], torch.float32),
         source=torch.from_numpy(before[chosen]),
         targets=tokens[torch.from_numpy(chosen)],
-        entry=torch.from_numpy(entry),
+        entry=entry,
         logprobs=logprobs,
         proximal=column("proximal", logprobs),
         versions=_joined([samples[i].versions[own] for i, own in zip(numbers, taken, strict=True)], torch.int64),
@@ -262,9 +269,26 @@ def _batch(
         sample=each(numbers, torch.int64),
         group=each((samples[i].group for i in numbers), torch.int64),
         turn=_joined([stretches(own) for own in taken], torch.int64),
+        observed=others if observed else None,
+        observed_weights=_repeated(of_samples, [len(own) for own in read], torch.float32) if observed else None,
         routes=_routes(row, samples),
         policy=samples[numbers[0]].policy if numbers else "",
     )
+
+
+def _column(given: Sequence["np.ndarray | float | None"], places: Sequence[np.ndarray]) -> Tensor:
+    """[N] float32: of each sample a value for each of its tokens, one for all, or none, 0."""
+    if not any(isinstance(values, np.ndarray) for values in given):
+        return _repeated([cast(float, values or 0.0) for values in given], [len(p) for p in places], torch.float32)
+    each = zip(given, places, strict=True)
+    return _joined([v[p] if isinstance(v, np.ndarray) else np.full(len(p), v or 0.0) for v, p in each], torch.float32)
+
+
+def _repeated(values: Iterable[float], counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+    result = torch.empty(sum(counts), dtype=dtype)
+    for part, value in zip(result.split(list(counts)), values, strict=True):
+        part.fill_(value)
+    return result
 
 
 def _predictions(places: Sequence[np.ndarray], tokens: int, alone: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 from birl.config import schema
 from birl.errors import BirlError
 from birl.text.bounds import beginning, cannot_fit
-from birl.text.pictures import is_picture
+from birl.text.pictures import FIRST, is_picture
 from birl.types import Conversation, Message, Sample
 
 if TYPE_CHECKING:
@@ -172,3 +172,9 @@ def scored(tokens: Tokens, group: int) -> Sample:
         logprobs=np.append(sample.logprobs, np.float32(0)),
         versions=np.append(sample.versions, np.int32(-1)),
     )
+
+
+def observations(sample: Sample) -> np.ndarray:
+    """Places of the tokens that came between what the model wrote, [O]: an environment's, a tool's or another agent's,
+    with what the chat template puts around them. Placeholders of pictures are no words."""
+    return np.flatnonzero(np.logical_or.accumulate(sample.mask) & ~sample.mask & (sample.tokens < FIRST))

@@ -68,7 +68,7 @@ class Stats:
         lowest = loss.new_full((), float("-inf"), dtype=torch.float64)
         numbers = [loss.double()]
         for values in figures.values():
-            numbers += [values.sum(dtype=torch.float64), values.max().double() if count else lowest]
+            numbers += [values.sum(dtype=torch.float64), values.max().double() if len(values) else lowest]
         total, *pairs = torch.stack(numbers).tolist()
         self.loss += total
         self.computed += computed

@@ -32,8 +32,8 @@ class Outputs(nn.Module):
 
     def forward(self, batch: Batch, compared: Compared | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. Third, columns of the batch [N]:
-        what a critic on the same backbone says, and the divergence from a teacher. Ranks that share a row each compute
-        their part of it, and all get all of it."""
+        what a critic on the same backbone says, the divergence from a teacher, and log-probs of what an environment
+        wrote [O]. Ranks that share a row each compute their part of it, and all get all of it."""
         model = self.model
         part, hidden = self._states(batch)
         if score := score_head(model):
@@ -48,8 +48,12 @@ class Outputs(nn.Module):
         if compared is not None:
             columns.append("divergence")
             figures.append(compared(hidden, head(model)))
-        logp, entropy, *rest = (figure[batch.entry] for figure in part.joined(*figures))
-        return logp, entropy, dict(zip(columns, rest, strict=True))
+        joined = part.joined(*figures)
+        logp, entropy, *rest = (figure[batch.entry] for figure in joined)
+        result = dict(zip(columns, rest, strict=True))
+        if batch.observed is not None:
+            result["observed_logprobs"] = joined[0][batch.observed]
+        return logp, entropy, result
 
     def states(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """What a teacher says all with: hidden states of this rank's predictions [U, H], the head's weight, and its

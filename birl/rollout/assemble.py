@@ -7,6 +7,8 @@ from math import nan
 
 import numpy as np
 
+from birl.algorithms.reduce import Denominator
+from birl.data.sequences import observations
 from birl.types import Group, Outcome, Sample, Trajectory, Turn
 
 
@@ -161,6 +163,18 @@ def trained_lengths(samples: Sequence[Sample]) -> list[int]:
 def by_policy(samples: Sequence[Sample]) -> list[list[Sample]]:
     """The samples of each policy, in order; without any sample one empty list."""
     return [[s for s in samples if s.policy == name] for name in dict.fromkeys(s.policy for s in samples)] or [[]]
+
+
+def weighed(
+    samples: Sequence[Sample], denominator: Denominator, limit: int, observed: bool
+) -> list[tuple[Sample, float, float]]:
+    """Each sample with the weight of its trained tokens, and that of what it read, where this is `observed`; by the
+    denominator of its policy's samples. `limit`: longest answer [tokens]."""
+    result: list[tuple[Sample, float, float]] = []
+    for own in by_policy(samples):
+        groups, read = [s.group for s in own], [len(observations(s)) if observed else 0 for s in own]
+        result += zip(own, *(denominator(n, groups, limit) for n in (trained_lengths(own), read)), strict=True)
+    return result
 
 
 def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:

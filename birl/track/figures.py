@@ -99,6 +99,7 @@ factor | Correction | | | Mean of what a correction or a mask multiplies the sur
 held | Tokens held back | | share | Tokens that KL-Cov holds back.
 kl/episode | KL in the reward | | nats | Summed over an answer, mean over answers.
 kl/coef | KL coefficient | | | Weight of the KL that is used next; adaptive with algorithm.kl_target.
+observations/loss | Observations | | nats | Cross-entropy of what environments answered, mean over its tokens.
 critic/loss | Critic loss | | | Value loss, mean over tokens.
 critic/clip_fraction | Critic, clipped tokens | | share | Tokens whose value clip is active.
 critic/value | Critic value | | reward | Mean predicted value.

@@ -371,6 +371,7 @@ def updates_of(config: schema.RL) -> Updates:
     # all tokens are compared, or each has a loss of its own
     everything = keys.entropy_control != "none" or keys.advantage in CRITIC or keys.entropy_coef > 0
     everything |= keys.teacher_divergence != "sampled" and not keys.hint  # with one, where there is a hint
+    everything |= keys.observation_coef > 0
     kind = config.model.dtype if config.engine.recompute_kv else "bfloat16"  # keys of older weights differ more
     return Updates(
         seed=config.seed,
@@ -381,6 +382,7 @@ def updates_of(config: schema.RL) -> Updates:
         capacity=config.capacity,
         shares=config.parallel.shares,
         everything=everything,
+        observations=keys.observation_coef > 0,
         max_staleness=config.rollout.max_staleness,
         max_gap=config.learner.max_logprob_gap or GAPS[kind],
         token_figures=config.track.rollouts and config.track.token_figures,

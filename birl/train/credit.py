@@ -79,12 +79,17 @@ class Credit:
             name = "algorithm.advantage"
             self.estimator = part(name, keys.advantage, ADVANTAGES, keys, keys.advantage_args, TENSORS)
 
-    def of(self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float) -> Credited:
-        """`greedy`: the reward of the greedy answer to each group's prompt, where algorithm.baseline=greedy."""
+    def of(
+        self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float, pretraining: bool = False
+    ) -> Credited:
+        """`greedy`: the reward of the greedy answer to each group's prompt, where algorithm.baseline=greedy.
+        `pretraining`: of the critic alone. What it aims at is then what answers earned, and nothing that it says
+        itself: it knows nothing yet (VC-PPO, arXiv:2503.01491)."""
+        lam = 1.0 if pretraining else self.critic_keys.lam
         if not self.mixture:
-            return self._of(groups, greedy, kl_coef)
+            return self._of(groups, greedy, kl_coef, lam)
         names = dict.fromkeys(g.task.columns.get("env") for g in groups)
-        each = [self._of([g for g in groups if g.task.columns.get("env") == n], greedy, kl_coef) for n in names]
+        each = [self._of([g for g in groups if g.task.columns.get("env") == n], greedy, kl_coef, lam) for n in names]
         order = {group.index: n for n, group in enumerate(groups)}
         episodes = sum(own.episodes for own in each)
         return Credited(
@@ -94,7 +99,7 @@ class Credit:
             episodes=episodes,
         )
 
-    def _of(self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float) -> Credited:
+    def _of(self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float, lam: float) -> Credited:
         keys = self.keys
         kept = [(g, i) for group in groups for g in assemble.by_agent(group) for i in self.usage.usable(g)]
         if keys.baseline == "greedy":
@@ -113,7 +118,7 @@ class Credit:
         if keys.advantage == "returns":
             result = self._returns(samples, rewards[owner], owner, kl, kl_coef)
         elif self.estimator is None:
-            result = self._gae(batches, samples, kept, penalties, kl, kl_coef)
+            result = self._gae(batches, samples, kept, penalties, kl, kl_coef, lam)
         elif keys.credit == "turn":
             result = self._by_turn(kept, penalties, greedy)
         else:
@@ -242,6 +247,7 @@ class Credit:
         penalties: Tensor,
         kl: list[Tensor] | None,
         kl_coef: float,
+        lam: float,
     ) -> list[Sample]:
         """PPO: each turn's reward at its last token, the KL at each; advantages and returns by the critic's values."""
         assert self.critic is not None
@@ -262,9 +268,9 @@ class Credit:
         if kl is not None:
             earned = critics.token_rewards(earned, torch.cat(kl), kl_coef)
         if self.keys.advantage == "turn_gae":
-            result = critics.turn_gae(earned, flat, sample, torch.cat(turns), gamma=keys.gamma, lam=keys.lam)
+            result = critics.turn_gae(earned, flat, sample, torch.cat(turns), gamma=keys.gamma, lam=lam)
         else:
-            result = critics.gae(earned, flat, sample, gamma=keys.gamma, lam=keys.lam, alpha=keys.lam_alpha)
+            result = critics.gae(earned, flat, sample, gamma=keys.gamma, lam=lam, alpha=keys.lam_alpha)
         advantage, returns = result
         if keys.whiten:
             advantage = critics.whiten(advantage)

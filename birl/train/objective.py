@@ -147,6 +147,10 @@ class Objective:
             told = batch.weights * (not keys.hint) if batch.hinted is None else batch.hinted.weights
             loss = loss + keys.teacher_coef * (batch.divergence * told).sum()
             figures["divergence"] = batch.divergence * (told > 0)
+        if batch.observed_logprobs is not None and batch.observed_weights is not None:
+            loss = loss - keys.observation_coef * (batch.observed_logprobs * batch.observed_weights).sum()
+            figures["observed"] = -batch.observed_logprobs
+            figures["observations"] = torch.ones_like(batch.observed_logprobs)
         if batch.predicted is not None:
             each, clipped = value_loss(batch.predicted, batch.values, batch.returns, clip=self.critic_keys.clip)
             loss = loss + self.critic_keys.coef * value_weight * each.sum()

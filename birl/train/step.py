@@ -40,8 +40,9 @@ from birl.weights.canary import logprobs_of
 class Updates:
     """How a batch of rollouts becomes optimizer steps: `parts` of the batch, one step each, `passes` times over.
     `capacity`: tokens of a micro-batch; `shares`: data-parallel ranks; `everything`: samples with advantage 0 have a
-    gradient, too; `max_gap`: between the log-probs of engine and learner [nats]; `critic_only`: the first steps, in
-    which the policy stays; `rollouts_only`: nothing is trained; `league`: steps between versions that are kept."""
+    gradient, too; `observations`: what an environment wrote is predicted; `max_gap`: between the log-probs of engine
+    and learner [nats]; `critic_only`: the first steps, in which the policy stays; `rollouts_only`: nothing is trained;
+    `league`: steps between versions that are kept."""
 
     seed: int
     parts: int
@@ -51,6 +52,7 @@ class Updates:
     capacity: int
     shares: int
     everything: bool
+    observations: bool
     max_staleness: int
     max_gap: float
     token_figures: bool
@@ -98,7 +100,7 @@ class RLWorker(Worker):
         self.ages.begin(self.learner.version, self.updates.max_staleness + 1)
         self.extra["versions"] = self.ages.starts
         self.ages.check((g.start_version for g in groups), self.updates.max_staleness)
-        credited = self.credit.of(groups, greedy, self.kl.coef)
+        credited = self.credit.of(groups, greedy, self.kl.coef, step < self.updates.critic_only)
         stats = Stats() if self.updates.rollouts_only else self.update(credited.samples)
         if credited.kl == credited.kl:
             self.kl.update(credited.kl, credited.episodes)
@@ -121,18 +123,15 @@ class RLWorker(Worker):
         are not computed (with a KL term, an entropy bonus or a critic they have one). A batch without any gradient
         moves nothing, the optimizer's momentum included."""
         keys, critic = self.updates, self.critic
-        weighed: list[tuple[Sample, float]] = []
-        for own in assemble.by_policy(samples):
-            lengths = assemble.trained_lengths(own)
-            weights = DENOMINATORS[keys.denominator](lengths, [s.group for s in own], keys.max_tokens)
-            weighed += zip(own, weights, strict=True)
-        useful = [(s, w) for s, w in weighed if self.has_gradient(s)]
+        weighed = assemble.weighed(samples, DENOMINATORS[keys.denominator], keys.max_tokens, keys.observations)
+        useful = [own for own in weighed if self.has_gradient(own[0])]
         if not useful:
             stats.skipped += 1
             return
         self.rate = self.learning_rate()
         size, shares, pair_cost = keys.capacity, keys.shares, self.policy.pair_cost
-        batches = pack([s for s, _ in useful], [w for _, w in useful], size, shares, pair_cost)
+        trained, weights, others = map(list, zip(*useful, strict=True))
+        batches = pack(trained, weights, size, shares, pair_cost, others if keys.observations else ())
         stats.other |= packing(batches, size, shares, pair_cost)
         value_weight = 1 / max(sum(assemble.trained_lengths(samples)), 1)
         norms = [] if critic is None else [self.update_critic(critic, batches, value_weight, stats)]
@@ -149,7 +148,7 @@ class RLWorker(Worker):
                 self.learner.learn(list(islice(work, len(own))), figures)
                 stats.take(own[0].policy, figures)
             if watch is not None:
-                self.seen = watch.compute(batches, [s for s, _ in useful], self.learner.ranks) | self.seen
+                self.seen = watch.compute(batches, trained, self.learner.ranks) | self.seen
             if stats.updates == 0:
                 self.compare(everything, sum(len(b.tokens) for b in batches), stats)
             stats.grad_norm = self.learner.optim_step(self.rate)

@@ -422,6 +422,7 @@ RL_CASES = {
     "algorithm.kl_target": Case("0.001", last("kl/coef"), under=IN_REWARD),
     "algorithm.kl_horizon": Case("100", last("kl/coef"), under=IN_REWARD + "algorithm.kl_target=0.001"),
     "algorithm.entropy_coef": Case("0.1", weights),
+    "algorithm.observation_coef": Case("0.1", weights, under=WORLD),
     "algorithm.entropy_control": Case("top_entropy", last("factor"), under="rollout.group_size=8"),
     "algorithm.entropy_share": Case("0.5", last("factor"), under="algorithm.entropy_control=top_entropy"),
     "algorithm.covariance_low": Case("-100", last("factor"), under=COVARIANCE),

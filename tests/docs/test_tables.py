@@ -89,7 +89,7 @@ def test_metrics_that_are_mentioned_exist(page: Path, demo: Path, figures: Figur
 
 
 def test_the_table_of_presets_is_what_they_set() -> None:
-    words = {"distill": ["algorithm.teacher=x"]}
+    words = {"distill": ["algorithm.teacher=x"], "echo": ["env=guess_number"]}
     loaded = {
         name: load(RL, ["data.train=x", *words.get(name, ()), f"algorithm={name}"]).algorithm
         for name in presets(RL)["algorithm"]

@@ -125,12 +125,15 @@ def sao(new: float, old: float, a: float, *_: Any) -> float:
 
 AGAINST_SAMPLER = [dppo, cispo, gspo, gmpo, sapo, m2po, decoupled, sao]
 CLIPS = {  # preset -> 1707.06347 eq. 7's range, in DAPO (2503.14476) and what builds on it another one above
-    **dict.fromkeys(("dr_grpo", "grpo", "bnpo", "lite_ppo", "gdpo", "pass_at_k", "ppo", "decoupled"), (0.2, 0.2)),
+    **dict.fromkeys(
+        ("dr_grpo", "grpo", "bnpo", "lite_ppo", "gdpo", "pass_at_k", "ppo", "decoupled", "echo"), (0.2, 0.2)
+    ),
     **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline"), (0.2, 0.2)),
     **{"dapo": (0.2, 0.28), "top_entropy": (0.2, 0.28), "clip_cov": (1.0, 1.0)},
 }
 #: refused where answers are old
 UNBOUNDED = ("distill", "kl_cov", "maxrl", "opo", "opsd", "reinforce", "remax", "rloo", "sdft", "sdpo")
+NEEDS = {"distill": ["algorithm.teacher=x"], "echo": ["env=guess_number"]}
 PAIRS = ("online_dpo",)  # tests/algorithms/test_online.py
 
 
@@ -143,7 +146,9 @@ def test_a_clip_starts_from_the_proximal_policy_weighed_against_what_sampled(pre
         u, v = exp(new - start), min(exp(start - old), 2.0)
         clipped = u > 1 + high if a > 0 else u < 1 - low
         expected.append(0.0 if clipped else v * u * a)
-    assert gradient(f"algorithm={preset}", "algorithm.updates_per_batch=2") == pytest.approx(expected, rel=1e-5)
+    assert gradient(f"algorithm={preset}", "algorithm.updates_per_batch=2", *NEEDS.get(preset, ())) == pytest.approx(
+        expected, rel=1e-5
+    )
     if preset != "clip_cov":
         assert 0.0 in expected
 
@@ -151,7 +156,7 @@ def test_a_clip_starts_from_the_proximal_policy_weighed_against_what_sampled(pre
 @pytest.mark.parametrize("preset", UNBOUNDED)
 def test_an_unbounded_preset_is_refused_where_answers_are_old(preset: str) -> None:
     with pytest.raises(BirlError, match="is not bounded"):
-        gradient(f"algorithm={preset}", *(["algorithm.teacher=x"] if preset == "distill" else []))
+        gradient(f"algorithm={preset}", *NEEDS.get(preset, ()))
 
 
 @pytest.mark.parametrize("preset", AGAINST_SAMPLER, ids=lambda f: f.__name__)
@@ -201,6 +206,10 @@ PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dr_grpo": (
         "arXiv:2503.20783 section 3.2",
         {"baseline": "group", "scale_rewards": "none", "denominator": "constant", "kl_coef": 0.0},
+    ),
+    "echo": (
+        "arXiv:2605.24517 section 3.1",
+        {"observation_coef": 0.05, "scale_rewards": "group", "denominator": "sequence", "kl_coef": 0.0},
     ),
     "gdpo": ("arXiv:2601.05242, GRPO's loss", {"advantage": "gdpo", "surrogate": "clip", "denominator": "sequence"}),
     "gmpo": ("arXiv:2507.20673 section 4", {"clip_low": 0.4, "clip_high": 0.4, "proximal": "behaviour"}),
@@ -287,11 +296,9 @@ def test_each_preset_has_its_source() -> None:
 @pytest.mark.parametrize("preset", PAPERS)
 def test_a_preset_has_the_keys_of_its_paper(preset: str) -> None:
     source, keys = PAPERS[preset]
-    words = [f"algorithm={preset}"]
+    words = [f"algorithm={preset}", *NEEDS.get(preset, ())]
     if "proximal" in keys:
         words.append("rollout.max_staleness=2")
-    if preset == "distill":
-        words.append("algorithm.teacher=x")
     config = load(schema.RL, ["data.train=x", *words])
     found = {name: getattr(config.algorithm, name) for name in keys} | (
         {"proximal": proximal(config)} if "proximal" in keys else {}

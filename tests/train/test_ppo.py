@@ -70,6 +70,13 @@ def test_a_frozen_policy_waits_for_its_critic(tiny: Path, tmp_path: Path) -> Non
     assert all(m["critic/grad_norm"] > 0 for m in steps)
 
 
+def test_a_critic_alone_aims_at_what_answers_earned(tiny: Path, tmp_path: Path) -> None:
+    """Whatever lambda is: values of a head that is new would be its own target."""
+    words = ("critic.freeze_steps=2", "critic.lr=1e-3", "steps=3")
+    near, far = ([m["critic/error"] for m in run(tiny, tmp_path / n, f"critic.lam={n}", *words)] for n in ("0.1", "1"))
+    assert near[:2] == far[:2] and near[2] != far[2]
+
+
 def test_single_rollouts_with_a_critic_whose_attention_stays(tiny: Path, tmp_path: Path) -> None:
     words = ["algorithm=sao", "algorithm.kl_coef=0", "rollout.group_size=1", "critic.lam_alpha=0.05", "critic.passes=2"]
     for name, own in (("frozen", ["critic.freeze_attention=true"]), ("moving", [])):

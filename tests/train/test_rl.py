@@ -65,8 +65,8 @@ def any_a(completions: list[str], **_: Any) -> list[float]:
     return [float("a" in text) for text in completions]
 
 
-# those with a teacher: test_teacher.py, test_self_distillation.py
-PRESETS = sorted(presets(schema.RL)["algorithm"].keys() - {"distill", "opsd", "sdft", "sdpo"})
+# those with a teacher: test_teacher.py, test_self_distillation.py; with several turns: test_observations.py
+PRESETS = sorted(presets(schema.RL)["algorithm"].keys() - {"distill", "echo", "opsd", "sdft", "sdpo"})
 SETTINGS = {  # what a toy needs: its KL is large from the first steps on
     "ppo": ("algorithm.kl_coef=0", "algorithm.kl=k3", "algorithm.kl_in=loss", "critic.lr=3e-3", "critic.lam=1"),
     "rloo": ("algorithm.kl_coef=0.002",),

@@ -268,6 +268,15 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "parallel.tp={c.parallel.tp} processes share out; set parallel.tp=1, and parallel.fsdp.": lambda c: (
                 c.algorithm.teacher_divergence != "sampled" and c.algorithm.teacher and c.parallel.tp > 1
             ),
+            "algorithm.observation_coef={c.algorithm.observation_coef:g}: what environments answer is not predicted "
+            "beside algorithm.teacher_divergence={c.algorithm.teacher_divergence}; set observation_coef=0, or "
+            "teacher_divergence=sampled.": lambda c: (
+                c.algorithm.observation_coef > 0 and c.algorithm.teacher and c.algorithm.teacher_divergence != "sampled"
+            ),
+            "algorithm.observation_coef={c.algorithm.observation_coef:g}: env=single_turn answers nothing that could "
+            "be predicted; set algorithm.observation_coef=0, or another env.": lambda c: (
+                c.algorithm.observation_coef > 0 and c.env.kind == "single_turn"
+            ),
             "algorithm.teacher=self: sees what the policy sees, so there is nothing to learn from it; say in "
             "algorithm.hint what it sees beside, as in ['A right answer: {{answer}}'].": lambda c: (
                 c.algorithm.teacher == SELF and not c.algorithm.hint

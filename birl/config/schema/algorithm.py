@@ -65,6 +65,9 @@ class Algorithm(Section):
     """How slowly kl_coef is steered [episodes]."""
     entropy_coef: Amount = 0.0
     """Weight of an entropy bonus."""
+    observation_coef: Amount = 0.0
+    """Weight of the cross-entropy of what environments and tools answer between the model's turns, beside the policy's
+    loss and by the same denominator (ECHO; 0.05 in the paper)."""
     entropy_control: Literal["none", "top_entropy", "clip_cov", "kl_cov"] = "none"
     """Which tokens are left out or held back, to keep the entropy up: none | top_entropy (only those of high entropy
     are trained) | clip_cov (some with a high covariance of log-prob and advantage are not) | kl_cov (those with the
@@ -167,7 +170,8 @@ class Critic(Section):
     whiten: bool = True
     """Advantages of the step to mean 0 and standard deviation 1."""
     freeze_steps: Whole = 0
-    """First steps in which only a critic of its own is trained."""
+    """First steps in which only a critic of its own is trained, towards returns with a lambda of 1 (VC-PPO's
+    pretraining of the value model)."""
     passes: Count = 1
     """Updates of a critic of its own for each update of the policy."""
     freeze_attention: bool = False
