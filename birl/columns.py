@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SAMPLE = ("tokens", "mask", "logprobs", "versions", "advantage", "returns", "values", "proximal")
-TYPES = {"tokens": "int32", "prompt": "int32", "hinted": "int32", "versions": "int32", "mask": "bool"}  # else float32
+WHOLE = ("tokens", "prompt", "hinted", "versions", "counts", "ids")
+TYPES = dict.fromkeys(WHOLE, "int32") | {"mask": "bool"}  # else float32
 KINDS = {"i": "iu", "b": "biu", "f": "fiu"}  # of numbers that such a column takes
 
 

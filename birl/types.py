@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # numpy is loaded by those that make samples: the process of 
     import numpy as np
     from numpy.typing import NDArray
 
+    from birl.support import Support
+
     Ints = NDArray[np.int32]
     Bools = NDArray[np.bool_]
     Floats = NDArray[np.float32]
@@ -137,7 +139,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None takes one from the system. The
     first tokens are `forced`, if any: taken instead of drawn, with the log-probs they have. With max_tokens =
-    len(forced) and ignore_eos that scores a given answer.
+    len(forced) and ignore_eos that scores a given answer. `support`: the completion says which words each token was
+    drawn from; `top_k` must bound their number.
 
     Example: SamplingParams(max_tokens=64, temperature=1.0, stop=("</answer>",), seed=7)
     """
@@ -152,6 +155,17 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     forced: tuple[int, ...] = ()
+    support: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """From the whole distribution, or greedy?"""
+        return not self.temperature or not (self.top_k or self.top_p < 1 or self.min_p)
+
+    @property
+    def told(self) -> bool:
+        """Does the completion have a support?"""
+        return self.support and not self.plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +173,9 @@ class Completion:
     """What an engine sampled: ids, the log-prob of each under the distribution it was sampled from, and the version of
     the weights that sampled it. Token ids, never text. The end token is part of it when it was sampled, and absent when
     it was not. `routes`: which experts computed each token of the prompt and of the answer but its last, equally many
-    bytes for each (`birl/models/routing.py`); empty where the engine does not tell. `cached`: tokens of the prompt that
-    the engine had computed before; it makes no difference to the answer.
+    bytes for each (`birl/models/routing.py`); empty where the engine does not tell. `support`: what each token was
+    drawn from, where that was asked for and words were left out. `cached`: tokens of the prompt that the engine had
+    computed before; it makes no difference to the answer.
 
     Columns may be given as any sequence of numbers; they become arrays: int32 or float32. Raises `ValueError` where
     they are not equally long, or have something that is no such number.
@@ -173,21 +188,28 @@ class Completion:
     versions: "Ints"
     stop: Stop
     routes: bytes = b""
+    support: "Support | None" = None
     cached: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         lengths = become_arrays(self, ("tokens", "logprobs", "versions"))
         if len(set(lengths)) > 1:
             raise ValueError("{} tokens, {} logprobs, {} versions".format(*lengths))
+        if self.support is not None and len(self.support.counts) != lengths[0]:
+            raise ValueError(f"{lengths[0]} tokens, {len(self.support.counts)} supports")
 
     __eq__ = alike
 
     @classmethod
     def of(
-        cls, tokens: Any, logprobs: Any, versions: Any, stop: Stop, routes: bytes = b"", cached: int = 0
-    ) -> "Completion":
+        cls, tokens: Any, logprobs: Any, versions: Any, stop: Stop, routes: bytes = b"", cached: int = 0,
+        support: "Support | None" = None,
+    ) -> "Completion":  # fmt: skip
         """From any sequences of numbers."""
-        return cls(tokens=tokens, logprobs=logprobs, versions=versions, stop=stop, routes=routes, cached=cached)
+        return cls(
+            tokens=tokens, logprobs=logprobs, versions=versions, stop=stop, routes=routes, cached=cached,
+            support=support,
+        )  # fmt: skip
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -202,6 +224,8 @@ class Completion:
                 raise ValueError(f"{numbers.min()} is no {what}")
         if (self.versions[1:] < self.versions[:-1]).any():
             raise ValueError("the versions of its tokens go back")
+        if self.support is not None and len(strange := self.support.without(self.tokens)):
+            raise ValueError(f"token {strange[0]} is none of the words that it was drawn from")
         wrong = ~((self.logprobs > -LARGEST) & (self.logprobs <= ROUNDING))
         if wrong.any():
             place = int(wrong.argmax())
@@ -306,7 +330,8 @@ class Sample:
     `advantage` is one number for all trained tokens, or an array beside the others, as are `returns` and `values`, what
     a critic aims at and what it predicts (None without one), and `proximal`, the learner's own log-probs before the
     batch's first update (None where they are not asked for). `routes`: which experts computed each token, equally
-    many bytes for each; empty where not asked for. `hinted`: ids of a prompt with a hint, which a teacher reads instead
+    many bytes for each; empty where not asked for. `support`: the words that the n trained tokens were drawn from,
+    where some were left out. `hinted`: ids of a prompt with a hint, which a teacher reads instead
     of all that is before the first trained token; None where there is none. `likely`: for the n trained tokens the k
     words that a served teacher finds likeliest, int64 [n, k], and log-probs of these and of all others as one, float32
     [n, k + 1]. `group` and `episode` say where the sample comes from, `policy` whose weights sampled and learn it,
@@ -330,6 +355,7 @@ class Sample:
     values: "Floats | None" = None
     proximal: "Floats | None" = None
     routes: bytes = b""
+    support: "Support | None" = None
     hinted: "Ints | None" = None
     likely: "tuple[NDArray[np.int64], Floats] | None" = None
     policy: str = ""
@@ -341,6 +367,8 @@ class Sample:
             raise ValueError(f"a Sample's columns must be equally long, got {sorted(lengths)}")
         if self.routes and len(self.routes) % len(self.tokens):
             raise ValueError(f"{len(self.routes)} bytes of routes for {len(self.tokens)} tokens")
+        if self.support is not None and len(self.support.counts) != self.mask.sum():
+            raise ValueError(f"{len(self.support.counts)} supports for {self.mask.sum()} trained tokens")
         if len(self.mask) and self.mask[0]:
             raise ValueError("the first token of a Sample has no context to be predicted from, so it cannot be trained")
 

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from birl.data.balance import imbalance, micro_batches
 from birl.data.sequences import observations
+from birl.data.support import SupportRows
 from birl.data.trees import Forest, Tree
 from birl.errors import BirlError
+from birl.support import Support
 from birl.types import Sample
 
 NOTHING = (Tree((1,), (-1,)),)  # the trees of a micro-batch without samples: a model wants a token
@@ -41,6 +43,8 @@ class Batch:
     tokens within a sample;
     weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`;
     routes [T, bytes] uint8: which experts computed each token in the engine, where samples say so;
+    support: of the U predictions the words that the token was drawn from, where samples say so; then U is N, as samples
+    may have drawn one token from different words;
     hinted: the same samples behind prompts with a hint, for a teacher; its N, and its U, are in the order of this
     batch's, and its weights are 0 where a sample has no such prompt;
     likely [N, k] int64, likely_logprobs [N, k + 1]: what a served teacher says, where samples have it;
@@ -72,6 +76,7 @@ class Batch:
     divergence: Tensor | None = None
     observed_logprobs: Tensor | None = None
     routes: Tensor | None = None
+    support: SupportRows | None = None
     hinted: "Batch | None" = None
     likely: Tensor | None = None
     likely_logprobs: Tensor | None = None
@@ -81,7 +86,8 @@ class Batch:
         given = [f.name for f in fields(self) if f.name not in ("predicted", "divergence", "observed_logprobs")]
         tensors = [name for name in given if isinstance(getattr(self, name), Tensor)]
         moved = {name: getattr(self, name).to(device) for name in tensors}
-        return replace(self, **moved, hinted=self.hinted and self.hinted.to(device))
+        support, told = self.support and self.support.to(device), self.hinted and self.hinted.to(device)
+        return replace(self, **moved, support=support, hinted=told)
 
 
 def pack(
@@ -116,7 +122,7 @@ def pack(
         batches = [_batch(clusters, ids, samples, weights, alone=True) for clusters in planned]
         batches = [_with_likely(batch, samples) for batch in batches]
     else:
-        alone = any(s.hinted is not None for s in samples)
+        alone = any(s.hinted is not None or s.support is not None for s in samples)
         batches = [_batch(clusters, ids, samples, weights, alone, observed) for clusters in planned]
     if all(s.hinted is None for s in samples):
         return batches
@@ -152,6 +158,7 @@ def hinted(sample: Sample) -> Sample:
         advantage=0.0,
         group=sample.group,
         episode=sample.episode,
+        support=sample.support,
     )
 
 
@@ -272,6 +279,7 @@ def _batch(
         observed=others if observed else None,
         observed_weights=_repeated(of_samples, [len(own) for own in read], torch.float32) if observed else None,
         routes=_routes(row, samples),
+        support=_support(samples, numbers, [*counts, len(others)]),
         policy=samples[numbers[0]].policy if numbers else "",
     )
 
@@ -320,3 +328,11 @@ def _routes(row: Row, samples: Sequence[Sample]) -> Tensor | None:
         return None
     known = [(samples[i].routes or b"\xff" * size * b)[a * size : b * size] for i, a, b in row.owners]
     return torch.frombuffer(bytearray(b"".join(known)), dtype=torch.uint8).view(-1, size)
+
+
+def _support(samples: Sequence[Sample], numbers: Sequence[int], counts: Sequence[int]) -> SupportRows | None:
+    """Of the trained tokens of these samples, so many each, and of what they read, which nobody drew."""
+    *own, read = counts
+    each = [(samples[i].support, n) for i, n in zip(numbers, own, strict=True)]
+    own = Support.joined([*each, (None, read)])
+    return None if own is None else SupportRows.of(own)

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields, replace
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ from birl.engine.request import Likeliest, Request
 from birl.engine.runner import Runner
 from birl.engine.sampler import given, likeliest, sample
 from birl.engine.scheduler import ScheduledTokens, Scheduler
+from birl.engine.truncation import supports
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
 from birl.models.forward import head
@@ -38,6 +41,7 @@ from birl.models.slots import page_bytes, state_bytes
 from birl.models.vision import sight
 from birl.parallel.machine import check_returned, give_back, held_memory
 from birl.spans import answered, done
+from birl.support import MOST
 from birl.text.chat import StopChecker
 from birl.text.grammar import Guide
 from birl.types import Completion, Held, SamplingParams, Stop, Update
@@ -133,6 +137,8 @@ class EmbeddedEngine:
         room = min(params.max_tokens, self.context - len(prompt_ids))
         if not prompt_ids:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
+        if params.support and not 0 < params.top_k <= MOST:
+            raise BirlError(f"support=True: top_k bounds the words that are told of each token; set 1 to {MOST}.")
         if self._closed is not None:
             raise self._closed
         if room <= 0:
@@ -397,14 +403,18 @@ class EmbeddedEngine:
             scores = self.runner.logits(plan, hidden)
             scored = self.score(plan, scores)
             self.restrict(plan, scores)
-            tokens, logprobs = sample(scores, params, uniforms, self.runner.kernels)
+            drawn = sample(scores, params, uniforms, self.runner.kernels)
         else:
-            tokens, logprobs = self.runner.sample(hidden, params, uniforms)
-        drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+            drawn = self.runner.sample(hidden, params, uniforms)
+        pairs = zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)
+        words = iter(supports(drawn.kept, params))
         for work in plan:
             for request in work.samplers:
-                result = [next(drawn) for _ in range(len(work.drafts) + 1)]
-                self.append(request, scored.get(request, result), work.drafts)
+                result = [next(pairs) for _ in range(len(work.drafts) + 1)]
+                own = zip(scored.get(request, result), islice(words, len(result)), strict=True)
+                # a given token that was none of the words counts as drawn from all of them
+                each = [(*pair, self.version, kept if kept is None or pair[0] in kept else None) for pair, kept in own]
+                self.append(request, each, work.drafts)
 
     def score(self, plan: list[ScheduledTokens], logits: Tensor) -> dict[Request, list[tuple[int, float]]]:
         """For requests whose next tokens are given: these, with their log-probs."""
@@ -414,7 +424,12 @@ class EmbeddedEngine:
             start, end = end, end + len(work.samplers) * (len(work.drafts) + 1)
             if work.complete and work.request.forced:
                 tokens = work.request.forced[: len(work.drafts) + 1]
-                logprobs = given(logits[start:end], tokens, work.request.params, self.runner.kernels)
+                asked = work.request.params
+                logprobs = given(logits[start:end], tokens, asked, self.runner.kernels)
+                if asked.told and logprobs.isinf().any():
+                    whole = replace(asked, top_k=0, top_p=1.0, min_p=0.0)
+                    others = given(logits[start:end], tokens, whole, self.runner.kernels)
+                    logprobs = others.where(logprobs.isinf(), logprobs)
                 result[work.request] = list(zip(tokens, logprobs.tolist(), strict=True))
                 if work.request.best is not None:
                     best = work.request.best
@@ -433,13 +448,13 @@ class EmbeddedEngine:
                         logits[row].masked_fill_(~allowed.to(logits.device), float("-inf"))
                 row += len(work.drafts) + 1
 
-    def append(self, request: Request, drawn: list[tuple[int, float]], drafts: list[int]) -> None:
+    def append(self, request: Request, drawn: list[tuple[int, float, int, Any]], drafts: list[int]) -> None:
         """What was drawn for a request: its next token, and the ones behind as far as the guesses were right."""
         given, right = bool(request.forced), 0
-        request.append(*drawn[0], self.version)
+        request.append(*drawn[0])
         while right < len(drafts) and request.tokens[-1] == drafts[right] and request.stop is None:
             right += 1
-            request.append(*drawn[right], self.version)
+            request.append(*drawn[right])
         request.computed += right
         if given:
             self.counters.scored += right + 1
@@ -453,9 +468,9 @@ class EmbeddedEngine:
     def burst(self, plan: list[ScheduledTokens]) -> None:
         """Some tokens for each, by captured graphs; what was sampled behind an end is dropped."""
         made = self.runner.burst(plan, self.scheduler.look_ahead(plan, AHEAD))
-        for work, tokens, logprobs in zip(plan, *made, strict=True):
-            for token, logprob in zip(tokens, logprobs, strict=True):
-                work.request.append(token, logprob, self.version)
+        for work, *drawn in zip(plan, *made, strict=True):
+            for token, logprob, words in zip(*drawn, strict=True):
+                work.request.append(token, logprob, self.version, words)
                 work.request.computed += 1
                 self.counters.tokens += 1
                 if work.request.stop is not None:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from birl.engine.sampler import draw
-from birl.engine.truncation import limits_of
+from birl.engine.truncation import limits_of, room_of, supports
 from birl.kernels import PAGE
 from birl.models.fused import power_of_two
 from birl.types import SamplingParams
@@ -35,6 +35,8 @@ NARROWEST = 8  # pages of a row
 
 #: tokens [B] int64, lengths [B] int32, table [B, width] int32 -> logits [B, V]
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: [B][count] each: tokens, log-probs, and the words that each token was drawn from, where that is asked for
+Burst = tuple[list[list[int]], list[list[float]], list[list[Any]]]
 #: a function without arguments -> one that does the same on the same tensors
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
@@ -56,10 +58,11 @@ class Graph:
     limited: bool
     place: Tensor  # [1] int64: which token of the burst comes next
     results: Tensor  # [AHEAD, 2, rows] float32: tokens (exact up to 2^24) and log-probs
+    kept: Tensor | None  # [AHEAD, rows, 1 + room] int32: words that the tokens were drawn from, where one says so
     replay: Callable[[], None] = lambda: None
 
     @classmethod
-    def make(cls, rows: int, width: int, limited: bool, device: torch.device) -> "Graph":
+    def make(cls, rows: int, width: int, limited: bool, device: torch.device, room: int = 0) -> "Graph":
         size = rows * (width + 6 + AHEAD)
         host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         there = torch.zeros(size, dtype=torch.int32, device=device)
@@ -77,6 +80,7 @@ class Graph:
             limited=limited,
             place=torch.zeros(1, dtype=torch.int64, device=device),
             results=torch.zeros(AHEAD, 2, rows, dtype=torch.float32, device=device),
+            kept=torch.zeros(AHEAD, rows, room + 1, dtype=torch.int32, device=device) if room else None,
         )
 
 
@@ -89,7 +93,7 @@ class Graphs:
     scratch: int
     addresses: tuple[int, ...] = ()
     capture: Capture | None = None
-    made: dict[tuple[int, int, bool], Graph] = field(default_factory=dict)
+    made: dict[tuple[int, int, bool, int], Graph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.capture = self.capture or captured(self.where)
@@ -103,30 +107,33 @@ class Graphs:
         params: Sequence[SamplingParams],
         uniforms: Sequence[Sequence[float]],
         count: int,
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """`count` tokens for each of B sequences, whose last tokens and lengths (these included) are given: tokens and
-        log-probs, [B][count]."""
+    ) -> Burst:
+        """`count` tokens for each of B sequences, whose last tokens and lengths (these included) are given."""
         limits = limits_of(params)
         rows = len(tokens)
         last = (max(lengths) + count - 2) // PAGE  # a sequence that ends within the burst writes on, to `scratch`
-        graph = self.graph(power_of_two(rows), max(power_of_two(last + 1), NARROWEST), limits is not None)
+        graph = self.graph(
+            power_of_two(rows), max(power_of_two(last + 1), NARROWEST), limits is not None, room_of(params)
+        )
         fill(graph, self.scratch, tokens, lengths, tables, [p.temperature for p in params], uniforms, limits)
         graph.device.copy_(graph.host, non_blocking=True)
         graph.place.zero_()
         for _ in range(count):
             graph.replay()
         result = graph.results[:count, :, :rows].permute(1, 2, 0).cpu()  # waits, so `host` may be written again
-        return result[0].long().tolist(), result[1].tolist()
+        each = [supports(None if graph.kept is None else graph.kept[i, :rows], params) for i in range(count)]
+        return result[0].long().tolist(), result[1].tolist(), list(map(list, zip(*each, strict=True)))
 
-    def graph(self, rows: int, width: int, limited: bool) -> Graph:
-        if (rows, width, limited) not in self.made:
+    def graph(self, rows: int, width: int, limited: bool, room: int = 0) -> Graph:
+        """`room`: of the longest support that a row tells."""
+        if (rows, width, limited, room) not in self.made:
             assert self.capture is not None
-            graph = Graph.make(rows, width, limited, self.where)
+            graph = Graph.make(rows, width, limited, self.where, room)
             fill(graph, self.scratch, (), (), (), (), ())  # captured on the scratch page alone
             graph.device.copy_(graph.host)
             graph.replay = self.capture(lambda: self.once(graph))
-            self.made[rows, width, limited] = graph
-        return self.made[rows, width, limited]
+            self.made[rows, width, limited, room] = graph
+        return self.made[rows, width, limited, room]
 
     def problem(self) -> str:
         """What keeps a step from being captured, or nothing."""
@@ -141,9 +148,12 @@ class Graphs:
         """One token for each row, and everything ready for the next."""
         logits = self.step(graph.tokens.long(), graph.lengths, graph.table)
         uniforms = graph.uniforms.index_select(0, graph.place)[0]
-        tokens, logprobs = draw(logits, graph.temperatures, uniforms, graph.limits if graph.limited else None)
-        graph.results.index_copy_(0, graph.place, torch.stack([tokens.float(), logprobs])[None])
-        graph.tokens.copy_(tokens)
+        room = 0 if graph.kept is None else graph.kept.shape[2] - 1
+        drawn = draw(logits, graph.temperatures, uniforms, graph.limits if graph.limited else None, room)
+        graph.results.index_copy_(0, graph.place, torch.stack([drawn.tokens.float(), drawn.logprobs])[None])
+        if graph.kept is not None and drawn.kept is not None:
+            graph.kept.index_copy_(0, graph.place, drawn.kept[None])
+        graph.tokens.copy_(drawn.tokens)
         graph.lengths.add_(1)
         graph.place.add_(1).remainder_(AHEAD)
 

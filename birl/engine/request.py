@@ -4,12 +4,14 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from birl.engine.pages import FIRST
 from birl.models.low_rank import AdapterWeights
 from birl.models.vision import Sight
+from birl.support import Support
 from birl.text.chat import StopChecker
 from birl.text.grammar import Guide
 from birl.types import Completion, SamplingParams, Stop
@@ -48,6 +50,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    words: list[Any] = field(default_factory=list)  # that each token was drawn from, an array or None for all
     pages: list[int] = field(default_factory=list)  # of the KV cache, in order of position
     known: int = 0  # so many of them are found by their tokens
     cached: int = -1  # positions of the prompt that were computed before it first ran
@@ -111,8 +114,9 @@ class Request:
         """The random numbers of the next n tokens, in [0, 1); fewer at the end."""
         return self._uniforms[len(self.tokens) : len(self.tokens) + n]
 
-    def append(self, token: int, logprob: float, version: int) -> None:
+    def append(self, token: int, logprob: float, version: int, words: Any = None) -> None:
         self.tokens.append(token)
+        self.words.append(words)
         self.logprobs.append(logprob)
         self.versions.append(version)
         complete = self.guide is not None and self.guide.take(token)
@@ -130,4 +134,6 @@ class Request:
 
     def completion(self) -> Completion:
         stop = self.stop or Stop.ABORT
-        return Completion.of(self.tokens, self.logprobs, self.versions, stop, self.known_routes(), max(self.cached, 0))
+        support = Support.of(self.words) if self.params.told else None
+        own = self.tokens, self.logprobs, self.versions, stop, self.known_routes(), max(self.cached, 0)
+        return Completion.of(*own, support)

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from birl import kernels
-from birl.engine.graphs import Graphs
+from birl.engine.graphs import Burst, Graphs
 from birl.engine.looks import Looks
 from birl.engine.pages import Pages, sharing
-from birl.engine.sampler import checked, sample
+from birl.engine.sampler import Drawn, checked, sample
 from birl.engine.scheduler import ScheduledTokens
-from birl.engine.truncation import plain
 from birl.kernels import PAGE
 from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states, logits
@@ -82,15 +81,13 @@ class Runner:
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=device)]
         return hidden
 
-    def sample(
-        self, hidden: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
-    ) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, H] -> tokens [B], logprobs [B] float32, as `sampler.sample` draws them."""
+    def sample(self, hidden: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
+        """Hidden states [B, H] -> tokens and log-probs, as `sampler.sample` draws them."""
         decoder = decoder_for(self.model)
-        if decoder is None or not all(plain(p) for p in params):
+        if decoder is None or not all(p.plain for p in params):
             return sample(logits(self.model, hidden), params, uniforms, self.kernels)
         temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
-        return checked(*decoder.head.sample(hidden, temperatures, torch.tensor(uniforms, dtype=torch.float32)))
+        return checked(Drawn(*decoder.head.sample(hidden, temperatures, torch.tensor(uniforms, dtype=torch.float32))))
 
     def logits(self, plan: Sequence[ScheduledTokens], hidden: Tensor) -> Tensor:
         """[samplers + guesses, V] float32, of what `run` gave."""
@@ -103,9 +100,9 @@ class Runner:
         alone = len(work.tokens) == 1 and work.complete and not work.followers
         return self.graphs is not None and alone and not (request.forced or request.guide or request.adapter)
 
-    def burst(self, plan: Sequence[ScheduledTokens], count: int) -> tuple[list[list[int]], list[list[float]]]:
-        """The next `count` tokens of each request and their log-probs, one list each. The host waits for the device
-        once."""
+    def burst(self, plan: Sequence[ScheduledTokens], count: int) -> Burst:
+        """The next `count` tokens of each request, their log-probs and supports, one list each. The host waits for the
+        device once."""
         assert self.graphs is not None, "`captures` says no"
         requests = [w.request for w in plan]
         return self.graphs.run(

@@ -5,44 +5,53 @@ noise needs one for each word of the vocabulary, and the number can be counted i
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from birl.engine.truncation import limits_of, plain, restrict
+from birl.engine.truncation import kept, limits_of, restrict, room_of
 from birl.errors import BirlError
 from birl.kernels import Kernels
 from birl.models.fused import on_gpu
 from birl.types import SamplingParams
 
 
+class Drawn(NamedTuple):
+    """tokens [B] int64, logprobs [B] float32; `kept`: as `truncation.kept` says it, where a row wants to know."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    kept: Tensor | None = None
+
+
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], kernels: Kernels | None = None
-) -> tuple[Tensor, Tensor]:
-    """logits [B, V] float32 (overwritten) -> tokens [B], logprobs [B] float32.
+) -> Drawn:
+    """logits [B, V] float32 (overwritten) -> tokens, log-probs, and the words that were kept.
 
     A row with temperature 0 is greedy; its log-prob is that of the model itself (temperature 1), since greedy choice
     has none. Raises `BirlError` where a row on a CPU has NaN.
     """
     numbers = ([p.temperature for p in params], uniforms)
     temperatures, points = (torch.tensor(x, dtype=torch.float32, device=logits.device) for x in numbers)
-    limits = limits_of(params)
+    limits, room = limits_of(params), min(room_of(params), logits.shape[1])
     if kernels is None:
         limits = None if limits is None else limits.to(logits.device)
-        return checked(*draw(logits, temperatures, points, limits))
+        return checked(draw(logits, temperatures, points, limits, room))
     if limits is not None:
-        rows = [row for row, p in enumerate(params) if not plain(p)]
+        rows = [row for row, p in enumerate(params) if not p.plain]
         logits[rows] = restrict(logits[rows] / temperatures[rows, None], limits[rows])
         temperatures[rows] = 1.0
-    return checked(*kernels.sample(logits, temperatures, points))
+    left = kept(logits, room) if room else None
+    return checked(Drawn(*kernels.sample(logits, temperatures, points), left))
 
 
-def checked(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def checked(drawn: Drawn) -> Drawn:
     """What was drawn. Raises `BirlError` where a row on a CPU has NaN; other devices are not waited for."""
-    if logprobs.device.type == "cpu" and logprobs.isnan().any():
+    if drawn.logprobs.device.type == "cpu" and drawn.logprobs.isnan().any():
         raise BirlError("The model's logits are not numbers any more: its weights are not finite, or too large.")
-    return tokens, logprobs
+    return drawn
 
 
 def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels: Kernels | None = None) -> Tensor:
@@ -53,7 +62,8 @@ def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels
     limits = limits_of([params])
     if limits is not None and on_gpu(logits):
         temperatures = logits.new_full((len(logits),), temperature)
-        return launch_sample(logits, temperatures, None, limits.expand(len(logits), 3).to(logits.device), targets)[1]
+        rows = limits.expand(len(logits), 3).to(logits.device)
+        return launch_sample(logits, temperatures, None, rows, targets).logprobs
     if limits is not None:
         logits, temperature = restrict(logits / temperature, limits.to(logits.device)), 1.0
     if kernels is not None:
@@ -77,15 +87,17 @@ def likeliest(
     return list(zip(told, ranks.tolist(), strict=True))
 
 
-def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, limits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """logits [B, V], temperatures and uniforms float32 [B], limits as `limits_of` gives them -> tokens [B] int64,
-    logprobs [B] float32. Never waits for the device. Logits may be overwritten."""
+def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, limits: Tensor | None = None, room: int = 0) -> Drawn:
+    """logits [B, V], temperatures and uniforms float32 [B], limits as `limits_of` gives them -> tokens, log-probs; and
+    with `room`, as `room_of` gives it, the words that were kept. Never waits for the device. Logits may be
+    overwritten."""
     if on_gpu(logits):
-        return launch_sample(logits, temperatures, uniforms, limits)
+        return launch_sample(logits, temperatures, uniforms, limits, room=room)
     greedy = temperatures == 0
     logits = logits.float().div_(torch.where(greedy, 1.0, temperatures)[:, None])
     if limits is not None:
         logits = restrict(logits, limits)
+    left = kept(logits, room) if room else None
     best = logits.argmax(-1)
     shifted = logits.sub_(logits.amax(-1, keepdim=True))
     cumulative = shifted.exp().cumsum(-1)
@@ -95,13 +107,13 @@ def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, limits: Tensor 
     last = torch.searchsorted(cumulative, norm, right=False)
     tokens = torch.minimum(torch.searchsorted(cumulative, uniforms[:, None] * norm, right=True), last)[:, 0]
     tokens = torch.where(greedy, best, tokens).clamp(max=logits.shape[1] - 1)  # of NaN nothing is found
-    return tokens, shifted.gather(1, tokens[:, None])[:, 0] - shifted.logsumexp(-1)
+    return Drawn(tokens, shifted.gather(1, tokens[:, None])[:, 0] - shifted.logsumexp(-1), left)
 
 
 def launch_sample(
     logits: Tensor, temperatures: Tensor, uniforms: Tensor | None, limits: Tensor | None = None,
-    given: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    given: Tensor | None = None, room: int = 0,
+) -> Drawn:  # fmt: skip
     """The same by one kernel that reads the logits three times and writes two numbers a row; with limits once
     more for each step of the search. Tokens that are `given` [B] are not drawn."""
     from birl.models import sample_kernels
@@ -110,10 +122,11 @@ def launch_sample(
     rows, words = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if given is None else given
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    left = torch.zeros(rows, room + 1, dtype=torch.int32, device=logits.device) if room else None
     kernels.sample_kernel[(rows,)](
         logits.contiguous(), temperatures, temperatures if uniforms is None else uniforms,
-        temperatures if limits is None else limits.contiguous(), tokens, logprobs, words,
-        LIMITS=limits is not None, GIVEN=given is not None,
+        temperatures if limits is None else limits.contiguous(), tokens, logprobs, tokens if left is None else left,
+        words, room, LIMITS=limits is not None, GIVEN=given is not None, KEPT=left is not None,
         BLOCK=8192 if limits is None else 2048, num_warps=16,  # in larger blocks registers spill
     )  # fmt: skip
-    return tokens, logprobs
+    return Drawn(tokens, logprobs, left)

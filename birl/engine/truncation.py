@@ -8,23 +8,25 @@ definition; on a GPU the end of it is searched instead (`birl/models/sample_kern
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from birl.types import SamplingParams
 
 
-def plain(params: SamplingParams) -> bool:
-    """From the whole distribution, or greedy?"""
-    return not params.temperature or not (params.top_k or params.top_p < 1 or params.min_p)
+def room_of(params: Sequence[SamplingParams]) -> int:
+    """The most words that any of these rows says it was drawn from; 0 where none says."""
+    return max((p.top_k for p in params if p.told), default=0)
 
 
 def limits_of(params: Sequence[SamplingParams]) -> Tensor | None:
-    """[B, 3] float32 on the CPU: top_k, top_p and log min_p of each row, and 0, 1 and -inf for one that is `plain`.
+    """[B, 3] float32 on the CPU: top_k, top_p and log min_p of each row, and 0, 1 and -inf for one that is plain.
     None where all are."""
-    if all(plain(p) for p in params):
+    if all(p.plain for p in params):
         return None
-    rows = [(0, 1, 0) if plain(p) else (p.top_k, p.top_p, p.min_p) for p in params]
+    rows = [(0, 1, 0) if p.plain else (p.top_k, p.top_p, p.min_p) for p in params]
     result = torch.tensor(rows, dtype=torch.float32)
     result[:, 2].log_()
     return result
@@ -38,6 +40,27 @@ def restrict(logits: Tensor, limits: Tensor) -> Tensor:
     ranked = logits.gather(-1, order)
     keep = (torch.arange(logits.shape[1], device=logits.device) < top_k) | (top_k == 0)
     probability = ranked.where(keep, float("-inf")).softmax(-1)
-    keep &= (probability.cumsum(-1) - probability < top_p) | (top_p == 1)
+    keep = keep & ((probability.cumsum(-1) - probability < top_p) | (top_p == 1))  # of [1, 3] limits it was [1, V]
     keep &= ranked >= ranked[:, :1] + min_p
     return torch.empty_like(logits).scatter_(-1, order, ranked.where(keep, float("-inf")))
+
+
+def kept(logits: Tensor, room: int) -> Tensor:
+    """What `restrict` left [B, V] -> [B, 1 + room] int32: how many words these are, and which, in rising order. A row
+    that has more says how many alone. Never waits for the device."""
+    left = logits > float("-inf")
+    place = left.cumsum(-1, dtype=torch.int32)
+    words = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device).expand(logits.shape)
+    result = torch.zeros(len(logits), room + 2, dtype=torch.int32, device=logits.device)
+    # the others go behind the last one
+    result.scatter_(1, place.where(left & (place <= room), room + 1).to(torch.int64), words)
+    result[:, 0] = place[:, -1]
+    return result[:, : room + 1]
+
+
+def supports(kept: Tensor | None, params: Sequence[SamplingParams]) -> list[NDArray[np.int32] | None]:
+    """[B, 1 + room] -> of each row the words that its token was drawn from; None where these are all, or not asked."""
+    if kept is None:
+        return [None] * len(params)
+    rows = zip(kept.cpu().numpy(), params, strict=True)
+    return [row[1 : 1 + row[0]].copy() if p.told else None for row, p in rows]

@@ -80,7 +80,7 @@ class Client:
             async with asyncio.timeout(self.timeout), self._room:
                 result = await self._json(
                     "POST", "/generate", json=body, headers={"Accept": BINARY}, seconds=self.timeout, what=what,
-                    most=MOST + A_TOKEN * (len(prompt_ids) + params.max_tokens),
+                    most=MOST + A_TOKEN * (len(prompt_ids) + params.max_tokens) + told(params),
                 )  # fmt: skip
         except TimeoutError as error:
             raise EngineDown(f"{what} had no answer within {self.timeout:g} s") from error
@@ -188,6 +188,11 @@ class Client:
         if response.status_code >= 300 or not isinstance(result, dict):
             raise refusal(what, response, result)
         return result
+
+
+def told(params: SamplingParams) -> int:
+    """The most bytes that supports take in an answer."""
+    return 12 * params.top_k * params.max_tokens if params.support else 0
 
 
 def refusal(what: str, response: httpx.Response, body: Any) -> EngineDown | BirlError:

@@ -7,6 +7,7 @@ import numpy as np
 
 from birl.engines.member import Member
 from birl.errors import EngineDown
+from birl.support import Support
 from birl.types import Completion, SamplingParams, Stop
 
 
@@ -43,11 +44,13 @@ class Asked:
         skip = n if engine == "birl" else 0
         if skip and not np.array_equal(completion.tokens[:n], self.part.tokens[: len(completion.tokens)]):
             raise EngineDown("it did not begin with the tokens that were given")
+        new = completion.support and completion.support.part(slice(skip, None))
         full = n + len(completion.tokens[skip:]) >= self.params.max_tokens
         return Completion(
             tokens=np.append(self.part.tokens, completion.tokens[skip:]),
             logprobs=np.append(self.part.logprobs, completion.logprobs[skip:]),
             versions=np.append(self.part.versions, completion.versions[skip:]),
             stop=Stop.LENGTH if full and completion.stop is Stop.ABORT else completion.stop,
+            support=Support.joined([(self.part.support, n), (new, len(completion.tokens) - skip)]),
             cached=self.part.cached if n else completion.cached,
         )

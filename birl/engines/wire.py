@@ -3,7 +3,8 @@ exactly (a float is written with all its digits). Answers of /generate come as a
 (`BINARY`) to those that accept it: 12 bytes a token instead of 31, and a hundredth of the time.
 
     POST /generate   {prompt_ids, params, session}          -> {tokens, logprobs, versions, stop}, and routes (base64)
-                                                               of an engine that says which experts computed them
+                                                               of an engine that says which experts computed them;
+                                                               support {counts, ids} where params.support asks for it
     POST /load       {version, digests, folder, anew}       -> {version, digest, seconds, bytes}
     PUT  /stage/{version}   safetensors bytes, a bucket of tensors; then /load without a folder
     POST /stage/{version}   {memory, tensors}   the same, read from memory that is lent (`handles.py`)
@@ -28,6 +29,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from birl.support import Support
 from birl.types import Completion, Held, SamplingParams, Stop
 
 BINARY = "application/vnd.birl.safetensors"
@@ -121,7 +123,7 @@ def params_to(params: SamplingParams) -> dict[str, Any]:
 def params_from(data: Mapping[str, Any]) -> SamplingParams:
     """Raises `ValueError` naming the key that is unknown, missing or of a wrong type."""
     kinds = {
-        **{"max_tokens": int, "top_k": int, "seed": int, "ignore_eos": bool},
+        **{"max_tokens": int, "top_k": int, "seed": int, "ignore_eos": bool, "support": bool},
         **{"temperature": float, "top_p": float, "min_p": float, "stop": str, "stop_ids": int, "forced": int},
     }
     if unknown := sorted(set(data) - set(kinds)):
@@ -151,12 +153,16 @@ def completion_to(completion: Completion) -> dict[str, Any]:
         "stop": str(completion.stop),
     }
     result |= {"cached": completion.cached} if completion.cached else {}
+    if (support := completion.support) is not None:
+        result["support"] = {"counts": support.counts.tolist(), "ids": support.ids.tolist()}
     return result | {"routes": b64encode(completion.routes).decode()} if completion.routes else result
 
 
 def packed(completion: Completion) -> bytes:
     """The same in the binary form."""
     columns = {name: getattr(completion, name) for name in ("tokens", "logprobs", "versions")}
+    if (support := completion.support) is not None:
+        columns |= {"support_counts": support.counts, "support_ids": support.ids}
     texts = {"stop": str(completion.stop).encode(), "routes": completion.routes, "cached": b"%d" % completion.cached}
     return save(columns | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()})
 
@@ -166,20 +172,22 @@ def unpacked(data: bytes) -> dict[str, Any]:
     try:
         columns = load(data)
         texts = {name: bytes(columns[name]) for name in ("stop", "routes", "cached")}
-        return columns | texts | {"stop": texts["stop"].decode()}
+        told = {name: columns.pop(f"support_{name}") for name in ("counts", "ids") if f"support_{name}" in columns}
+        return columns | texts | {"stop": texts["stop"].decode()} | ({"support": told} if told else {})
     except (SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"no completion in the binary form: {error!r}") from error
 
 
 def completion_from(data: Mapping[str, Any]) -> Completion:
     """Raises `ValueError` or `KeyError` where that is no completion."""
-    routes = data.get("routes", "")
+    routes, support = data.get("routes", ""), data.get("support")
     return Completion(
         tokens=data["tokens"],
         logprobs=data["logprobs"],
         versions=data["versions"],
         stop=Stop(data["stop"]),
         routes=routes if isinstance(routes, bytes) else b64decode(routes, validate=True),
+        support=None if support is None else Support(counts=support["counts"], ids=support["ids"]),
         cached=int(data.get("cached", 0)),
     )
 

@@ -84,6 +84,7 @@ def end_of(sample: Sample, version: int, most: int | None = None) -> int:
 
 def upto(sample: Sample, version: int, end: int) -> Sample:
     """Its first `end` tokens, of which those of this version alone are trained."""
+    trained = np.flatnonzero(sample.mask)
     return Sample(
         tokens=sample.tokens[:end],
         mask=sample.versions[:end] == version,
@@ -93,4 +94,5 @@ def upto(sample: Sample, version: int, end: int) -> Sample:
         group=0,
         episode=0,
         routes=sample.routes[: len(sample.routes) // len(sample.tokens) * end],
+        support=sample.support and sample.support.part((trained < end) & (sample.versions[trained] == version)),
     )

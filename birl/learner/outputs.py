@@ -40,7 +40,8 @@ class Outputs(nn.Module):
             values = part.joined(scores(hidden, score))[0][batch.entry]
             return values, torch.zeros_like(values), {}
         given = hidden, head(model), part.targets, self.temperature
-        figures = list(token_logprobs(*given, decoder=decoder_for(model), after=after_head(model)))
+        ways = {"decoder": decoder_for(model), "after": after_head(model), "support": part.support}
+        figures = list(token_logprobs(*given, **ways))
         columns = list[str]()
         if value := score_head(model, "value"):
             columns.append("predicted")

@@ -11,7 +11,8 @@ Shapes: N trained tokens, H hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,30 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
+from birl.data.support import SupportRows
 from birl.kernels import CELL
 from birl.models import shape
 from birl.models.after_head import AfterHead
 from birl.models.decoder import Decoder
 from birl.models.fused import on_gpu, triton_kernels
 from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
+
+OUTSIDE = (
+    -1e15
+)  # logit of a word outside of a support: its probability is 0, and 0 times what is made of it is 0, not NaN
+
+
+class Behind(NamedTuple):
+    """What comes behind the head: what the architecture does there, and what each token was drawn from."""
+
+    after: AfterHead | None = None
+    support: SupportRows | None = None
+
+    def restrict(self, logits: Tensor, rows: slice, first: int) -> Tensor:
+        """In place: of the tokens `rows` the logits of the words from `first` on, [rows, words]."""
+        if self.support is None:
+            return logits
+        return logits.masked_fill_(self.support.outside(rows, first, logits.shape[1]), OUTSIDE)
 
 
 def float_product(a: Tensor, b: Tensor) -> Tensor:
@@ -69,25 +88,29 @@ def token_logprobs(
     chunk: int = 0,
     decoder: Decoder | None = None,
     after: AfterHead | None = None,
+    support: SupportRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(head(hidden) / temperature)[target], and the entropy of that distribution.
+    """log softmax(head(hidden) / temperature)[target], and the entropy of that distribution; with `support` that of
+    each token's own words j alone, log p = l_a - log sum of exp l_j (Keep Sampling Mask, arXiv:2512.02556 section 3.1).
 
     hidden [N, H], targets [N] -> logprobs [N], entropy [N], both float32 and differentiable. With `decoder` its kernels
     compute them: what the engine samples with, bit for bit. `chunk`: logits that exist at once, 0 for the device's.
     A head whose weight is a DTensor has its words on several ranks, which must all be given the same tokens: each has
     logits of its own words only. `after`: what comes behind the head (`models/after_head.py`).
     """
+    behind = Behind(after, support)
     chunk = chunk or (shape.GPU_CHUNK if hidden.is_cuda else shape.CHUNK)
     if isinstance(weight := head.weight, DTensor):
-        targets, group = targets - first_row(weight), weight.device_mesh.get_group()
+        first, group = first_row(weight), weight.device_mesh.get_group()
+        targets, behind = targets - first, Behind(after, support and replace(support, ids=support.ids - first))
         bias = head.bias.to_local() if isinstance(head.bias, DTensor) else None
-        return _TokenLogprobs.apply(hidden, weight.to_local(), bias, targets, temperature, chunk, group, after)  # pyright: ignore
+        return _TokenLogprobs.apply(hidden, weight.to_local(), bias, targets, temperature, chunk, group, behind)  # pyright: ignore
     if decoder is not None:
         assert after is None, "the kernels know no factor or cap behind the head"
         return _KernelLogprobs.apply(  # pyright: ignore
-            hidden, head.weight, head.bias, targets, temperature, chunk, decoder.head
+            hidden, head.weight, head.bias, targets, temperature, chunk, decoder.head, support
         )
-    return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, temperature, chunk, None, after)  # pyright: ignore
+    return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, temperature, chunk, None, behind)  # pyright: ignore
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -101,18 +124,17 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
-        group: dist.ProcessGroup | None, after: AfterHead | None,
+        group: dist.ProcessGroup | None, behind: Behind,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
         chosen = targets if group is None else targets.clamp(0, len(weight) - 1)
         for rows in chunks(len(hidden), chunk // len(weight)):
-            figures = logprobs[rows], entropy[rows], norm[rows]
-            _figures(hidden[rows], weight, bias, chosen[rows], temperature, after, *figures)
+            _figures(rows, hidden, weight, bias, chosen, temperature, behind, (logprobs, entropy, norm))
         if group is not None:
             logprobs, entropy, norm = over_parts(logprobs, entropy, norm, chosen == targets, group)
         ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
-        ctx.temperature, ctx.chunk, ctx.group, ctx.after = temperature, chunk, group, after
+        ctx.temperature, ctx.chunk, ctx.group, ctx.behind = temperature, chunk, group, behind
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -127,7 +149,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for words in chunks(len(weight), ctx.chunk // max(len(hidden), 1)):
             part_bias = None if bias is None else bias[words]
             result.add(
-                words, _by_logits(hidden, weight[words], part_bias, ctx.temperature, ctx.after, *context, words.start)
+                words, _by_logits(hidden, weight[words], part_bias, ctx.temperature, ctx.behind, *context, words.start)
             )  # without a name, it is gone before the next logits
         if ctx.group is not None:
             dist.all_reduce(result.by_hidden, group=ctx.group)
@@ -169,27 +191,32 @@ class HeadGradient:
 
 
 def _figures(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
-    after: AfterHead | None, logprobs: Tensor, entropy: Tensor, norm: Tensor,
+    rows: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
+    behind: Behind, into: tuple[Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Of some tokens, into the last three, [rows] each."""
+    """Log-probs, entropies and log-sum-exps of some tokens, into those of all, [N] each."""
+    own, given = targets[rows], (hidden[rows], weight, bias)
+    logprobs, entropy, norm = (figure[rows] for figure in into)
     if on_gpu(hidden):
-        return launch_logprobs(final_logits(hidden, weight, bias, after), targets, temperature, logprobs, entropy, norm)
-    logits = scaled_logits(hidden, weight, bias, temperature, after)
+        logits = behind.restrict(final_logits(*given, behind.after), rows, 0)
+        return launch_logprobs(logits, own, temperature, logprobs, entropy, norm)
+    logits = behind.restrict(scaled_logits(*given, temperature, behind.after), rows, 0)
     torch.logsumexp(logits, -1, out=norm)
-    torch.sub(logits.gather(1, targets[:, None])[:, 0], norm, out=logprobs)
+    torch.sub(logits.gather(1, own[:, None])[:, 0], norm, out=logprobs)
     logp = logits.sub_(norm[:, None])
     torch.neg((logp.exp().mul_(logp)).sum(-1), out=entropy)
 
 
 def _by_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, after: AfterHead | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, behind: Behind,
     targets: Tensor, norm: Tensor, entropy: Tensor, by_logp: Tensor | None, by_entropy: Tensor | None, first: int,
 ) -> Tensor:  # fmt: skip
     """The gradient by what the head gives for the words from `first` on, [N, words] in the weight's type."""
-    if after is not None:  # behind the head: the chain rule
-        logits = final_logits(hidden, weight, bias, after)
-        slope = after.slope(logits)
+    every = slice(0, len(hidden))
+    if behind.after is not None:  # behind the head: the chain rule
+        logits = final_logits(hidden, weight, bias, behind.after)
+        slope = behind.after.slope(logits)
+        behind.restrict(logits, every, first)
         if on_gpu(hidden):
             launch_logprobs_backward(
                 logits, logits, targets, norm, entropy, by_logp, by_entropy, first, temperature
@@ -201,10 +228,11 @@ def _by_logits(
     if not on_gpu(hidden):
         grads = entropy, by_logp, by_entropy
         grad = logits_gradient(
-            scaled_logits(hidden, weight, bias, temperature).sub_(norm[:, None]), targets, *grads, first
-        )  # without a name, what is given is gone by now
+            behind.restrict(scaled_logits(hidden, weight, bias, temperature), every, first).sub_(norm[:, None]),
+            targets, *grads, first,
+        )  # without a name, what is given is gone by now  # fmt: skip
         return grad.div_(temperature).to(weight.dtype)
-    logits = float_logits(hidden, weight, bias)
+    logits = behind.restrict(float_logits(hidden, weight, bias), every, first)
     grad = logits if weight.dtype == torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
     launch_logprobs_backward(logits, grad, targets, norm, entropy, by_logp, by_entropy, first, temperature)
     return grad
@@ -281,15 +309,20 @@ class _KernelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
-        head: Matrix,
+        head: Matrix, support: SupportRows | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logprobs, entropy, norm = torch.empty(3, len(hidden), dtype=torch.float32).unbind()
-        wide = CELL if head.kernels.dtype == torch.bfloat16 else 1  # of a cell of words one number is kept
+        # of a cell of words one number is kept, unless some are left out
+        wide = CELL if head.kernels.dtype == torch.bfloat16 and support is None else 1
         for rows in chunks(len(hidden), chunk * wide // len(weight)):
-            result = head.logprobs(hidden[rows], targets[rows], temperature)
+            if support is None:
+                result = head.logprobs(hidden[rows], targets[rows], temperature)
+            else:  # divided as the engine does it (`sampler.given`)
+                logits = Behind(None, support).restrict(head.floats(hidden[rows]).div_(temperature), rows, 0)
+                result = head.kernels.logprobs(logits, targets[rows], 1.0)
             logprobs[rows], norm[rows], entropy[rows] = result
         ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
-        ctx.temperature, ctx.chunk, ctx.head = temperature, chunk, head
+        ctx.temperature, ctx.chunk, ctx.head, ctx.support = temperature, chunk, head, support
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -297,7 +330,7 @@ class _KernelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
         if grads[0] is None and grads[1] is None:
-            return (None,) * 7
+            return (None,) * 8
         head: Matrix = ctx.head
         k = head.kernels
         count, extra = len(hidden), -len(hidden) % 32  # products want whole tiles; rows of zeros have no gradient
@@ -319,6 +352,9 @@ class _KernelLogprobs(torch.autograd.Function):
             logits = k.gemm_float(part, packed) if rounded else part @ hidden.T
             if bias is not None:
                 logits += bias[words, None]
+            if ctx.support is not None:
+                outside = ctx.support.outside(slice(0, count), words.start, len(part))
+                logits[:, :count].masked_fill_(outside.T, OUTSIDE)
             grad = k.logprobs_backward(logits, *context, words.start)
             del logits  # before their gradient is laid out, and before the next
             if rounded:
@@ -335,7 +371,7 @@ class _KernelLogprobs(torch.autograd.Function):
             del grad
         by_weight = None if into is None else unless_placed(weight, into)
         found_bias = None if bias is None or by_bias is None else deposit(bias, by_bias)
-        return by_hidden.T[:count].to(hidden.dtype).contiguous(), by_weight, found_bias, None, None, None, None
+        return by_hidden.T[:count].to(hidden.dtype).contiguous(), by_weight, found_bias, None, None, None, None, None
 
 
 def chunks(n: int, size: int) -> list[slice]:

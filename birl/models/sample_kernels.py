@@ -94,12 +94,31 @@ def truncated(logits_ptr, words, temperature, peak, top_k, top_p, log_min_p, BLO
 
 
 @triton.jit
+def masses(logits_ptr, at, words, temperature, peak, least, end, LIMITS: tl.constexpr):
+    """Of words, 0 of those that are not kept."""
+    logit = tempered(logits_ptr, at, words, temperature)
+    p = tl.exp(logit - peak)
+    if LIMITS:
+        p = tl.where((logit > least) | ((logit == least) & (at < end)), p, 0.0)
+    return p
+
+
+@triton.jit
+def tell(kept_ptr, at, inside, count, room):
+    """Write the words that are inside behind `count` others, as far as there is room; how many there are now."""
+    place = count + tl.cumsum(inside.to(tl.int32), axis=0)
+    tl.store(kept_ptr + place, at, mask=inside & (place <= room))
+    return count + tl.sum(inside.to(tl.int32), axis=0)
+
+
+@triton.jit
 def sample_kernel(
-    logits_ptr, temperature_ptr, uniform_ptr, limits_ptr, token_ptr, logprob_ptr, words,
-    LIMITS: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, temperature_ptr, uniform_ptr, limits_ptr, token_ptr, logprob_ptr, kept_ptr, words, room,
+    LIMITS: tl.constexpr, GIVEN: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row: the first word whose cumulative probability exceeds the uniform number, or, at temperature 0, the
-    likeliest; and its log-prob. GIVEN: the log-prob of the token that is there."""
+    likeliest; and its log-prob. GIVEN: the log-prob of the token that is there. KEPT: how many words are kept, too, and
+    which, the first `room` of them."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * words
     asked = tl.load(temperature_ptr + row)
@@ -113,6 +132,8 @@ def sample_kernel(
         place = start + tl.argmax(logit, axis=0)
         best = tl.where(higher > peak, place, best)
         peak = tl.maximum(higher, peak)
+    least = peak
+    end = words
     if LIMITS:
         top_k = tl.load(limits_ptr + 3 * row).to(tl.int32)
         top_p = tl.load(limits_ptr + 3 * row + 1)
@@ -120,14 +141,17 @@ def sample_kernel(
         least, end = truncated(logits_ptr, words, temperature, peak, top_k, top_p, log_min_p, BLOCK)
     total = 0.0
     last = 0
+    count = 0
+    kept_ptr += row * (room + 1)
     for start in range(0, words, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        logit = tempered(logits_ptr, at, words, temperature)
-        p = tl.exp(logit - peak)
-        if LIMITS:
-            p = tl.where((logit > least) | ((logit == least) & (at < end)), p, 0.0)
+        p = masses(logits_ptr, at, words, temperature, peak, least, end, LIMITS)
+        if KEPT:
+            count = tell(kept_ptr, at, p > 0.0, count, room)
         total += tl.sum(p, axis=0)
         last = tl.maximum(last, tl.max(tl.where(p > 0.0, at, 0), axis=0))
+    if KEPT:
+        tl.store(kept_ptr, count)
     if GIVEN:
         token = tl.load(token_ptr + row).to(tl.int32)
     else:
@@ -136,10 +160,7 @@ def sample_kernel(
         token = words
         for start in range(0, words, BLOCK):  # block sums once more, in the same order: `before` ends as `total`
             at = start + tl.arange(0, BLOCK)
-            logit = tempered(logits_ptr, at, words, temperature)
-            p = tl.exp(logit - peak)
-            if LIMITS:
-                p = tl.where((logit > least) | ((logit == least) & (at < end)), p, 0.0)
+            p = masses(logits_ptr, at, words, temperature, peak, least, end, LIMITS)
             here = tl.min(tl.where((before + tl.cumsum(p, axis=0) > point) & (p > 0.0), at, words), axis=0)
             token = tl.minimum(token, here)
             before += tl.sum(p, axis=0)

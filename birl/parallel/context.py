@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from birl.data.pack import Batch
+from birl.data.support import SupportRows
 from birl.errors import BirlError
 from birl.models import varlen
 from birl.models.attention import Layout, Packed, Variant, area
@@ -39,13 +40,15 @@ from birl.parallel.ranks import Ranks
 @dataclass(frozen=True, slots=True)
 class ContextShard:
     """What a rank computes of a micro-batch. tokens, positions [t]; source, targets: of the trained tokens that are
-    predicted from a token of its own; order [N]: the trained tokens rank by rank; counts: how many each rank has."""
+    predicted from a token of its own, support: what these were drawn from; order [N]: the trained tokens rank by rank;
+    counts: how many each rank has."""
 
     tokens: Tensor
     positions: Tensor
     layout: Layout
     source: Tensor
     targets: Tensor
+    support: SupportRows | None = None
     order: Tensor | None = None
     counts: tuple[int, ...] = ()
     group: Any = None
@@ -58,7 +61,7 @@ class ContextShard:
 def whole(batch: Batch) -> ContextShard:
     """Everything, where no other rank shares a row."""
     layout = Packed(batch.trees, batch.tokens.device)
-    return ContextShard(batch.tokens, batch.positions, layout, batch.source, batch.targets)
+    return ContextShard(batch.tokens, batch.positions, layout, batch.source, batch.targets, batch.support)
 
 
 def split(batch: Batch, ranks: Ranks) -> ContextShard:
@@ -87,6 +90,7 @@ def split(batch: Batch, ranks: Ranks) -> ContextShard:
         layout=layout,
         source=source[chosen] - rank * len(mine),
         targets=batch.targets[chosen],
+        support=batch.support and batch.support.rows(chosen),
         order=order,
         counts=counts,
         group=group,

@@ -9,6 +9,7 @@ import numpy as np
 
 from birl.algorithms.reduce import Denominator
 from birl.data.sequences import observations
+from birl.support import Support
 from birl.types import Group, Outcome, Sample, Trajectory, Turn
 
 
@@ -124,6 +125,7 @@ def samples(trajectory: Trajectory, advantage: float | Sequence[float], group: i
                 group=group,
                 episode=episode,
                 routes=routes(trajectory, chain),
+                support=support(trajectory, chain),
                 policy=chain.last.policy,
             )
         )
@@ -139,6 +141,12 @@ def routes(trajectory: Trajectory, chain: Chain) -> bytes:
     for completion, _ in completions:
         result += completion.routes[len(result) :]
     return result.ljust(len(chain) * size, b"\xff")
+
+
+def support(trajectory: Trajectory, chain: Chain) -> Support | None:
+    """The words that its trained tokens were drawn from."""
+    completions = [trajectory.turns[number].completion for number, _ in chain.turns]
+    return Support.joined([(c.support, len(c.tokens)) for c in completions])
 
 
 def token_rewards(trajectory: Trajectory, rewards: Sequence[float]) -> list[list[float]]:

@@ -16,6 +16,7 @@ from typing import Any
 from birl.errors import BirlError
 from birl.rollout.pipeline import Step
 from birl.seeds import derive_seed
+from birl.support import Support
 from birl.track.log import read_jsonl
 from birl.types import (
     PICTURES,
@@ -117,6 +118,12 @@ async def resample(steps: list[Step], version: int, engine: Engine, params: Samp
                     f"Group {index}, episode {episode}, turn {number}: token {first + place} of version {version} was "
                     f"{name} {then[place : place + 1]} and is {now[place : place + 1]} now."
                 )
+        own, before = (c.support and c.support.part(slice(first, last)) for c in (result, recorded))
+        if own != before:
+            raise BirlError(
+                f"Group {index}, episode {episode}, turn {number}: tokens {first} to {last - 1} of version {version} "
+                "were drawn from other words than now."
+            )
         return last - first
 
     return sum(await asyncio.gather(*(one(*piece) for piece in pieces)))
@@ -177,6 +184,7 @@ def _group_to(group: Group) -> dict[str, Any]:
                         "versions": turn.completion.versions.tolist(),
                         "stop": str(turn.completion.stop),
                         "routes": turn.completion.routes.hex(),
+                        **_support_to(turn.completion.support),
                         "reward": turn.reward,
                         "agent": turn.agent,
                         **({"policy": turn.policy} if turn.policy else {}),
@@ -207,6 +215,11 @@ def _group_from(row: Mapping[str, Any], run: Path) -> Group:
     )
 
 
+def _support_to(support: Support | None) -> dict[str, Any]:
+    """Only where there is one: most records have none."""
+    return {} if support is None else {"support": {n: getattr(support, n).tolist() for n in ("counts", "ids")}}
+
+
 def _message_to(message: Message) -> dict[str, Any]:
     """Of pictures the digests: the run's folder has the files."""
     return asdict(replace(message, pictures=())) | {"pictures": [picture.digest for picture in message.pictures]}
@@ -232,6 +245,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
                     versions=turn["versions"],
                     stop=Stop(turn["stop"]),
                     routes=bytes.fromhex(turn["routes"]),
+                    support=Support(**turn["support"]) if "support" in turn else None,
                 ),
                 reward=number(turn["reward"]),
                 agent=turn["agent"],

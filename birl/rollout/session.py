@@ -233,7 +233,10 @@ class Session:
 
     async def _generate(self, engine: Engine, prompt: tuple[int, ...], params: SamplingParams) -> Completion:
         try:
-            return (await engine.generate(prompt, params, self.id)).possible()
+            result = (await engine.generate(prompt, params, self.id)).possible()
+            if params.told and len(result.tokens) and result.support is None:
+                raise BirlError("The engine does not say from which words it drew tokens; training needs to know.")
+            return result
         except Exception as error:
             raise EngineFailed from error
 

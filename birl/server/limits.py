@@ -14,6 +14,7 @@ import numpy as np
 from starlette.requests import Request
 
 from birl.hosts import is_own_name
+from birl.support import MOST
 from birl.types import SamplingParams
 
 T = TypeVar("T")
@@ -214,6 +215,7 @@ def problem(params: SamplingParams, vocabulary: int) -> tuple[str, str] | None:
         ("temperature", p.temperature == 0 or COLDEST <= p.temperature <= HOTTEST, f"must be 0 or at least {COLDEST}"),
         ("top_p", 0 < p.top_p <= 1, "must be more than 0 and at most 1"),
         ("top_k", 0 <= p.top_k < 2**31, "must be at least 0 (0: off) and less than 2^31"),
+        ("support", not p.support or 0 < p.top_k <= MOST, f"needs top_k, from 1 to {MOST}"),
         ("min_p", 0 <= p.min_p <= 1, "must be at least 0 and at most 1"),
         ("seed", p.seed is None or 0 <= p.seed < 2**64, "must be at least 0 and less than 2^64"),
         ("stop", all(p.stop), "must not have an empty string"),

@@ -42,6 +42,7 @@ from birl.rollout.failures import start
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
 from birl.rollout.tasks import Loaded, limits_in, load_rows, total_steps
+from birl.support import WORDS
 from birl.train.credit import Credit, taught_by
 from birl.train.objective import Objective, keeps_reference, surrogate_of
 from birl.train.parts import Parts
@@ -423,11 +424,14 @@ def credit_of(config: schema.RL, pair_cost: float = 0.0, **models: Any) -> Credi
 
 
 def sampling(config: schema.Rollout) -> SamplingParams:
+    """Where words are left out, engines say which were not: log-probs are over the same ones."""
+    truncates = config.top_k > 0 or config.top_p < 1 or config.min_p > 0
     return SamplingParams(
         max_tokens=config.max_tokens,
         temperature=config.temperature,
         top_p=config.top_p,
-        top_k=config.top_k,
+        top_k=config.top_k or (WORDS if truncates else 0),
         min_p=config.min_p,
         stop=tuple(config.stop),
+        support=truncates,
     )

@@ -146,9 +146,13 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"data__validation_data_split": "test"}, ["data.validation is empty"]),
         ({"data__max_validation_samples": 5}, ["no held-out data"]),
         ({"data__system_prompt": "x", "data__apply_chat_template": False}, ["data.system_prompt"]),
-        ({"rollout__top_p": 0.9}, ["rollout.top_p=0.9", "another", "rollout.top_p=1"]),
-        ({"rollout__top_k": 50}, ["rollout.top_k=50", "rollout.top_k=0"]),
-        ({"rollout__min_p": 0.1}, ["rollout.min_p=0.1", "rollout.min_p=0"]),
+        ({"rollout__top_p": 0.9, "engine__kind": "vllm"}, ["rollout.top_p=0.9", "engine.kind=vllm", "rollout.top_p=1"]),
+        ({"rollout__min_p": 0.1, "engine__kind": "sglang"}, ["rollout.min_p=0.1", "rollout.min_p=0"]),
+        (
+            {"rollout__top_k": 50, "algorithm__teacher": "http://a:1/v1/completions#t"},
+            ["rollout.top_k=50", "over all words", "rollout.top_k=0"],
+        ),
+        ({"rollout__top_k": 10**5}, ["rollout.top_k=100000", "65536"]),
         ({"rollout__temperature": 0.0}, ["rollout.temperature=0", "greedy"]),
         ({"rollout__max_staleness": 1, "weights__sync_every": 3, "engine__kind": "birl"}, ["weights.sync_every=2"]),
         ({"rollout__max_staleness": 1, "rollout__order_window": 9}, ["x prompts = 8"]),
@@ -321,7 +325,7 @@ def test_a_value_that_cannot_be_is_one_problem_not_several(words: dict[str, obje
 
 def test_all_problems_come_at_once():
     with pytest.raises(BirlError) as error:
-        check(config(rollout__top_p=0.5, optimizer__schedule="linaer", seed=-1))
+        check(config(rollout__top_k=10**6, optimizer__schedule="linaer", seed=-1))
     text = str(error.value)
     assert len(text.splitlines()) == 3 and "Did you mean linear?" in text
 

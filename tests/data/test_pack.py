@@ -12,6 +12,7 @@ from birl.data.pack import pack
 from birl.data.trees import Tree, ways
 from birl.errors import BirlError
 from birl.models.attention import places
+from birl.support import Support
 from birl.types import Sample
 
 
@@ -39,6 +40,19 @@ def groups(seed: int, count: int = 4, size: int = 3) -> list[Sample]:
         prompt = ids(2, 9)
         found += [make(prompt, ids(1, 7), group, e, rng.uniform(-1, 1)) for e in range(size)]
     return found
+
+
+def drawn(samples: list[Sample], seed: int = 0, words: int = 300) -> list[Sample]:
+    """With supports: what every trained token was drawn from, 1 to 40 words and itself; a third of the samples has
+    none, and some tokens of the others were drawn from all words."""
+    rng, result = random.Random(seed), []
+    for number, sample in enumerate(samples):
+        rows = [
+            None if rng.random() < 0.2 else np.array(sorted({token, *rng.sample(range(words), rng.randint(1, 40))}))
+            for token in sample.tokens[sample.mask].tolist()
+        ]
+        result.append(replace(sample, support=Support.of(rows) if number % 3 else None))
+    return result
 
 
 def branched(seed: int, count: int = 12, longest: int = 14, words: int = 2) -> list[Sample]:

@@ -68,6 +68,7 @@ class Bench:
                 advantage=1.0,
                 group=i,
                 episode=0,
+                support=c.support,
             )
             for i, (p, c) in enumerate(zip(prompts, completions, strict=True))
         ]
@@ -96,6 +97,54 @@ def test_with_kernels_they_agree_bit_for_bit(
     completions = bench.generate(prompts, seeded(len(prompts), temperature=temperature))
     gap = bench.gap(prompts, completions)
     assert (gap == 0).all() if dtype == torch.bfloat16 else gap.abs().max() <= 1e-6  # float32 products are oneDNN's
+
+
+TRUNCATED: list[dict[str, object]] = [
+    {"top_k": 20}, {"top_k": 60, "top_p": 0.8}, {"top_k": 320, "min_p": 0.3}, {"top_k": 1}, {},
+    {"top_k": 200, "top_p": 0.95, "min_p": 0.01},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_they_agree_over_the_words_that_were_kept(
+    tiny: Path, compute: ThreadPoolExecutor, dtype: torch.dtype, temperature: float
+) -> None:
+    """Top-k, top-p and min-p side by side. The learner is told the words: with its own logits it would often keep
+    others once it has moved, and its log-probs over all words are others anyway."""
+    bench = Bench(tiny, compute, dtype, temperature=temperature)
+    params = [replace(p, temperature=temperature, support=bool(o), **o)  # type: ignore[arg-type]
+              for p, o in zip(seeded(len(PROMPTS)), TRUNCATED, strict=True)]  # fmt: skip
+    completions = [c.possible() for c in bench.generate(PROMPTS, params)]
+    gap = bench.gap(PROMPTS, completions)
+    assert gap.abs().max() <= (0.3 if dtype == torch.bfloat16 and not bench.engine.runner.same_bits else 1e-5)
+    if bench.engine.runner.same_bits:
+        told = [(p, c) for p, c in zip(PROMPTS, completions, strict=True) if c.support is not None]
+        assert (bench.gap([p for p, _ in told], [c for _, c in told]) == 0).all()
+    for completion, options in zip(completions, TRUNCATED, strict=True):
+        assert (completion.support is not None) == bool(options)
+        if completion.support is not None:
+            assert completion.support.counts.min() > 0 and completion.support.counts.max() <= int(options["top_k"])  # type: ignore[call-overload]
+    whole = [replace(c, support=None) for c in completions]
+    assert bench.gap(PROMPTS, whole).abs().mean() > 0.05
+
+
+def test_given_tokens_say_what_they_were_drawn_from(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    """The beginning of an answer that an engine had to give back: it is scored as it was drawn, and goes on as it would
+    have. A token that could not have been drawn now counts as drawn from all words."""
+    bench = Bench(tiny, compute)
+    asked = SamplingParams(max_tokens=20, seed=5, top_k=4, top_p=0.9, support=True, ignore_eos=True)
+    (answer,) = bench.generate([PROMPTS[2]], [asked])
+    (again,) = bench.generate([PROMPTS[2]], [replace(asked, forced=answer.ids[:9])])
+    assert again.ids == answer.ids and again.support == answer.support
+    assert again.logprobs.tolist() == pytest.approx(answer.logprobs.tolist(), abs=1e-6)
+    assert answer.support is not None
+    other = next(i for i in range(3, 300) if i not in answer.support.ids[: answer.support.counts[0]])
+    (given,) = bench.generate([PROMPTS[2]], [replace(asked, forced=(other,))])
+    assert given.possible().support is not None and given.support.counts[0] == 0 < given.support.counts[1]  # type: ignore[union-attr]
+    assert bench.gap([PROMPTS[2]], [given]).abs().max() <= 1e-5
+    with pytest.raises(BirlError, match="top_k bounds the words"):
+        bench.generate([PROMPTS[2]], [replace(asked, top_k=0)])
 
 
 def test_they_agree_after_training_moved_the_weights(tiny: Path, compute: ThreadPoolExecutor) -> None:

@@ -45,9 +45,13 @@ LIMITED: list[dict[str, float]] = [
     {"top_p": 0.9}, {"temperature": 0.0, "top_k": 3}, {"temperature": 0.7, "top_k": 20}, {}, {"min_p": 0.1},
     {"top_k": 1},
 ]  # fmt: skip
+TOLD: list[dict[str, float]] = [
+    {"top_k": 9, "support": True}, {"support": True, "top_k": 12, "top_p": 0.9}, {"top_p": 0.7}, {},
+    {"support": True, "temperature": 0.0, "top_k": 3}, {"support": True, "top_k": 320, "min_p": 0.5},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [WHOLE, LIMITED])
+@pytest.mark.parametrize("options", [WHOLE, LIMITED, TOLD])
 def test_bursts_give_what_single_steps_give(
     plain: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, sizes: list[tuple[int, int]],
     options: list[dict[str, float]],
@@ -62,7 +66,8 @@ def test_bursts_give_what_single_steps_give(
     assert [c.stop for c in found] == [c.stop for c in expected]
     for a, b in zip(found, expected, strict=True):
         assert a.logprobs.tolist() == pytest.approx(b.logprobs.tolist(), abs=1e-5)
-        assert a.versions.tolist() == b.versions.tolist()
+        assert a.versions.tolist() == b.versions.tolist() and a.support == b.support
+    assert [c.support is not None for c in found] == [("support" in o and o.get("temperature") != 0) for o in options]
 
 
 @pytest.mark.parametrize("options", [{"max_batch": 2}, {"kv_cache_gb": 3 * 2 * 2 * 2 * 32 * 16 * 4 / 2**30}])
@@ -97,7 +102,9 @@ def test_graphs_are_made_for_powers_of_two_and_kept_while_nothing_moves(
     bench = Bench(plain, compute)
     bench.generate(PROMPTS, seeded(6, ignore_eos=True))
     first = bench.engine.runner.graphs
-    assert first is not None and {*first.made} == {(n, graphs.NARROWEST, False) for n in (1, 8)}  # a prompt of 1 token
+    assert first is not None and {*first.made} == {
+        (n, graphs.NARROWEST, False, 0) for n in (1, 8)
+    }  # a prompt of 1 token
     assert max(count for _, count in sizes) == AHEAD
     for tensor in bench.learner.masters.tensors.values():
         tensor.grad = torch.randn_like(tensor)
@@ -123,7 +130,7 @@ def test_rows_that_fill_up_touch_the_scratch_page_alone() -> None:
 
     keep: Callable[[Callable[[], None]], Callable[[], None]] = lambda work: work  # noqa: E731
     made = Graphs(step, torch.device("cpu"), scratch=99, capture=keep)
-    found, logps = made.run(
+    found, logps, _ = made.run(
         tokens=[3, 7, 9], lengths=[31, 1, 64], tables=[[5, 6], [7], [8, 4, 2]], params=[GREEDY] * 3,
         uniforms=[[0.5] * 4] * 3, count=4,
     )  # fmt: skip

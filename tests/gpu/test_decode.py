@@ -43,7 +43,7 @@ def decoded(
     if fused:
         fused.join()
     with step:
-        result, logprobs = draw(
+        result, logprobs, _ = draw(
             runner.step_of_graph(tokens, lengths, table), uniforms, uniforms, limits if top_p else None
         )
     assert result.device == logprobs.device == CUDA and result.shape == (8,)

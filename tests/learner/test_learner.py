@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
-from tests.data.test_pack import branched, groups, make
+from tests.data.test_pack import branched, drawn, groups, make
 from tests.tiny import tiny_model
 from tests.zoo import build
 
@@ -46,11 +46,14 @@ def test_packing_changes_neither_loss_nor_gradient(capacity: int) -> None:
         torch.testing.assert_close(whole[name], alone[name], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["", "qwen3", "qwen3_moe", "lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["", "drawn from a part", "qwen3", "qwen3_moe", "lfm2", "qwen3_5_text"])
 def test_trees_of_any_depth_change_neither_loss_nor_gradient(kind: str) -> None:
-    """Dense on the kernels and without them, with experts, with states: against each sequence alone."""
-    policy = learner() if not kind else Learner(build(kind, initializer_range=0.05), dtype=torch.float32)
+    """Dense on the kernels and without them, with experts, with states: against each sequence alone. Samples may have
+    drawn the same token from different words."""
+    plain = kind in ("", "drawn from a part")
+    policy = learner() if plain else Learner(build(kind, initializer_range=0.05), dtype=torch.float32)
     samples = branched(5, count=16, longest=20)
+    samples = drawn(samples) if kind == "drawn from a part" else samples
     weights = [1 / (i + 2) for i in range(len(samples))]
     alone = [b for s, w in zip(samples, weights, strict=True) for b in pack([s], [w], 100)]
     ways = {"alone": alone, "whole": pack(samples, weights, 10_000), "cut": pack(samples[::-1], weights[::-1], 70, 2)}

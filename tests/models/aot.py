@@ -85,8 +85,9 @@ def launches(kind: torch.dtype) -> Iterator[Callable[[], Any]]:
         yield lambda a=by_logp, b=by_entropy: logprobs.launch_logprobs_backward(
             logits, grad, targets, one, one, a, b, 0, 1.0
         )
-    for limits, given in ((None, None), (tensor(single, rows, 3), None), (tensor(single, rows, 3), targets)):
-        yield lambda a=limits, b=given: sampler.launch_sample(logits, one, one, a, b)
+    three = tensor(single, rows, 3)
+    for limits, given, room in ((None, None, 0), (three, None, 0), (three, targets, 0), (three, None, 1024)):
+        yield lambda a=limits, b=given, c=room: sampler.launch_sample(logits, one, one, a, b, c)
 
 
 def attention(kind: torch.dtype, heads: int, kv_heads: int, size: int, wide: int) -> None:

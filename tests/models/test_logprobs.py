@@ -1,13 +1,18 @@
+import random
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from birl.data.support import SupportRows
 from birl.models import attention, logprobs, shape
+from birl.models.after_head import AfterHead
+from birl.models.decoder import decoder_for
 from birl.models.forward import logits
 from birl.models.logprobs import float_logits, token_logprobs
 from birl.models.shape import CHUNK
+from birl.support import Support
 from tests.tiny import tiny_model
 
 
@@ -136,3 +141,53 @@ def test_the_peak_does_not_grow_with_vocabulary_times_tokens() -> None:
     """1,000 tokens of 65,536 words: one copy of all logits would be 250 MiB in float32."""
     done = subprocess.run([sys.executable, "-c", PEAK, "65536"], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 65536 * 1000 * 4 / 2
+
+
+def drawn_from(sets: list[list[int]]) -> SupportRows:
+    return SupportRows.of(Support(counts=tuple(map(len, sets)), ids=tuple(i for s in sets for i in sorted(s))))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("kind", ["plain", "capped", "float32", "bfloat16"])
+def test_with_supports_they_are_those_of_the_words_that_are_left(kind: str, temperature: float) -> None:
+    """Value, entropy and gradient, against a log-softmax of -inf elsewhere, in float64; with the kernels' head, too. A
+    support may be one word, a few in any chunk, or everything."""
+    rng, words, rows = random.Random(0), 320, 45
+    sets = [sorted(rng.sample(range(words), rng.choice([1, 2, 5, 60, 200]))) for _ in range(rows)]
+    targets = torch.tensor([rng.choice(own) for own in sets])
+    sets[7], sets[30] = [], []
+    model = tiny_model().to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    model.set_attn_implementation(attention.NAME)
+    decoder = decoder_for(model) if kind in ("float32", "bfloat16") else None
+    if kind in ("float32", "bfloat16") and decoder is None:
+        pytest.skip("no kernels here")
+    generator = torch.Generator().manual_seed(0)
+    head = model.lm_head
+    hidden = (3 * torch.randn(rows, 64, generator=generator)).to(head.weight.dtype).requires_grad_()
+    up = torch.randn(2, rows, generator=generator)
+    after = AfterHead(scale=0.5, cap=3.0) if kind == "capped" else None
+    logp, entropy = token_logprobs(hidden, head, targets, temperature, 320 * 50 // 7, decoder, after, drawn_from(sets))
+    (logp * up[0] + entropy * up[1]).sum().backward()
+    exact = [p.detach().double().requires_grad_() for p in (hidden, head.weight)]
+    logits = exact[0] @ exact[1].T
+    logits = (logits if after is None else 3.0 * (0.5 * logits / 3.0).tanh()) / temperature
+    left = torch.zeros(rows, words, dtype=torch.bool)
+    for row, own in enumerate(sets):
+        left[row, own or slice(None)] = True
+    full = logits.masked_fill(~left, -1e30).log_softmax(-1)
+    wanted, spread = full.gather(1, targets[:, None])[:, 0], -(full.exp() * full).sum(-1)
+    expected = torch.autograd.grad((wanted * up[0] + spread * up[1]).sum(), exact)
+    torch.testing.assert_close(logp.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), spread, atol=1e-5, rtol=1e-5)
+    close = {"atol": 0.05, "rtol": 0.02} if kind == "bfloat16" else {"atol": 1e-5, "rtol": 1e-4}
+    for found, want in zip((hidden.grad, head.weight.grad), expected, strict=True):
+        torch.testing.assert_close(found.double(), want, **close)  # pyright: ignore
+
+
+def test_supports_of_some_rows() -> None:
+    """In any order, as ranks of a row have them."""
+    sets = [[1, 2], [], [5], [0, 3, 4], []]
+    own = drawn_from(sets).rows(torch.tensor([3, 1, 0, 2]))
+    wanted = drawn_from([sets[i] for i in (3, 1, 0, 2)])
+    assert own.ids.tolist() == wanted.ids.tolist() and list(own.starts) == list(wanted.starts)
+    assert own.outside(slice(1, 4), 1, 4).int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1]]

@@ -101,8 +101,14 @@ def test_the_kernel_draws_the_same(words: int) -> None:
     tempered = (logits / temperatures.where(temperatures > 0, 1.0)[:, None]).double()
     for with_limits in (False, True):
         use = limits.to(DEVICE) if with_limits else None
-        tokens, logps = launch_sample(logits.clone(), temperatures, uniforms.to(DEVICE), use)
+        room = 64 if with_limits else 0
+        tokens, logps, told = launch_sample(logits.clone(), temperatures, uniforms.to(DEVICE), use, room=room)
         expected = tempered if use is None else restrict(tempered, use.double())
+        if told is not None:
+            for row, own in zip(told.tolist(), expected, strict=True):  # of many words rounding decides about the last
+                words = (own > -math.inf).nonzero()[:, 0].tolist()
+                assert abs(row[0] - len(words)) <= (2 if len(words) > room else 0)
+                assert row[1 : 1 + row[0]] == words or len(words) > room
         expected = expected.log_softmax(-1)
         torch.testing.assert_close(logps.double(), expected.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
         greedy = temperatures == 0
@@ -117,7 +123,7 @@ def test_given_tokens_get_the_log_probs_of_drawn_ones(monkeypatch: pytest.Monkey
     monkeypatch.setattr("birl.engine.sampler.on_gpu", lambda x: True)
     logits = normal(500).to(DEVICE)
     asked = params(temperature=0.8, top_p=0.7)
-    drawn, logps = draw(
+    drawn, logps, _ = draw(
         logits.repeat(9, 1), torch.full((9,), 0.8, device=DEVICE), torch.rand(9, device=DEVICE), limited(9, top_p=0.7)
     )
     assert torch.equal(given(logits.repeat(9, 1), drawn.tolist(), asked), logps)

@@ -11,7 +11,8 @@ from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
 from birl.parallel.ranks import Grid, Ranks
-from tests.data.test_pack import groups
+from birl.types import Sample
+from tests.data.test_pack import drawn, groups
 from tests.parallel.processes import on_ranks
 from tests.tiny import tiny_model, tiny_moe
 
@@ -76,6 +77,25 @@ def alone() -> Outcome:
 def test_more_ranks_change_no_number(grid: Grid, alone: Outcome) -> None:
     for found in on_ranks(grid, trained, {}):
         same(found, alone, 1e-5)
+
+
+def drawn_groups(seed: int) -> list[Sample]:
+    return drawn(groups(seed), seed)
+
+
+def trained_on_drawn(ranks: Ranks) -> Outcome:
+    return trained(ranks, {"samples": drawn_groups, "model": tiny_model(heads=4, kv_heads=2)})
+
+
+@pytest.mark.parametrize(
+    "grid", [Grid(ddp=2), Grid(fsdp=2), Grid(cp=2), Grid(cp=2, context="ulysses"), Grid(tp=2), Grid(cp=2, tp=2)],
+    ids=lambda g: f"{g} {g.context}",
+)  # fmt: skip
+def test_supports_are_those_of_one_rank(grid: Grid) -> None:
+    """Also where a rank has a part of a row's tokens, or of the vocabulary."""
+    wanted = trained_on_drawn(Ranks())
+    for found in on_ranks(grid, trained_on_drawn):
+        same(found, wanted, 2e-5)
 
 
 def same(found: Outcome, wanted: Outcome, near: float) -> None:

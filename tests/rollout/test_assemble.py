@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from birl.rollout.assemble import Usage, by_agent, has_signal, samples, token_rewards, turn_rewards
+from birl.support import Support
 from birl.types import Completion, Group, Outcome, Stop, Task, Trajectory, Turn
 
 
@@ -32,6 +33,24 @@ def test_turns_that_extend_each_other_are_one_sample() -> None:
     assert [int(m) for m in sample.mask] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert sample.versions.tolist() == [-1, -1, 3, 3, -1, -1, 4, 4]
     assert (sample.advantage, sample.group, sample.episode) == (0.5, 1, 2)
+
+
+def test_the_words_of_a_turn_stay_with_its_tokens() -> None:
+    """Also of a token that was drawn from all words, and of turns that say nothing."""
+    plain, told = turn((1, 5), (6, 2)), turn((1, 5, 6, 2, 8), (7, 2))
+    words = Support(counts=(3, 0), ids=(4, 7, 9))
+    told = replace(told, completion=replace(told.completion, support=words))
+    (sample,) = samples(trajectory(turns=(plain, told)), 0.5, 1, 2)
+    assert sample.support == Support(counts=(0, 0, 3, 0), ids=(4, 7, 9))
+    (sample,) = samples(trajectory(turns=(plain,)), 0.5, 1, 2)
+    assert sample.support is None
+    with pytest.raises(ValueError, match="token 0 is none of the words"):
+        replace(told.completion, tokens=(5, 2)).possible()
+    for wrong in ({"counts": (2,), "ids": (4,)}, {"counts": (-1,), "ids": ()}, {"counts": (1,), "ids": (1.5,)}):
+        with pytest.raises(ValueError, match=r"support|is no id"):
+            Support(**wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="2 tokens, 1 supports"):
+        replace(told.completion, support=Support(counts=(1,), ids=(7,)))
 
 
 def test_a_rewritten_history_starts_a_new_sample() -> None:

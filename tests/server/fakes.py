@@ -5,8 +5,11 @@ import heapq
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
+import numpy as np
+
 from birl.engines.wire import Info
 from birl.errors import EngineDown, WeightsFailed
+from birl.support import Support
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 
@@ -125,7 +128,8 @@ class Fake:
         if self.garbage:
             raise EngineDown(f"{self.address} gave no completion: <html>")
         stop = Stop.LENGTH if len(tokens) == params.max_tokens else Stop.ABORT
-        return Completion(tokens=tuple(tokens), logprobs=(-1.0,) * len(tokens), versions=tuple(versions), stop=stop)
+        support = Support.of([np.array([token]) for token in tokens]) if params.told else None
+        return Completion.of(tokens, (-1.0,) * len(tokens), versions, stop, support=support)
 
     async def load(self, update: Update) -> Held:
         pid = self.pid

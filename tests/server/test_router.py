@@ -512,10 +512,12 @@ def test_an_answer_that_somebody_cut_goes_on(engine: str) -> None:
         seen: list[SamplingParams] = []
         for each in engines:
             each.generate = watched(each.generate, seen)  # type: ignore[method-assign]
-        asked = [asyncio.create_task(router.generate(PROMPT, params(50, seed=i))) for i in range(4)]
+        told = {"top_k": 9, "support": True}  # what the parts were drawn from is joined, too
+        asked = [asyncio.create_task(router.generate(PROMPT, params(50, seed=i, **told))) for i in range(4)]
         await asyncio.sleep(2.05)
         await engines[0].pause(abort=True)
         answers = await asyncio.gather(*asked)
+        assert all(a.support is not None and a.support.ids.tolist() == list(a.ids) for a in answers)
         assert all(len(a.ids) == 50 and a.stop is Stop.LENGTH for a in answers)
         assert [r.failures for r in router.table()] == [0, 0] and "draining" in states(router)[0]
         rest = seen[4:]

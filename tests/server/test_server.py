@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -75,6 +76,7 @@ def test_it_says_what_the_embedded_engine_says(server: Running, folders: list[Pa
     free = SamplingParams(max_tokens=60, temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, seed=11)
     for params in (
         free,
+        replace(free, support=True),
         SamplingParams(max_tokens=30, temperature=0),
         SamplingParams(max_tokens=60, stop=("e",), seed=5),
     ):

@@ -8,6 +8,7 @@ import pytest
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.rollout.replay import _group_from, _group_to
+from birl.support import Support
 from birl.types import (
     PICTURES,
     PLACE,
@@ -48,7 +49,8 @@ def test_a_step_is_written_down_whole(tmp_path: Path) -> None:
         Message(role="assistant", content="", thinking="Hm", tool_calls=(call,)),
         Message(role="tool", content="Rain", tool_call_id="1", name="weather"),
     )
-    said = Completion(tokens=(5, 2), logprobs=(-0.1, -0.2), versions=(3, 3), stop=Stop.STOP, routes=b"\x00\xff\x01\x02")
+    said = Completion(tokens=(5, 2), logprobs=(-0.1, -0.2), versions=(3, 3), stop=Stop.STOP, routes=b"\x00\xff\x01\x02",
+                      support=Support(counts=(2, 0), ids=(5, 8)))  # fmt: skip
     episode = Trajectory(turns=(Turn(prompt=(1, 4), completion=said),), reward=1.0, score=1.0, outcome=Outcome.OK)
     group = Group(index=1, task=Task(id="t", prompt=asked), trajectories=(episode,), start_version=3)
     assert _group_from(json.loads(json.dumps(_group_to(group))), tmp_path) == group

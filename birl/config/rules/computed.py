@@ -14,6 +14,7 @@ from birl.config.rules.unread import SINGLE
 from birl.config.schema import RL, SFT, Config, Eval, Stage, reward_functions
 from birl.config.words import capacity_setting, command, needed_setting, setting, value_of
 from birl.errors import did_you_mean
+from birl.support import MOST
 
 ADDRESSES = {  # where a tracker's address stands, with track.NAME=online
     "wandb": "export WANDB_BASE_URL=..., then track.wandb=online",
@@ -100,12 +101,20 @@ def _rewards(c: RL | Eval) -> Iterator[str]:
 
 
 def _sampling(c: RL) -> Iterator[str]:
+    kind, teacher = kind_of(c.engine), c.algorithm.teacher
     for key, off in (("rollout.top_p", 1), ("rollout.top_k", 0), ("rollout.min_p", 0)):
-        if value_of(c, key) != off:
+        if value_of(c, key) != off and kind in ("vllm", "sglang"):
             yield (
-                f"{setting(c, key)}: training samples from the whole distribution; the learner's log-probs would "
-                f"belong to another one, and the importance ratios would be wrong. Set {key}={off}."
+                f"{setting(c, key)}: the learner's log-probs must be over the words that a token was drawn from, and "
+                f"engine.kind={kind} does not say which these were; set engine.kind=embedded or birl, or {key}={off}."
             )
+        if value_of(c, key) != off and "://" in teacher and c.algorithm.teacher_divergence == "sampled":
+            yield (
+                f"{setting(c, key)}: algorithm.teacher={teacher} gives log-probs over all words, which are compared "
+                f"with ours over those that were kept; name a model's folder, or set {key}={off}."
+            )
+    if c.rollout.top_k > MOST:
+        yield f"{setting(c, 'rollout.top_k')}: engines tell at most {MOST} words of a token; set that, or 0."
     buffer, answer, longest, prompt = (
         *(c.algorithm.overlong_buffer, c.rollout.max_tokens),
         *(c.model.max_length, c.data.max_prompt_tokens),

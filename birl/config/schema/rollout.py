@@ -35,11 +35,11 @@ class Rollout(Section):
     temperature: Amount = 1.0
     """Sampling temperature; the learner's log-probs use it too."""
     top_p: Nucleus = 1.0
-    """Nucleus. Training refuses anything but 1: the learner's log-probs would belong to another distribution."""
+    """Nucleus. The learner's log-probs are over the same words (docs/algorithms.md#top-p-top-k-and-min-p)."""
     top_k: Whole = 0
-    """Sample among the k likeliest tokens, 0: off. Training refuses anything but 0."""
+    """Sample among the k likeliest tokens, 0: off; with top_p or min_p among at most 1,024."""
     min_p: Share = 0.0
-    """Drop tokens below min_p times the likeliest. Training refuses anything but 0."""
+    """Drop tokens below min_p times the likeliest."""
     stop: list[str] = field(default_factory=list)
     """Strings that end an answer; they stay part of it."""
     failed: Literal["drop", "drop_group"] = "drop"

@@ -1,0 +1,44 @@
+"""Supports of a micro-batch's predictions, and which logits they leave out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from birl.support import Support
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SupportRows:
+    """Of U predictions: how many words each has, counts [U] int64, 0 for all; the words, ids [K] int64; and where each
+    prediction's begin in them, U + 1 numbers, known to the host."""
+
+    counts: Tensor
+    ids: Tensor
+    starts: Sequence[int]
+
+    @classmethod
+    def of(cls, support: Support) -> "SupportRows":
+        counts = torch.from_numpy(support.counts).to(torch.int64)
+        return cls(counts, torch.from_numpy(support.ids).to(torch.int64), (0, *counts.cumsum(0).tolist()))
+
+    def to(self, device: torch.device | str) -> "SupportRows":
+        return replace(self, counts=self.counts.to(device), ids=self.ids.to(device))
+
+    def rows(self, chosen: Tensor) -> "SupportRows":
+        """Of the predictions `chosen` [C], in this order. Waits for the device."""
+        counts, device = self.counts[chosen], self.ids.device
+        ends = counts.cumsum(0)
+        first = (self.counts.cumsum(0) - self.counts)[chosen] - (ends - counts)
+        starts = (0, *ends.tolist())
+        place = torch.repeat_interleave(first, counts, output_size=starts[-1])
+        return SupportRows(counts, self.ids[place + torch.arange(starts[-1], device=device)], starts)
+
+    def outside(self, rows: slice, first: int, words: int) -> Tensor:
+        """[rows, words] bool: which of the words from `first` on a prediction's support leaves out."""
+        counts, ids = self.counts[rows], self.ids[self.starts[rows.start] : self.starts[rows.stop]] - first
+        row = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts, output_size=len(ids))
+        result = (counts > 0)[:, None].repeat(1, words + 1)
+        result[row, ids.where((ids >= 0) & (ids < words), words)] = False  # those of other words behind the last
+        return result[:, :words]
