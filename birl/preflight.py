@@ -13,7 +13,7 @@ from typing import Any
 from fsspec import available_protocols
 
 from birl.config import schema
-from birl.config.decided import ENGINES, SELF
+from birl.config.decided import ENGINES, SELF, addressed, teachers_of
 from birl.config.load import flatten
 from birl.data.early import check_data
 from birl.envs.open import check_world
@@ -58,6 +58,10 @@ def check_names(config: Any) -> None:
     for key in MODELS:
         if (path := keys.get(key)) and "://" not in path and path != SELF:
             check_model(key, path)
+    if isinstance(config, schema.RL) and config.algorithm.teachers:
+        for path in teachers_of(config).values():
+            if not addressed(path):
+                check_model("algorithm.teachers", path)
 
 
 def check_function(key: str, place: str, name: str) -> None:

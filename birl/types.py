@@ -335,7 +335,7 @@ class Sample:
     of all that is before the first trained token; None where there is none. `likely`: for the n trained tokens the k
     words that a served teacher finds likeliest, int64 [n, k], and log-probs of these and of all others as one, float32
     [n, k + 1]. `group` and `episode` say where the sample comes from, `policy` whose weights sampled and learn it,
-    where a run trains several.
+    where a run trains several, `teacher` which of several it is compared with.
 
     Columns may be given as any sequence of numbers; they become arrays: int32, bool or float32. Raises `ValueError`
     where they are not equally long, or the first token is trained.
@@ -359,6 +359,7 @@ class Sample:
     hinted: "Ints | None" = None
     likely: "tuple[NDArray[np.int64], Floats] | None" = None
     policy: str = ""
+    teacher: str = ""
 
     def __post_init__(self) -> None:
         become_arrays(self, ("hinted",))

@@ -16,6 +16,8 @@ UNCLIPPED = ("reinforce", "importance")  # surrogates without a bound
 AGAINST_BEHAVIOUR = ("gspo", "gmpo", "cispo", "sapo", "dppo")
 RATIOS = ("clip", *AGAINST_BEHAVIOUR)  # surrogates that differ only where the ratio is not 1
 
+TEACHER = re.compile(r"([\w.-]+)=(.+)")  # an entry of algorithm.teachers
+
 OWN = "my_file.py:MyEngine"  # stands for every class of the user's
 NAME = re.compile(r"[\w.-]+/[\w.-]+")  # experiment/trial
 LAUNCHED = "birl-launch/"  # names of engines that `birl launch` starts beside the run
@@ -86,6 +88,19 @@ def algorithm_notes(config: RL) -> list[str]:
         "algorithm.correction alone weighs answers of older weights. To bound their ratios, set "
         "algorithm.proximal=behaviour, or algorithm.updates_per_batch=2 or more."
     ]
+
+
+def teachers_of(config: RL) -> dict[str, str]:
+    """The model of each teacher by its name, which a single one has not; none without."""
+    keys = config.algorithm
+    if keys.teachers:
+        return {match[1]: match[2] for entry in keys.teachers if (match := TEACHER.fullmatch(entry))}
+    return {"": keys.teacher} if keys.teacher else {}
+
+
+def addressed(path: str) -> bool:
+    """Is a teacher behind an address?"""
+    return path.startswith(("http://", "https://"))
 
 
 def kind_of(engine: Engine) -> str:

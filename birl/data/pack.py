@@ -48,7 +48,7 @@ class Batch:
     hinted: the same samples behind prompts with a hint, for a teacher; its N, and its U, are in the order of this
     batch's, and its weights are 0 where a sample has no such prompt;
     likely [N, k] int64, likely_logprobs [N, k + 1]: what a served teacher says, where samples have it;
-    policy: whose weights all of it goes through, where a run trains several.
+    policy: whose weights all of it goes through, where a run trains several; teacher: whom all of it is compared with.
 
     Example: pack([Sample(...)], weights=[0.5], max_tokens=4096)[0]
     """
@@ -81,6 +81,7 @@ class Batch:
     likely: Tensor | None = None
     likely_logprobs: Tensor | None = None
     policy: str = ""
+    teacher: str = ""
 
     def to(self, device: torch.device | str) -> "Batch":
         given = [f.name for f in fields(self) if f.name not in ("predicted", "divergence", "observed_logprobs")]
@@ -100,8 +101,9 @@ def pack(
 ) -> list[Batch]:
     """All samples of one optimizer step as micro-batches, whose number is a multiple of `parts`; where there are too
     few samples for that, some train nothing. `parts` in order cost alike (`balance.py`). The samples of a group stay
-    together unless that alone exceeds max_tokens, and each policy has micro-batches of its own. Raises `BirlError` when
-    one sample exceeds it. Prompts with a hint are beside that bound: what reads them keeps nothing for a gradient.
+    together unless that alone exceeds max_tokens, and each policy and teacher has its own micro-batches. Raises
+    `BirlError` when one sample exceeds it. Prompts with a hint are beside that bound: what reads them keeps nothing for
+    a gradient.
 
     pair_cost: of a token and one that it attends to, by the cost of a token's products with weights.
     observed: of each sample the weight of its tokens that an environment wrote; without, those are not predicted.
@@ -114,25 +116,34 @@ def pack(
         )
     ids = sequences(samples)
     planned: list[list[list[int]]] = []
-    for policy in dict.fromkeys(s.policy for s in samples) or ("",):
-        own = [i for i, s in enumerate(samples) if s.policy == policy]
+    whose: list[dict[str, str]] = []  # of each micro-batch
+    for policy, teacher in owners(samples):
+        own = [i for i, s in enumerate(samples) if (s.policy, s.teacher) == (policy, teacher)]
         rows = micro_batches([ids[i] for i in own], [samples[i].group for i in own], max_tokens, parts, pair_cost)
         planned += [[[own[n] for n in cluster] for cluster in row] for row in rows]
+        whose += [{"policy": policy, "teacher": teacher}] * len(rows)
     if any(s.likely is not None for s in samples):
         batches = [_batch(clusters, ids, samples, weights, alone=True) for clusters in planned]
         batches = [_with_likely(batch, samples) for batch in batches]
     else:
         alone = any(s.hinted is not None or s.support is not None for s in samples)
         batches = [_batch(clusters, ids, samples, weights, alone, observed) for clusters in planned]
+    batches = [replace(batch, **own) for batch, own in zip(batches, whose, strict=True)]
     if all(s.hinted is None for s in samples):
         return batches
     told = [hinted(s) for s in samples]
     counted = [w * (s.hinted is not None) for s, w in zip(samples, weights, strict=True)]
     read = [s.tokens for s in told]
     return [
-        replace(batch, hinted=_batch(clusters, read, told, counted, alone=True))
-        for batch, clusters in zip(batches, planned, strict=True)
+        replace(batch, hinted=replace(_batch(clusters, read, told, counted, alone=True), **own))
+        for batch, clusters, own in zip(batches, planned, whose, strict=True)
     ]
+
+
+def owners(samples: Sequence[Sample]) -> list[tuple[str, str]]:
+    """Policy and teacher of samples, each pair once, those of a policy together."""
+    pairs = dict.fromkeys((s.policy, s.teacher) for s in samples)
+    return [pair for policy in dict.fromkeys(p for p, _ in pairs) for pair in pairs if pair[0] == policy] or [("", "")]
 
 
 def _with_likely(batch: Batch, samples: Sequence[Sample]) -> Batch:
@@ -159,6 +170,7 @@ def hinted(sample: Sample) -> Sample:
         group=sample.group,
         episode=sample.episode,
         support=sample.support,
+        teacher=sample.teacher,
     )
 
 
@@ -280,7 +292,6 @@ def _batch(
         observed_weights=_repeated(of_samples, [len(own) for own in read], torch.float32) if observed else None,
         routes=_routes(row, samples),
         support=_support(samples, numbers, [*counts, len(others)]),
-        policy=samples[numbers[0]].policy if numbers else "",
     )
 
 

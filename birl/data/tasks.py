@@ -10,7 +10,7 @@ import json
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -246,6 +246,18 @@ def answer_text(value: Any) -> str:
     text = str(value).strip()
     final = FINAL.search(text)
     return THOUSANDS.sub("", final[1]) if final else text
+
+
+def teacher_named(task: Task, column: str, names: Collection[str], where: str = "") -> str:
+    """Which of several teachers a row's column names. Raises `BirlError`."""
+    name: Any = task.columns.get(column)
+    if name not in names:
+        what = f"has no column {column!r} that names its teacher" if name is None else f"{column} is {name!r}"
+        raise BirlError(
+            f"algorithm.teachers: {where or task.id}: {what}; there are {', '.join(names)}. Name one of them, or "
+            "another column by algorithm.teacher_column."
+        )
+    return name
 
 
 def reader_of(rows: Rows, config: Data, chat: bool, hosts: tuple[str, ...] = ()) -> Reader:

@@ -4,9 +4,8 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from http.client import HTTPException
 from typing import Any
 
@@ -23,6 +22,22 @@ LEAST = 1e-9  # probability of the words that are not named: their log-probs are
 TIMEOUT = 300.0  # seconds a request may take
 
 
+class ServedTeachers:
+    """Those of a run by name; each is asked of its own samples."""
+
+    def __init__(self, addresses: Mapping[str, str], words: int) -> None:
+        self.each = {name: ServedTeacher(address, words) for name, address in addresses.items()}
+
+    def __call__(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor]:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(lambda s: self.each[s.teacher].logprobs(s), samples))
+
+    def likeliest(self, samples: Sequence[Sample], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each sample what `Sample.likely` holds, at temperature 1."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(lambda s: self.each[s.teacher].likeliest(s, k), samples))
+
+
 class ServedTeacher:
     """`algorithm.teacher=http://host:port/v1/completions`, with the model's name behind a `#` where the server has
     several. Tokens go and log-probs come; the server must read the policy's own vocabulary.
@@ -34,21 +49,12 @@ class ServedTeacher:
     def __init__(self, address: str, words: int) -> None:
         (self.address, _, self.model), self.words = address.partition("#"), words
 
-    def __call__(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor]:
-        """For each sample the log-probs of its trained tokens, at temperature 1."""
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(self._one, samples))
-
-    def likeliest(self, samples: Sequence[Sample], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each sample what `Sample.likely` holds, at temperature 1."""
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(partial(self._likeliest, k=k), samples))
-
-    def _one(self, sample: Sample) -> Tensor:
+    def logprobs(self, sample: Sample) -> Tensor:
+        """Of its trained tokens, at temperature 1."""
         each = [entry[token]["logprob"] for token, entry in self._places(sample, 0)]
         return torch.tensor(each, dtype=torch.float32)
 
-    def _likeliest(self, sample: Sample, k: int) -> tuple[np.ndarray, np.ndarray]:
+    def likeliest(self, sample: Sample, k: int) -> tuple[np.ndarray, np.ndarray]:
         places = [sorted(entry.items(), key=lambda item: item[1]["rank"])[:k] for _, entry in self._places(sample, k)]
         words = np.array([[int(word) for word, _ in place] for place in places], np.int64).reshape(-1, k)
         named = np.array([[said["logprob"] for _, said in place] for place in places], np.float64).reshape(-1, k)

@@ -5,7 +5,7 @@ told     micro-batch -> the teacher's hidden states, or its likeliest words
 then     the learner's forward pass makes of them one divergence for each trained token (`models/divergence.py`)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.algorithms.divergence import Divergence
+from birl.data.columns import by_sample
 from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.learner.learner import Learner
@@ -22,15 +23,19 @@ from birl.models.divergence import Everything, Head, Likeliest, likeliest, token
 from birl.models.forward import head
 from birl.models.vision import pictures_of
 from birl.text.pictures import FIRST
+from birl.types import Sample
+
+#: micro-batches and their samples -> for each sample the teacher's log-probs of its trained tokens
+Said = Callable[[Sequence[Batch], Sequence[Sample]], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
     """`function`: a row of `DIVERGENCES`. `top_k`: of so many likeliest words of the teacher and all others as one; 0:
-    of all words. Both distributions are at `temperature`. `student`: the model that learns. Without a `teacher` the
-    batch has the likeliest words of one that is served."""
+    of all words. Both distributions are at `temperature`. `student`: the model that learns. `teachers`: by the names
+    that batches have; without any the batch has the likeliest words of one that is served."""
 
-    teacher: Learner | None
+    teachers: Mapping[str, Learner]
     student: nn.Module
     function: Callable[[Tensor, Tensor], Divergence]
     top_k: int
@@ -38,14 +43,15 @@ class Distillation:
 
     def __call__(self, batch: Batch) -> Compared:
         """(every rank) Raises `BirlError` for a picture where the teacher reads text alone."""
-        if self.teacher is None:
+        if not self.teachers:
             if pictures_of(self.student) is not None and bool((batch.tokens >= FIRST).any()):
                 raise BirlError("A row has a picture, and a served teacher reads text alone: train on rows without.")
             assert batch.likely is not None and batch.likely_logprobs is not None
             return partial(self.compared, Likeliest(batch.likely, batch.likely_logprobs))
+        teacher = self.teachers[batch.teacher]
         with torch.no_grad():
-            hidden, weight, bias = self.teacher.outputs.states(batch.hinted or batch)
-            said = Everything(hidden, Head(weight, bias, after_head(self.teacher.model), self.temperature))
+            hidden, weight, bias = teacher.outputs.states(batch.hinted or batch)
+            said = Everything(hidden, Head(weight, bias, after_head(teacher.model), self.temperature))
             if self.top_k:
                 said = likeliest(said, self.top_k, min(len(weight), head(self.student).weight.shape[0]))
         return partial(self.compared, said)
@@ -54,3 +60,19 @@ class Distillation:
         """[U]."""
         own = Head(layer.weight, layer.bias, after_head(self.student), self.temperature)
         return token_divergence(hidden, own, said, self.function)
+
+
+def taught_by(models: Mapping[str, Learner], served: Said | None) -> Said:
+    """Frozen models by name, and those behind an address."""
+
+    def teacher(batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor]:
+        own = [b for b in batches if b.teacher in models]
+        said = next(iter(models.values())).each(own, lambda b: models[b.teacher].forward(b)) if models else []
+        result = by_sample(own, said, len(samples))
+        there = [n for n, s in enumerate(samples) if s.teacher not in models]
+        if served is not None and there:
+            for n, values in zip(there, served([], [samples[n] for n in there]), strict=True):
+                result[n] = values
+        return result
+
+    return teacher

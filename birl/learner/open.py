@@ -1,5 +1,6 @@
 """The learner that a configuration asks for, and the models beside it."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from birl.config import schema
-from birl.config.decided import SELF
+from birl.config.decided import SELF, addressed, teachers_of
 from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.learner.learner import Learner, Teacher
@@ -115,25 +116,35 @@ def distilled(
     """What compares the learner with its teacher over the vocabulary; None where nothing does. `own`: what
     algorithm.teacher=self means. Raises `BirlError`."""
     if isinstance(config, schema.RL):
-        keys, temperature, where = config.algorithm, config.rollout.temperature, "algorithm.teacher"
-        path, name, beta, top_k = keys.teacher, keys.teacher_divergence, keys.teacher_beta, keys.teacher_top_k
+        keys, temperature, paths = config.algorithm, config.rollout.temperature, teachers_of(config)
+        name, beta, top_k = keys.teacher_divergence, keys.teacher_beta, keys.teacher_top_k
     else:
-        keys, temperature, where = config.distill, 1.0, "distill.teacher"
-        path, name, beta, top_k = keys.teacher, keys.divergence, keys.beta, keys.top_k
-    if not path or name == "sampled":
+        keys, temperature, paths = config.distill, 1.0, {"": config.distill.teacher} if config.distill.teacher else {}
+        name, beta, top_k = keys.divergence, keys.beta, keys.top_k
+    if not paths or name == "sampled":
         return None
     from birl.algorithms.divergence import divergence
     from birl.learner.distillation import Distillation
 
-    teacher = own if path == SELF else None
-    if path != SELF and "://" not in path:
-        teacher = frozen(config, other_model(config, path, policy, where, ranks), ranks)
+    teachers = local_teachers(config, paths, policy, ranks, own)
     most = "algorithm.teacher_top_k" if isinstance(config, schema.RL) else "distill.top_k"
-    words = min(head(m).weight.shape[0] for m in (teacher.model if teacher else policy.model, policy.model))
+    words = min(head(m).weight.shape[0] for m in (*(t.model for t in teachers.values()), policy.model))
     if top_k >= words:
         raise BirlError(f"{most}={top_k}: learner and teacher have {words} words; set fewer, or 0 for all of them.")
     by = divergence(name, beta)
-    return Distillation(teacher=teacher, student=policy.model, function=by, top_k=top_k, temperature=temperature)
+    return Distillation(teachers=teachers, student=policy.model, function=by, top_k=top_k, temperature=temperature)
+
+
+def local_teachers(
+    config: schema.RL | schema.SFT, paths: Mapping[str, str], policy: Policy, ranks: Ranks, own: Learner | None
+) -> dict[str, Learner]:
+    """By name, those that are not behind an address. Raises `BirlError`."""
+    key = "distill.teacher" if isinstance(config, schema.SFT) else "algorithm.teacher" + "s" * ("" not in paths)
+    known: dict[str, Learner] = {} if own is None else {SELF: own}
+    for path in paths.values():
+        if not addressed(path) and path not in known:
+            known[path] = frozen(config, other_model(config, path, policy, key, ranks), ranks)
+    return {name: known[path] for name, path in paths.items() if path in known}
 
 
 def other_model(config: schema.RL | schema.SFT, path: str, policy: Policy, key: str, ranks: Ranks) -> nn.Module:

@@ -29,7 +29,7 @@ from torch import nn
 
 from birl import kernels
 from birl.config import schema
-from birl.config.decided import CRITIC, SELF
+from birl.config.decided import CRITIC, SELF, addressed, teachers_of
 from birl.engine.open import SHARE
 from birl.engine.pages import pages_for
 from birl.engine.scheduler import PREFILL
@@ -270,15 +270,18 @@ def beside_policy(module: Module, config: schema.RL, as_large: int, masters: int
 
 def teacher(module: Module, config: schema.RL) -> list[tuple[str, Shape]]:
     """Its purpose and its shape, which is the policy's where it is not on this machine; none without one."""
-    path, rate = config.algorithm.teacher, config.algorithm.teacher_rate
-    if not path or "://" in path or (path == SELF and rate == 1):
-        return []
-    if path == SELF:
-        return [("teacher, the first weights" if rate == 0 else "teacher, an average", module.shape)]
-    try:
-        return [("teacher", shape_of(path))]
-    except BirlError:
-        return [("teacher, if as large", module.shape)]
+    rate, result = config.algorithm.teacher_rate, list[tuple[str, Shape]]()
+    for name, path in teachers_of(config).items():
+        which = f"teacher {name}".strip()
+        if addressed(path) or (path == SELF and rate == 1):
+            continue
+        if path == SELF:
+            return [("teacher, the first weights" if rate == 0 else "teacher, an average", module.shape)]
+        try:
+            result.append((which, shape_of(path)))
+        except BirlError:
+            result.append((f"{which}, if as large", module.shape))
+    return result
 
 
 def servers(module: Module, config: schema.RL, rest: dict[str, int], gpu: bool) -> dict[str, int]:

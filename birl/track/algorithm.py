@@ -6,7 +6,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-TEACHER = "algorithm.teacher"  # a model, which no preset can name
+TEACHERS = ("algorithm.teacher", "algorithm.teachers")  # models, which no preset can name
 
 
 def algorithm(config: Mapping[str, Any]) -> str:
@@ -17,7 +17,7 @@ def algorithm(config: Mapping[str, Any]) -> str:
     own = {
         key.removeprefix("algorithm."): value
         for key, value in config.items()
-        if key.startswith("algorithm.") and key != TEACHER
+        if key.startswith("algorithm.") and key not in TEACHERS
     }
     if not own:
         return str(config.get("preference.loss") or ("rm" if "ranking.centering" in config else "sft"))

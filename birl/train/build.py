@@ -16,8 +16,18 @@ from birl.algorithms.custom import NamedFunction
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.blocked import interrupting
 from birl.config import schema
-from birl.config.decided import CRITIC, ENGINES, SELF, algorithm_notes, corrects, kind_of, proximal, remembers
-from birl.data.tasks import Tasks
+from birl.config.decided import (
+    CRITIC,
+    ENGINES,
+    addressed,
+    algorithm_notes,
+    corrects,
+    kind_of,
+    proximal,
+    remembers,
+    teachers_of,
+)
+from birl.data.tasks import Tasks, teacher_named
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache
 from birl.engine.policies import engines_of
@@ -25,7 +35,7 @@ from birl.engine.sampled import Sampled
 from birl.envs.open import World, check_world, open_world
 from birl.learner.comparison import GAPS, KEPT
 from birl.learner.learner import Learner
-from birl.learner.open import distilled, frozen, make_learner, other_model, own_teacher, replays
+from birl.learner.open import distilled, frozen, local_teachers, make_learner, other_model, own_teacher, replays
 from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.rewards import make_rewards, started
@@ -43,7 +53,7 @@ from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
 from birl.rollout.tasks import Loaded, limits_in, load_rows, total_steps
 from birl.support import WORDS
-from birl.train.credit import Credit, taught_by
+from birl.train.credit import Credit
 from birl.train.objective import Objective, keeps_reference, surrogate_of
 from birl.train.parts import Parts
 from birl.train.rl import Loop, Schedule
@@ -345,18 +355,22 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
 def teacher_of(config: schema.RL, policy: Policy, ranks: Ranks, own: Learner) -> dict[str, Any]:
     """What `Credit` asks a teacher: log-probs of the sampled tokens, or one that is served for its likeliest words.
     `own`: that of algorithm.teacher=self."""
-    keys, sampled = config.algorithm, config.algorithm.teacher_divergence == "sampled"
-    if keys.teacher.startswith(("http://", "https://")):
-        from birl.engines.teacher import ServedTeacher
+    paths, sampled = teachers_of(config), config.algorithm.teacher_divergence == "sampled"
+    result: dict[str, Any] = {}
+    if config.algorithm.teachers:
+        result["whose"] = partial(teacher_named, column=config.algorithm.teacher_column, names=tuple(paths))
+    served, asked = {name: path for name, path in paths.items() if addressed(path)}, None
+    if served:
+        from birl.engines.teacher import ServedTeachers
 
-        served = ServedTeacher(keys.teacher, head(policy.model).weight.shape[0])
-        return {"teacher": served} if sampled else {"likely": partial(served.likeliest, k=keys.teacher_top_k)}
-    if not keys.teacher or not sampled:
-        return {}
-    if keys.teacher == SELF:
-        return {"teacher": taught_by(own)}
-    model = other_model(config, keys.teacher, policy, "algorithm.teacher", ranks)
-    return {"teacher": taught_by(frozen(config, model, ranks))}
+        asked = ServedTeachers(served, head(policy.model).weight.shape[0])
+        if not sampled:
+            return result | {"likely": partial(asked.likeliest, k=config.algorithm.teacher_top_k)}
+    if paths and sampled:
+        from birl.learner.distillation import taught_by
+
+        result["teacher"] = taught_by(local_teachers(config, paths, policy, ranks, own), asked)
+    return result
 
 
 def hints_of(config: schema.RL, policy: Policy) -> "Hints | None":

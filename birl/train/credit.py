@@ -29,7 +29,7 @@ from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.rollout import assemble
 from birl.rollout.assemble import Unit
-from birl.types import Group, Outcome, Sample
+from birl.types import Group, Outcome, Sample, Task
 
 if TYPE_CHECKING:
     from birl.config import schema
@@ -66,6 +66,7 @@ class Credit:
     teacher: Teacher | None = None
     likely: Callable[[Sequence[Sample]], Sequence[Any]] | None = None  # a served teacher's words (`Sample.likely`)
     hints: "Hints | None" = None  # that a teacher sees
+    whose: Callable[[Task], str] | None = None  # of several teachers, which a row names
     learner: Learner | None = None  # where its log-probs before the first update are wanted
     weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of each reward function
     pair_cost: float = 0.0  # of `pack`
@@ -176,6 +177,9 @@ class Credit:
         ]
 
     def _hinted(self, sample: Sample, group: Group, episode: int) -> Sample:
+        """For whom it is, and what that sees."""
+        if self.whose is not None:
+            sample = replace(sample, teacher=self.whose(group.task))
         return sample if self.hints is None else self.hints.of(sample, group, episode)
 
     def _estimate(self, rewards: Tensor, units: Sequence[Unit], greedy: dict[int, float]) -> Tensor:
@@ -302,11 +306,6 @@ class Credit:
             s for s, o in zip(samples, outcomes, strict=True) if not (keys.mask_truncated and o is Outcome.TRUNCATED)
         ]
         return [s for s in result if s.advantage != 0] if keys.advantage == "best_and_worst" else result
-
-
-def taught_by(model: Learner) -> Teacher:
-    """A frozen model as the teacher."""
-    return lambda batches, samples: by_sample(batches, model.each(batches, model.forward), len(samples))
 
 
 def _by_episode(samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> dict[tuple[int, int], float]:

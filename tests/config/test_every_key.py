@@ -439,6 +439,8 @@ RL_CASES = {
     "algorithm.reject": Case("divergence", last("factor"), under=UNEQUAL),
     "algorithm.reject_limit": Case("1e-9", last("factor"), under="algorithm.reject=divergence " + UNEQUAL),
     "algorithm.teacher": Case("other", advantages),
+    "algorithm.teachers": Case("[seven=model,eight=other]", advantages),
+    "algorithm.teacher_column": Case("other", advantages, under="algorithm.teachers=[seven=other,eight=model]"),
     "algorithm.teacher_coef": Case("2", advantages, under="algorithm.teacher=other"),
     "algorithm.teacher_divergence": Case("jsd", last("divergence"), under="algorithm.teacher=other"),
     "algorithm.teacher_beta": Case("0.1", last("divergence"), under=TAUGHT),
@@ -790,7 +792,8 @@ def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
         Path("rewards.py").write_text(FILE)
         Path("custom.py").write_text(CUSTOM)
         Path("worlds.py").write_text(WORLDS)
-        plain = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2), "other": "seven"} for i in range(20)]
+        named = {"other": "seven", "teacher": "eight"}
+        plain = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2), **named} for i in range(20)]
         write("a.jsonl", plain[:6])
         write("b.jsonl", plain[10:13])
         write("long.jsonl", [{**row, "prompt": f"{row['prompt']} {'why? ' * 40}"} for row in plain[:2]] + plain[2:8])

@@ -36,7 +36,7 @@ def taught(
         each.set_attn_implementation(attention.NAME)
     teacher = Learner(other, dtype=dtype, trainable=False, ranks=ranks)
     by: Any = {"function": divergence(name, BETA), "top_k": top_k, "temperature": 1.0}
-    return Learner(model, dtype=dtype, ranks=ranks, teacher=Distillation(teacher=teacher, student=model, **by))
+    return Learner(model, dtype=dtype, ranks=ranks, teacher=Distillation(teachers={"": teacher}, student=model, **by))
 
 
 @pytest.mark.parametrize("top_k", [0, 7])
@@ -83,7 +83,7 @@ def whole(name: str, samples: list[Any], weights: list[float]) -> float:
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_the_learner_goes_to_its_teacher(name: str, dtype: torch.dtype) -> None:
     learner, samples = taught(name, dtype=dtype), groups(2)
-    before = {n: p.clone() for n, p in learner.teacher.teacher.model.named_parameters()}  # pyright: ignore
+    before = {n: p.clone() for n, p in learner.teacher.teachers[""].model.named_parameters()}  # pyright: ignore
     (batch,) = pack(samples, [1 / len(samples)] * len(samples), 10_000)
     losses = []
     for _ in range(60):
@@ -92,7 +92,7 @@ def test_the_learner_goes_to_its_teacher(name: str, dtype: torch.dtype) -> None:
         learner.optim_step(1e-2)
         losses.append(stats.loss)
     assert losses[-1] < 0.2 * losses[0]
-    torch.testing.assert_close(dict(learner.teacher.teacher.model.named_parameters()), before, atol=0, rtol=0)  # pyright: ignore
+    torch.testing.assert_close(dict(learner.teacher.teachers[""].model.named_parameters()), before, atol=0, rtol=0)  # pyright: ignore
 
 
 def on_grid(ranks: Ranks, name: str, top_k: int) -> tuple[list[float], list[float]]:

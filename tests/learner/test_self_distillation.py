@@ -52,7 +52,7 @@ def own(top_k: int = 0, ranks: Ranks | None = None, rate: float = 1.0, **more: A
         learner.average.teacher.optimizer.state.clear()
     teacher = learner.average.teacher if learner.average else learner
     by: Any = {"function": divergence("jsd", 0.5), "top_k": top_k, "temperature": 1.0}
-    learner.teacher = Distillation(teacher=teacher, student=model, **by)
+    learner.teacher = Distillation(teachers={"": teacher}, student=model, **by)
     return learner
 
 

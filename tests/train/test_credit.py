@@ -13,8 +13,8 @@ from birl.config.load import load
 from birl.data.columns import behaviour, per_token
 from birl.data.pack import Batch
 from birl.errors import BirlError
+from birl.learner.distillation import taught_by
 from birl.train.build import credit_of
-from birl.train.credit import taught_by
 from birl.types import Completion, Group, Outcome, Sample, Stop, Task, Trajectory, Turn
 
 
@@ -219,7 +219,7 @@ def test_turns_cannot_be_combined_with_everything(words: list[str]) -> None:
 
 
 def test_a_teacher_is_followed_token_by_token() -> None:
-    teacher = taught_by(cast(Any, Says(reference_logp)))
+    teacher = taught_by({"": cast(Any, Says(reference_logp))}, None)
     found = credit("algorithm=distill", "algorithm.teacher=t", "algorithm.teacher_coef=2", teacher=teacher)
     assert flat(found.samples) == pytest.approx([2 * (reference_logp(t) + 0.5) for ts in TOKENS for t in ts], abs=1e-6)
     both = credit("algorithm.teacher=t", teacher=teacher)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from birl.config.decided import SELF, UNCLIPPED, weights_method
+from birl.config.decided import SELF, UNCLIPPED, addressed, teachers_of, weights_method
 from birl.config.schema import DPO, RL, SFT, Eval, Serve, Stage, Tinker, reward_functions
 from birl.named import TEMPLATES, template_file
 
@@ -35,7 +35,7 @@ def _turns(c: RL) -> bool:
 
 def _served(c: RL) -> bool:
     """Is a teacher behind an address compared with by its likeliest words?"""
-    return c.algorithm.teacher_divergence != "sampled" and "://" in c.algorithm.teacher
+    return c.algorithm.teacher_divergence != "sampled" and any(map(addressed, teachers_of(c).values()))
 
 
 def _kto(c: DPO) -> bool:
@@ -250,7 +250,17 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                 c.algorithm.advantage == "pass_at_k" and c.algorithm.pass_k >= c.rollout.group_size
             ),
             "algorithm.advantage=zero: nothing would be learned without algorithm.teacher; name a model.": lambda c: (
-                c.algorithm.advantage == "zero" and not c.algorithm.teacher
+                c.algorithm.advantage == "zero" and not teachers_of(c)
+            ),
+            "algorithm.teachers={c.algorithm.teachers}: write each as name=model, every name once, as in "
+            "[math=folder,code=other_folder].": lambda c: len(teachers_of(c)) < len(c.algorithm.teachers),
+            "algorithm.teachers={c.algorithm.teachers}: and algorithm.teacher={c.algorithm.teacher}; set one of "
+            "them.": lambda c: c.algorithm.teachers and c.algorithm.teacher,
+            "algorithm.teachers={c.algorithm.teachers}: self is none of several; set algorithm.teacher=self, and no "
+            "others.": lambda c: c.algorithm.teachers and SELF in teachers_of(c).values(),
+            "algorithm.teachers={c.algorithm.teachers}: some are behind an address, which gives likeliest words alone, "
+            "and others are not; name folders, addresses, or set algorithm.teacher_divergence=sampled.": lambda c: (
+                _served(c) and not all(map(addressed, teachers_of(c).values()))
             ),
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: a teacher behind an address gives no "
             "distributions of all words; set algorithm.teacher_top_k=20, say (of vLLM at most its --max-logprobs), "
@@ -260,18 +270,19 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "rollout.temperature={c.rollout.temperature:g}: a teacher behind an address says its likeliest words at "
             "temperature 1, and they would be compared with the policy's at another; set 1, or name a model's folder "
             "as algorithm.teacher.": lambda c: _served(c) and c.rollout.temperature != 1,
-            "algorithm.teacher={c.algorithm.teacher}: what it says of its likeliest words is of whole rows, and "
+            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: the likeliest words of a teacher "
+            "behind an address are of whole rows, and "
             "parallel.cp={c.parallel.cp} ranks have parts of them; set parallel.cp=1, and parallel.fsdp.": lambda c: (
                 _served(c) and c.parallel.cp > 1
             ),
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: is not computed with words that "
             "parallel.tp={c.parallel.tp} processes share out; set parallel.tp=1, and parallel.fsdp.": lambda c: (
-                c.algorithm.teacher_divergence != "sampled" and c.algorithm.teacher and c.parallel.tp > 1
+                c.algorithm.teacher_divergence != "sampled" and teachers_of(c) and c.parallel.tp > 1
             ),
             "algorithm.observation_coef={c.algorithm.observation_coef:g}: what environments answer is not predicted "
             "beside algorithm.teacher_divergence={c.algorithm.teacher_divergence}; set observation_coef=0, or "
             "teacher_divergence=sampled.": lambda c: (
-                c.algorithm.observation_coef > 0 and c.algorithm.teacher and c.algorithm.teacher_divergence != "sampled"
+                c.algorithm.observation_coef > 0 and teachers_of(c) and c.algorithm.teacher_divergence != "sampled"
             ),
             "algorithm.observation_coef={c.algorithm.observation_coef:g}: env=single_turn answers nothing that could "
             "be predicted; set algorithm.observation_coef=0, or another env.": lambda c: (

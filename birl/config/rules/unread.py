@@ -3,7 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-from birl.config.decided import CRITIC, LAUNCHED, NAME, OWN, SELF, SERVERS, kind_of, proximal, weights_method
+from birl.config.decided import (
+    CRITIC,
+    LAUNCHED,
+    NAME,
+    OWN,
+    SELF,
+    SERVERS,
+    kind_of,
+    proximal,
+    teachers_of,
+    weights_method,
+)
 from birl.config.schema import DPO, RL, SFT, SIGHT, Eval, Stage, Tinker, reward_functions
 from birl.config.words import value_of
 
@@ -100,9 +111,10 @@ UNREAD: tuple[Row, ...] = (
     _row(
         RL,
         "algorithm.teacher_coef algorithm.teacher_divergence algorithm.hint",
-        lambda c: c.algorithm.teacher,
+        teachers_of,
         "algorithm.teacher is empty; name a model",
     ),
+    _row(RL, "algorithm.teacher_column", lambda c: c.algorithm.teachers, "algorithm.teachers is empty; name them"),
     _row(RL, "algorithm.teacher_rate", lambda c: c.algorithm.teacher == SELF, "algorithm.teacher is not self"),
     _by("algorithm.teacher_divergence", "algorithm.teacher_top_k", "reverse_kl", "forward_kl", "jsd"),
     _by("algorithm.teacher_divergence", "algorithm.teacher_beta", "jsd"),

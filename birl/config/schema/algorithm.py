@@ -107,6 +107,11 @@ class Algorithm(Section):
     """Model of the same vocabulary to learn from on the policy's own answers (on-policy distillation): each token's
     advantage gains teacher_coef (teacher's log-prob - ours). In the forms of model.path, or the address of a vLLM
     server: http://host:port/v1/completions#MODEL; or self: the policy, as it is with algorithm.hint. Empty: none."""
+    teachers: list[str] = field(default_factory=list[str])
+    """Several teachers instead of one, as name=model: a row names in teacher_column whose it is. Models in the forms of
+    teacher, but not self."""
+    teacher_column: str = "teacher"
+    """Column of the rows that names one of teachers; with env=mixture it may be env, which names the environment."""
     teacher_coef: Amount = 1.0
     """Weight of the teacher."""
     teacher_divergence: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] = "sampled"
