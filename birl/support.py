@@ -10,6 +10,8 @@ WORDS = 1024
 """Of which a training run draws a token at most, where it leaves words out and rollout.top_k does not say how many."""
 MOST = 1 << 16
 """Words of a token that an engine tells at most."""
+LISTED = 128
+"""Of vLLM, which tells them with their log-probs."""
 
 if TYPE_CHECKING:
     from birl.types import Bools, Ints

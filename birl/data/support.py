@@ -39,6 +39,7 @@ class SupportRows:
         """[rows, words] bool: which of the words from `first` on a prediction's support leaves out."""
         counts, ids = self.counts[rows], self.ids[self.starts[rows.start] : self.starts[rows.stop]] - first
         row = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts, output_size=len(ids))
-        result = (counts > 0)[:, None].repeat(1, words + 1)
-        result[row, ids.where((ids >= 0) & (ids < words), words)] = False  # those of other words behind the last
-        return result[:, :words]
+        result = torch.ones(len(counts) * words + 1, dtype=torch.bool, device=ids.device)
+        place = (row * words + ids).where((ids >= 0) & (ids < words), len(result) - 1)  # of other words, behind all
+        result[place] = False
+        return result[:-1].view(len(counts), words).logical_and_((counts > 0)[:, None])

@@ -147,6 +147,7 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"data__max_validation_samples": 5}, ["no held-out data"]),
         ({"data__system_prompt": "x", "data__apply_chat_template": False}, ["data.system_prompt"]),
         ({"rollout__top_p": 0.9, "engine__kind": "vllm"}, ["rollout.top_p=0.9", "engine.kind=vllm", "rollout.top_p=1"]),
+        ({"rollout__top_k": 129, "engine__kind": "vllm"}, ["rollout.top_k=129", "at most 128", "rollout.top_k=0"]),
         ({"rollout__min_p": 0.1, "engine__kind": "sglang"}, ["rollout.min_p=0.1", "rollout.min_p=0"]),
         (
             {"rollout__top_k": 50, "algorithm__teacher": "http://a:1/v1/completions#t"},

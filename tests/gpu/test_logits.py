@@ -62,7 +62,7 @@ def test_the_engine_samples_from_float32(launched: dict[str, list[torch.dtype]])
     hidden = torch.empty(3, HIDDEN, device=CUDA, dtype=torch.bfloat16)
     with products:
         assert logits(model, hidden).dtype == torch.float32
-        tokens, logps = Runner(model).sample(hidden, [SamplingParams(max_tokens=1)] * 3, [0.5] * 3)
+        tokens, logps, _ = Runner(model).sample(hidden, [SamplingParams(max_tokens=1)] * 3, [0.5] * 3)
     assert products.types == [WIDE, WIDE] and launched["sample_kernel"][0] == torch.float32
     assert (tokens.dtype, logps.dtype, logps.device) == (torch.int64, torch.float32, CUDA)
 
@@ -80,7 +80,7 @@ def test_the_learner_learns_from_float32_and_gives_gradients_in_its_weights_type
     )  # fmt: skip
     function, products = logprobs._TokenLogprobs, Products()
     with products:
-        logp, entropy = function.forward(context, hidden, weight, None, targets, 0.7, 10**6, None, None)
+        logp, entropy = function.forward(context, hidden, weight, None, targets, 0.7, 10**6, None, logprobs.Behind())
         context.saved_tensors = tuple(kept)
         by_hidden, by_weight, *_ = function.backward(context, up, up)
     assert products.types == [WIDE, WIDE, WIDE, NARROW]  # logits, logits again, by hidden states, by the weight

@@ -40,7 +40,7 @@ def test_on_a_card(tokens: int, words: int, dtype: torch.dtype, monkeypatch: pyt
         targets, up = torch.zeros(tokens, dtype=torch.int64, device=CUDA), torch.ones(tokens, device=CUDA)
         with Held(states, weight, targets, up) as forward:
             function = logprobs._TokenLogprobs
-            function.forward(context, states, weight, None, targets, 1.0, shape.GPU_CHUNK, None, None)
+            function.forward(context, states, weight, None, targets, 1.0, shape.GPU_CHUNK, None, logprobs.Behind())
         context.saved_tensors = tuple(kept)
         with Held(states, weight, targets, up, *filter(torch.is_tensor, kept)) as backward:
             function.backward(context, up, up)

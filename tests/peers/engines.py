@@ -24,10 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from birl.engine.sampler import given
+from birl.engine.truncation import limits_of, restrict
 from birl.engines import sglang as sglang_process
 from birl.engines import vllm as vllm_process
 from birl.engines.sglang import adapter as sglang
@@ -52,10 +54,10 @@ class Bench:
 
     def logprobs(self, prompt: tuple[int, ...], answer: Completion, params: SamplingParams, which: int) -> list[float]:
         """What transformers gives the tokens of an answer."""
-        ids = torch.tensor([[*prompt, *answer.tokens]])
+        ids = torch.tensor([[*prompt, *answer.ids]])
         with torch.no_grad():
             logits = self.models[which](ids).logits[0, len(prompt) - 1 : -1].float()
-        return given(logits, answer.tokens, params).tolist()
+        return given(logits, answer.ids, params).tolist()
 
     def gap(self, prompt: tuple[int, ...], answer: Completion, params: SamplingParams, version: int) -> float:
         return mean(
@@ -87,8 +89,8 @@ async def greedy_tokens(bench: Bench) -> str:
     answers = await asyncio.gather(*(bench.engine.generate(p, params) for p in bench.prompts))
     for prompt, answer in zip(bench.prompts, answers, strict=True):
         found = bench.models[0].generate(torch.tensor([prompt]), max_new_tokens=48, do_sample=False)[0, len(prompt) :]
-        assert answer.tokens == tuple(found.tolist()), (answer.tokens, found.tolist())
-    return f"{sum(len(a.tokens) for a in answers)} tokens equal transformers'"
+        assert answer.ids == tuple(found.tolist()), (answer.ids, found.tolist())
+    return f"{sum(len(a.ids) for a in answers)} tokens equal transformers'"
 
 
 async def sampled_logprobs(bench: Bench) -> str:
@@ -99,22 +101,48 @@ async def sampled_logprobs(bench: Bench) -> str:
     for params in kinds:
         answers = await asyncio.gather(*(bench.engine.generate(p, params) for p in bench.prompts))
         gaps.append(mean(bench.gap(p, a, params, 0) for p, a in zip(bench.prompts, answers, strict=True)))
-        assert all(len(a.tokens) == 64 and set(a.versions) == {bench.engine.version} for a in answers)
+        assert all(len(a.ids) == 64 and set(a.versions) == {bench.engine.version} for a in answers)
     assert max(gaps) < CLOSE, gaps
     return f"mean gap {max(gaps):.1e} nats over {len(kinds)} ways to sample"
+
+
+async def kept_words(bench: Bench) -> str:
+    """Log-probs are over the words that it says it kept, and these are the definition's but for some at the edge, where
+    it keeps all that tie, or float32 sums decide."""
+    if not isinstance(bench.engine, vllm.VLLM):
+        return "it does not say them"
+    gaps, edges, words = [], 0, 0
+    for keys in ({"top_k": 20}, {"top_k": 128, "top_p": 0.9}, {"top_k": 50, "min_p": 0.05, "temperature": 1.3}):
+        params = sampled(48, seed=7, support=True, **keys)
+        answers = await asyncio.gather(*(bench.engine.generate(p, params) for p in bench.prompts))
+        limits = limits_of([params])
+        assert limits is not None
+        for prompt, answer in zip(bench.prompts, answers, strict=True):
+            assert answer.possible().support is not None
+            with torch.no_grad():
+                logits = bench.models[0](torch.tensor([[*prompt, *answer.ids]])).logits[0, len(prompt) - 1 : -1].float()
+            logits = logits / params.temperature
+            own = np.split(answer.support.ids, answer.support.counts.cumsum()[:-1])
+            wanted = restrict(logits, limits) > -torch.inf
+            for row, ids, token, logprob, left in zip(logits, own, answer.ids, answer.logprobs, wanted, strict=True):
+                gaps.append(abs(float(row[token] - row[torch.from_numpy(ids).long()].logsumexp(0)) - float(logprob)))
+                edges += len(set(ids.tolist()) ^ set(left.nonzero()[:, 0].tolist()))
+                words += len(ids)
+    assert mean(gaps) < CLOSE and edges < 0.01 * words, (mean(gaps), edges, words)
+    return f"{words} words, {edges} at the edge; mean gap {mean(gaps):.1e} nats over what was kept"
 
 
 async def scored_tokens(bench: Bench) -> str:
     params, prompt = sampled(64, seed=5), bench.prompts[1]
     answer = await bench.engine.generate(prompt, params)
-    scored = await bench.engine.generate(prompt, sampled(64, forced=answer.tokens))
-    begun = await bench.engine.generate(prompt, sampled(64, forced=answer.tokens[:20]))
-    assert scored.tokens == answer.tokens and scored.stop is Stop.LENGTH
-    assert begun.tokens[:20] == answer.tokens[:20] and len(begun.tokens) == 64
+    scored = await bench.engine.generate(prompt, sampled(64, forced=answer.ids))
+    begun = await bench.engine.generate(prompt, sampled(64, forced=answer.ids[:20]))
+    assert scored.ids == answer.ids and scored.stop is Stop.LENGTH
+    assert begun.ids[:20] == answer.ids[:20] and len(begun.ids) == 64
     gaps = [bench.gap(prompt, scored, params, 0), bench.gap(prompt, begun, params, 0)]
     assert max(gaps) < CLOSE, gaps
     try:
-        await bench.engine.generate(prompt, sampled(64, forced=answer.tokens, temperature=0.5))
+        await bench.engine.generate(prompt, sampled(64, forced=answer.ids, temperature=0.5))
     except BirlError:
         return f"mean gap {max(gaps):.1e} nats; another temperature is refused"
     raise AssertionError("scored under a temperature that it can not score under")
@@ -123,13 +151,11 @@ async def scored_tokens(bench: Bench) -> str:
 async def stops(bench: Bench) -> str:
     prompt = bench.prompts[0]
     free = await bench.engine.generate(prompt, SamplingParams(max_tokens=16, temperature=0.0))
-    by_id = await bench.engine.generate(
-        prompt, SamplingParams(max_tokens=16, temperature=0.0, stop_ids=free.tokens[4:5])
-    )
-    assert by_id.stop is Stop.STOP and by_id.tokens == free.tokens[:5]
+    by_id = await bench.engine.generate(prompt, SamplingParams(max_tokens=16, temperature=0.0, stop_ids=free.ids[4:5]))
+    assert by_id.stop is Stop.STOP and by_id.ids == free.ids[:5]
     by_text = await bench.engine.generate(prompt, SamplingParams(max_tokens=16, temperature=0.0, stop=("Paris",)))
-    assert by_text.stop is Stop.STOP and by_text.tokens == free.tokens[: len(by_text.tokens)], by_text
-    assert len(by_text.logprobs) == len(by_text.tokens) < len(free.tokens)
+    assert by_text.stop is Stop.STOP and by_text.ids == free.ids[: len(by_text.ids)], by_text
+    assert len(by_text.logprobs) == len(by_text.ids) < len(free.ids)
     return "stop ids and strings stay in the answer"
 
 
@@ -199,16 +225,14 @@ async def pauses(bench: Bench) -> str:
     assert not asked.done() and not late.done() and (await engine.info()).paused is not False
     await engine.resume()
     kept = await asked
-    assert (
-        len(kept.tokens) == 120 and bench.gap(prompt, kept, sampled(120), 0) < CLOSE and len((await late).tokens) == 8
-    )
+    assert len(kept.ids) == 120 and bench.gap(prompt, kept, sampled(120), 0) < CLOSE and len((await late).ids) == 8
     asked = asyncio.create_task(engine.generate(prompt, sampled(800)))
     await asyncio.sleep(0.7)
     await engine.pause(abort=True)
     partial = await asyncio.wait_for(asked, 10)
     await engine.resume()
-    assert partial.stop is Stop.ABORT and 0 < len(partial.tokens) < 800, partial.stop
-    return f"kept: all 120 tokens exact; aborted: {len(partial.tokens)} of 800 tokens"
+    assert partial.stop is Stop.ABORT and 0 < len(partial.ids) < 800, partial.stop
+    return f"kept: all 120 tokens exact; aborted: {len(partial.ids)} of 800 tokens"
 
 
 async def aborts(bench: Bench) -> str:
@@ -217,7 +241,7 @@ async def aborts(bench: Bench) -> str:
     await asyncio.sleep(0.7)
     assert await engine.abort({"b"}) == 2
     a, b, c = [await t for t in asked]
-    assert b.stop is c.stop is Stop.ABORT and 0 < len(b.tokens) < 800 and a.stop is Stop.LENGTH and len(a.tokens) == 60
+    assert b.stop is c.stop is Stop.ABORT and 0 < len(b.ids) < 800 and a.stop is Stop.LENGTH and len(a.ids) == 60
     asked = [asyncio.create_task(engine.generate(prompt, sampled(800)))]
     await asyncio.sleep(0.5)
     await engine.pause()
@@ -262,12 +286,12 @@ async def bad_loads(bench: Bench) -> str:
             raise AssertionError(f"took weights that are {cause}")
         assert engine.version == version == (await engine.info()).version, (cause, engine.version)
         answer = await engine.generate(bench.prompts[1], params)
-        assert answer.tokens == before.tokens and bench.gap(bench.prompts[1], answer, params, 0) < CLOSE, (
+        assert answer.ids == before.ids and bench.gap(bench.prompts[1], answer, params, 0) < CLOSE, (
             cause,
             answer,
         )
     await engine.load(update())
-    assert (await engine.generate(bench.prompts[1], params)).tokens != before.tokens, "the new ones answer as the old"
+    assert (await engine.generate(bench.prompts[1], params)).ids != before.ids, "the new ones answer as the old"
     await bench.fresh(0)
     return "stale, missing, truncated, mismatch: refused, and the old weights answer"
 
@@ -280,7 +304,7 @@ async def speed(bench: Bench) -> str:
     seconds = time.perf_counter() - began
     held = [await bench.engine.load(bench.next(i % 2)) for i in (1, 2)]
     stood = ", ".join(f"{h.seconds:.2f}" for h in held)
-    rate = sum(len(a.tokens) for a in answers) / seconds
+    rate = sum(len(a.ids) for a in answers) / seconds
     return f"16 x 128 tokens: {rate:.0f} tokens/s; idle loads stood still {stood} s"
 
 
@@ -289,7 +313,7 @@ async def many(bench: Bench) -> str:
     answers = await asyncio.gather(
         *(bench.engine.generate((*bench.prompts[0], 100 + i), sampled(4)) for i in range(300))
     )
-    assert all(len(a.tokens) == 4 for a in answers)
+    assert all(len(a.ids) == 4 for a in answers)
     return "300 requests at once"
 
 
@@ -298,6 +322,7 @@ CHECKS: dict[str, Callable[[Bench], Awaitable[str]]] = {
     for f in (
         greedy_tokens,
         sampled_logprobs,
+        kept_words,
         scored_tokens,
         stops,
         loaded,

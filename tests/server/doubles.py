@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -92,7 +93,11 @@ class VLLMDouble(Double):
         self.bodies.append(body)
         asked, ids = body["sampling_params"], body["token_ids"]
         assert set(body) <= {"request_id", "token_ids", "sampling_params", "cache_salt"} and set(asked) <= SAMPLING
-        assert body["cache_salt"] and asked["logprobs"] == 0 and asked["include_stop_str_in_output"]
+        assert (
+            body["cache_salt"]
+            and asked["logprobs"] in (0, 2 * asked["top_k"] + 8)
+            and asked["include_stop_str_in_output"]
+        )
         if len(ids) >= self.engine.context or len(ids) + asked["max_tokens"] > self.engine.context:
             error = {"message": "the prompt is too long", "type": "BadRequestError", "param": None, "code": 400}
             return JSONResponse({"error": error}, 400)
@@ -104,12 +109,20 @@ class VLLMDouble(Double):
             **{k: asked[k] for k in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")},
             stop=tuple(asked["stop"]),
             stop_ids=tuple(asked["stop_token_ids"]),
+            support=asked["logprobs"] > 0,
         )
         answer = await self.engine.generate(tuple(ids), params, "generate-tokens-" + body["request_id"])
         content = [
             {"token_id": t, "logprob": p, "rank": 1, "top_logprobs": [{"token_id": t, "logprob": p, "rank": 1}]}
             for t, p in zip(answer.ids, answer.logprobs.tolist(), strict=True)
         ]
+        if answer.support is not None:  # the others that it lists have no probability
+            for row, words in zip(content, np.split(answer.support.ids, answer.support.counts.cumsum()), strict=False):
+                outside = [t for t in range(self.engine.runner.model.config.vocab_size) if t not in words]  # pyright: ignore
+                listed = [*((t, -1.0) for t in words.tolist()), *((t, -9999.0) for t in outside)][: asked["logprobs"]]
+                row["top_logprobs"] += [
+                    {"token_id": t, "logprob": p, "rank": 1} for t, p in listed if t != row["token_id"]
+                ]
         choice = {
             **{"index": 0, "finish_reason": str(answer.stop), "stop_reason": None, "token_ids": answer.tokens.tolist()},
             **{"routed_experts": None, "sampling_mask": None, "weight_versions": self.spans(answer.versions.tolist())},

@@ -155,6 +155,24 @@ def test_what_is_no_number_is_no_answer(folders, compute) -> None:
     run(main)
 
 
+def test_the_words_that_were_kept_are_those_with_a_log_prob(folders, compute) -> None:
+    async def main() -> None:
+        adapter, double = pair("vllm", folders, compute)
+        asked = replace(params(12), top_k=9, top_p=0.9, support=True)
+        answer = (await adapter.generate(PROMPT, asked)).possible()
+        own = await double.engine.generate(PROMPT, asked)
+        assert answer.ids == own.ids and answer.support == own.support and own.support is not None
+        assert (await adapter.generate(PROMPT, replace(asked, support=False))).support is None
+        content = [{"token_id": 5, "logprob": -1.0, "top_logprobs": [{"token_id": 5, "logprob": -1.0}]}]
+        choice = {"token_ids": [5], "finish_reason": "length", "logprobs": {"content": content}}
+        choice["weight_versions"] = [{"version": "default", "start": 0, "end": 1}]
+        double.fail["/inference/v1/generate"] = JSONResponse({"choices": [choice]})
+        with pytest.raises(BirlError, match="tie with the last of top_k"):
+            await adapter.generate(PROMPT, replace(asked, max_tokens=1))
+
+    run(main)
+
+
 def test_a_request_that_leaves_is_no_longer_listed(folders, compute) -> None:
     async def main() -> None:
         adapter, double = pair("vllm", folders, compute)

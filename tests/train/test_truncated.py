@@ -21,6 +21,9 @@ from birl.train.build import objective_of, sampling
 from birl.train.objective import Known, surrogate_of
 from birl.types import Sample
 from tests.tiny import tiny_model
+from tests.train import test_observations as observations
+from tests.train.test_policies import BOTH, metrics
+from tests.train.test_policies import run as play
 from tests.train.test_rl import log, run
 
 CUT = ("rollout.top_p=0.8", "rollout.top_k=60", "rollout.min_p=0.02")
@@ -188,3 +191,35 @@ def test_what_is_asked_of_engines() -> None:
     for keys, top_k in (({"top_p": 0.9}, 1024), ({"min_p": 0.1}, 1024), ({"top_k": 7}, 7), ({"top_k": 2000}, 2000)):
         asked = sampling(schema.Rollout(**keys))  # pyright: ignore[reportArgumentType]
         assert asked.told and asked.top_k == top_k
+
+
+def test_a_teacher_that_is_the_policy_has_nothing_to_teach(tiny: Path, tmp_path: Path) -> None:
+    """Its log-probs are over the same words: sampled tokens have no advantage, and the divergence is 0."""
+    words = (*CUT, "algorithm=distill", "steps=1", f"algorithm.teacher={tiny}")
+    run(tiny, tmp_path / "sampled", *words)
+    assert log(tmp_path / "sampled")[0]["grad_norm"] < 1e-4
+    run(tiny, tmp_path / "whole", *words, "algorithm.teacher_divergence=reverse_kl")
+    assert abs(log(tmp_path / "whole")[0]["divergence"]) < 1e-5
+
+
+def test_a_policy_with_a_hint_teaches_over_the_same_words(tiny: Path, tmp_path: Path) -> None:
+    words = ("algorithm=distill", "algorithm.teacher=self", "algorithm.teacher_rate=0", "algorithm.hint=['{answer}']")
+    run(tiny, tmp_path, *CUT, *words, "steps=2")
+    assert all(s["grad_norm"] > 0 and s["mismatch/mean"] < 1e-5 for s in log(tmp_path))
+
+
+def test_several_policies_each_over_its_own_words(tiny: Path, tmp_path: Path) -> None:
+    done = play(tiny, tmp_path, "Pair", "both", BOTH, *CUT)
+    for row in metrics(done):
+        for name in ("planner", "worker"):
+            assert row[f"mismatch/{name}"] < 1e-5 and row[f"grad_norm/{name}"] > 0
+
+
+def test_what_environments_answer_is_predicted_among_all_words(tiny: Path, tmp_path: Path) -> None:
+    """Beside answers that leave no choice: their log-probs and entropies are 0."""
+    words = ("algorithm=echo", "rollout.top_k=1", "rollout.temperature=1", "steps=1")
+    one = observations.run(tiny, tmp_path / "one", *words)[0]
+    many = observations.run(tiny, tmp_path / "many", *words, "learner.tokens_per_microbatch=400")[0]
+    assert one["entropy"] == 0 and one["mismatch/mean"] == 0 and one["observations/loss"] > 1
+    for figure in ("loss", "grad_norm", "observations/loss"):
+        assert many[figure] == pytest.approx(one[figure], rel=2e-4), figure

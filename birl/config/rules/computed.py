@@ -7,14 +7,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from birl.config.decided import ENGINES, NAME, at_once, kind_of, most_answers, tests_seconds, weights_method
+from birl.config.decided import (
+    ENGINES,
+    NAME,
+    addressed,
+    at_once,
+    kind_of,
+    most_answers,
+    teachers_of,
+    tests_seconds,
+    weights_method,
+)
 from birl.config.keys import documentation, written
 from birl.config.rules import policies
 from birl.config.rules.unread import SINGLE
 from birl.config.schema import RL, SFT, Config, Eval, Stage, reward_functions
 from birl.config.words import capacity_setting, command, needed_setting, setting, value_of
 from birl.errors import did_you_mean
-from birl.support import MOST
+from birl.support import LISTED, MOST
 
 ADDRESSES = {  # where a tracker's address stands, with track.NAME=online
     "wandb": "export WANDB_BASE_URL=..., then track.wandb=online",
@@ -101,16 +111,17 @@ def _rewards(c: RL | Eval) -> Iterator[str]:
 
 
 def _sampling(c: RL) -> Iterator[str]:
-    kind, teacher = kind_of(c.engine), c.algorithm.teacher
+    kind, served = kind_of(c.engine), [path for path in teachers_of(c).values() if addressed(path)]
     for key, off in (("rollout.top_p", 1), ("rollout.top_k", 0), ("rollout.min_p", 0)):
-        if value_of(c, key) != off and kind in ("vllm", "sglang"):
+        if value_of(c, key) != off and (kind == "sglang" or (kind == "vllm" and not 0 < c.rollout.top_k <= LISTED)):
+            less = f"set rollout.top_k, at most {LISTED}, or " if kind == "vllm" else "set "
             yield (
                 f"{setting(c, key)}: the learner's log-probs must be over the words that a token was drawn from, and "
-                f"engine.kind={kind} does not say which these were; set engine.kind=embedded or birl, or {key}={off}."
+                f"engine.kind={kind} does not say which these were; {less}engine.kind=embedded or birl, or {key}={off}."
             )
-        if value_of(c, key) != off and "://" in teacher and c.algorithm.teacher_divergence == "sampled":
+        if value_of(c, key) != off and served and c.algorithm.teacher_divergence == "sampled":
             yield (
-                f"{setting(c, key)}: algorithm.teacher={teacher} gives log-probs over all words, which are compared "
+                f"{setting(c, key)}: the teacher behind {served[0]} gives log-probs over all words, which are compared "
                 f"with ours over those that were kept; name a model's folder, or set {key}={off}."
             )
     if c.rollout.top_k > MOST:

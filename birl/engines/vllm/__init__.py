@@ -17,6 +17,7 @@ from birl.engines.vllm import plugin as vllm_plugin
 from birl.errors import BirlError
 from birl.hosts import is_loopback
 from birl.process import flags
+from birl.support import LISTED
 
 
 def write_plugin(folder: Path | None = None) -> Path:
@@ -30,6 +31,12 @@ def write_plugin(folder: Path | None = None) -> Path:
         raise BirlError(f"{folder} belongs to another user, and vLLM would run what is in it: remove it.")
     shutil.copyfile(source, folder / "birl_vllm_plugin.py")
     return folder
+
+
+def listed(top_k: int) -> int:
+    """Of how many words the log-probs are asked for, so that at least one is none of those that were kept: vLLM keeps
+    all that tie with the last of top_k."""
+    return 2 * top_k + 8
 
 
 def command(
@@ -59,7 +66,7 @@ def command(
     # not `vllm serve`: the CPU build has no metadata of that name, and its command fails
     result = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host, "--port", str(port)]
     result += ["--dtype", dtype, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-    result += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
+    result += ["--max-logprobs", str(listed(LISTED)), "--no-enable-log-requests", "--disable-uvicorn-access-log"]
     result += ["--enable-sleep-mode"] if sleep else []
     options = {
         "--tensor-parallel-size": tensor_parallel if tensor_parallel > 1 else None,

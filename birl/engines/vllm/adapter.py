@@ -12,9 +12,11 @@ the log-prob of a token of version v is exactly what version v gives it. Without
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from birl.engines.peer import (
@@ -30,14 +32,17 @@ from birl.engines.peer import (
     versions,
     vocabulary,
 )
+from birl.engines.vllm import listed
 from birl.engines.vllm import plugin as vllm_plugin
 from birl.engines.vllm.transfer import VLLMTransfer
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.support import Support
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 METHODS = ("birl", "reload")
 KEEP = "/pause?mode=keep&clear_cache=false"  # without the second vLLM drops the keys and values of what runs
+NOTHING = -9999.0  # vLLM's way to write NaN and -inf
 STOPS = {"stop": Stop.STOP, "length": Stop.LENGTH, "abort": Stop.ABORT}
 COUNTED = ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:num_preemptions", "vllm:request_success")
 
@@ -115,7 +120,9 @@ class VLLM(Adapter):
         if room <= 0:
             return Completion.of((), (), (), Stop.LENGTH)
         if not params.forced:
-            return self.parse(await self.ask(prompt_ids, params, room, session), room)
+            answer = await self.ask(prompt_ids, params, room, session)
+            result = self.parse(answer, room)
+            return replace(result, support=self.kept(answer)) if params.told else result
         return await answer_given(self, "vLLM", prompt_ids, params, room, session, exact=self.recompute_kv)
 
     async def ask(
@@ -124,7 +131,8 @@ class VLLM(Adapter):
         sampling: dict[str, Any] = {
             **{"max_tokens": count, "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k},
             **{"min_p": params.min_p, "seed": params.seed, "stop": list(params.stop), "ignore_eos": params.ignore_eos},
-            **{"stop_token_ids": list(params.stop_ids), "include_stop_str_in_output": True, "logprobs": 0},
+            **{"stop_token_ids": list(params.stop_ids), "include_stop_str_in_output": True},
+            "logprobs": listed(params.top_k) if params.told else 0,
             **{"skip_special_tokens": False, "detokenize": bool(params.stop)},
         }
         if scored:
@@ -143,12 +151,29 @@ class VLLM(Adapter):
             if tuple(c["token_id"] for c in content) != tokens or len(tokens) > count:
                 raise ValueError("log-probs of other tokens")
             logprobs = tuple(float(c["logprob"]) for c in content)
-            if any(p <= -9999 for p in logprobs):  # vLLM's way to write NaN and -inf
+            if any(p <= NOTHING for p in logprobs):
                 raise ValueError("a log-prob that is no number")
             made = versions(choice["weight_versions"] or [], len(tokens))
             return Completion.of(tokens, logprobs, made, STOPS[choice["finish_reason"]]).possible()
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self.peer.strange("/inference/v1/generate", f"{error!r} in {answer}", error)
+
+    def kept(self, answer: Any) -> Support:
+        """The words that each token was drawn from: those whose log-probs, as they were sampled, are numbers. Raises
+        `BirlError` where more than these may have been."""
+        try:
+            rows: list[Any] = []
+            for place in (answer["choices"][0]["logprobs"] or {}).get("content") or []:
+                top = {int(one["token_id"]): float(one["logprob"]) for one in place["top_logprobs"]}
+                rows.append(np.array(sorted(t for t, p in top.items() if p > NOTHING), np.int32))
+                if len(rows[-1]) == len(top):
+                    raise BirlError(
+                        f"{self.address}: {len(top)} words or more tie with the last of top_k, which vLLM keeps all. "
+                        "Set a smaller rollout.top_k, or engine.kind=embedded."
+                    )
+            return Support.of(rows)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            self.peer.strange("/inference/v1/generate", f"{error!r} in its top_logprobs", error)
 
     def scores(self, answer: Any, given: tuple[int, ...]) -> tuple[float, ...]:
         try:
