@@ -10,7 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isfinite, isnan
+from math import inf, isnan
 from typing import Any
 
 from birl.cli import output
@@ -193,8 +193,8 @@ def _scores(rows: Rows, config: schema.Eval) -> Iterator[Gold]:
     for i in range(len(rows)):
         row, where = rows[i], rows.where(i)
         asked, said, value = pick(row, prompt), pick(row, response), pick(row, score)
-        if not isinstance(value, bool | int | float) or not isfinite(value):
-            raise BirlError(f"{where}: `{score}` is {value!r}, it needs to be a number, or true or false.")
+        if not isinstance(value, bool | int | float) or not abs(value) < inf:
+            raise BirlError(f"{where}: `{score}` is {value!r:.100}, it needs to be a number, or true or false.")
         if not isinstance(asked, str):
             asked = messages_of(asked, where, prompt)
         if not isinstance(said, str):

@@ -230,4 +230,4 @@ def _truth(value: Any, where: str, name: str) -> bool:
         return True
     if plain is not None and plain in FALSE:
         return False
-    raise BirlError(f"{where}: `{name}` is {value!r}, it needs to be true or false.")
+    raise BirlError(f"{where}: `{name}` is {value!r:.100}, it needs to be true or false.")

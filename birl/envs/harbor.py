@@ -22,7 +22,7 @@ from birl.errors import BirlError
 from birl.sandbox import archive
 from birl.sandbox.open import open_sandbox
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
-from birl.types import Feedback, Message, Task, ToolCall
+from birl.types import LARGEST, Feedback, Message, Task, ToolCall
 
 BASH = {
     "type": "function",
@@ -85,7 +85,7 @@ class Place:
 
     def __init__(self, config: Config, sandbox: Sandbox, folders: Mapping[str, list[Folder]]) -> None:
         self.config, self.sandbox, self.folders = config, sandbox, folders
-        self.built: dict[str, asyncio.Task[bytes]] = {}
+        self.built: dict[Path, asyncio.Task[bytes]] = {}
 
     @property
     def limits(self) -> Limits:
@@ -109,13 +109,13 @@ class Place:
         result = await self.sandbox.run(files, ["python", "archive.py"], limits, collect=("state.tar", *REWARDS))
         if result.ending is Ending.ERROR:
             raise BirlError(f"{folder.name}: {result.kind}: {result.detail}")
-        return result.files.get("state.tar", state), result
+        return result.files.get("state.tar", state) if result.ending is Ending.OK else state, result
 
     async def begin(self, folder: Folder) -> bytes:
         """The files of a task before any work, made once."""
-        if folder.name not in self.built:
-            self.built[folder.name] = asyncio.create_task(self._build(folder))
-        return await asyncio.shield(self.built[folder.name])
+        if folder.path not in self.built:
+            self.built[folder.path] = asyncio.create_task(self._build(folder))
+        return await asyncio.shield(self.built[folder.path])
 
     async def _build(self, folder: Folder) -> bytes:
         state = packed(folder.files)
@@ -257,4 +257,6 @@ def reward(files: Mapping[str, bytes]) -> float | None:
         return None
     if isinstance(value, dict):
         value = value.get("reward", next(iter(value.values())) if len(value) == 1 else None)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST:
+        return None
+    return float(value)

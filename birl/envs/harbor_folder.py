@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from birl.errors import BirlError
+from birl.regular import inside, read_text
 
 MOST = 64 << 20  # bytes of all files of a task
 ROOTS = ("app", "workspace", "logs", "tests", "solution", "tmp")  # folders of the root that are there in the sandbox
@@ -53,6 +54,8 @@ def read(path: Path, build: str) -> Folder:
     for needed in ("instruction.md", "tests/test.sh"):
         if not (path / needed).is_file():
             raise BirlError(f"{path}: it has no {needed}.")
+    for name in ("instruction.md", "tests", "tests/test.sh", "solution", "environment", "environment/Dockerfile"):
+        inside(path, name)
     environment = path / "environment"
     if composed := next(iter(environment.glob("docker-compose*")), None):
         raise BirlError(f"{composed}: several containers cannot be had in the sandbox.")
@@ -62,10 +65,13 @@ def read(path: Path, build: str) -> Folder:
             f"{environment}/Dockerfile: RUN {recipe.builds[0][:80]}: there is no container to build. env.build=skip "
             "leaves such lines out, where this machine has what they install; env.build=run runs them in the sandbox."
         )
-    seconds = settings.get("verifier", {}).get("timeout_sec", SECONDS)
+    verifier = settings.get("verifier", {})
+    if not isinstance(verifier, dict):
+        raise BirlError(f"{path}/task.toml: verifier={verifier!r:.100}: must be a table.")
+    seconds = verifier.get("timeout_sec", SECONDS)
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds <= 86400:
         raise BirlError(f"{path}/task.toml: verifier.timeout_sec={seconds!r}: must be a number of seconds above 0.")
-    lines = (path / "instruction.md").read_text(encoding="utf-8").splitlines()
+    lines = text_of(path / "instruction.md").splitlines()
     while lines and (not lines[0].strip() or ("canary" in lines[0].lower() and lines[0].startswith(("#", "<!--")))):
         del lines[0]
     return Folder(
@@ -84,9 +90,21 @@ def read(path: Path, build: str) -> Folder:
 
 def toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return tomllib.loads(text_of(inside(path.parent, path.name)))
+    except ValueError as error:
         raise BirlError(f"{path}: {error}".partition("\n")[0]) from None
+    except RecursionError:
+        raise BirlError(f"{path}: it is nested too deep.") from None
+
+
+def text_of(path: Path) -> str:
+    """Raises `BirlError` where it is no UTF-8, cannot be read, or is too long."""
+    try:
+        if path.stat().st_size > MOST:
+            raise BirlError(f"{path}: it has {path.stat().st_size >> 20} MiB; a task has at most {MOST >> 20}.")
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise BirlError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def contents(folder: Path, place: str) -> dict[str, bytes]:
@@ -106,11 +124,14 @@ class Recipe:
         self.variables: dict[str, str] = {}
         self.files: dict[str, bytes] = {}
         self.builds: list[str] = []
-        text = (folder / "Dockerfile").read_text(encoding="utf-8") if (folder / "Dockerfile").is_file() else ""
+        text = text_of(folder / "Dockerfile") if (folder / "Dockerfile").is_file() else ""
         for line in re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n?", "", text)).splitlines():
             word, _, rest = line.strip().partition(" ")
             if word:
-                self.take(word.upper(), rest.strip())
+                try:
+                    self.take(word.upper(), rest.strip())
+                except (ValueError, IndexError):  # quotes that do not end, or nothing behind the word
+                    raise BirlError(f"{folder}/Dockerfile: {line.strip()[:80]}: it cannot be read.") from None
 
     def take(self, word: str, rest: str) -> None:
         match word:
@@ -121,7 +142,9 @@ class Recipe:
                 pairs = pairs if "=" in pairs[0] else [f"{pairs[0]}={' '.join(pairs[1:])}"]
                 self.variables |= {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
             case "COPY" | "ADD":
-                *sources, target = [w for w in shlex.split(rest) if not w.startswith("--")]
+                *sources, target = [w for w in shlex.split(rest) if not w.startswith(("--chown", "--chmod", "--link"))]
+                if not sources or sources[0].startswith("--"):
+                    raise BirlError(f"{self.folder}/Dockerfile: {word} {rest[:60]}: it is not known what that does.")
                 for source in sources:
                     self.copy(source, target, several=len(sources) > 1)
             case "RUN":
@@ -136,6 +159,8 @@ class Recipe:
         if origin.is_dir():
             self.files |= {k: v for k, v in contents(origin, place[1:]).items() if not k.endswith("/Dockerfile")}
         else:
+            if origin.stat().st_size > MOST:
+                raise BirlError(f"{origin}: it has {origin.stat().st_size >> 20} MiB; a task has at most {MOST >> 20}.")
             whole = f"{place}/{origin.name}" if several or target.endswith("/") or target == "." else place
             self.files[whole.lstrip("/")] = origin.read_bytes()
 

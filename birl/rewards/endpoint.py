@@ -37,7 +37,7 @@ def _score(reply: Any) -> float:
         while isinstance(value, list):
             value = value[-1]
         score = float(value)
-    except (KeyError, IndexError, TypeError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         score = math.nan
     if not math.isfinite(score):
         raise ValueError(f"gave no score: {json.dumps(reply)[:200]}")

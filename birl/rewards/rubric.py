@@ -3,10 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 from birl.errors import BirlError
+from birl.types import LARGEST
 
 MOST = 100  # criteria: the judge's last line names each
 WEIGHTED = re.compile(r"\s*(-?\d{1,6}(?:\.\d{1,6})?)\s*:\s+(.+)", re.DOTALL)
@@ -55,8 +55,8 @@ def _criterion(value: Any, where: str) -> Criterion:
             f'{where} is no criterion: write "2: It names its source.", or an object with one of {", ".join(TEXTS)}, '
             f"and one of {', '.join(WEIGHTS)}."
         )
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
-        raise BirlError(f"{where}: its weight is {weight!r}, it needs to be a number.")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= LARGEST:
+        raise BirlError(f"{where}: its weight is {weight!r:.50}, it needs to be a number.")
     return Criterion(text.strip(), float(weight))
 
 

@@ -2,7 +2,8 @@
 
 It is a program in a sandbox, beside what a model wrote; standard library only. `order.json` has the command, its
 folder, environment and seconds; `state.tar` is read and written; folders to `clear` are removed before `more.tar` is
-unpacked on top.
+unpacked on top. Whatever the model left, names that are taken, folders that are closed or an archive of its own, the
+command runs, so that tests come to a verdict.
 """
 
 import contextlib
@@ -13,24 +14,51 @@ import signal
 import subprocess
 import sys
 import tarfile
+from typing import BinaryIO
 
 OWN = ("archive.py", "order.json", "state.tar", "more.tar", "__pycache__")
 
 
-def unpack(name: str) -> None:
-    if os.path.exists(name):
-        with tarfile.open(name) as archive:
+def taken(name: str) -> BinaryIO | None:
+    """A file, open, and without its name."""
+    if not os.path.exists(name):
+        return None
+    file = open(name, "rb")  # noqa: SIM115
+    os.remove(name)
+    return file
+
+
+def unpack(file: BinaryIO | None) -> None:
+    """And close it."""
+    if file is not None:
+        with file, tarfile.open(fileobj=file) as archive:
             if hasattr(tarfile, "tar_filter"):  # not in every Python 3.11
                 archive.extraction_filter = tarfile.tar_filter
             archive.extractall(".")
-        os.remove(name)
+
+
+def clear(name: str, number: int) -> None:
+    """Its name is free afterwards, though what is in it cannot be removed."""
+    if os.path.lexists(name):
+        aside = f".cleared-{os.getpid()}-{number}"
+        os.rename(name, aside)
+        if os.path.islink(aside) or not os.path.isdir(aside):
+            os.unlink(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def start(order: dict, folder: str) -> subprocess.Popen:
+    environment = {**os.environ, **order["environment"]}
+    return subprocess.Popen(order["command"], cwd=folder, env=environment, start_new_session=True)
 
 
 def run(order: dict) -> int:
-    with contextlib.suppress(FileExistsError):
-        os.makedirs(order["folder"])
-    environment = {**os.environ, **order["environment"]}
-    started = subprocess.Popen(order["command"], cwd=order["folder"], env=environment, start_new_session=True)
+    try:
+        os.makedirs(order["folder"], exist_ok=True)
+        started = start(order, order["folder"])
+    except OSError as error:  # a file has its place, or it is closed
+        print(error, file=sys.stderr)
+        started = start(order, ".")
     try:
         return started.wait(order["seconds"])
     except subprocess.TimeoutExpired:
@@ -44,17 +72,23 @@ def run(order: dict) -> int:
 def main() -> None:
     with open("order.json") as file:
         order = json.load(file)
-    unpack("state.tar")
-    for name in order["clear"]:
-        if os.path.islink(name):
-            os.unlink(name)
-        shutil.rmtree(name, ignore_errors=True)
-    unpack("more.tar")
+    state, more = taken("state.tar"), taken("more.tar")  # at once: the state may hold another more.tar
+    try:
+        unpack(state)
+    except (tarfile.TarError, OSError, ValueError) as error:  # what a command left in its place
+        print(f"the files are lost: {error}", file=sys.stderr)
+    for number, name in enumerate(order["clear"]):
+        clear(name, number)
+    unpack(more)
     code = run(order)
-    with tarfile.open("state.tar", "w") as archive:
-        for name in sorted(set(os.listdir(".")) - set(OWN)):
-            with contextlib.suppress(OSError):  # it went meanwhile, or was closed to its owner
-                archive.add(name)
+    try:
+        with tarfile.open("state.tar", "w") as archive:
+            for name in sorted(set(os.listdir(".")) - set(OWN)):
+                with contextlib.suppress(FileNotFoundError, PermissionError):  # it went meanwhile, or is closed
+                    archive.add(name)
+    except OSError as error:
+        print(f"the files are lost: {error}", file=sys.stderr)
+        clear("state.tar", -1)
     sys.stdout.flush()
     os._exit(code & 255)
 

@@ -125,6 +125,8 @@ def item(given: Any, where: str, kept: Kept) -> tuple[Message, int]:
     match given:
         case {"type": "reasoning"}:
             parts = given.get("content") or given.get("summary") or []
+            if not isinstance(parts, list):
+                raise invalid(f"{where}.{'content' if given.get('content') else 'summary'}", "must be a list of parts")
             thinking = "".join(p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str))
             return Message(role="assistant", content="", thinking=thinking), THOUGHT
         case {"type": "function_call", "call_id": str(id)}:
@@ -157,7 +159,7 @@ def referred(id: str, where: str, kept: Kept) -> tuple[Message, int]:
             return replace(last, content="", tool_calls=()), THOUGHT
         case "msg":
             return replace(last, thinking="", tool_calls=()), SAID
-        case "fc" if number.isdecimal() and int(number) < len(last.tool_calls):
+        case "fc" if number.isdecimal() and len(number) < 9 and int(number) < len(last.tool_calls):
             return replace(last, thinking="", content="", tool_calls=(last.tool_calls[int(number)],)), CALL
         case _:
             raise invalid(f"{where}.id", f"is {id[:80]!r}, which is no item of a response; send the item itself")

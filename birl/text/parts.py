@@ -88,7 +88,10 @@ class Finder:
         return bounded(data)
 
     def _downloaded(self, url: str) -> bytes:
-        host = urlsplit(url).hostname or ""
+        try:
+            host = urlsplit(url).hostname or ""
+        except ValueError:
+            raise BirlError(f"is no address: {url[:200]!r}. Correct it, or give its bytes as base64") from None
         if host not in self.hosts:
             raise BirlError(
                 f"is at {host!r}, from which pictures are not downloaded. Give its bytes as base64, or name the host "

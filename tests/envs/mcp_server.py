@@ -21,7 +21,7 @@ def said(request: dict) -> dict:
             about = f"Repeats a text, for {os.environ.get('BIRL_TEST_USER', 'nobody')}."
             about += f" It could {', '.join(could()) or 'nothing'}." if "probe" in sys.argv else ""
             tool = {"name": os.environ.get("BIRL_TEST_TOOL", "echo"), "description": about, "inputSchema": TEXT}
-            return {"result": {"tools": [tool]}}
+            return {"result": {"tools": [], "nextCursor": "next"} if "endless" in sys.argv else {"tools": [tool]}}
         case "tools/call":
             calls += 1
             return answer(request["params"]["arguments"].get("text"))

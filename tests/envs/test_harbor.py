@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from birl.cli import main
 from birl.config.schema import Env as Keys
+from birl.envs.harbor import Config, Harbor
 from birl.envs.open import open_world
 from birl.errors import BirlError
 from birl.rollout.episode import run_episode
@@ -72,7 +75,7 @@ def play(folder: Path, answers: Sequence[str], **options: Any) -> tuple[Trajecto
             engine = Scripted(answers, chat)
             told = await run_episode(
                 world.open(Task(id="t", prompt=asked, columns=row)),  # type: ignore[arg-type]
-                session(engine, Limits(timeout=120.0), tokens=400),
+                session(engine, Limits(timeout=120.0), tokens=1500),
             )
             return told, chat.decode(engine.prompts[-1])
         finally:
@@ -92,12 +95,31 @@ def test_work_is_kept_from_call_to_call_and_tested(folder: Path) -> None:
     assert prompt.endswith("<tool_response>\nHELLO\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
+#: a state that brings tests of its own
+MADE = """import tarfile as T,io
+def p(t,n,b):
+ i=T.TarInfo(n);i.size=len(b);t.addfile(i,io.BytesIO(b))
+a=io.BytesIO();t=T.open(fileobj=a,mode='w')
+p(t,'tests/test.sh',b'echo 1 > /logs/verifier/reward.txt');p(t,'logs/verifier/x',b'');t.close()
+t=T.open('/tmp/f.tar','w');p(t,'more.tar',a.getvalue());p(t,'app/x',b'');t.close()
+"""
 FORGERIES = {
     "a reward": "mkdir -p /tmp/logs/verifier; echo 1 > /tmp/logs/verifier/reward.txt",
     "tests": "mkdir -p /tmp/tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tmp/tests/test.sh",
     "a link": "mkdir /tmp/mine; ln -s mine /tmp/tests; ln -s mine /tmp/logs",
     "a process": "(while true; do mkdir -p /tmp/logs/verifier; echo 1 > /tmp/logs/verifier/reward.txt; done) & disown",
     "the archive": "rm -f /tmp/*.py /tmp/*.tar; kill -9 -1",
+    "an archive of its own": f"python3 -c {shlex.quote(MADE)}; cp /tmp/f.tar /tmp/state.tar; kill -9 $PPID",
+    "a late archive": f"python3 -c {shlex.quote(MADE)}; setsid bash -c 'while :; do cp /tmp/f.tar /tmp/.x; "
+    "mv /tmp/.x /tmp/state.tar; done' > /dev/null 2>&1 & sleep 1",
+    # and no verdict is evaded
+    "closed tests": "mkdir -p /tmp/tests/x; touch /tmp/tests/test.sh; chmod 000 /tmp/tests/x; chmod 555 /tmp/tests",
+    "a folder for the reward": "mkdir -p /tmp/logs/verifier/reward.txt/x; chmod 555 /tmp/logs",
+    "a file for a folder": "rm -rf /tmp/tests /tmp/logs; touch /tmp/tests /tmp/logs",
+    "no archive": "echo x > /tmp/state.tar; kill -9 $PPID",
+    "a full disk": "head -c 99999999 /dev/zero > /tmp/app/big",
+    "no folder": "cd /tmp; rm -rf app; touch app",
+    "a closed folder": "chmod 000 /tmp/app",
 }
 
 
@@ -157,6 +179,12 @@ WRONG = [
     ("environment/Dockerfile", "FROM x\nWORKDIR /home/me", "/home/me: the sandbox has /app, "),
     ("environment/Dockerfile", "FROM x\nWORKDIR /app/../etc", "/app/../etc: the sandbox has"),
     ("environment/Dockerfile", "FROM x\nONBUILD x", "ONBUILD x: it is not known what that does"),
+    ("environment/Dockerfile", "FROM x\nCOPY --from=y a b", "COPY --from=y a b: it is not known"),
+    ("environment/Dockerfile", "FROM x\nCOPY", "Dockerfile: COPY: it cannot be read"),
+    ("environment/Dockerfile", "FROM x\nENV", "Dockerfile: ENV: it cannot be read"),
+    ("environment/Dockerfile", "FROM x\nENV A='b", "Dockerfile: ENV A='b: it cannot be read"),
+    ("task.toml", "verifier = 3", "verifier=3: must be a table"),
+    ("task.toml", "a = " + "[" * 100_000, "task.toml"),
     ("steps/one/instruction.md", "x", "it has several steps"),
 ]
 
@@ -168,6 +196,38 @@ def test_what_the_sandbox_cannot_do_is_refused_by_name(folder: Path, name: str, 
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(BirlError, match=said):
         play(folder, [])
+
+
+@pytest.mark.parametrize("name", ["instruction.md", "tests/test.sh", "environment", "task.toml"])
+def test_links_out_of_a_task_are_not_followed(folder: Path, name: str, tmp_path: Path) -> None:
+    """A folder from elsewhere would have the model read files of this machine."""
+    (folder / name).rename(tmp_path / "secret")
+    (folder / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(BirlError, match=r"is a link to .*secret, outside the folder"):
+        play(folder, [])
+
+
+def test_text_that_is_none_is_told(folder: Path) -> None:
+    (folder / "instruction.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(BirlError, match=r"instruction\.md"):
+        play(folder, [])
+
+
+def test_tasks_of_the_same_name_have_their_own_files(folder: Path, tmp_path: Path) -> None:
+    """tasks/hello for training, held/hello for validation."""
+    other = shutil.copytree(folder, tmp_path / "held" / "hello")
+    (other / "environment/word.txt").write_text("other")
+
+    async def both() -> list[bytes]:
+        keys = {"tasks": str(folder.parent), "validation_tasks": str(other.parent), "workers": 1, "prove": False}
+        place = await Harbor.shared(Config(**keys))
+        try:
+            return [await place.begin(one) for some in place.folders.values() for one in some]
+        finally:
+            await place.close()
+
+    first, second = asyncio.run(both())
+    assert b"hello" in first and b"other" in second
 
 
 def test_lines_of_a_build_run_in_the_sandbox(folder: Path) -> None:

@@ -180,6 +180,7 @@ def test_a_wrong_entry_is_refused_before_anything_starts(keys: dict[str, Any], s
         ({"mcp": ["python -c 'raise SystemExit(4)'"]}, "it ended with exit code 4"),
         ({"mcp": ["python -c 'import time; time.sleep(99)'"], "mcp_timeout": 0.5}, "it did not begin within 0.5 s"),
         ({"mcp": [SERVER, SERVER + " again"]}, r"both have a tool echo"),
+        ({"mcp": [SERVER + " endless"]}, "or 100 pages of them"),
         ({"mcp": ["http://127.0.0.1:9/mcp"]}, "env.mcp: http://127.0.0.1:9/mcp: ConnectError"),
         ({"mcp": [SERVER], "kind": "own_tools.py:asks"}, "env.kind=own_tools.py:asks is an agent"),
     ],

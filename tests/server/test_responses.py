@@ -9,7 +9,9 @@ import openai
 import pytest
 
 from birl.rollout.session import Known
+from birl.server.gateway_responses import conversation
 from birl.server.kept import Kept, bytes_of
+from birl.server.limits import Refused
 from birl.types import Completion, Message, Stop, Turn
 from tests.rollout.scripted import Scripted
 from tests.server.running import Running, running
@@ -293,3 +295,10 @@ def test_cached_tokens_are_those_that_were_not_computed(server: Running, client:
     assert first == reused < 64
     assert {cached for cached, _ in others} == {count for _, count in others} and others[0][0] > 64
     assert chat(False, n=2) == others[0][0]  # the prompt of two answers is one
+
+
+@pytest.mark.parametrize("key", ["content", "summary"])
+def test_thoughts_that_are_no_parts_are_told(key: str) -> None:
+    for value in (3, True, 1.5, "hm"):
+        with pytest.raises(Refused, match=rf"{key}.* must be a list of parts"):
+            conversation([{"type": "reasoning", key: value}], Kept())

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from birl.server.tinker import wire
+from birl.server.tinker import futures, wire
+from birl.server.tinker.futures import Answer, Promises
 from tests.server.tinker_server import KEYS, Client, Server, serving, text
 from tests.tiny import tiny_model_folder
 
@@ -245,3 +246,68 @@ def test_killed_with_requests_under_way_it_ends_with_the_same_bits(model: Path, 
     assert result.keys() == expected.keys()
     assert all(np.array_equal(result[name], expected[name]) for name in expected)
     assert {"create_session", "create_model", "save_weights"} <= {line["event"] for line in audit}
+
+
+def test_a_small_body_of_very_many_fields_is_refused(server: Server) -> None:
+    """It held all tenants up for more than a minute."""
+    alice = server.client()
+    run = alice.run(alice.session())
+    chunks = wire.bytes_field(3, wire.bytes_field(1, b"\x0a\x00" * 1_000_000))
+    body = wire.bytes_field(1, run.encode()) + wire.number_field(2, 1) + chunks * 25
+    reply = alice.http.post("forward_backward", content=body)
+    assert reply.status_code == 400 and "more than 2,000,000 fields" in reply.json()["error"]
+    alice.wait(alice.post("unload_model", model_id=run, seq_id=1))
+
+
+HUGE = 10**400
+BAD_SAMPLES: dict[str, tuple[dict, str]] = {
+    "temperature": ({"sampling_params": {"temperature": HUGE}}, "temperature: must be"),
+    "targets": ({"target_prompt_logprobs": {"data": [HUGE, 6], "shape": [2, 1]}}, "must be an int64 tensor"),
+    "cells": (
+        {"num_samples": 1024, "topk_sample_logprobs": 300, "sampling_params": {"max_tokens": 400}},
+        "at most 50,000,000",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SAMPLES)
+def test_numbers_without_a_bound_are_answered_with_the_reason(server: Server, name: str) -> None:
+    alice = server.client()
+    session = alice.session()
+    sampler = alice.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="model")
+    asked = {"sampling_session_id": sampler["sampling_session_id"], "seq_id": 0, "prompt": prompt(5, 6, 7)}
+    more, said = BAD_SAMPLES[name]
+    failed = alice.wait(alice.post("asample", **(asked | {"sampling_params": SAMPLING} | more)))
+    assert failed["category"] == "user" and said in failed["error"]
+
+
+def test_what_is_no_list_or_number_is_refused_with_its_name(server: Server) -> None:
+    alice = server.client()
+    assert "tags" in alice.post("create_session", 400, tags=3)["error"]
+    for limit in ("²", "9" * 5000, "-1"):
+        assert "limit" in alice.get(f"sessions?limit={limit}", 400)["error"]
+    made = {"session_id": alice.session(), "model_seq_id": 0, "base_model": "model", "lora_config": {"rank": 4}}
+    assert "optimizer" in alice.wait(alice.post("create_model", **made, optimizer_config=[1]))["error"]
+    run = alice.run(alice.session())
+    failed = alice.wait(alice.post("optim_step", model_id=run, seq_id=1, adam_params={"learning_rate": HUGE}))
+    assert "learning_rate: must be" in failed["error"]
+    number = wire.bytes_field(3, wire.bytes_field(1, wire.bytes_field(1, wire.number_field(1, 7))))
+    body = wire.bytes_field(1, run.encode()) + wire.number_field(2, 2) + number
+    assert alice.http.post("forward_backward", content=body).status_code == 400
+    alice.wait(alice.post("unload_model", model_id=run, seq_id=2))
+
+
+def test_answers_that_nobody_fetches_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    promises = Promises()
+    for brief in (True, False):
+        promises.make(f"{brief}", "alice", brief).settle(Answer(b"x" * 100))
+    promises.make("waits", "alice", brief=True)
+    monkeypatch.setattr(futures, "LEFT", -1.0)
+    promises.sweep()
+    assert set(promises.by_id) == {"False", "waits"}  # a run's answer waits for its client
+    monkeypatch.setattr(futures, "LEFT", 100.0)
+    monkeypatch.setattr(futures, "MOST_KEPT", 250)
+    for i in range(4):
+        promises.make(f"{i}", "alice", brief=True).settle(Answer(b"x" * 100))
+    promises.sweep()
+    assert {"2", "3", "False", "waits"} == set(promises.by_id)

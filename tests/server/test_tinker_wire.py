@@ -99,3 +99,15 @@ def test_a_request_is_read_as_it_was_sent_and_addressed_though_it_is_wrong() -> 
 def test_pieces_hold_whole_data_in_order() -> None:
     assert cut([3, 4, 5, 20, 1], 8) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
     assert cut([], 8) == []
+
+
+def test_small_bodies_take_no_large_room() -> None:
+    """The sizes of tensors are only announced, and add up."""
+    room, wide = wire.Room(dense=50), {2: np.array([0, 0], "<i8").tobytes()}
+    wire.compressed(wide, np.dtype("<f4"), [1, 40], "x", room)
+    with pytest.raises(BirlError, match="sparse tensors"):
+        wire.compressed(wide, np.dtype("<f4"), [1, 40], "x", room)
+    with pytest.raises(BirlError, match="fields"):
+        list(wire.fields(b"\x08\x01" * 3, wire.Room(fields=2)))
+    with pytest.raises(BirlError, match="dimensions"):
+        wire.numbers(b"\x01" * 1000)

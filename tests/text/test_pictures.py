@@ -139,6 +139,11 @@ def test_what_a_request_may_not_name_is_refused(given: dict[str, Any], error: st
         content([{"type": "image", **given}], Finder())
 
 
+def test_what_is_no_address_is_told() -> None:
+    with pytest.raises(BirlError, match="is no address"):
+        Finder().picture("http://[::1")
+
+
 def test_only_named_hosts_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "downloaded", lambda url: ONE.data)
     finder = Finder(hosts=("pictures.example",))

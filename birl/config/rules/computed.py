@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from birl.config.decided import (
     ENGINES,
@@ -24,6 +23,7 @@ from birl.config.rules.unread import SINGLE
 from birl.config.schema import RL, SFT, Config, Eval, Stage, reward_functions
 from birl.config.words import capacity_setting, command, needed_setting, setting, value_of
 from birl.errors import did_you_mean
+from birl.hosts import is_address
 from birl.support import LISTED, MOST
 
 ADDRESSES = {  # where a tracker's address stands, with track.NAME=online
@@ -150,9 +150,14 @@ def _sampling(c: RL) -> Iterator[str]:
 
 def _engines(c: RL | Eval) -> Iterator[str]:
     for address in c.engine.attach:
-        parts = urlsplit(address)
-        if not NAME.fullmatch(address) and not (parts.scheme in ("http", "https") and parts.netloc):
+        if not NAME.fullmatch(address) and not is_address(address):
             yield f"engine.attach: {address!r} is neither an address (http://host:port) nor a name (experiment/trial)."
+    teachers = list(teachers_of(c).values()) if isinstance(c, RL) else []
+    rows = {"reward.model": [c.reward.model], "reward.judge": c.reward.judge, "env.mcp": c.env.mcp}
+    for key, values in {**rows, "algorithm.teacher": teachers}.items():
+        for value in values:
+            if value.startswith(("http://", "https://")) and not is_address(value):
+                yield f"{key}: {value!r} is no address; write one as http://host:8000."
 
 
 def _new_weights(c: RL) -> Iterator[str]:

@@ -145,7 +145,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "parallel.ep={c.parallel.ep}: does not go together with parallel.tp={c.parallel.tp}; set one of them to"
             " 1.": lambda c: c.parallel.ep > 1 and c.parallel.tp > 1,
             "model.device={c.model.device}: is one GPU, and each of the {c.parallel.size} processes computes on a GPU "
-            "of its own; set model.device=cuda.": lambda c: c.model.device[-1].isdigit() and c.parallel.size > 1,
+            "of its own; set model.device=cuda.": lambda c: c.model.device[-1:].isdigit() and c.parallel.size > 1,
             "lora.targets is empty, so nothing would be trained; set lora.targets=[all-linear].": lambda c: (
                 c.lora.rank and not c.lora.targets
             ),
@@ -167,7 +167,10 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             ),
             "resume is empty: use auto, never, or the folder of a checkpoint or run.": lambda c: not c.resume,
             "checkpoint.store={c.checkpoint.store}: expected a URL, as in s3://bucket/prefix.": lambda c: (
-                c.checkpoint.store and "://" not in c.checkpoint.store
+                c.checkpoint.store and not c.checkpoint.store.partition("://")[2].strip("/")
+            ),
+            "run={c.run}: is the root of the file system; name a folder in it.": lambda c: (
+                c.run and "\0" not in c.run and not Path(c.run).absolute().parts[1:]
             ),
         },
     ),

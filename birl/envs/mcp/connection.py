@@ -13,7 +13,7 @@ from birl.foreign import stop
 
 T = TypeVar("T")
 logging.getLogger("mcp").setLevel(logging.CRITICAL)  # what goes wrong is told by whom it concerns
-MOST_TOOLS = 1000
+MOST_TOOLS, MOST_PAGES = 1000, 100
 PATIENCE = 10.0  # seconds that a session may take to end
 CLOSED, INVALID = -32000, (-32600, -32601, -32602)  # codes of JSON-RPC: of the end, and of a call that cannot be
 
@@ -49,14 +49,14 @@ class Connection:
         """All of them, as the client has them."""
         from mcp.types import PaginatedRequestParams
 
-        result, cursor = [], None
-        while len(result) < MOST_TOOLS:
+        result, cursor, pages = [], None, 0
+        while len(result) < MOST_TOOLS and (pages := pages + 1) <= MOST_PAGES:  # one may be empty
             params = PaginatedRequestParams(cursor=cursor)
             page = await self._answer(self.ready.result().list_tools(params=params), "list its tools")
             result += page.tools
             if not (cursor := page.nextCursor):
                 return result
-        raise BirlError(f"{self.name}: it has more than {MOST_TOOLS} tools.")
+        raise BirlError(f"{self.name}: it has more than {MOST_TOOLS} tools, or {MOST_PAGES} pages of them.")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         """The result of a tool, as the client has it. Raises `Misused` for a call that cannot be, and `BirlError` with

@@ -13,9 +13,10 @@ from torch import Tensor
 from birl.errors import BirlError
 from birl.learner.low_rank_run import ALPHA, LowRankConfig, LowRankRun, SharedBase
 from birl.models.low_rank import HEAD, AdapterWeights
+from birl.regular import read_json
 from birl.server.tinker import requests
 from birl.server.tinker.runs import Run, described
-from birl.server.tinker.store import Checkpoint, Store, named, read_tensors
+from birl.server.tinker.store import Checkpoint, Store, left_out, named, read_tensors
 
 SHORTEST, LONGEST = 3600, 10 * 366 * 24 * 3600  # seconds that a checkpoint may be kept
 EPHEMERAL = 24 * 3600.0  # seconds that weights of sampling sessions without a name are kept after their last use,
@@ -48,8 +49,9 @@ class Checkpoints:
     began: float = field(default_factory=time.monotonic)
 
     def restore(self) -> None:
-        for id, about in self.store.read_all("samplers"):
-            self.samplers[id] = Sampler(id, about["owner"], about["base"], about["path"], about["clients"])
+        for id, file in self.store.files("samplers"):
+            with left_out(file):
+                self.samplers[id] = Sampler(id, **read_json(file))
 
     def save(self, run: Run, adapter: LowRankRun, kind: str, data: Mapping[str, Any], seq: int) -> Checkpoint:
         """What a request asks for. Raises `BirlError` for a name that cannot be or is there, and over the quota."""

@@ -20,6 +20,7 @@ from birl.models.decoder import decoder_for
 from birl.models.device import choose
 from birl.models.load import cast, end_ids
 from birl.parallel.machine import compute_thread
+from birl.regular import check_target
 from birl.server.serve import address, bind, listen, short_name, uvicorn_server
 from birl.server.tinker import tenants
 from birl.server.tinker.checkpoints import Checkpoints
@@ -58,7 +59,8 @@ class alone:
         import fcntl
 
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.file = (self.root / "lock").open("w")
+        check_target(self.root / "lock")
+        self.file = (self.root / "lock").open("a")
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

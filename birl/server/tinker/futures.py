@@ -8,6 +8,7 @@ from typing import Any
 
 PROTO, JSON = "application/x-protobuf", "application/json"
 KEPT = 600.0  # seconds that an answer which was fetched stays, for a client that lost it on the way
+LEFT = 3600.0  # seconds that an answer stays which nobody fetches
 MOST_KEPT = 2 * 2**30  # bytes of answers in memory; the oldest fetched ones go first
 
 
@@ -30,18 +31,21 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Promise:
-    """`owner`: the tenant that may ask for it. `fetched`: when it first was, by the clock."""
+    """`owner`: the tenant that may ask for it. `fetched`: when it first was, `settled`: when the answer came, by the
+    clock. `brief`: one that nobody fetches is forgotten, too; a run's requests wait for their client."""
 
     id: str
     owner: str
+    brief: bool = False
     answer: Answer | None = None
+    settled: float = 0.0
     fetched: float | None = None
     task: "asyncio.Task[None] | None" = None  # what computes it, where it can be cancelled
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def settle(self, answer: Answer) -> None:
         if self.answer is None:
-            self.answer = answer
+            self.answer, self.settled = answer, time.monotonic()
             self.done.set()
 
     async def wait(self, seconds: float) -> Answer | None:
@@ -57,10 +61,10 @@ class Promise:
 class Promises:
     by_id: dict[str, Promise] = field(default_factory=dict)
 
-    def make(self, id: str, owner: str) -> Promise:
+    def make(self, id: str, owner: str, brief: bool = False) -> Promise:
         """A new one, or the one that has that name."""
         self.sweep()
-        return self.by_id.setdefault(id, Promise(id, owner))
+        return self.by_id.setdefault(id, Promise(id, owner, brief))
 
     def find(self, id: str, owner: str) -> Promise | None:
         """Of this owner only: another's is as if it were not there."""
@@ -68,11 +72,12 @@ class Promises:
         return promise if promise is not None and promise.owner == owner else None
 
     def sweep(self) -> None:
-        """Forget what was fetched long ago, and more of it where too much is kept."""
+        """Forget what was fetched, or answered, long ago, and more of it where too much is kept, fetched ones first."""
         now = time.monotonic()
-        fetched = [p for p in self.by_id.values() if p.fetched is not None]
-        size = sum(len(p.answer.body) for p in fetched if p.answer)
-        for promise in fetched:
-            if now - (promise.fetched or now) > KEPT or size > MOST_KEPT:
-                size -= len(promise.answer.body) if promise.answer else 0
+        over = {p: len(p.answer.body) for p in self.by_id.values() if p.answer and (p.brief or p.fetched is not None)}
+        size = sum(over.values())
+        for promise in sorted(over, key=lambda p: p.fetched is None):
+            until = promise.settled + LEFT if promise.fetched is None else promise.fetched + KEPT
+            if now > until or size > MOST_KEPT:
+                size -= over[promise]
                 del self.by_id[promise.id]

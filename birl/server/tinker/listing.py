@@ -129,11 +129,16 @@ async def download(service: TinkerService, tenant: Tenant, request: Request) -> 
 
 
 def page(rows: list[Any], request: Request) -> tuple[list[Any], dict[str, int]]:
-    asked = request.query_params
-    limit, offset = (
-        int(asked.get(k, d)) if asked.get(k, d).isdigit() else int(d) for k, d in (("limit", "100"), ("offset", "0"))
-    )
+    limit, offset = (_number(request, "limit", 100), _number(request, "offset", 0))
     return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
+
+
+def _number(request: Request, key: str, default: int) -> int:
+    """Raises `BirlError`."""
+    value = request.query_params.get(key, str(default))
+    if not value.isascii() or not value.isdigit() or len(value) > 15:
+        raise BirlError(f"{key}: must be a whole number of at least 0, not {value[:50]!r}.")
+    return int(value)
 
 
 def described_run(service: TinkerService, id: str) -> dict[str, Any]:

@@ -128,8 +128,19 @@ def check(request: ForwardBackward) -> None:
             if values is not None and values.size != datum.targets.size:
                 want = list(datum.inputs["target_tokens"].shape)
                 raise BirlError(f"data[{i}].{name}: has the shape {list(values.shape)}, and the targets {want}.")
-        if request.loss in POLICY and datum.targets.shape[1] != 1:
-            raise BirlError(f"data[{i}].target_tokens: {request.loss} takes one target in each place.")
+        if request.loss in POLICY:
+            _check_policy(request.loss, datum, f"data[{i}]")
+
+
+def _check_policy(loss: str, datum: Datum, what: str) -> None:
+    if datum.targets.shape[1] != 1:
+        raise BirlError(f"{what}.target_tokens: {loss} takes one target in each place.")
+    for name in (*BOUNDS, "sequence_ratio_mask"):
+        values = datum.inputs.get(name)
+        if values is not None and values.size != len(datum):
+            raise BirlError(f"{what}.{name}: has the shape {list(values.shape)}; the input has {len(datum)} tokens.")
+        if loss == "gspo" and name in BOUNDS and values is not None and (values != values.flat[0]).any():
+            raise BirlError(f"{what}.{name}: gspo has one ratio for all places, so its bound must be one number.")
 
 
 def of_data(request: ForwardBackward, data: Sequence[Datum], logp: Sequence[Tensor]) -> Tensor:

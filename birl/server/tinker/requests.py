@@ -3,7 +3,6 @@
 Example: forward_backward(body, vocabulary=49152, context=8192).data[0].tokens
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from birl.types import SamplingParams
 
 MOST_TARGETS = 256  # tokens in each place: top-k distillation takes 20 or so
 MOST_SAMPLES = 1024
+MOST_CELLS = 50_000_000  # of tables of likeliest tokens in one answer: 8 bytes each
 NO_PICTURES = "This model takes text alone: images and audio are not offered by this server."
 
 
@@ -60,69 +60,70 @@ class Address:
 
 def address(body: bytes) -> Address:
     """Raises `BirlError` where the body is no such message."""
-    model, seq, tokens = "", 0, 0
-    for number, value in wire.fields(body):
+    model, seq, tokens, room = "", 0, 0, wire.Room()
+    for number, value in wire.fields(body, room):
         if number == 1:
             model = wire.text(value)
         elif number == 2:
             seq = wire.signed(value)
         elif number == 3:
-            for kind, chunk in wire.fields(wire.raw(value)):
-                parts = dict(wire.fields(wire.raw(chunk))) if kind == 1 else {}
-                tokens += len(dict(wire.fields(wire.raw(parts.get(1, b"")))).get(1, b"")) // 4  # pyright: ignore
+            for kind, chunk in wire.fields(wire.raw(value), room):
+                parts = dict(wire.fields(wire.raw(chunk), room)) if kind == 1 else {}
+                text = dict(wire.fields(wire.raw(parts.get(1, b"")), room))
+                tokens += len(wire.raw(text.get(1, b""))) // 4
     return Address(model, seq, tokens)
 
 
 def forward_backward(body: bytes, vocabulary: int, context: int) -> ForwardBackward:
     """Raises `BirlError` that names the datum, the field and what is wrong with it."""
     data: list[bytes] = []
-    loss, forward_only, old, new = "", False, {}, {}
-    for number, value in wire.fields(body):
+    loss, forward_only, old, new, room = "", False, {}, {}, wire.Room()
+    for number, value in wire.fields(body, room):
         if number == 3:
             data.append(wire.raw(value))
         elif number == 4:
             loss = wire.text(value, 100)
         elif number == 5:
-            key, entry = _entry(value)
+            key, entry = _entry(value, room)
             old[key] = wire.double(entry)
         elif number == 6:
             forward_only = bool(value)
         elif number == 7:
-            key, entry = _entry(value)
-            new[key] = _config_value(wire.raw(entry))
+            key, entry = _entry(value, room)
+            new[key] = _config_value(wire.raw(entry), room)
     if not data:
         raise BirlError("The request has no data.")
-    read = [_datum(d, f"data[{i}]", vocabulary, context) for i, d in enumerate(data)]
+    read = [_datum(d, f"data[{i}]", (vocabulary, context), room) for i, d in enumerate(data)]
     return ForwardBackward(data=read, loss=loss, config=new or old, forward_only=forward_only)
 
 
-def _entry(value: wire.Value) -> tuple[str, wire.Value]:
+def _entry(value: wire.Value, room: wire.Room) -> tuple[str, wire.Value]:
     """Of a map: key and value."""
-    parts = dict(wire.fields(wire.raw(value)))
+    parts = dict(wire.fields(wire.raw(value), room))
     return wire.text(parts.get(1, b""), 200), parts.get(2, b"")
 
 
-def _config_value(value: bytes) -> float | str:
-    for number, part in wire.fields(value):
+def _config_value(value: bytes, room: wire.Room) -> float | str:
+    for number, part in wire.fields(value, room):
         return wire.double(part) if number == 1 else wire.text(part, 1000)
     return 0.0
 
 
-def _datum(body: bytes, what: str, vocabulary: int, context: int) -> Datum:
+def _datum(body: bytes, what: str, bounds: tuple[int, int], room: wire.Room) -> Datum:
     chunks: list[np.ndarray] = []
     inputs: dict[str, np.ndarray] = {}
-    for number, value in wire.fields(body):
+    for number, value in wire.fields(body, room):
         if number == 1:
-            for kind, chunk in wire.fields(wire.raw(value)):
+            for kind, chunk in wire.fields(wire.raw(value), room):
                 if kind != 1:
                     raise BirlError(f"{what}.model_input: {NO_PICTURES}")
-                tokens = dict(wire.fields(wire.raw(chunk))).get(1, b"")
+                tokens = dict(wire.fields(wire.raw(chunk), room)).get(1, b"")
                 chunks.append(wire.array(tokens, np.dtype("<i4"), f"{what}.model_input"))
         elif number == 2:
-            name, entry = _entry(value)
-            inputs[name] = wire.tensor(wire.raw(entry), f"{what}.{name}")
+            name, entry = _entry(value, room)
+            inputs[name] = wire.tensor(wire.raw(entry), f"{what}.{name}", room)
     tokens = np.concatenate(chunks).astype(np.int64) if chunks else np.empty(0, np.int64)
-    return checked(Datum(tokens=tokens, inputs=inputs), what, vocabulary, context)
+    return checked(Datum(tokens=tokens, inputs=inputs), what, *bounds)
 
 
 def checked(datum: Datum, what: str, vocabulary: int, context: int) -> Datum:
@@ -197,6 +198,12 @@ def sample(data: Mapping[str, Any], vocabulary: int, context: int) -> Sample:
         targets=_targets(data.get("target_prompt_logprobs"), len(prompt) - 1, vocabulary),
         alternatives=whole(data, "prompt_alt_tokens_k", 0, 0, 256),
     )
+    cells = len(prompt) * (result.top + result.alternatives) + count * result.params.max_tokens * result.top_sampled
+    if cells > MOST_CELLS:
+        raise BirlError(
+            f"topk_prompt_logprobs, prompt_alt_tokens_k and topk_sample_logprobs ask for {cells:,} tokens; an answer "
+            f"has at most {MOST_CELLS:,}: ask for fewer, for fewer samples, or set a lower max_tokens."
+        )
     if result.params.temperature and not 0.001 <= result.params.temperature <= 1000:
         raise BirlError(f"temperature: must be 0, or 0.001 to 1000, not {result.params.temperature}.")
     return result
@@ -250,7 +257,7 @@ def _targets(data: Any, rows: int, vocabulary: int) -> np.ndarray | None:
     data, what = _mapping(data, "target_prompt_logprobs"), "target_prompt_logprobs"
     values, shape = data.get("data"), data.get("shape")
     lists = [values, shape, data.get("sparse_crow_indices") or [], data.get("sparse_col_indices") or []]
-    if not all(isinstance(x, list) and all(type(i) is int for i in x) for x in lists) or len(shape or ()) != 2:
+    if not all(isinstance(x, list) and all(map(_is_int64, x)) for x in lists) or len(shape or ()) != 2:
         raise BirlError(f"{what}: must be an int64 tensor of two dimensions.")
     numbers, shape, crow, columns = (np.array(x, dtype=np.int64) for x in lists)
     size = tuple(shape.tolist())
@@ -261,6 +268,10 @@ def _targets(data: Any, rows: int, vocabulary: int) -> np.ndarray | None:
     if (result >= vocabulary).any() or (result < -1).any() or (result < 0).all():
         raise BirlError(f"{what}: must name tokens of the model, or -1 for none, and at least one.")
     return result
+
+
+def _is_int64(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:
@@ -283,7 +294,7 @@ def real(data: Mapping[str, Any], key: str, default: float, least: float, most: 
     value = data.get(key)
     if value is None:
         return default
-    if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
+    if type(value) not in (int, float) or not least <= value <= most:  # NaN is in no range
         raise BirlError(f"{key}: must be a number from {least:g} to {most:g}, not {str(value)[:50]}.")
     return float(value)
 

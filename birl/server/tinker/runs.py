@@ -12,8 +12,9 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.learner.low_rank_run import LowRankConfig, LowRankRun, SharedBase, parts_bytes
+from birl.regular import read_json
 from birl.server.tinker.futures import Answer, Promise, Promises
-from birl.server.tinker.store import Record, Store
+from birl.server.tinker.store import Record, Store, left_out
 
 MOST_AHEAD = 10_000  # numbers that a request may be ahead of the one that is done next
 ANSWERS_KEPT = 64  # of the newest requests of a run, after a restart
@@ -81,21 +82,26 @@ class Runs:
 
     def restore(self) -> list[Run]:
         """Those on disk, without their tensors; gives those that have something left to do."""
-        for id, about in self.store.runs():
-            config = LowRankConfig(**about["config"]) if about["config"] else None
-            run = Run(id=id, owner=about["owner"], base=about["base"], config=config, metadata=about["metadata"])
-            run.made, run.deleted = about["made"], about["deleted"]
-            self.by_id[id] = run
-            for seq, answer in self.store.answers(id).items():
-                self.promise(run, seq).settle(answer)
-            run.done = run.snapshot = self.store.snapshot_of(id)
-            if run.made and run.done < 0:
-                run.done = 0
-                self.promise(run, 0).settle(Answer.of(model_id=id, type="create_model"))
-            for record in self.store.journal(id):
-                if record.seq > run.done:
-                    run.waiting[record.seq] = Request(record, self.promise(run, record.seq))
+        for id, file in self.store.files("runs"):
+            with left_out(file.parent):
+                self.by_id[id] = self._restored(id, read_json(file))
         return [run for run in self.by_id.values() if run.next is not None]
+
+    def _restored(self, id: str, about: dict[str, Any]) -> Run:
+        config = LowRankConfig(**about["config"]) if about["config"] else None
+        run = Run(id=id, owner=about["owner"], base=about["base"], config=config, metadata=about["metadata"])
+        run.made, run.deleted = about["made"], about["deleted"]
+        done, records, answers = self.store.snapshot_of(id), self.store.journal(id), self.store.answers(id)
+        run.done = run.snapshot = done
+        for seq, answer in answers.items():
+            self.promise(run, seq).settle(answer)
+        if run.made and run.done < 0:
+            run.done = 0
+            self.promise(run, 0).settle(Answer.of(model_id=id, type="create_model"))
+        for record in records:
+            if record.seq > run.done:
+                run.waiting[record.seq] = Request(record, self.promise(run, record.seq))
+        return run
 
     def promise(self, run: Run, seq: int) -> Promise:
         result = self.promises.make(f"{run.id}#{seq}", run.owner)
@@ -105,6 +111,8 @@ class Runs:
     def create(self, id: str, owner: str, base: str, config: LowRankConfig | None, metadata: dict[str, str]) -> Run:
         """On disk, too. The same one where it is there already."""
         if id not in self.by_id:
+            if (self.store.run(id) / "run.json").exists():
+                raise BirlError(f"{id} is on this server's disk, and cannot be read: begin a new session.")
             run = Run(id=id, owner=owner, base=base, config=config, metadata=metadata, made=config is not None)
             if config is not None:
                 self.make_room(parts_bytes(config, self.shared.chosen(config), self.shared.dtype), run)

@@ -11,13 +11,14 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.learner.low_rank_run import LowRankConfig
+from birl.regular import read_json
 from birl.server.limits import Refused
 from birl.server.tinker import requests
 from birl.server.tinker.checkpoints import Checkpoints, Sampler
 from birl.server.tinker.futures import PROTO, Answer, Promise, Promises
 from birl.server.tinker.runs import Run, Runs
 from birl.server.tinker.sampling import Sampling
-from birl.server.tinker.store import Record, Store
+from birl.server.tinker.store import Record, Store, left_out
 from birl.server.tinker.tenants import Quota, Tenant, Tenants
 from birl.server.tinker.work import Work
 
@@ -61,8 +62,9 @@ class TinkerService:
 
     def restore(self) -> int:
         """What is on disk; says how many requests are left to do, which begin now."""
-        for id, about in self.store.read_all("sessions"):
-            self.sessions[id] = Session(**about)
+        for id, file in self.store.files("sessions"):
+            with left_out(file):
+                self.sessions[id] = Session(**read_json(file))
         self.checkpoints.restore()
         left = self.runs.restore()
         for run in left:
@@ -71,7 +73,10 @@ class TinkerService:
 
     def open_session(self, tenant: Tenant, data: Mapping[str, Any]) -> str:
         id = secrets.token_hex(16)
-        tags = [str(t)[:200] for t in data.get("tags") or () if isinstance(t, str)][:100]
+        given = data.get("tags") or []
+        if not isinstance(given, list):
+            raise BirlError("tags: must be a list of texts.")
+        tags = [t[:200] for t in given if isinstance(t, str)][:100]
         about = requests.metadata(data) | ({"tags": ",".join(tags)} if tags else {})
         self.sessions[id] = Session(owner=tenant.name, metadata=about, name=requests.words(data, "display_name"))
         self.store.write("sessions", id, self.sessions[id].about())
@@ -108,7 +113,8 @@ class TinkerService:
             lora, seed = data.get("lora_config"), secrets.randbits(31)
             if not isinstance(lora, Mapping):
                 raise BirlError("Full fine-tuning is not offered by this server: ask for a LoRA adapter.")
-            if (data.get("optimizer_config") or {}).get("type", "adamw") != "adamw":
+            optimizer = data.get("optimizer_config") or {}
+            if not isinstance(optimizer, Mapping) or optimizer.get("type", "adamw") != "adamw":
                 raise BirlError("Only the optimizer adamw is offered.")
             config = LowRankConfig(
                 rank=requests.whole(lora, "rank", 32, 1, self.most_rank),
@@ -204,10 +210,10 @@ class TinkerService:
             with tenant.holding(self.quota, asked.tokens):
                 pass
         except BirlError as error:
-            promise = self.promises.make(id, tenant.name)
+            promise = self.promises.make(id, tenant.name, brief=True)
             promise.settle(Answer.failure(str(error)))
             return promise, ids
-        promise = self.promises.make(id, tenant.name)
+        promise = self.promises.make(id, tenant.name, brief=True)
         promise.task = asyncio.create_task(self._sample(tenant, sampler, promise, asked, seq))
         return promise, ids
 

@@ -10,16 +10,19 @@
     audit.jsonl                           who did what
 
 Whatever is there is complete: a file or folder is written beside its place, and renamed. A request is in the journal
-before its client hears that it was accepted; a record that a kill cut off was not accepted.
+before its client hears that it was accepted; a record that a kill cut off was not accepted. What cannot be read, as
+something else damaged it, is left out with a warning, and stays where it is.
 """
 
 import json
+import logging
 import os
 import re
 import shutil
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,11 +31,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
+from birl.regular import check, check_target, open_regular, parse_json, read_bytes, read_json
 from birl.server.tinker.futures import Answer
 
 ID = re.compile(r"[0-9a-f]{32}(:(train|sample):[0-9]{1,12})?")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+log = logging.getLogger(__name__)
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
@@ -70,6 +75,7 @@ class Store:
         self.root = root
         for name in ("sessions", "samplers", "runs"):
             (root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+        check_target(root / "audit.jsonl")
         for left in root.glob("**/*.partial"):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
@@ -77,16 +83,15 @@ class Store:
         """kind: sessions | samplers."""
         replace(self.root / kind / f"{file_of(id)}.json", json.dumps(values).encode())
 
-    def read_all(self, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        for file in sorted((self.root / kind).glob("*.json")):
-            yield id_of(file.stem), json.loads(file.read_bytes())
+    def files(self, kind: str) -> Iterator[tuple[str, Path]]:
+        """kind: sessions | samplers | runs."""
+        for file in sorted((self.root / kind).glob("*/run.json" if kind == "runs" else "*.json")):
+            name = file.parent.name if kind == "runs" else file.stem
+            if ID.fullmatch(id_of(name)):
+                yield id_of(name), file
 
     def run(self, id: str) -> Path:
         return self.root / "runs" / file_of(id)
-
-    def runs(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for file in sorted((self.root / "runs").glob("*/run.json")):
-            yield id_of(file.parent.name), json.loads(file.read_bytes())
 
     def make_run(self, id: str, values: Mapping[str, Any]) -> None:
         folder = self.run(id)
@@ -104,11 +109,12 @@ class Store:
         path, result, good = self.run(id) / "journal", [], 0
         if not path.exists():
             return []
-        with path.open("rb") as file:
+        size = path.stat().st_size
+        with open_regular(path) as file:
             while line := file.readline():
                 try:
-                    head = json.loads(line)
-                    body = file.read(head["size"])
+                    head = parse_json(line)
+                    body = file.read(head["size"] if 0 <= head["size"] <= size else size)
                     if len(body) != head["size"] or zlib.crc32(body) != head["crc"] or file.read(1) != b"\n":
                         break
                     result.append(Record(int(head["seq"]), str(head["kind"]), body))
@@ -139,18 +145,16 @@ class Store:
     def snapshot_of(self, id: str) -> int:
         """The last request in the snapshot; -1 without one."""
         path = self.run(id) / "state.safetensors"
-        if not path.exists():
-            return -1
-        with safe_open(path, "pt") as file:
-            return int(json.loads((file.metadata() or {}).get("about", "{}"))["done"])
+        return int(read_about(path)["done"]) if path.exists() else -1
 
     def answers(self, id: str) -> dict[int, Answer]:
         result = {}
         for file in (self.run(id) / "answers").glob("*"):
-            if file.name.isdigit():
-                head, _, body = file.read_bytes().partition(b"\n")
-                values = json.loads(head)
-                result[int(file.name)] = Answer(body, values["media"], values["failed"])
+            if re.fullmatch(r"[0-9]{1,12}", file.name):
+                with left_out(file):
+                    head, _, body = read_bytes(file).partition(b"\n")
+                    values = parse_json(head)
+                    result[int(file.name)] = Answer(body, str(values["media"]), bool(values["failed"]))
         return result
 
     def forget_answers(self, id: str, seqs: Sequence[int]) -> None:
@@ -187,13 +191,20 @@ class Store:
     def checkpoints(self, run: str | None = None) -> Iterator[Checkpoint]:
         """Those that have not expired; the others are removed."""
         for file in sorted((self.root / "runs").glob(f"{'*' if run is None else file_of(run)}/*/*/checkpoint.json")):
-            try:
-                found = Checkpoint(**json.loads(file.read_bytes()))
-            except (OSError, ValueError, TypeError):
-                continue
-            if found.expires is not None and found.expires < time.time():
-                shutil.rmtree(file.parent, ignore_errors=True)
-            elif found.kind in KINDS and not file.parent.name.endswith(".partial"):
+            found = None
+            with left_out(file):
+                found = Checkpoint(**read_json(file))
+                expired = found.expires is not None and found.expires < time.time()
+                if (
+                    file.parent.name.endswith(".partial")
+                    or self.folder(found) != file.parent
+                    or found.kind not in KINDS
+                ):
+                    found = None  # one that is being written or removed, or says that it is another
+                elif expired:
+                    shutil.rmtree(file.parent, ignore_errors=True)
+                    found = None
+            if found is not None:
                 yield found
 
     def find(self, path: str) -> Checkpoint | None:
@@ -219,6 +230,16 @@ class Store:
         line = json.dumps({"time": time.time(), "tenant": tenant, "event": what, **about})
         with (self.root / "audit.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+@contextmanager
+def left_out(file: Path) -> Iterator[None]:
+    """What cannot be read is as if it were not there; its files stay."""
+    try:
+        yield
+    except (BirlError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if file.exists():  # else it was removed meanwhile
+            log.warning("%s cannot be read, and is left out: %s.", file, first_line(error) or type(error).__name__)
 
 
 def file_of(id: str) -> str:
@@ -263,9 +284,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Raises `BirlError` where the file is damaged."""
+    about = read_about(path)
     try:
         with safe_open(path, "pt") as file:
-            about = json.loads((file.metadata() or {}).get("about", "{}"))
             return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise BirlError(f"{path.parent.name}/{path.name}: cannot be read ({type(error).__name__}).") from error
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What was written with the tensors. Raises `BirlError` where the file is damaged."""
+    try:
+        check(path)
+        with safe_open(path, "pt") as file:
+            return dict(parse_json((file.metadata() or {}).get("about", "{}")))
+    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
         raise BirlError(f"{path.parent.name}/{path.name}: cannot be read ({type(error).__name__}).") from error

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from birl.errors import BirlError
+from birl.regular import read_text
 from birl.server.limits import Refused
 
 VARIABLE = "BIRL_TINKER_KEYS"
@@ -99,9 +100,10 @@ def read(path: str) -> Tenants:
         try:
             if file.stat().st_mode & 0o077:
                 raise BirlError(f"keys={path}: others may read the file; run `chmod 600 {path}`.")
-            written = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise BirlError(f"keys={path}: cannot be read ({type(error).__name__}).") from None
+            written = read_text(file).splitlines()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise BirlError(f"keys={path}: cannot be read ({reason}).") from None
         lines += [(f"keys={path}, line {i}", line.partition("#")[0]) for i, line in enumerate(written, 1)]
     keys: dict[bytes, str] = {}
     for where, line in lines:

@@ -7,25 +7,36 @@ is compared with what is there before it is used, and nothing is allocated for w
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from birl.errors import BirlError
 
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # the message Tensor's types
+LONGEST_SHAPE = 40  # bytes
 TYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
-MOST_FIELDS = 2_000_000  # of one message
+MOST_FIELDS = 2_000_000  # of one request, in all its messages
+MOST_DENSE = 50_000_000  # numbers of sparse tensors of one request, made dense
 
 Value = int | bytes
 
 
-def fields(data: bytes) -> Iterator[tuple[int, Value]]:
-    """Number and value of each field of a message. Raises `BirlError` where it is none."""
-    place, seen = 0, 0
+@dataclass(slots=True)
+class Room:
+    """What is left of the bounds of one request: a small body can hold many fields, or announce large tensors."""
+
+    fields: int = MOST_FIELDS
+    dense: int = MOST_DENSE
+
+
+def fields(data: bytes, room: Room | None = None) -> Iterator[tuple[int, Value]]:
+    """Number and value of each field of a message. Raises `BirlError` where it is none, or in `room` for no more."""
+    place, room = 0, room or Room()
     while place < len(data):
-        seen += 1
-        if seen > MOST_FIELDS:
-            raise BirlError(f"A message has more than {MOST_FIELDS} fields.")
+        room.fields -= 1
+        if room.fields < 0:
+            raise BirlError(f"The request has more than {MOST_FIELDS:,} fields: send fewer data in each.")
         key, place = varint(data, place)
         kind = key & 7
         if kind == 0:
@@ -94,6 +105,8 @@ def numbers(value: Value) -> list[int]:
     """A repeated number, packed or not."""
     if isinstance(value, int):
         return [signed(value)]
+    if len(value) > LONGEST_SHAPE:
+        raise BirlError("The body is no message of this kind: a tensor has at most 3 dimensions.")
     result, place = [], 0
     while place < len(value):
         number, place = varint(value, place)
@@ -101,14 +114,14 @@ def numbers(value: Value) -> list[int]:
     return result
 
 
-def tensor(data: bytes, what: str) -> np.ndarray:
+def tensor(data: bytes, what: str, room: Room | None = None) -> np.ndarray:
     """A message Tensor, sparse ones made dense with zeros. Raises `BirlError` where shape and data do not agree."""
-    dense, sparse, kind, shape = b"", None, 0, []
-    for number, value in fields(data):
+    dense, sparse, kind, shape, room = b"", None, 0, [], room or Room()
+    for number, value in fields(data, room):
         if number == 1:
             dense = raw(value)
         elif number == 2:
-            sparse = {n: raw(v) for n, v in fields(raw(value))}
+            sparse = {n: raw(v) for n, v in fields(raw(value), room)}
         elif number == 3:
             kind = signed(value)
         elif number == 4:
@@ -118,7 +131,7 @@ def tensor(data: bytes, what: str) -> np.ndarray:
     if any(n < 0 for n in shape) or len(shape) > 3:
         raise BirlError(f"{what}: the shape {shape[:5]} cannot be.")
     if sparse is not None:
-        return compressed(sparse, TYPES[kind], shape, what)
+        return compressed(sparse, TYPES[kind], shape, what, room)
     values = array(dense, TYPES[kind], what)
     return shaped(values, shape, what)
 
@@ -133,17 +146,19 @@ def shaped(values: np.ndarray, shape: Sequence[int], what: str) -> np.ndarray:
     return values.reshape(shape) if shape else values
 
 
-MOST_DENSE = 50_000_000  # numbers of a sparse tensor that is made dense
-
-
 def compressed(
-    parts: Mapping[int, bytes], dtype: np.dtype, shape: Sequence[int], what: str, fill: float = 0
+    parts: Mapping[int, bytes], dtype: np.dtype, shape: Sequence[int], what: str, room: Room | None = None
 ) -> np.ndarray:
     """A sparse row matrix (CSR): values, where each row begins, and the columns."""
     index = np.dtype("<i8")
     values = array(parts.get(1, b""), dtype, what)
     rows, columns = array(parts.get(2, b""), index, what), array(parts.get(3, b""), index, what)
-    return spread(values, rows, columns, shape, what, fill)
+    room = room or Room()
+    if len(shape) == 2:
+        room.dense -= shape[0] * shape[1]
+        if room.dense < 0:
+            raise BirlError(f"{what}: the sparse tensors of the request have more than {MOST_DENSE:,} places.")
+    return spread(values, rows, columns, shape, what)
 
 
 def spread(
