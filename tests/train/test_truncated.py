@@ -223,3 +223,16 @@ def test_what_environments_answer_is_predicted_among_all_words(tiny: Path, tmp_p
     assert one["entropy"] == 0 and one["mismatch/mean"] == 0 and one["observations/loss"] > 1
     for figure in ("loss", "grad_norm", "observations/loss"):
         assert many[figure] == pytest.approx(one[figure], rel=2e-4), figure
+
+
+@pytest.mark.parametrize("form", ["parallel.fsdp=2", "parallel.ddp=2"])
+@pytest.mark.usefixtures("forking")
+def test_ranks_change_no_number(tiny: Path, tmp_path: Path, form: str) -> None:
+    """Each rank has an engine of its own, which is asked over HTTP."""
+    for name, keys in (("one", ()), ("two", (form,))):
+        run(tiny, tmp_path / name, *CUT, "algorithm.kl_coef=0.1", "steps=2", "validation.every=0", *keys)
+    assert log(tmp_path / "one", "rollouts")[0]["text"] == log(tmp_path / "two", "rollouts")[0]["text"]
+    one, two = log(tmp_path / "one")[0], log(tmp_path / "two")[0]
+    for figure in ("reward/mean", "loss", "grad_norm", "entropy", "tokens/generated"):
+        assert two[figure] == pytest.approx(one[figure], rel=2e-4, abs=1e-6), figure
+    assert all(step["mismatch/mean"] < 1e-5 for step in log(tmp_path / "two"))
