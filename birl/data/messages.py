@@ -70,6 +70,15 @@ def text_of(value: Any, where: str, field: str) -> str:
         raise BirlError(f"{where}: {field} is {kind(value)}, it needs to be text.")
     if not value.strip():
         raise BirlError(f"{where}: {field} is empty. Remove the row.")
+    return _whole(value, where, field)
+
+
+def _whole(value: str, where: str, field: str) -> str:
+    """Of a program's own rows: a file cannot hold it. No tokenizer takes half a character."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BirlError(f"{where}: {field} has half a character (\\ud800 to \\udfff). Correct the row.") from None
     return value
 
 
@@ -146,7 +155,7 @@ def _content(value: Any, where: str, field: str, given: Given) -> tuple[str, tup
     if not isinstance(value, list):
         if not isinstance(value, str):
             raise BirlError(f"{where}: {field} is {kind(value)}, it needs to be text.")
-        return value, ()
+        return _whole(value, where, field), ()
     for i, part in enumerate(value):
         if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
             raise BirlError(f'{where}: {field}[{i}] is {kind(part)}; a part is {{"type": "text", "text": "..."}}.')
@@ -156,7 +165,7 @@ def _content(value: Any, where: str, field: str, given: Given) -> tuple[str, tup
         text, pictures = content(value, *given)
     except BirlError as error:
         raise BirlError(f"{where}: {field}{error}. Correct or remove the row.") from error
-    return text, tuple(pictures)
+    return _whole(text, where, field), tuple(pictures)
 
 
 def _calls(value: Any, where: str, field: str, role: str) -> tuple[ToolCall, ...]:

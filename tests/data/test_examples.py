@@ -369,3 +369,19 @@ def test_numbers_of_csv_are_text_as_they_are_written(tmp_path: Path, quote: str)
     assert [e.margin for e in found] == [0.5, 2.0] and "7.50" in whole(found[0])
     prompts = load_tasks(schema.Data(train=file("r.csv", "prompt,answer", "3.10,7", "4,8")), "train", chat=True)[0]
     assert prompts[0].prompt[0].content == "3.10"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "a\ud800"},
+        {"prompt": "a", "response": "\udfff"},
+        {"messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}, TALK[2]]},
+    ],
+)
+def test_half_a_character_of_a_programs_rows_is_told_with_its_row(row: dict[str, Any]) -> None:
+    """No tokenizer takes it; a file cannot hold it."""
+    good = {key: "abc" if isinstance(value, str) else TALK for key, value in row.items()}
+    with pytest.raises(BirlError, match=r"row 2.*half a character"):
+        texts([good, row])
