@@ -135,7 +135,7 @@ def test_rl_and_eval_get_their_configuration(monkeypatch: pytest.MonkeyPatch):
 def test_other_commands_get_their_words(monkeypatch: pytest.MonkeyPatch):
     calls: list[object] = []
     fake(monkeypatch, "birl.cli.chat", run=lambda words: calls.append(words) or 0)
-    fake(monkeypatch, "birl.learner.checkpoint_cli", run=lambda words: calls.append(words) or 3)
+    fake(monkeypatch, "birl.cli.checkpoints", run=lambda words: calls.append(words) or 3)
     fake(monkeypatch, "birl.models.cache_cli", run=lambda words: calls.append(words) or 4)
     assert main(["chat"]) == 0
     assert main(["chat", "runs/x", "seed=1"]) == 0

@@ -88,7 +88,7 @@ ALL = (
     Command(
         name="checkpoints",
         brief="list, verify, export and prune the checkpoints of a run",
-        run="birl.learner.checkpoint_cli:run",
+        run="birl.cli.checkpoints:run",
         offered=("verify", "export", "export-adapter", "prune", "convert", "--help"),
     ),
     Command(

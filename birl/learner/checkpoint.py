@@ -267,6 +267,28 @@ def saved(root: Path) -> list[Saved]:
     return sorted((s for s in result if s.step >= 0), key=lambda s: s.step)
 
 
+def best_step(root: Path) -> int | None:
+    """The step of the best validation; None where there was none. Raises `BirlError` where the newest checkpoint cannot
+    tell."""
+    result = saved(root)
+    return read_state(result[-1].path).get("best_step") if result else None
+
+
+def find(root: Path, step: str) -> Path:
+    """A run's checkpoint by its number, `last` or `best`. Raises `BirlError`."""
+    result = {s.step: s.path for s in saved(root)}
+    if step == "last":
+        newest = latest(root)
+        wanted = None if newest is None else step_of(newest.name)
+    elif step == "best":
+        wanted = best_step(root)
+    else:
+        wanted = int(step) if step.isdecimal() else None
+    if wanted not in result:
+        raise BirlError(f"There is no checkpoint {step} in {root}; there are {', '.join(map(str, result)) or 'none'}.")
+    return result[wanted]
+
+
 def sound(root: Path) -> list[Saved]:
     """Those of `saved` that have a state of their own step; digests are not compared."""
     result = []

@@ -7,6 +7,8 @@ from importlib import resources
 from typing import Any
 
 TEACHERS = ("algorithm.teacher", "algorithm.teachers")  # models, which no preset can name
+MARKS = ("advantage", "surrogate", "teacher_divergence", "observation_coef")  # what makes a method another one
+MARK = 4  # other keys count less
 
 
 def algorithm(config: Mapping[str, Any]) -> str:
@@ -22,11 +24,19 @@ def algorithm(config: Mapping[str, Any]) -> str:
     if not own:
         return str(config.get("preference.loss") or ("rm" if "ranking.centering" in config else "sft"))
 
+    own = {**_defaults(), **own}  # a run of an earlier version lacks keys
+
     def changed(name: str) -> list[str]:
         preset = {**_defaults(), **_presets()[name]}
         return [key for key, value in own.items() if key in preset and not _same(preset[key], value)]
 
-    best = min(_presets(), key=lambda name: (len(changed(name)), name), default="")
+    def alike(name: str) -> int:
+        return sum(_same(value, own.get(key)) for key, value in _presets()[name].items())
+
+    def far(name: str) -> int:
+        return sum(MARK if key in MARKS else 1 for key in changed(name))
+
+    best = min(_presets(), key=lambda name: (far(name), -alike(name), name), default="")
     return best + "*" * bool(best and changed(best))
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from birl.cli import checkpoints
 from birl.errors import BirlError
-from birl.learner import checkpoint, checkpoint_cli
+from birl.learner import checkpoint
 
 
 def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -127,11 +128,11 @@ def test_a_damaged_state_is_listed_as_that(tmp_path: Path, capsys: pytest.Captur
     for step in (1, 2):
         path = checkpoint.save(tmp_path / "checkpoints", step, tensors(), {"best_step": 1})
     (path / "state.json").write_bytes(b"\xff{")
-    assert checkpoint_cli.run([str(tmp_path)]) == 0
+    assert checkpoints.run([str(tmp_path)]) == 0
     rows = capsys.readouterr().out
     assert "best" in rows and "damaged" in rows
     with pytest.raises(BirlError, match=r"step-000002/state\.json cannot be read .* verify"):
-        checkpoint_cli.run([str(tmp_path), "prune", "1"])  # which one to keep as the best nobody knows
+        checkpoints.run([str(tmp_path), "prune", "1"])  # which one to keep as the best nobody knows
     assert [s.step for s in checkpoint.saved(tmp_path / "checkpoints")] == [1, 2]
 
 

@@ -9,8 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from birl.cli import checkpoints
 from birl.errors import BirlError
-from birl.learner import checkpoint, checkpoint_cli
+from birl.learner import checkpoint
 from birl.learner.export import export
 from birl.learner.learner import Learner
 from birl.models.load import load_model, save_hf_config
@@ -67,13 +68,13 @@ def test_the_size_of_shards_is_a_number(tmp_path: Path, capsys: pytest.CaptureFi
     folder, run = tiny_model_folder(tmp_path / "model"), tmp_path / "run"
     wrote(Ranks(), folder, run)
     save_hf_config(load_model(folder), tiny_tokenizer(), run / "model")
-    assert checkpoint_cli.run([str(run), "export", "last", str(tmp_path / "one")]) == 0
+    assert checkpoints.run([str(run), "export", "last", str(tmp_path / "one")]) == 0
     assert [f.name for f in (tmp_path / "one").glob("*.safetensors")] == ["model.safetensors"]
-    assert checkpoint_cli.run([str(run), "export", "last", str(tmp_path / "many"), "--shard-gb", "0.0001"]) == 0
+    assert checkpoints.run([str(run), "export", "last", str(tmp_path / "many"), "--shard-gb", "0.0001"]) == 0
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
     for word in ("0", "-1", "much"):
         with pytest.raises(BirlError, match="--shard-gb"):
-            checkpoint_cli.run([str(run), "export", "last", str(tmp_path / "bad"), "--shard-gb", word])
+            checkpoints.run([str(run), "export", "last", str(tmp_path / "bad"), "--shard-gb", word])
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "glm4_moe", "gpt_oss", "hrm_text"])

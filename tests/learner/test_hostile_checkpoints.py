@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from birl.cli import main
+from birl.cli import checkpoints, main
 from birl.errors import BirlError
-from birl.learner import checkpoint, checkpoint_cli
+from birl.learner import checkpoint
 from birl.learner.export import copy_files, export
 from birl.learner.learner import Learner
 from birl.learner.store import COMPLETE, Store
@@ -85,7 +85,7 @@ def test_an_old_checkpoint_is_converted_bit_for_bit(tmp_path: Path, capsys: pyte
     with pytest.raises(BirlError, match=r"earlier version.*`birl checkpoints .* convert`"):
         checkpoint.read_tensors(path)
     for word in ("converted", "nothing to convert"):
-        assert checkpoint_cli.run([str(tmp_path), "convert"]) == 0
+        assert checkpoints.run([str(tmp_path), "convert"]) == 0
         assert f"step-000001: {word}" in capsys.readouterr().out
     assert not checkpoint.verify(path) and checkpoint.read_state(path)["version"] == 4
     found = checkpoint.read_tensors(path)

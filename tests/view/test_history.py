@@ -96,6 +96,9 @@ def test_the_preset_is_named(keys: dict, name: str) -> None:
 @pytest.mark.parametrize("name", ["grpo", "dapo", "ppo", "gspo"])
 def test_a_preset_is_recognised_by_its_keys(name: str) -> None:
     own = json.loads(json.dumps(flatten(load(RL, ["data.train=x", f"algorithm={name}"]))))
+    without = {**own, "algorithm.kl_coef": 0.0, "algorithm.kl": "k3", "algorithm.kl_in": "loss"}
+    assert algorithm(without) in (name, f"{name}*")
+    assert algorithm({k: v for k, v in own.items() if k != "algorithm.observation_coef"}) == name  # of earlier versions
     assert algorithm(own) == name and algorithm({**own, "algorithm.clip_low": 0.123}) == f"{name}*"
 
 

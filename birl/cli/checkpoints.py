@@ -6,16 +6,17 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from birl.errors import BirlError, did_you_mean
+from birl.errors import BirlError, did_you_mean, first_line
 
 FORMS = {
     "verify": "verify [STEP]",
-    "export": "export STEP FOLDER [--shard-gb N], or export STEP FILE.gguf [--type f16|bf16|f32|q8_0]; --policy NAME "
-    "where the run has several",
-    "export-adapter": "export-adapter STEP FOLDER [--policy NAME]",
+    "export": "export STEP FOLDER [--shard-gb N], export STEP FILE.gguf [--type f16|bf16|f32|q8_0], or export STEP "
+    "hf://USER/NAME [--private] [--license ID]; --policy NAME where the run has several",
+    "export-adapter": "export-adapter STEP FOLDER [--policy NAME], or export-adapter STEP hf://USER/NAME [--private]",
     "prune": "prune N",
     "convert": "convert",
 }
+HUB = "hf://"
 SCORES = ("validation/all/score", "validation/accuracy", "validation/nll")
 
 
@@ -30,6 +31,8 @@ def run(words: Sequence[str]) -> int:
             return _list(_root(folder))
         case [folder, "verify", *steps] if len(steps) < 2:
             return _verify(_root(folder), steps)
+        case [folder, "export" | "export-adapter" as action, step, target, *rest] if target.startswith(HUB):
+            return _push(_root(folder), step, target.removeprefix(HUB), rest, policy, action == "export-adapter")
         case [folder, "export", step, target] if target.endswith(".gguf"):
             return _export_gguf(_root(folder), step, Path(target), policy=policy)
         case [folder, "export", step, target, "--type", kind] if target.endswith(".gguf"):
@@ -89,19 +92,10 @@ def _list(root: Path) -> int:
     return 0
 
 
-def best_step(root: Path) -> int | None:
-    """The step of the best validation; None where there was none. Raises `BirlError` where the newest checkpoint cannot
-    tell."""
-    from birl.learner import checkpoint
-
-    result = checkpoint.saved(root)
-    return checkpoint.read_state(result[-1].path).get("best_step") if result else None
-
-
 def _verify(root: Path, steps: Sequence[str]) -> int:
     from birl.learner import checkpoint
 
-    chosen = [find(root, steps[0])] if steps else [s.path for s in checkpoint.saved(root)]
+    chosen = [checkpoint.find(root, steps[0])] if steps else [s.path for s in checkpoint.saved(root)]
     bad = 0
     for path in chosen:
         problems = checkpoint.verify(path)
@@ -119,22 +113,6 @@ def _convert(root: Path) -> int:
     return 0
 
 
-def find(root: Path, step: str) -> Path:
-    from birl.learner import checkpoint
-
-    result = {s.step: s.path for s in checkpoint.saved(root)}
-    if step == "last":
-        newest = checkpoint.latest(root)
-        wanted = None if newest is None else checkpoint.step_of(newest.name)
-    elif step == "best":
-        wanted = best_step(root)
-    else:
-        wanted = int(step) if step.isdecimal() else None
-    if wanted not in result:
-        raise BirlError(f"There is no checkpoint {step} in {root}; there are {', '.join(map(str, result)) or 'none'}.")
-    return result[wanted]
-
-
 def _size(word: str) -> float:
     try:
         size = float(word)
@@ -145,10 +123,75 @@ def _size(word: str) -> float:
     return size
 
 
+def _push(root: Path, step: str, name: str, options: Sequence[str], policy: str, adapter: bool) -> int:
+    """`options`: --private, --license ID."""
+    from birl.learner import checkpoint
+
+    words, licence, private = list(options), "", False
+    while words:
+        match words:
+            case ["--private", *words]:
+                private = True
+            case ["--license", licence, *words]:
+                pass
+            case [word, *_]:
+                raise BirlError(f"{word}: hf://USER/NAME may be followed by --private and --license ID.")
+    source = checkpoint.find(root, step)
+    print(push(root.parent, source, name, private=private, licence=licence, policy=policy, adapter=adapter))
+    return 0
+
+
+def push(
+    run: Path,
+    source: Path,
+    name: str,
+    *,
+    private: bool = False,
+    licence: str = "",
+    policy: str = "",
+    adapter: bool = False,
+) -> str:
+    """The checkpoint `source` of `run` as a model, or as an `adapter` alone, in the repository `name` (USER/NAME) of
+    the hub, which is made where there is none; by the hub's own client, with its settings. Gives its address. Raises
+    `BirlError`; what the hub had before is then there still, as all files come in one commit."""
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+
+    from birl.cli.model_card import model_card
+    from birl.learner import checkpoint
+    from birl.learner.export import export, export_adapter
+
+    api = HfApi()
+    try:
+        api.whoami()  # before minutes of exporting
+        address = api.create_repo(name, private=private or None, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=run, prefix=".push-") as folder:
+            model = Path(folder) / "model"
+            if adapter:
+                export_adapter(source, run, model, policy)
+            else:
+                export(source, run, model, policy=policy)
+            card = model_card(run, checkpoint.step_of(source.name), address.repo_id, licence, adapter)
+            (model / "README.md").write_text(card, "utf-8")
+            files = sorted(path for path in model.rglob("*") if path.is_file())
+            added = [CommitOperationAdd(path.relative_to(model).as_posix(), path) for path in files]
+            api.create_commit(address.repo_id, added, commit_message=f"{run.name}, {source.name}")
+    except HFValidationError as error:
+        raise BirlError(f"hf://{name}: {first_line(error)} Write it as hf://USER/NAME.") from error
+    except LocalTokenNotFoundError as error:
+        raise BirlError(f"hf://{name}: there is no token. Set HF_TOKEN, or run `hf auth login`.") from error
+    except BirlError:
+        raise
+    except Exception as error:  # of several libraries: refused, no network, no space
+        raise BirlError(f"hf://{name}: {first_line(error)}") from error
+    return str(address)
+
+
 def _export(root: Path, step: str, target: Path, policy: str, adapter: bool, shard_gb: float = 5.0) -> int:
+    from birl.learner import checkpoint
     from birl.learner.export import export, export_adapter, quantized_as
 
-    source = find(root, step)
+    source = checkpoint.find(root, step)
     if adapter:
         export_adapter(source, root.parent, target, policy)
     else:
@@ -166,10 +209,11 @@ def _export(root: Path, step: str, target: Path, policy: str, adapter: bool, sha
 
 
 def _export_gguf(root: Path, step: str, target: Path, kind: str = "f16", policy: str = "") -> int:
+    from birl.learner import checkpoint
     from birl.learner.export import export
     from birl.learner.export_gguf import check, to_gguf
 
-    source = find(root, step)
+    source = checkpoint.find(root, step)
     check(root.parent / "model", target, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
@@ -182,7 +226,7 @@ def _export_gguf(root: Path, step: str, target: Path, kind: str = "f16", policy:
 def _prune(root: Path, count: int) -> int:
     from birl.learner import checkpoint
 
-    best = best_step(root)
+    best = checkpoint.best_step(root)
     for path in checkpoint.prune(root, count, {best} if best is not None else set()):
         print(f"deleted {path}")
     return 0
