@@ -120,6 +120,7 @@ FORGERIES = {
     "a full disk": "head -c 99999999 /dev/zero > /tmp/app/big",
     "no folder": "cd /tmp; rm -rf app; touch app",
     "a closed folder": "chmod 000 /tmp/app",
+    "a pipe": "mkfifo /tmp/app/hello.txt",
 }
 
 
