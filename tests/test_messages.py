@@ -46,7 +46,7 @@ ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
         ("completion csh", ["There is no completion for csh. Name one shell", "bash, zsh, fish."]),
         ("cache foo", ["foo: `birl cache` has list, verify, clear NAME and clear --all."]),
         ("cache clear", ["birl cache clear NAME", "birl cache clear --all"]),
-        ("checkpoints nowhere export", ["`birl checkpoints RUN export STEP FOLDER [--shard-gb N], or "]),
+        ("checkpoints nowhere export", ["`birl checkpoints RUN export STEP FOLDER [--shard-gb N], "]),
         ("checkpoints nowhere prnue 1", ["`birl checkpoints RUN` has verify, export,", "Did you mean prune?"]),
         ("launch", ["Name a place and a command", "Places: local, torchrun,"]),
         ("launch locl", ["There is no place 'locl'", "Did you mean local?"]),

@@ -126,8 +126,8 @@ def test_keys_override_their_preset_in_any_order():
 
 @pytest.mark.parametrize(("group", "preset"), [(group, name) for group, files in presets(RL).items() for name in files])
 def test_every_preset_passes_check(group: str, preset: str):
-    needed = ["algorithm.teacher=model"] if preset == "distill" else []
-    assert load_with_choices(RL, [TRAIN, f"{group}={preset}", *needed])[1][group] == preset
+    needed = {"distill": ["algorithm.teacher=model"], "echo": ["env=guess_number"]}
+    assert load_with_choices(RL, [TRAIN, f"{group}={preset}", *needed.get(preset, ())])[1][group] == preset
 
 
 def test_a_yaml_file_sets_keys_and_words_after_it_win(tmp_path: Path):
