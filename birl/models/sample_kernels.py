@@ -104,11 +104,17 @@ def masses(logits_ptr, at, words, temperature, peak, least, end, LIMITS: tl.cons
 
 
 @triton.jit
-def tell(kept_ptr, at, inside, count, room):
-    """Write the words that are inside behind `count` others, as far as there is room; how many there are now."""
-    place = count + tl.cumsum(inside.to(tl.int32), axis=0)
-    tl.store(kept_ptr + place, at, mask=inside & (place <= room))
-    return count + tl.sum(inside.to(tl.int32), axis=0)
+def tell(logits_ptr, kept_ptr, words, room, temperature, peak, least, end, LIMITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write how many words are kept, and which, as far as there is room. In a pass of its own: within another one
+    registers spill."""
+    count = 0
+    for start in range(0, words, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = masses(logits_ptr, at, words, temperature, peak, least, end, LIMITS) > 0.0
+        place = count + tl.cumsum(inside.to(tl.int32), axis=0)
+        tl.store(kept_ptr + place, at, mask=inside & (place <= room))
+        count += tl.sum(inside.to(tl.int32), axis=0)
+    tl.store(kept_ptr, count)
 
 
 @triton.jit
@@ -141,17 +147,11 @@ def sample_kernel(
         least, end = truncated(logits_ptr, words, temperature, peak, top_k, top_p, log_min_p, BLOCK)
     total = 0.0
     last = 0
-    count = 0
-    kept_ptr += row * (room + 1)
     for start in range(0, words, BLOCK):
         at = start + tl.arange(0, BLOCK)
         p = masses(logits_ptr, at, words, temperature, peak, least, end, LIMITS)
-        if KEPT:
-            count = tell(kept_ptr, at, p > 0.0, count, room)
         total += tl.sum(p, axis=0)
         last = tl.maximum(last, tl.max(tl.where(p > 0.0, at, 0), axis=0))
-    if KEPT:
-        tl.store(kept_ptr, count)
     if GIVEN:
         token = tl.load(token_ptr + row).to(tl.int32)
     else:
@@ -172,3 +172,5 @@ def sample_kernel(
     if LIMITS:
         logprob = tl.where((chosen > least) | ((chosen == least) & (token < end)), logprob, float("-inf"))
     tl.store(logprob_ptr + row, logprob)
+    if KEPT:
+        tell(logits_ptr, kept_ptr + row * (room + 1), words, room, temperature, peak, least, end, LIMITS, BLOCK)
