@@ -99,7 +99,7 @@ def teachers_of(config: RL) -> dict[str, str]:
 
 
 def addressed(path: str) -> bool:
-    """Is a teacher behind an address?"""
+    """Is a model, a teacher or a judge behind an address?"""
     return path.startswith(("http://", "https://"))
 
 

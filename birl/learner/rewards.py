@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from birl.config import schema
-from birl.config.decided import at_once, reward_timeout
+from birl.config.decided import addressed, at_once, reward_timeout
 from birl.learner.reward_model import RewardModel
 from birl.rewards.judge_keys import settings
 from birl.rewards.score import Rewards
@@ -22,7 +22,7 @@ def make_rewards(
     functions: list[Callable[..., Any] | str] = list(given) or list(schema.reward_functions(config))
     if not functions:
         return None
-    served = keys.model.startswith(("http://", "https://"))
+    served = addressed(keys.model)
     if "model" in functions:
         judge = "endpoint" if served else compute.submit(RewardModel, keys.model, config.model, compute).result()
         functions[functions.index("model")] = judge

@@ -156,7 +156,7 @@ def _engines(c: RL | Eval) -> Iterator[str]:
     rows = {"reward.model": [c.reward.model], "reward.judge": c.reward.judge, "env.mcp": c.env.mcp}
     for key, values in {**rows, "algorithm.teacher": teachers}.items():
         for value in values:
-            if value.startswith(("http://", "https://")) and not is_address(value):
+            if addressed(value) and not is_address(value):
                 yield f"{key}: {value!r} is no address; write one as http://host:8000."
 
 

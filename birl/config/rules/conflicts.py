@@ -111,8 +111,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             ),
             "reward.judge={c.reward.judge}: say where each judge is, as in "
             "reward.judge=http://localhost:8000/v1#MODEL.": lambda c: (
-                "judge" in reward_functions(c)
-                and not all(judge.startswith(("http://", "https://")) for judge in c.reward.judge)
+                "judge" in reward_functions(c) and not all(map(addressed, c.reward.judge))
             ),
             "reward.judge={c.reward.judge}: the same judge twice has one opinion; name each once.": lambda c: (
                 len(set(c.reward.judge)) < len(c.reward.judge)

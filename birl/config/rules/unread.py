@@ -10,6 +10,7 @@ from birl.config.decided import (
     OWN,
     SELF,
     SERVERS,
+    addressed,
     kind_of,
     proximal,
     teachers_of,
@@ -67,7 +68,7 @@ def _reward(keys: str, name: str) -> Row:
 
 def _over_http(config: RL | Eval) -> bool:
     functions = reward_functions(config)
-    return "judge" in functions or ("model" in functions and config.reward.model.startswith(("http://", "https://")))
+    return "judge" in functions or ("model" in functions and addressed(config.reward.model))
 
 
 def _held_out(config: RL | Stage) -> bool:
