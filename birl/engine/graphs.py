@@ -202,7 +202,8 @@ def watched_syncs(device: torch.device) -> Iterator[list[warnings.WarningMessage
             yield syncs
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            syncs += [w for w in noted if "synchronizing" in str(w.message)]
+            # asking for the warnings is itself worth a warning, that "synchronizing operations" may be missed
+            syncs += [w for w in noted if "called a synchronizing" in str(w.message)]
 
 
 def fill(

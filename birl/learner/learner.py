@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -364,7 +364,9 @@ def masters_of(
 def recompute(model: nn.Module) -> None:
     """Have each layer compute its activations again in the backward pass. transformers does so only in training mode:
     the layers alone get it, without their own dropout, so that nothing in them or around them drops out."""
-    model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
+    module: Any = model
+    new = hasattr(module, "activation_checkpointing_enable")  # its name since transformers 5.23
+    (module.activation_checkpointing_enable if new else module.gradient_checkpointing_enable)({"use_reentrant": False})
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True

@@ -27,7 +27,7 @@ PLAIN = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
     """The modules that hold the experts of a layer as parameters [E, out, in], of all layers."""
-    return [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]
+    return [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")]
 
 
 def spread(model: nn.Module, ranks: Ranks) -> list[nn.Module]:
@@ -52,7 +52,7 @@ def spread(model: nn.Module, ranks: Ranks) -> list[nn.Module]:
 def check(module: nn.Module, ep: int, rest: int) -> None:
     """Raises `BirlError` where these experts cannot be spread over `ep` ranks, and split over `rest` more."""
     what = type(module).__name__
-    if any(getattr(module, name) != value for name, value in PLAIN.items()):
+    if any(getattr(module, name, value) != value for name, value in PLAIN.items()):
         raise BirlError(
             f"parallel.ep={ep}: {what} has biases, or another shape than Qwen3-MoE's and Mixtral's experts, which birl "
             "cannot spread over ranks. Set parallel.ep=1: FSDP splits them like all other weights."

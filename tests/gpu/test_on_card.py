@@ -37,6 +37,7 @@ def generated(learner: Learner, compute: ThreadPoolExecutor) -> list[Completion]
 
     async def main() -> list[Completion]:
         answers = await asyncio.gather(*map(engine.generate, PROMPTS, params))
+        assert not engine.runner.eager, engine.runner.eager
         await engine.close()
         return answers
 

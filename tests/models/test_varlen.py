@@ -44,7 +44,7 @@ def reference(
             hidden |= column < place - left
         if right >= 0:
             hidden |= column > place + right
-        scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(hidden, float("-inf"))
+        scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(hidden.to(q.device), float("-inf"))
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     return torch.cat(outputs)
 
