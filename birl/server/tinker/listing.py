@@ -102,7 +102,7 @@ async def set_ttl(service: TinkerService, tenant: Tenant, request: Request) -> R
 
 async def export_urls(service: TinkerService, tenant: Tenant, request: Request) -> Response:
     """Links that need no key, for some time."""
-    found, until = addressed(service, tenant, request), time.time() + LINK
+    found, until = addressed(service, tenant, request), service.clock() + LINK
     base, urls = str(request.base_url).rstrip("/"), {}
     for file in sorted(service.store.folder(found).iterdir()):
         if file.name != "checkpoint.json":
@@ -123,8 +123,9 @@ async def download(service: TinkerService, tenant: Tenant, request: Request) -> 
         raise Refused(403, "This link is none, or from before the server was started.", "user")
     path, name, until = json.loads(link)
     found = service.store.find(path)
-    if until < time.time() or found is None:
+    if until < service.clock() or found is None:
         raise Refused(410, "This link has expired, or the checkpoint was deleted.", "user")
+    service.store.note(found.owner, "download", path=path, file=name)
     return FileResponse(service.store.folder(found) / name, filename=name)
 
 

@@ -5,7 +5,7 @@ import json
 import secrets
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,8 @@ class TinkerService:
     most_rank: int
     most_bytes: int
     idle: float
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))  # of links
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))  # of links,
+    clock: Callable[[], float] = time.time  # and when they end
     sessions: dict[str, Session] = field(default_factory=dict)
     ending: bool = False
 
