@@ -30,10 +30,13 @@ CASES: dict[str, tuple[str, Callable[[TinkerService], Any]]] = {
     "max_rank": ("8", lambda s: s.most_rank),
     "adapters_gb": ("1", lambda s: (s.runs.memory, s.checkpoints.memory)),
     "idle_timeout": ("5", lambda s: s.idle),
+    "quota_sessions": ("2", lambda s: s.quota.sessions),
     "quota_runs": ("2", lambda s: s.quota.runs),
+    "quota_samplers": ("2", lambda s: s.checkpoints.quota.samplers),
+    "quota_checkpoints": ("2", lambda s: s.checkpoints.quota.checkpoints),
     "quota_requests": ("2", lambda s: s.quota.requests),
     "quota_tokens": ("2", lambda s: s.quota.tokens),
-    "quota_gb": ("2", lambda s: (s.quota.disk, s.checkpoints.disk)),
+    "quota_gb": ("2", lambda s: s.checkpoints.quota.disk),
     "max_request_mb": ("2", lambda s: s.most_bytes),
 }
 ELSEWHERE = ("host", "port", "keys", "drain_timeout", "threads")  # of the process, below

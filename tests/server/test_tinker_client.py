@@ -40,6 +40,17 @@ def said(place: tuple[Path, Server], *words: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def limits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a tenant hears that wants more than it may have."""
+    folder = tmp_path_factory.mktemp("limits")
+    model = tiny_model_folder(folder / "model")
+    words = ["quota_sessions=2", "quota_runs=2", "quota_samplers=3", "quota_checkpoints=4", "quota_gb=0.001"]
+    with serving(model, folder / "state", *words) as server:
+        (line,) = [x[5:] for x in said((model, server), "-m", "tests.server.tinker_quotas") if x.startswith("TOLD ")]
+    return json.loads(line)
+
+
+@pytest.fixture(scope="module")
 def told(place: tuple[Path, Server]) -> dict[str, Any]:
     lines = [json.loads(x[5:]) for x in said(place, "-m", "tests.server.tinker_process") if x.startswith("TOLD ")]
     return {name: value for line in lines for name, value in line.items()}
@@ -107,3 +118,26 @@ def test_what_it_has_is_listed_and_deleted(told: dict[str, Any]) -> None:
     assert set(found["names"]) == {"sampler_weights/ready", "external_weights/out"}
     assert found["left"] == ["external_weights/out"]
     assert "model" in found["models"]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "said"),
+    [
+        ("sessions", "BadRequestError", "You have 2 sessions, which is your quota: close one"),
+        ("runs", "RequestFailedError", "You have 2 training runs, which is your quota: close a session"),
+        ("runs from a checkpoint", "RequestFailedError", "You have 2 training runs"),
+        ("samplers", "BadRequestError", "You have 3 sampling sessions, which is your quota"),
+        ("samplers with weights", "RequestFailedError", "You have 3 sampling sessions"),
+        ("checkpoints", "RequestFailedError", "You have 4 checkpoints, which is your quota: delete some"),
+        ("bytes", "RequestFailedError", "the quota is 1.0: delete some"),
+    ],
+)
+def test_a_quota_is_the_clients_own_error_with_the_reason(
+    limits: dict[str, str], what: str, kind: str, said: str
+) -> None:
+    assert limits[what].startswith(f"{kind}: ") and said in limits[what], limits[what]
+
+
+def test_what_ended_makes_room_and_its_checkpoints_stay(limits: dict[str, str]) -> None:
+    assert limits["goes on"] == "1"
+    assert {"weights/kept", "weights/last"} <= set(limits["left"].split())

@@ -14,8 +14,9 @@ from birl.server.tinker.futures import Promises
 from birl.server.tinker.listing import LINK
 from birl.server.tinker.routes import app
 from birl.server.tinker.service import TinkerService
+from birl.server.tinker.sessions import Sessions
 from birl.server.tinker.store import Checkpoint, Store
-from birl.server.tinker.tenants import Quota, Tenants, digest
+from birl.server.tinker.tenants import Tenants, digest
 
 NONE: Any = None  # no model is needed to read files
 RUN = f"{'a' * 32}:train:0"
@@ -38,8 +39,8 @@ def service(tmp_path: Path) -> TinkerService:
         store.save(made, {"adapter_config.json": name.encode(), "adapter_model.safetensors": b"weights"}, False)
     return TinkerService(
         names=("model",), tenants=Tenants({digest(KEY): "alice"}),
-        quota=Quota(runs=1, tokens=1, requests=1, disk=1), store=store, promises=Promises(), runs=NONE, work=NONE,
-        checkpoints=Checkpoints(store, NONE, 0, 0), sampling=NONE, most_rank=1, most_bytes=1000, idle=1.0,
+        quota=NONE, store=store, sessions=Sessions(store), promises=Promises(), runs=NONE, work=NONE,
+        checkpoints=Checkpoints(store, NONE, 0, NONE, NONE), sampling=NONE, most_rank=1, most_bytes=1000, idle=1.0,
         clock=Clock(),
     )  # fmt: skip
 

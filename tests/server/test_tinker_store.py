@@ -92,7 +92,7 @@ def test_damaged_samplers_are_left_out(tmp_path: Path, caplog: pytest.LogCapture
     for i, text in enumerate(("[]", "", '{"owner": "alice"}', "[" * 100_000)):
         (tmp_path / f"samplers/{'b' * 32}-sample-{i}.json").write_text(text)
     (tmp_path / "samplers/notes.json").write_text("{}")
-    checkpoints = Checkpoints(store, NONE, 0, 0)
+    checkpoints = Checkpoints(store, NONE, 0, NONE, NONE)
     checkpoints.restore()
     assert list(checkpoints.samplers) == [f"{'a' * 32}:sample:0"]
     assert caplog.text.count("is left out") == 4

@@ -238,12 +238,18 @@ class Tinker(Section):
     """Memory for adapters in training [GiB]. Those that wait longest go to disk. As much again is for sampling."""
     idle_timeout: Wait = 600.0
     """An adapter that is not used for so long goes to disk [s]."""
+    quota_sessions: Count = 256
+    """Sessions of one tenant. A program's ends when it closes it or is silent for ten minutes; then it makes room."""
     quota_runs: Count = 64
-    """Training runs of one tenant."""
+    """Training runs of one tenant. Those of sessions that have ended make room for new ones; their checkpoints stay."""
+    quota_samplers: Count = 4096
+    """Sampling sessions of one tenant. Those of sessions that have ended make room for new ones."""
     quota_requests: Count = 4096
     """Requests of one tenant that wait or run."""
     quota_tokens: Count = 10000000
     """Tokens in the requests of one tenant that wait or run."""
+    quota_checkpoints: Count = 4096
+    """Checkpoints of one tenant, with the weights of its sampling sessions."""
     quota_gb: Annotated[float, Field(gt=0, le=1e6)] = 100.0
     """Checkpoints of one tenant [GiB]."""
     max_request_mb: Annotated[float, Field(gt=0, le=1000000)] = 64.0

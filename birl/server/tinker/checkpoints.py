@@ -16,7 +16,9 @@ from birl.models.low_rank import HEAD, AdapterWeights
 from birl.regular import read_json
 from birl.server.tinker import requests
 from birl.server.tinker.runs import Run, described
+from birl.server.tinker.sessions import Sessions, make_room
 from birl.server.tinker.store import Checkpoint, Store, left_out, named, read_tensors
+from birl.server.tinker.tenants import Quota
 
 SHORTEST, LONGEST = 3600, 10 * 366 * 24 * 3600  # seconds that a checkpoint may be kept
 EPHEMERAL = 24 * 3600.0  # seconds that weights of sampling sessions without a name are kept after their last use,
@@ -37,12 +39,13 @@ class Sampler:
 
 @dataclass(slots=True)
 class Checkpoints:
-    """`memory`: bytes of weights that are kept to sample with. `disk`: bytes of one tenant's checkpoints."""
+    """`memory`: bytes of weights that are kept to sample with."""
 
     store: Store
     shared: SharedBase
     memory: int
-    disk: int
+    quota: Quota
+    sessions: Sessions
     kept: "OrderedDict[str, AdapterWeights]" = field(default_factory=OrderedDict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
     used: dict[str, float] = field(default_factory=dict)  # when weights of a session were asked for last
@@ -62,11 +65,6 @@ class Checkpoints:
             seconds = EPHEMERAL
         if data.get("age_encryption_recipients"):
             raise BirlError("age_encryption_recipients: encrypted exports are not offered by this server.")
-        used = self.store.used(run.owner)
-        if used > self.disk:
-            raise BirlError(
-                f"Your checkpoints have {used / 2**20:.0f} MiB, the quota is {self.disk / 2**20:.0f}: delete some."
-            )
         made = Checkpoint(
             run=run.id, kind=kind, name=f"session-{seq}" if name is None else named(requests.words(data, "path")),
             owner=run.owner, made=time.time(), expires=None if seconds is None else time.time() + seconds,
@@ -76,10 +74,24 @@ class Checkpoints:
         if (old := self.store.find(made.path)) is not None and old.info.get("seq") == seq:
             again = True  # this very request, before a kill
         made.info |= {"seq": seq, "steps": adapter.steps}
-        result = self.store.save(made, self._files(adapter, kind, made), again)
+        files = self._files(adapter, kind, made)
+        self._count(made, sum(map(size_of, files.values())))
+        result = self.store.save(made, files, again)
         if name is None:
             self.prune(run)
         return result
+
+    def _count(self, made: Checkpoint, size: int) -> None:
+        """Raises `BirlError` where the owner's quota has no room for it, in the place of one of its name."""
+        own = [c for c in self.store.of(made.owner) if c.path != made.path]
+        if len(own) >= self.quota.checkpoints:
+            raise BirlError(f"You have {len(own)} checkpoints, which is your quota: delete some.")
+        used = sum(c.size for c in own)
+        if used + size > self.quota.disk:
+            raise BirlError(
+                f"The checkpoint has {size / 2**20:.1f} MiB, your others have {used / 2**20:.1f}, and the quota is "
+                f"{self.quota.disk / 2**20:.1f}: delete some."
+            )
 
     def prune(self, run: Run) -> None:
         """Remove weights of sampling sessions that nobody has asked for in a while; not the newest."""
@@ -89,6 +101,9 @@ class Checkpoints:
         for checkpoint in sorted(old, key=lambda c: c.made)[:-NEWEST]:
             if time.monotonic() - self.used.get(checkpoint.path, self.began) > QUIET:
                 self.kept.pop(checkpoint.path, None)
+                self.used.pop(checkpoint.path, None)
+                for sampler in [s.id for s in list(self.samplers.values()) if s.path == checkpoint.path]:
+                    self.forget_sampler(sampler)
                 self.store.delete(checkpoint)
 
     def _files(self, adapter: LowRankRun, kind: str, made: Checkpoint) -> dict[str, Any]:
@@ -123,7 +138,20 @@ class Checkpoints:
         id = f"{session}:sample:{(int(number) + 1) * MOST_SAVED + made.info['seq']}"  # client's own begin at 0
         return self.add_sampler(Sampler(id, run.owner, run.base, made.path)).id
 
+    def room_for_sampler(self, owner: str) -> None:
+        """Raises `BirlError` where the owner has as many as it may."""
+        own = [s.id for s in list(self.samplers.values()) if s.owner == owner]
+        advice = "use those that you have, or close their session (ServiceClient.close)"
+        make_room("sampling sessions", own, self.quota.samplers, self.sessions.ended, self.forget_sampler, advice)
+
+    def forget_sampler(self, id: str) -> None:
+        self.samplers.pop(id, None)
+        self.store.remove("samplers", id)
+
     def add_sampler(self, sampler: Sampler) -> Sampler:
+        """The same one where it is there already. Raises `BirlError`."""
+        if sampler.id not in self.samplers:
+            self.room_for_sampler(sampler.owner)
         result = self.samplers.setdefault(sampler.id, sampler)
         about = {"owner": result.owner, "base": result.base, "path": result.path, "clients": result.clients}
         self.store.write("samplers", result.id, about)
@@ -152,6 +180,11 @@ class Checkpoints:
             self.remember(found, adapter.weights)
         self.kept.move_to_end(sampler.path)
         return self.kept[sampler.path]
+
+
+def size_of(file: Any) -> int:
+    """Bytes of what `Store.save` takes."""
+    return len(file) if isinstance(file, bytes) else sum(t.nbytes for t in file[0].values())
 
 
 def peft(adapter: LowRankRun, base: str) -> tuple[dict[str, Tensor], bytes]:

@@ -30,6 +30,7 @@ from birl.server.tinker.routes import app
 from birl.server.tinker.runs import Runs
 from birl.server.tinker.sampling import Sampling
 from birl.server.tinker.service import TinkerService
+from birl.server.tinker.sessions import Sessions
 from birl.server.tinker.store import Store
 from birl.server.tinker.tenants import VARIABLE, Quota, Tenants
 from birl.server.tinker.work import Work
@@ -125,17 +126,19 @@ def service_of(config: schema.Tinker, policy: Policy, known: Tenants, store: Sto
     memory, promises = int(config.adapters_gb * 2**30), Promises()
     passes = Passes(base, compute, together=decoder is not None and decoder.head.on_kernels is not None)
     runs = Runs(store, base, promises, memory)
-    checkpoints = Checkpoints(store, base, memory, int(config.quota_gb * 2**30))
+    quota = Quota(
+        sessions=config.quota_sessions, runs=config.quota_runs, samplers=config.quota_samplers,
+        tokens=config.quota_tokens, requests=config.quota_requests, checkpoints=config.quota_checkpoints,
+        disk=int(config.quota_gb * 2**30),
+    )  # fmt: skip
+    sessions = Sessions(store)
+    checkpoints = Checkpoints(store, base, memory, quota, sessions)
     words = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
     work = Work(runs, passes, checkpoints, known, compute, words, engine.context)
     own = config.names or [short_name(str(policy.folder))]
-    quota = Quota(
-        runs=config.quota_runs, tokens=config.quota_tokens, requests=config.quota_requests,
-        disk=int(config.quota_gb * 2**30),
-    )  # fmt: skip
     return TinkerService(
         names=tuple(dict.fromkeys([*own, short_name(str(policy.folder)), config.model.path])),
-        tenants=known, quota=quota, store=store, promises=promises, runs=runs, work=work, checkpoints=checkpoints,
-        sampling=Sampling(base, engine, compute), most_rank=config.max_rank,
+        tenants=known, quota=quota, store=store, sessions=sessions, promises=promises, runs=runs, work=work,
+        checkpoints=checkpoints, sampling=Sampling(base, engine, compute), most_rank=config.max_rank,
         most_bytes=int(config.max_request_mb * 2**20), idle=config.idle_timeout,
     )  # fmt: skip

@@ -34,8 +34,7 @@ async def get_session(service: TinkerService, tenant: Tenant, request: Request) 
 
 
 async def list_sessions(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    own = [id for id, s in service.sessions.items() if s.owner == tenant.name]
-    return JSONResponse({"sessions": page(own[::-1], request)[0]})
+    return JSONResponse({"sessions": page(service.sessions.of(tenant.name)[::-1], request)[0]})
 
 
 async def weights_info(service: TinkerService, tenant: Tenant, request: Request) -> Response:

@@ -72,9 +72,12 @@ async def heartbeat(service: TinkerService, tenant: Tenant, request: Request) ->
 
 async def finish_session(service: TinkerService, tenant: Tenant, request: Request) -> Response:
     id = request.path_params["session"]
-    session = service.session(id, tenant)
-    session.finished = True
-    service.store.write("sessions", id, session.about())
+    session, data = service.session(id, tenant), await body(service, request)
+    if not session.finished:  # the first reason counts
+        reason = data.get("reason")
+        session.finished = True
+        session.reason = requests.words(reason, "type", "success", 20) if isinstance(reason, dict) else "success"
+        service.sessions.keep(id)
     return JSONResponse({})
 
 
@@ -118,7 +121,7 @@ async def load_weights(service: TinkerService, tenant: Tenant, request: Request)
 async def create_sampler(service: TinkerService, tenant: Tenant, request: Request) -> Response:
     data = await body(service, request)
     session = requests.words(data, "session_id")
-    service.session(session, tenant)
+    service.opened(session, tenant)
     id = f"{session}:sample:{requests.whole(data, 'sampling_session_seq_id', 0, 0, 999_999)}"
     path = requests.words(data, "model_path") or None
     base = requests.words(data, "base_model")

@@ -6,6 +6,7 @@ again, from the same state to the same bits.
 """
 
 import asyncio
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,7 @@ class Run:
     promises: dict[int, Promise] = field(default_factory=dict)
     working: "asyncio.Task[None] | None" = None
     deleted: bool = False
+    saving: threading.Lock = field(default_factory=threading.Lock)  # a snapshot is written in a thread
 
     @property
     def next(self) -> Request | None:
@@ -177,7 +179,11 @@ class Runs:
 
     def save(self, run: Run) -> None:
         """A snapshot of all that is done."""
-        if run.adapter is None or run.snapshot == run.done:
+        with run.saving:
+            self._save(run)
+
+    def _save(self, run: Run) -> None:
+        if run.adapter is None or run.deleted or run.snapshot == run.done:
             return
         fresh = {s: p.answer for s, p in run.promises.items() if run.snapshot < s <= run.done and p.answer}
         about = {"steps": run.adapter.steps, "broken": run.broken}
@@ -192,3 +198,23 @@ class Runs:
     def unload(self, run: Run) -> None:
         self.save(run)
         run.adapter = None
+
+    def of(self, owner: str) -> list[Run]:
+        return [run for run in self.by_id.values() if run.owner == owner]
+
+    def forget(self, id: str) -> None:
+        """Its state and what waits; where it has no checkpoints, that it ever was."""
+        run = self.by_id[id]
+        with run.saving:
+            run.deleted, run.adapter = True, None
+            for promise in run.promises.values():
+                promise.settle(Answer.failure(f"{id} is forgotten: its session has ended."))
+                promise.brief = True
+            run.promises.clear()
+            run.waiting.clear()
+            if any(self.store.checkpoints(id)):
+                self.store.make_run(id, run.about())
+                self.store.remove_state(id)
+            else:
+                del self.by_id[id]
+                self.store.remove_run(id)

@@ -11,33 +11,18 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.learner.low_rank_run import LowRankConfig
-from birl.regular import read_json
 from birl.server.limits import Refused
 from birl.server.tinker import requests
 from birl.server.tinker.checkpoints import Checkpoints, Sampler
 from birl.server.tinker.futures import PROTO, Answer, Promise, Promises
 from birl.server.tinker.runs import Run, Runs
 from birl.server.tinker.sampling import Sampling
-from birl.server.tinker.store import Record, Store, left_out
+from birl.server.tinker.sessions import Session, Sessions, make_room
+from birl.server.tinker.store import Record, Store
 from birl.server.tinker.tenants import Quota, Tenant, Tenants
 from birl.server.tinker.work import Work
 
-SILENT = 600.0  # seconds without a heartbeat; then a session's runs may be put to disk
 CLONES = 1_000_000_000  # requests of a copy of a sampling session begin at a multiple of it
-
-
-@dataclass(slots=True, kw_only=True)
-class Session:
-    owner: str
-    metadata: dict[str, str]
-    name: str = ""
-    made: float = field(default_factory=time.time)
-    heard: float = field(default_factory=time.monotonic)
-    finished: bool = False
-
-    def about(self) -> dict[str, Any]:
-        return {"owner": self.owner, "metadata": self.metadata, "name": self.name, "made": self.made,
-                "finished": self.finished}  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +33,7 @@ class TinkerService:
     tenants: Tenants
     quota: Quota
     store: Store
+    sessions: Sessions
     promises: Promises
     runs: Runs
     work: Work
@@ -58,14 +44,11 @@ class TinkerService:
     idle: float
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))  # of links,
     clock: Callable[[], float] = time.time  # and when they end
-    sessions: dict[str, Session] = field(default_factory=dict)
     ending: bool = False
 
     def restore(self) -> int:
         """What is on disk; says how many requests are left to do, which begin now."""
-        for id, file in self.store.files("sessions"):
-            with left_out(file):
-                self.sessions[id] = Session(**read_json(file))
+        self.sessions.restore()
         self.checkpoints.restore()
         left = self.runs.restore()
         for run in left:
@@ -79,18 +62,23 @@ class TinkerService:
             raise BirlError("tags: must be a list of texts.")
         tags = [t[:200] for t in given if isinstance(t, str)][:100]
         about = requests.metadata(data) | ({"tags": ",".join(tags)} if tags else {})
-        self.sessions[id] = Session(owner=tenant.name, metadata=about, name=requests.words(data, "display_name"))
-        self.store.write("sessions", id, self.sessions[id].about())
+        session = Session(owner=tenant.name, metadata=about, name=requests.words(data, "display_name"))
+        self.sessions.add(id, session, self.quota.sessions)
         self.store.note(tenant.name, "create_session", session=id)
         return id
 
     def session(self, id: str, tenant: Tenant) -> Session:
         """Raises `Refused` (404) where the tenant has none of this name: another's is as if it were not there."""
-        found = self.sessions.get(id)
+        found = self.sessions.by_id.get(id)
         if found is None or found.owner != tenant.name:
             raise Refused(404, f"There is no session {id[:80]!r}.", "user")
         found.heard = time.monotonic()
         return found
+
+    def opened(self, id: str, tenant: Tenant) -> None:
+        """Raises `Refused` where no run or sampler can be made in a session: it is none, or finished."""
+        if self.session(id, tenant).finished:
+            raise Refused(400, f"The session {id[:80]!r} is finished: begin a new one.", "user")
 
     def run(self, id: str, tenant: Tenant) -> Run:
         found = self.runs.by_id.get(id)
@@ -101,7 +89,7 @@ class TinkerService:
     def sampler(self, id: str, tenant: Tenant) -> Sampler:
         found = self.checkpoints.samplers.get(id)
         if found is None or found.owner != tenant.name:
-            raise Refused(404, f"There is no sampling session {id[:80]!r}.", "user")
+            raise Refused(404, f"There is no sampling session {id[:80]!r}, or no longer.", "user")
         return found
 
     def create(self, tenant: Tenant, data: Mapping[str, Any]) -> Promise:
@@ -112,8 +100,10 @@ class TinkerService:
         try:
             self.known(requests.words(data, "base_model"))
             lora, seed = data.get("lora_config"), secrets.randbits(31)
+            if lora is None:
+                raise BirlError("lora_config is missing: full fine-tuning is not offered by this server, only LoRA is.")
             if not isinstance(lora, Mapping):
-                raise BirlError("Full fine-tuning is not offered by this server: ask for a LoRA adapter.")
+                raise BirlError("lora_config: must be an object with a rank.")
             optimizer = data.get("optimizer_config") or {}
             if not isinstance(optimizer, Mapping) or optimizer.get("type", "adamw") != "adamw":
                 raise BirlError("Only the optimizer adamw is offered.")
@@ -124,10 +114,10 @@ class TinkerService:
                 mlp=requests.flag(lora, "train_mlp", True),
                 unembed=requests.flag(lora, "train_unembed", True),
             )
-            self._count_runs(tenant)
+            self._room_for_run(tenant)
             self.runs.create(id, tenant.name, requests.words(data, "base_model"), config, requests.metadata(data))
         except BirlError as error:
-            promise = self.promises.make(f"{id}#0", tenant.name)
+            promise = self.promises.make(f"{id}#0", tenant.name, brief=True)
             promise.settle(Answer.failure(str(error)))
             return promise
         self.store.note(tenant.name, "create_model", run=id, rank=config.rank)
@@ -135,13 +125,23 @@ class TinkerService:
 
     def _run_id(self, tenant: Tenant, data: Mapping[str, Any]) -> str:
         session = requests.words(data, "session_id")
-        self.session(session, tenant)
+        self.opened(session, tenant)
         return f"{session}:train:{requests.whole(data, 'model_seq_id', 0, 0, 999_999)}"
 
-    def _count_runs(self, tenant: Tenant) -> None:
-        count = sum(1 for r in self.runs.by_id.values() if r.owner == tenant.name and not r.deleted)
-        if count >= self.quota.runs:
-            raise BirlError(f"You have {count} training runs, which is your quota: unload one, or wait.")
+    def _room_for_run(self, tenant: Tenant) -> None:
+        """Runs that were unloaded, or whose session has ended, go; their checkpoints stay. Raises `BirlError`."""
+        own = sorted(self.runs.of(tenant.name), key=lambda r: r.used)
+        if len(own) < self.quota.runs:
+            return
+        for run in own:
+            if run.deleted and run.working is None:
+                self.runs.forget(run.id)
+        advice = "close a session that you no longer need (ServiceClient.close)"
+        live = [r.id for r in own if not r.deleted]
+        make_room("training runs", live, self.quota.runs, self._over, self.runs.forget, advice)
+
+    def _over(self, run: str) -> bool:
+        return self.sessions.ended(run) and self.runs.by_id[run].working is None
 
     def known(self, name: str) -> None:
         if name not in self.names:
@@ -186,9 +186,9 @@ class TinkerService:
             try:
                 found = self.checkpoints.readable(requests.words(data, "path"), tenant.name)
                 self.known(requests.words(data, "base_model") or str(found.info["base"]))
-                self._count_runs(tenant)
+                self._room_for_run(tenant)
             except BirlError as error:
-                promise = self.promises.make(f"{id}#0", tenant.name)
+                promise = self.promises.make(f"{id}#0", tenant.name, brief=True)
                 promise.settle(Answer.failure(str(error)))
                 return Run(id=id, owner=tenant.name, base=""), promise
             base = requests.words(data, "base_model") or str(found.info["base"])

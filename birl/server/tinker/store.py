@@ -83,6 +83,10 @@ class Store:
         """kind: sessions | samplers."""
         replace(self.root / kind / f"{file_of(id)}.json", json.dumps(values).encode())
 
+    def remove(self, kind: str, id: str) -> None:
+        """kind: sessions | samplers."""
+        (self.root / kind / f"{file_of(id)}.json").unlink(missing_ok=True)
+
     def files(self, kind: str) -> Iterator[tuple[str, Path]]:
         """kind: sessions | samplers | runs."""
         for file in sorted((self.root / kind).glob("*/run.json" if kind == "runs" else "*.json")):
@@ -97,6 +101,18 @@ class Store:
         folder = self.run(id)
         (folder / "answers").mkdir(parents=True, exist_ok=True, mode=0o700)
         replace(folder / "run.json", json.dumps(values).encode())
+
+    def remove_run(self, id: str) -> None:
+        gone = self.run(id).with_name(file_of(id) + ".gone.partial")
+        self.run(id).rename(gone)
+        shutil.rmtree(gone)
+
+    def remove_state(self, id: str) -> None:
+        """All of a run but who had it, and its checkpoints."""
+        folder = self.run(id)
+        for name in ("journal", "state.safetensors"):
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / "answers", ignore_errors=True)
 
     def append(self, id: str, record: Record) -> None:
         """Returns when the record is where a killed process's file ends."""
@@ -221,9 +237,8 @@ class Store:
         folder.rename(gone)
         shutil.rmtree(gone)
 
-    def used(self, owner: str) -> int:
-        """Bytes of an owner's checkpoints."""
-        return sum(c.size for c in self.checkpoints() if c.owner == owner)
+    def of(self, owner: str) -> list[Checkpoint]:
+        return [c for c in self.checkpoints() if c.owner == owner]
 
     def note(self, tenant: str, what: str, **about: Any) -> None:
         """In the audit."""

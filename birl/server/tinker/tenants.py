@@ -25,11 +25,15 @@ SHORTEST = 16  # characters of a key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """Of one tenant: runs that exist, tokens in requests that wait or run, requests that wait, bytes on disk."""
+    """Of one tenant: sessions, runs and sampling sessions that have not ended, tokens in requests that wait or run,
+    requests that wait, checkpoints, and their bytes on disk."""
 
+    sessions: int
     runs: int
+    samplers: int
     tokens: int
     requests: int
+    checkpoints: int
     disk: int
 
 

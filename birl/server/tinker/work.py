@@ -139,6 +139,8 @@ class Work:
     async def _save_for_sampler(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
         """Without a name: for a new sampling session, whose id is the answer."""
         adapter = await asyncio.to_thread(self.runs.load, run)
+        if data.get("path") is None:
+            self.checkpoints.room_for_sampler(run.owner)
         made = await asyncio.to_thread(self.checkpoints.save, run, adapter, "sampler_weights", data, request.record.seq)
         self.checkpoints.remember(made, adapter.weights)
         if data.get("path") is not None:

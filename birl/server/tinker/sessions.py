@@ -1,0 +1,78 @@
+"""Sessions: each a program of a tenant's, from its first request to its end. What ended makes room for what is new."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from birl.errors import BirlError
+from birl.regular import read_json
+from birl.server.tinker.store import Store, left_out
+
+SILENT = 600.0  # seconds without a heartbeat; then a session counts as ended
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    owner: str
+    metadata: dict[str, str]
+    name: str = ""
+    made: float = field(default_factory=time.time)
+    heard: float = field(default_factory=time.monotonic)
+    finished: bool = False
+    reason: str = ""  # of the end: success | errored | interrupted
+
+    @property
+    def ended(self) -> bool:
+        return self.finished or time.monotonic() - self.heard > SILENT
+
+    def about(self) -> dict[str, Any]:
+        return {"owner": self.owner, "metadata": self.metadata, "name": self.name, "made": self.made,
+                "finished": self.finished, "reason": self.reason}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Sessions:
+    store: Store
+    by_id: dict[str, Session] = field(default_factory=dict)
+
+    def restore(self) -> None:
+        for id, file in self.store.files("sessions"):
+            with left_out(file):
+                self.by_id[id] = Session(**read_json(file))
+
+    def of(self, owner: str) -> list[str]:
+        """The oldest first."""
+        return sorted((id for id, s in self.by_id.items() if s.owner == owner), key=lambda id: self.by_id[id].made)
+
+    def add(self, id: str, session: Session, most: int) -> None:
+        """Raises `BirlError` where the owner has as many that have not ended."""
+        advice = "close one (ServiceClient.close), or wait until one has been silent for ten minutes"
+        make_room("sessions", self.of(session.owner), most, self.ended, self.forget, advice)
+        self.by_id[id] = session
+        self.keep(id)
+
+    def keep(self, id: str) -> None:
+        self.store.write("sessions", id, self.by_id[id].about())
+
+    def ended(self, id: str) -> bool:
+        """id: of a session, or of a run or sampler in it."""
+        session = self.by_id.get(id.partition(":")[0])
+        return session is None or session.ended
+
+    def forget(self, id: str) -> None:
+        del self.by_id[id]
+        self.store.remove("sessions", id)
+
+
+def make_room(
+    what: str, own: Iterable[str], most: int, ended: Callable[[str], bool], forget: Callable[[str], None], advice: str
+) -> None:
+    """Forget what ended, the first ones first, until one more has room. Raises `BirlError` where none has."""
+    own = list(own)
+    over = len(own) + 1 - most
+    gone = [id for id in own if ended(id)][:over] if over > 0 else []
+    for id in gone:
+        forget(id)
+    if over > len(gone):
+        raise BirlError(f"You have {len(own) - len(gone)} {what}, which is your quota: {advice}.")
