@@ -70,8 +70,8 @@ def reading_path() -> list[Path]:
     # 377, 119 of them to read, 4 in train/, and 2 files for the words that top-k, top-p and min-p keep
     # 86 for ECHO, 135 for several teachers, 225 and a file for models on the hub
     # 200 for what strangers may send `birl tinker`, damaged files of its folder, and what commands leave for tests
-    # 160 and a file for what one tenant of `birl tinker` may have
-    [("lines", 79_420), ("files", 560), ("lines of train/", 2_921), ("lines to read", 9_335), ("files to read", 40)],
+    # 175 and a file for what one tenant of `birl tinker` may have
+    [("lines", 79_440), ("files", 560), ("lines of train/", 2_921), ("lines to read", 9_337), ("files to read", 40)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())
