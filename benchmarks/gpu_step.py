@@ -34,7 +34,8 @@ def grpo(bench: Bench) -> None:
         count = sizes.prompts * sizes.group
         engine = bench.engine(learner, count, sizes.step_prompt + sizes.answer)
         prompts = [prompt(i // sizes.group, sizes.step_prompt, words) for i in range(count)]
-        ours(bench, learner, engine, prompts, seed=0)  # compiles and captures
+        for seed in (0, 500):  # compiles and captures
+            ours(bench, learner, engine, prompts, seed)
         bench.clean()
         generating, learning, gap = ours(bench, learner, engine, prompts, seed=1000)
         total = generating + learning
