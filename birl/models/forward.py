@@ -33,7 +33,8 @@ def hidden_states(
     given = {"input_ids": ids} if seen is None else embedded(model, tokens, seen)
     places = positions[None] if positions.ndim == 1 else positions[:, None]
     output = body(**given, attention_mask=mask, position_ids=places, layout=layout, use_cache=False)
-    return output.last_hidden_state[0]
+    kind = cast(Any, model).get_input_embeddings().weight.dtype  # Mamba's residual stream is float32 to the end
+    return output.last_hidden_state[0].to(kind)
 
 
 def weights_changed(model: nn.Module) -> None:

@@ -21,6 +21,8 @@ UNGATED = {
     *("apertus", "arcee", "falcon", "gpt_neox", "gpt_neox_japanese", "jais2", "nanochat", "nemotron", "opt"),
     *("persimmon", "phi", "starcoder2"),
 }
+#: model types without attention, whose layers are counted as what they nearly are: MLPs with three matrices
+MAMBA = {"falcon_mamba", "mamba", "mamba2"}
 OWN_KEYS = {"gpt_neox", "gpt_neox_japanese", "opt", "persimmon"}  # transformers ignores num_key_value_heads there
 
 
@@ -55,12 +57,14 @@ class Shape:
         missing."""
         config = config.get("text_config") or config
         try:
-            heads, hidden = config["num_attention_heads"], config["hidden_size"]
-            kind, kv_heads = config.get("model_type"), config.get("num_key_value_heads") or heads
+            hidden, kind = config["hidden_size"], config.get("model_type")
+            heads = 0 if kind in MAMBA else config["num_attention_heads"]
+            kv_heads = config.get("num_key_value_heads") or heads
             if kind == "falcon":
                 alone = config.get("multi_query") and not config.get("new_decoder_architecture")
                 kv_heads = 1 if alone else config.get("num_kv_heads") or heads
-            inner, experts = config.get("intermediate_size") or 4 * hidden, 0
+            inner = config.get("expand", 2) * hidden if kind in MAMBA else config.get("intermediate_size") or 4 * hidden
+            experts = 0
             for name in ("num_experts", "num_local_experts", "n_routed_experts"):
                 experts = experts or config.get(name) or 0
             expert_inner = config.get("moe_intermediate_size") or inner
@@ -70,7 +74,7 @@ class Shape:
                 hidden=hidden,
                 heads=heads,
                 kv_heads=heads if kind in OWN_KEYS else kv_heads,
-                head_dim=config.get("qk_nope_head_dim") or config.get("head_dim") or hidden // heads,
+                head_dim=config.get("qk_nope_head_dim") or config.get("head_dim") or hidden // (heads or 1),
                 inner=inner,
                 vocabulary=config["vocab_size"],
                 tied=bool(config.get("tie_word_embeddings")),

@@ -19,6 +19,8 @@ from birl.models.paged import Slot
 from birl.models.states import State, Step, ask_layouts
 from birl.models.vision import language_model
 
+#: for a model without attention: its sequences' lengths are counted in pages all the same, of one number a token
+COUNTED = Slot(layer=0, heads=0, kv_heads=1, key=1, value=0)
 FOUND: "WeakKeyDictionary[nn.Module, tuple[Slot, ...]]" = WeakKeyDictionary()
 KEPT: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()  # bytes of a sequence's states
 
@@ -57,9 +59,9 @@ def slots_of(model: nn.Module) -> tuple[Slot, ...]:
     if model not in FOUND:
         witness = Witness(_of_llama(model)) if llama_shaped(model) else seen(model)
         slots, KEPT[model] = tuple(sorted(witness.slots, key=lambda s: s.layer)), sum(witness.states.values())
-        if not slots:
+        if not (slots or witness.states):
             raise BirlError(f"birl does not support {type(model).__name__}: it has no layer with attention.")
-        FOUND[model] = slots
+        FOUND[model] = slots or (COUNTED,)
     return FOUND[model]
 
 
@@ -140,13 +142,13 @@ def body_of(model: nn.Module) -> Any:
 @torch.no_grad()
 def watched(model: nn.Module, tokens: int = 1) -> Witness:
     """What attention is given when `tokens` tokens go through the model. Raises whatever the model raises, and
-    `BirlError` where its layers never call birl's attention."""
+    `BirlError` where its layers neither call birl's attention nor keep states."""
     witness = Witness()
     device = cast(Any, model).get_output_embeddings().weight.device
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
     places = torch.arange(tokens, device=device)[None]
     body_of(model)(input_ids=ids, position_ids=places, layout=witness, use_cache=False)
-    if not witness.slots:
+    if not (witness.slots or witness.states):
         raise BirlError(
             f"birl does not support {type(model).__name__}: its layers do not call the attention that transformers "
             "lets birl replace, or do not hand on to it what the model was called with."

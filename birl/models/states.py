@@ -26,20 +26,21 @@ from torch.nn.utils.rnn import pad_sequence
 from birl.data.trees import Node, Tree, nodes
 from birl.errors import BirlError
 
+#: transformers leaves out the limits of their time steps where it computes one token from a state
+MAMBA2 = ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer")
+MAMBA2 += ("Zamba2MambaMixer",)
+UNLIMITED = (0.0, math.inf)
 #: by class of module, the argument of its forward that is transformers' cache
 CACHE = {
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), "past_key_values"),
     **dict.fromkeys(
         (
             *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
-            *("BailingHybridDeltaAttention", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer"),
-            *("KimiLinearDeltaAttention", "NemotronHMamba2Mixer", "Zamba2MambaMixer"),
+            *("BailingHybridDeltaAttention", "KimiLinearDeltaAttention", *MAMBA2),
         ),
         "cache_params",
     ),
 }
-#: Mamba 2 whose least time step transformers leaves out where it computes one token from a state
-LIMITED = ("NemotronHMamba2Mixer", "Zamba2MambaMixer")
 ASKING: "WeakSet[nn.Module | type]" = WeakSet()  # classes whose forward knows of layouts, and models of such
 
 PADDED = 0.75  # of the longest sequence of a batch, what the shortest has at least
@@ -96,7 +97,7 @@ def ask_layouts(model: nn.Module) -> None:
     for module in model.modules():
         owner: Any = next(k for k in type(module).__mro__ if "forward" in vars(k))
         if owner.__name__ in CACHE and owner not in ASKING:
-            forward = limiting(owner.forward) if owner.__name__ in LIMITED else owner.forward
+            forward = limiting(owner.forward) if owner.__name__ in MAMBA2 else owner.forward
             owner.forward = asking(forward, CACHE[owner.__name__])
             ASKING.add(owner)
 
@@ -114,18 +115,22 @@ def asking(forward: Callable[..., Tensor], cache: str) -> Callable[..., Tensor]:
 
 
 def limiting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Mamba 2 with `time_step_limit` also for one token: softplus(dt + dt_bias) is at least t where dt is at least
-    log(exp(t) - 1) - dt_bias. dt is the last `num_heads` columns of `in_proj`."""
+    """Mamba 2 with `time_step_limit` also for one token: t = softplus(dt + dt_bias) is within it where dt is within
+    log(exp(t) - 1) - dt_bias. dt is the last `num_heads` columns of `in_proj`, in Falcon-H1 times a factor."""
 
     @wraps(forward)
     def inner(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        least, most = self.time_step_limit
-        if hidden_states.shape[1] > 1 or not 0 < least < most == math.inf:
+        limits = tuple(self.time_step_limit or UNLIMITED)
+        if hidden_states.shape[1] > 1 or limits == UNLIMITED:
             return forward(self, hidden_states, *args, **options)
 
         def clamp(module: nn.Module, given: Any, out: Tensor) -> Tensor:
             rest, dt = out.split([out.shape[-1] - self.num_heads, self.num_heads], -1)
-            return torch.cat([rest, dt.maximum((math.log(math.expm1(least)) - self.dt_bias).to(dt.dtype))], -1)
+            steps = torch.tensor(limits, dtype=torch.float64, device=out.device)
+            bounds = (steps + torch.log1p(-torch.exp(-steps)))[:, None] - self.dt_bias
+            factor = getattr(self, "mup_vector", self.dt_bias.new_ones(1)).flatten()[-self.num_heads :]
+            least, most = (bounds / factor).to(dt.dtype)
+            return torch.cat([rest, dt.clamp(least, most)], -1)
 
         handle = self.in_proj.register_forward_hook(clamp)
         try:

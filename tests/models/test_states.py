@@ -6,9 +6,11 @@ from torch import Tensor
 
 from birl.data.trees import Tree, ways
 from birl.errors import BirlError
+from birl.kernels import PAGE
 from birl.models.attention import Packed, places
 from birl.models.forward import hidden_states
-from birl.models.slots import Witness, computed_by, seen, slots_of, state_bytes
+from birl.models.shape import Shape
+from birl.models.slots import COUNTED, Witness, computed_by, page_bytes, seen, slots_of, state_bytes
 from birl.models.states import State, by_trees
 from birl.models.verify import compare
 from tests.zoo import build
@@ -23,7 +25,7 @@ def separate(ids: Tensor) -> list[Tensor]:
     return [ids[places(way)] for node, way in every if node.first not in above]
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba"])
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba", "mamba2"])
 def test_packed_trees_are_separate_sequences(kind: str) -> None:
     """In log-probs and in the gradient, against transformers' own forward."""
     model = build(kind, initializer_range=0.05)  # 0.2 makes 1e-4 of rounding, also between transformers' own ways
@@ -64,13 +66,14 @@ def test_nodes_of_one_depth_are_computed_at_once() -> None:
     assert shapes == [(2, 9, 2), (1, 5, 2), (4, 40, 2), (2, 29, 2), (5, 5, 2), (1, 3, 2), (2, 4, 2)]
 
 
-@pytest.mark.parametrize("kind", ["nemotron_h", "zamba2"])
-def test_the_least_time_step_holds_for_one_token_too(kind: str) -> None:
-    """transformers' own decoding leaves it out."""
-    model = build(kind)
+@pytest.mark.parametrize("shift", [-12, 12])
+@pytest.mark.parametrize("kind", ["nemotron_h", "zamba2", "bamba", "falcon_h1", "granitemoehybrid", "mamba2"])
+def test_the_limits_of_time_steps_hold_for_one_token_too(kind: str, shift: float) -> None:
+    """transformers' own decoding leaves them out."""
+    model = build(kind, time_step_limit=(0.02, 0.9), ssm_multipliers=[1.0, 1.0, 1.0, 1.0, 0.5])  # the last: of steps
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
-            parameter.data -= 12
+            parameter.data += shift
     compare(model, Tree.of(5, (4, 3)), Tree.of(5))
 
 
@@ -89,3 +92,11 @@ def test_the_size_of_a_state_is_known_without_weights() -> None:
         model, empty = build(kind), build(kind).to("meta")
         assert slots_of(empty) == slots_of(model) and state_bytes(empty) == state_bytes(model)
         assert [s.layer for s in slots_of(model)] == [1] and [*seen(model).states] == [0, 2]
+
+
+def test_a_model_of_states_alone_counts_its_tokens_in_pages() -> None:
+    model, empty = build("mamba2"), build("mamba2").to("meta")
+    assert slots_of(empty) == slots_of(model) == (COUNTED,) and page_bytes(model) == 4 * PAGE
+    assert state_bytes(empty) == state_bytes(model) and [*seen(model).states] == [0, 1, 2]
+    shape = Shape.of_model(model)
+    assert not shape.pair_cost and abs(shape.parameters / sum(p.numel() for p in model.parameters()) - 1) < 0.3
