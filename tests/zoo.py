@@ -51,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {kind: {"num_key_value_heads": 4, "head_dim
     "hrm_text": {"initializer_range": 0.05},  # it runs its layers so often that more rounding than that would tell
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2, "num_experts": 4},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "llama4_text": {

@@ -14,8 +14,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -30,17 +30,20 @@ from birl.errors import BirlError
 MAMBA2 = ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer")
 MAMBA2 += ("Zamba2MambaMixer",)
 UNLIMITED = (0.0, math.inf)
+MAMBA1 = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")  # `selective.py`
 #: by class of module, the argument of its forward that is transformers' cache
 CACHE = {
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), "past_key_values"),
     **dict.fromkeys(
         (
             *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
-            *("BailingHybridDeltaAttention", "KimiLinearDeltaAttention", *MAMBA2),
+            *("BailingHybridDeltaAttention", "KimiLinearDeltaAttention", *MAMBA1, *MAMBA2),
         ),
         "cache_params",
     ),
 }
+#: classes of modules that hand on their cache and nothing else that they are called with: it is the layout
+RELAYS = {"JambaMambaDecoderLayer": "past_key_values", "FalconMambaModel": "cache_params", "MambaModel": "cache_params"}
 ASKING: "WeakSet[nn.Module | type]" = WeakSet()  # classes whose forward knows of layouts, and models of such
 
 PADDED = 0.75  # of the longest sequence of a batch, what the shortest has at least
@@ -98,18 +101,35 @@ def ask_layouts(model: nn.Module) -> None:
         owner: Any = next(k for k in type(module).__mro__ if "forward" in vars(k))
         if owner.__name__ in CACHE and owner not in ASKING:
             forward = limiting(owner.forward) if owner.__name__ in MAMBA2 else owner.forward
-            owner.forward = asking(forward, CACHE[owner.__name__])
+            owner.forward = asking(forward, CACHE[owner.__name__], owner.__name__ in MAMBA1)
             ASKING.add(owner)
+        for cache in {RELAYS[k.__name__] for k in type(module).__mro__ if k.__name__ in RELAYS}:
+            module.register_forward_pre_hook(relaying(cache), with_kwargs=True)
+            cast(Any, module)._can_checkpoint_with_cache = True  # else transformers takes it away
 
 
-def asking(forward: Callable[..., Tensor], cache: str) -> Callable[..., Tensor]:
+def relaying(cache: str) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+        return (args, {**options, cache: options["layout"]}) if options.get("layout") is not None else None
+
+    return hook
+
+
+def asking(forward: Callable[..., Tensor], cache: str, selective: bool) -> Callable[..., Tensor]:
+    def step(mixer: Any, rows: Tensor, state: State) -> Tensor:
+        return forward(mixer, rows, **{cache: state})
+
+    if selective:
+        from birl.models.selective import step
+
     @wraps(forward)
     def inner(self: Any, hidden_states: Tensor, *args: Any, layout: Any = None, **options: Any) -> Tensor:
+        layout = options[cache] if hasattr(options.get(cache), "attend") else layout
         if layout is None:
             return forward(self, hidden_states, *args, **options)
         if not hasattr(layout, "carry"):
             raise BirlError(f"{type(self).__name__} keeps a state, which parallel.cp cannot split. Set parallel.cp=1.")
-        return layout.carry(self.layer_idx, hidden_states, lambda rows, state: forward(self, rows, **{cache: state}))
+        return layout.carry(self.layer_idx, hidden_states, partial(step, self))
 
     return inner
 

@@ -7,12 +7,14 @@ from torch import Tensor
 from birl.data.trees import Tree, ways
 from birl.errors import BirlError
 from birl.kernels import PAGE
+from birl.learner.learner import Learner
 from birl.models.attention import Packed, places
 from birl.models.forward import hidden_states
 from birl.models.shape import Shape
 from birl.models.slots import COUNTED, Witness, computed_by, page_bytes, seen, slots_of, state_bytes
 from birl.models.states import State, by_trees
 from birl.models.verify import compare
+from tests.models.sweep import Bench, rows
 from tests.zoo import build
 
 #: nodes of one token, also with branches, and longer than a chunk
@@ -25,7 +27,7 @@ def separate(ids: Tensor) -> list[Tensor]:
     return [ids[places(way)] for node, way in every if node.first not in above]
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba", "mamba2"])
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba", "mamba2", "jamba", "mamba"])
 def test_packed_trees_are_separate_sequences(kind: str) -> None:
     """In log-probs and in the gradient, against transformers' own forward."""
     model = build(kind, initializer_range=0.05)  # 0.2 makes 1e-4 of rounding, also between transformers' own ways
@@ -50,6 +52,23 @@ def test_packed_trees_are_separate_sequences(kind: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5 * largest, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["jamba", "mamba"])
+def test_layers_that_hand_on_their_cache_alone_are_computed_again_with_their_layout(kind: str) -> None:
+    """With gradient checkpointing transformers takes their cache away."""
+    gradients, passes = list[dict[str, Tensor]](), list[int]()
+    for again in (False, True):
+        model = build(kind)
+        bench = Bench(model)
+        bench.learner = Learner(model, dtype=torch.float32, max_grad_norm=0, gradient_checkpointing=again)
+        name = next(n for n, _ in model.named_modules() if n.endswith("in_proj"))
+        calls = list[int]()
+        model.get_submodule(name).register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        gradients.append(bench.gradient([rows(groups=1, episodes=2)]))
+        passes.append(len(calls))
+    assert passes[1] > passes[0]
+    assert all(torch.equal(gradients[0][n], gradients[1][n]) for n in gradients[0])
 
 
 def test_nodes_of_one_depth_are_computed_at_once() -> None:

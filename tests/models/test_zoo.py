@@ -21,9 +21,8 @@ from tests.zoo import KINDS, LEFT_OUT, build
 #: states: a convolution, Gated DeltaNet, Mamba 2
 QUICK = ("gpt_oss", "gemma2", "cohere2", "llama4_text", "deepseek_v2", "lfm2", "qwen3_5_text", "bamba")
 REFUSED = {
-    "jamba": r"JambaMambaMixer \(model\.layers\.0\.mamba\) lets tokens see one another",
     "deepseek_v32": "layer 0 is of the kind indexed_attention",
-    "mamba": r"MambaMixer \(backbone\.layers\.0\.mixer\) lets tokens see one another",
+    "xlstm": r"xLSTMLayer \(backbone\.blocks\.0\.mlstm_layer\) lets tokens see one another",
     "bloom": r"BloomAttention \(transformer\.h\.0\.self_attention\) lets tokens see one another",
     "bart": r"BartLearnedPositionalEmbedding \(model\.decoder\.embed_positions\) counts a token's place",
     "bert": "BertSelfAttention wants attention that birl has no rule for: later tokens are seen",
@@ -66,12 +65,12 @@ def test_what_has_no_rule_is_refused_by_name(kind: str) -> None:
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0])
 def test_small_weights_hide_nothing(scale: float) -> None:
     """Layers with a state that birl has no rule for."""
-    model: Any = build("jamba")
+    model: Any = build("zaya")
     with torch.no_grad():
-        for layer in (0, 2):
-            for parameter in model.model.layers[layer].mamba.parameters():
+        for layer in model.model.layers:
+            for parameter in layer.self_attn.qkv_proj.parameters():
                 parameter *= scale
-    with pytest.raises(BirlError, match=r"JambaMambaMixer \(model\.layers\.0\.mamba\) lets tokens see one another"):
+    with pytest.raises(BirlError, match=r"ZayaCCAProjection \(model\.layers\.0\.self_attn\.qkv_proj\) lets tokens see"):
         verify(model)
 
 
