@@ -28,6 +28,7 @@ from birl.process import kill
 from birl.rewards.functions import Answers, CallFailed, Invocation, failed
 from birl.types import Outcome
 
+LINE = 1 << 16  # characters of a line that functions print, which are passed on at once
 MOST = 1 << 28  # bytes of one reply
 START_TIMEOUT = 120.0  # seconds a worker may take to import the functions
 CLOSED = "the rewards were closed"
@@ -216,9 +217,10 @@ class Worker:
     def _relay(self, process: "subprocess.Popen[bytes]") -> None:
         """What functions print goes through this process's sys.stderr, which a live terminal view can share."""
         assert process.stderr is not None
-        with contextlib.suppress(ValueError, OSError):  # closed while reading
-            for raw in process.stderr:
-                line = raw.decode(errors="replace")
+        # process.stderr itself has no buffer: it would be read byte by byte
+        lines = partial(open, encoding="utf-8", errors="replace", newline="\n", closefd=False)
+        with contextlib.suppress(ValueError, OSError), lines(process.stderr.fileno()) as pipe:  # closed while reading
+            while line := pipe.readline(LINE):
                 self._stderr.append(line.strip())
                 print(line, end="", file=sys.stderr)
 
@@ -275,7 +277,7 @@ class Worker:
         self.end()
         code = process.returncode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        last = self._stderr[-1] if self._stderr and (code or 0) >= 0 else ""
+        last = self._stderr[-1][:400] if self._stderr and (code or 0) >= 0 else ""
         return f"the worker process died ({how}){': ' if last else ''}{last}"
 
 

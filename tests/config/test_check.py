@@ -174,6 +174,10 @@ def test_unknown_words_are_refused_with_the_list(key: str):
             {"rollout__group_size": 1, "algorithm__baseline": "none", "algorithm__scale_rewards": "group"},
             ["standard deviation of a group of one"],
         ),
+        (
+            {"algorithm__baseline": "batch", "algorithm__scale_rewards": "group"},
+            ["algorithm.baseline=batch", "algorithm.scale_rewards=batch"],
+        ),
         ({"algorithm__surrogate": "reinforce", "algorithm__updates_per_batch": 2}, ["has no importance ratio"]),
         (
             {"algorithm__surrogate": "online_dpo", "algorithm__denominator": "sequence"},

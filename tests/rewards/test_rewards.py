@@ -190,6 +190,30 @@ def test_prints_do_not_disturb_the_protocol(capfd: pytest.CaptureFixture[str]) -
     assert wait_for(complete) and not any(p.out for p in printed)
 
 
+SHOUTS = """
+import os, sys
+
+def shout(completions, **_):
+    sys.stderr.write("\u00e9" * 500_000)
+    sys.stderr.flush()
+    os._exit(7)
+"""
+
+
+def test_a_line_of_a_megabyte_is_no_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It was read byte by byte, and told as a whole for every episode."""
+    (tmp_path / "shouts.py").write_text(SHOUTS)
+    (result,) = score([f"{tmp_path}/shouts.py:shout"], ["a"])
+    assert "died (exit code 7): ééé" in result.detail and len(result.detail) < 600
+    printed = [capfd.readouterr().err]
+
+    def complete() -> bool:
+        printed.append(capfd.readouterr().err)
+        return "".join(printed).count("é") == 500_000
+
+    assert wait_for(complete) and "\ufffd" not in "".join(printed)
+
+
 FORGERS = '''
 import os
 

@@ -228,6 +228,14 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "one, which does not exist; set rollout.group_size=8, or algorithm.scale_rewards=none.": lambda c: (
                 _alone(c) and _relative(c) and c.algorithm.scale_rewards == "group"
             ),
+            "algorithm.baseline={c.algorithm.baseline}: leaves a group of equal rewards an advantage, which "
+            "algorithm.scale_rewards=group would divide by their deviation of 0, so it would be about a million; set "
+            "algorithm.baseline=group, or algorithm.scale_rewards=batch.": lambda c: (
+                _relative(c)
+                and not _alone(c)
+                and c.algorithm.scale_rewards == "group"
+                and c.algorithm.baseline in ("batch", "greedy", "none")
+            ),
             "rollout.group_size=1: algorithm.advantage={c.algorithm.advantage} compares the answers to a prompt; "
             "set rollout.group_size=8.": lambda c: _alone(c) and c.algorithm.advantage in ("gdpo", "best_and_worst"),
             "algorithm.dynamic_sampling=true: drops groups whose rewards are all the same, but with "
