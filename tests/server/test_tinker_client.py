@@ -141,3 +141,72 @@ def test_a_quota_is_the_clients_own_error_with_the_reason(
 def test_what_ended_makes_room_and_its_checkpoints_stay(limits: dict[str, str]) -> None:
     assert limits["goes on"] == "1"
     assert {"weights/kept", "weights/last"} <= set(limits["left"].split())
+
+
+@pytest.fixture(scope="module")
+def methods(place: tuple[Path, Server]) -> dict[str, Any]:
+    words = ["-m", "tests.server.tinker_methods", str(place[0]), KEYS["bob"]]
+    (line,) = [x[5:] for x in said(place, *words) if x.startswith("TOLD ")]
+    return json.loads(line)
+
+
+def test_every_public_method_of_the_client_was_called(methods: dict[str, Any]) -> None:
+    assert methods["not called"] == [] and methods["names"] >= 50
+
+
+def test_training_by_every_method(methods: dict[str, Any]) -> None:
+    found = methods["training"]
+    assert found["custom"][0] == pytest.approx(found["custom"][1]) == pytest.approx(found["custom"][2])
+    assert found["same path"] and "There is a checkpoint" in found["taken"]
+    assert found["moved"][0] == found["moved"][1] != found["moved"][2]  # with the optimizer, and without
+    assert found["same sampled"] and found["tokenizers"][0] == found["tokenizers"][1] > 0
+    assert all("RequestFailedError: Request failed: There is no checkpoint" in said for said in found["hidden"]), found[
+        "hidden"
+    ]
+
+
+def test_copies_of_a_sampler_are_the_same(methods: dict[str, Any], place: tuple[Path, Server]) -> None:
+    found = methods["sampling"]
+    assert len(found["tokens"]) == 4 and all(t == found["tokens"][0] for t in found["tokens"])
+    assert found["scored"] == 3 and found["base"] == [str(place[0])] * 2
+
+
+def test_what_is_listed_and_searched(methods: dict[str, Any]) -> None:
+    found = methods["lists"]
+    assert found["expires"] == {"weights/state": True, "sampler_weights/weights": False}
+    assert found["left"] == ["weights/state"] and found["sizes"][0] and found["sizes"][2]
+    assert [p[0] for p in found["pages"]] == [1, 1] and found["pages"][0][1] == found["pages"][1][1] >= 3
+    assert found["runs"][0] == 2 and found["runs"][1] >= 3
+    assert found["session"] == [True, "methods of a test", {"who": "me"}] and found["listed"]
+    assert found["one"] == [True, {"who": "me"}] and found["rank"] == 4 and found["capabilities"]
+    assert found["found"] == [[False], [True]] and found["last page"]  # the newest first, one to a page
+    assert found["closed"] == [[True, "interrupted"]] and found["stranger"] == 0
+    assert found["counted"] == [3]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "said"),
+    [
+        ("full", "RequestFailedError", "full fine-tuning is not offered by this server"),
+        ("dimuon", "RequestFailedError", "Only the optimizer adamw"),
+        ("dimuon from state", "RequestFailedError", "Only the optimizer adamw"),
+        ("token", "RequestFailedError", "weights_access_token is not offered"),
+        ("token in place", "RequestFailedError", "weights_access_token is not offered"),
+        ("copy", "BadRequestError", "no projects. Make a run from the weights"),
+        ("copy to a project", "BadRequestError", "no projects. Make a run from the weights"),
+        ("project", "BadRequestError", "no projects"),
+        ("trace", "BadRequestError", "no traces"),
+        ("audit", "BadRequestError", "audit.jsonl"),
+        ("billing", "BadRequestError", "bills nobody"),
+        ("encrypted", "RequestFailedError", "encrypted exports are not offered"),
+        ("urls", "ValueError", "external"),  # the client's own
+        ("whoami", "RuntimeError", "JWT"),  # the client's own
+    ],
+)
+def test_what_a_method_asks_for_that_is_not_offered(methods: dict[str, Any], case: str, kind: str, said: str) -> None:
+    assert methods["refused"][case].startswith(f"{kind}: ") and said in methods["refused"][case], methods["refused"]
+
+
+def test_no_key_of_another_tenant_is_kept(methods: dict[str, Any], place: tuple[Path, Server]) -> None:
+    files = [f for f in (place[0].parent / "state").rglob("*") if f.is_file()]
+    assert methods and len(files) > 10 and not any(b"tml-some-other" in f.read_bytes() for f in files)

@@ -297,6 +297,44 @@ def test_what_is_no_list_or_number_is_refused_with_its_name(server: Server) -> N
     alice.wait(alice.post("unload_model", model_id=run, seq_id=2))
 
 
+def test_a_finished_session_takes_nothing_new(server: Server) -> None:
+    alice = server.client()
+    session = alice.session()
+    run = alice.run(session)
+    alice.post(f"sessions/{session}/finish", reason={"type": "errored"}, detail=None)
+    alice.post(f"sessions/{session}/finish", reason={"type": "success"})  # the first reason counts
+    made = {"session_id": session, "base_model": "model"}
+    for route, more in {
+        "create_model": {"model_seq_id": 1, "lora_config": {"rank": 4}},
+        "load_weights": {"model_seq_id": 2, "path": f"tinker://{run}/weights/x", "optimizer": False},
+        "create_sampling_session": {"sampling_session_seq_id": 1},
+    }.items():
+        assert "is finished: begin a new one" in alice.post(route, 400, **made, **more)["error"]
+    alice.post("session_heartbeat", 410, session_id=session)
+    (found,) = alice.post("sessions/search", session_id=session)["sessions"]
+    assert found["status"] == {"type": "client_finished", "reason": {"type": "errored"}}
+    alice.wait(alice.post("unload_model", model_id=run))
+
+
+BAD_SEARCHES: dict[str, tuple[dict, str]] = {
+    "limit": ({"limit": 0}, "limit: must be"),
+    "project": ({"project_ids": ["x"]}, "no projects"),
+    "cursor": ({"cursor": {"last_created_at": "x", "last_session_id": "y"}}, "cursor.last_created_at"),
+    "early": ({"cursor": {"last_created_at": "0001-01-01T00:00:00+14:00"}}, "cursor.last_created_at"),
+    "statuses": ({"statuses": [1]}, "statuses"),
+    "owner": ({"owner": [1]}, "owner"),
+    "names": ({"owner": {"type": "user", "owner_urns": 3}}, "owner_urns"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SEARCHES)
+def test_a_search_that_cannot_be_is_refused_with_its_key(server: Server, name: str) -> None:
+    asked, said = BAD_SEARCHES[name]
+    alice = server.client()
+    alice.session()
+    assert said in alice.post("sessions/search", 400, **asked)["error"]
+
+
 def test_answers_that_nobody_fetches_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     promises = Promises()
     for brief in (True, False):

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +18,7 @@ from birl.server import limits
 from birl.server.limits import Refused
 from birl.server.tinker import requests
 from birl.server.tinker.service import TinkerService
+from birl.server.tinker.sessions import Session
 from birl.server.tinker.store import KINDS, Checkpoint
 from birl.server.tinker.tenants import Tenant
 
@@ -35,6 +37,78 @@ async def get_session(service: TinkerService, tenant: Tenant, request: Request) 
 
 async def list_sessions(service: TinkerService, tenant: Tenant, request: Request) -> Response:
     return JSONResponse({"sessions": page(service.sessions.of(tenant.name)[::-1], request)[0]})
+
+
+async def search_sessions(service: TinkerService, tenant: Tenant, request: Request) -> Response:
+    """Those that fit a `SessionSearchRequest` of the client, the newest first."""
+    data, by_id = await limits.json_object(request, service.most_bytes), service.sessions.by_id
+    limit, until, fits = requests.whole(data, "limit", 50, 1, 200), _cursor(data), _search(tenant, data)
+    own = [id for id in service.sessions.of(tenant.name)[::-1] if until is None or _place(by_id[id], id) < until]
+    rows = [id for id in own if fits(id, by_id[id])]
+    sizes: dict[str, list[int]] = {}
+    for checkpoint in service.store.of(tenant.name):
+        sizes.setdefault(checkpoint.run.partition(":")[0], []).append(checkpoint.size)
+    after = None
+    if len(rows) > limit:
+        after = {"last_created_at": moment(by_id[rows[limit - 1]].made), "last_session_id": rows[limit - 1]}
+    found = [described_session(by_id[id], id, sizes.get(id, [])) for id in rows[:limit]]
+    return JSONResponse({"sessions": found, "next_cursor": after})
+
+
+def _place(session: Session, id: str) -> tuple[datetime, str]:
+    return datetime.fromtimestamp(session.made, UTC), id
+
+
+def _cursor(data: Mapping[str, Any]) -> tuple[datetime, str] | None:
+    """Where the page before ended. Raises `BirlError`."""
+    if data.get("cursor") is None:
+        return None
+    cursor = requests.mapping(data["cursor"], "cursor")
+    try:
+        when = datetime.fromisoformat(requests.words(cursor, "last_created_at")).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise BirlError("cursor.last_created_at: must be a time, as the page before gave it.") from None
+    return when, requests.words(cursor, "last_session_id")
+
+
+def _search(tenant: Tenant, data: Mapping[str, Any]) -> Callable[[str, Session], bool]:
+    """Whether a session of the tenant is searched for. Raises `BirlError` for what cannot be asked."""
+    if data.get("project_ids"):
+        raise BirlError("project_ids: this server has no projects.")
+    name, one = requests.words(data, "display_name").lower(), requests.words(data, "session_id")
+    about, owner = requests.metadata(data).items(), requests.mapping(data.get("owner") or {}, "owner")
+    urns, statuses = owner.get("owner_urns") or [], data.get("statuses") or []
+    if not isinstance(urns, list) or not isinstance(statuses, list):
+        raise BirlError("owner.owner_urns and statuses: must be lists.")
+    status = [requests.mapping(s, "statuses") for s in statuses]
+    mine = owner.get("type") != "user" or tenant.urn in urns
+
+    def fits(id: str, session: Session) -> bool:
+        named = bool(name) and all(word in session.name.lower() for word in name.split())
+        return (
+            mine
+            and (named or one == id or not (name or one))
+            and all(session.metadata.get(key) == value for key, value in about)
+            and (not status or any(session.has(str(s.get("type")), s.get("reasons")) for s in status))
+        )
+
+    return fits
+
+
+def described_session(session: Session, id: str, sizes: list[int]) -> dict[str, Any]:
+    """`sizes`: of its checkpoints [bytes]."""
+    return {
+        "session_id": id, "created_at": moment(session.made), "owner": Tenant(name=session.owner).urn,
+        "project_id": "", "status": session.status, "display_name": session.name or None,
+        "user_metadata": session.metadata, "checkpoints_count": len(sizes), "checkpoint_storage_bytes": sum(sizes),
+    }  # fmt: skip
+
+
+async def storage(service: TinkerService, tenant: Tenant, request: Request) -> Response:
+    """What a tenant's checkpoints take."""
+    sizes = [c.size for c in service.store.of(tenant.name)]
+    row = {"user_name": tenant.name, "checkpoint_count": len(sizes), "size_bytes": sum(sizes)}
+    return JSONResponse({"data": [row | {"size_gigabytes": sum(sizes) / 1e9}]})
 
 
 async def weights_info(service: TinkerService, tenant: Tenant, request: Request) -> Response:
@@ -171,6 +245,8 @@ ONE = RUN + "/checkpoints/{kind}/{name}"
 ROUTES = {
     ("GET", "/api/v1/sessions"): list_sessions,
     ("GET", "/api/v1/sessions/{session}"): get_session,
+    ("POST", "/api/v1/sessions/search"): search_sessions,
+    ("GET", "/api/v1/billing/usage/checkpoints/current"): storage,
     ("POST", "/api/v1/weights_info"): weights_info,
     ("GET", "/api/v1/training_runs"): list_runs,
     ("GET", RUN): get_run,

@@ -175,7 +175,7 @@ class Sample:
 
 def sample(data: Mapping[str, Any], vocabulary: int, context: int) -> Sample:
     """Of an `asample` body. Raises `BirlError`."""
-    prompt = _chunks(_mapping(data.get("prompt"), "prompt").get("chunks"), vocabulary)
+    prompt = _chunks(mapping(data.get("prompt"), "prompt").get("chunks"), vocabulary)
     count = whole(data, "num_samples", 1, 1, MOST_SAMPLES)
     if not 0 < len(prompt) < context:
         raise BirlError(
@@ -191,7 +191,7 @@ def sample(data: Mapping[str, Any], vocabulary: int, context: int) -> Sample:
     result = Sample(
         prompt=prompt,
         count=count,
-        params=_params(_mapping(data.get("sampling_params"), "sampling_params"), vocabulary, context - len(prompt)),
+        params=_params(mapping(data.get("sampling_params"), "sampling_params"), vocabulary, context - len(prompt)),
         scored_from=scored,
         top=k,
         top_sampled=whole(data, "topk_sample_logprobs", 0, 0, min(1000, vocabulary)),
@@ -214,7 +214,7 @@ def _chunks(chunks: Any, vocabulary: int) -> tuple[int, ...]:
     if not isinstance(chunks, list):
         raise BirlError("prompt.chunks must be a list.")
     for chunk in chunks:
-        chunk = _mapping(chunk, "prompt.chunks")
+        chunk = mapping(chunk, "prompt.chunks")
         if chunk.get("type", "encoded_text") != "encoded_text":
             raise BirlError(f"prompt: {NO_PICTURES}")
         tokens = chunk.get("tokens")
@@ -254,7 +254,7 @@ def _params(data: Mapping[str, Any], vocabulary: int, room: int) -> SamplingPara
 def _targets(data: Any, rows: int, vocabulary: int) -> np.ndarray | None:
     if data is None:
         return None
-    data, what = _mapping(data, "target_prompt_logprobs"), "target_prompt_logprobs"
+    data, what = mapping(data, "target_prompt_logprobs"), "target_prompt_logprobs"
     values, shape = data.get("data"), data.get("shape")
     lists = [values, shape, data.get("sparse_crow_indices") or [], data.get("sparse_col_indices") or []]
     if not all(isinstance(x, list) and all(map(_is_int64, x)) for x in lists) or len(shape or ()) != 2:
@@ -274,7 +274,7 @@ def _is_int64(value: Any) -> bool:
     return type(value) is int and -(2**63) <= value < 2**63
 
 
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+def mapping(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise BirlError(f"{what} must be an object.")
     return value

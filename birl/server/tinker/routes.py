@@ -76,7 +76,7 @@ async def finish_session(service: TinkerService, tenant: Tenant, request: Reques
     if not session.finished:  # the first reason counts
         reason = data.get("reason")
         session.finished = True
-        session.reason = requests.words(reason, "type", "success", 20) if isinstance(reason, dict) else "success"
+        session.reason = str(reason.get("type") or "")[:20] if isinstance(reason, dict) else ""
         service.sessions.keep(id)
     return JSONResponse({})
 
@@ -178,7 +178,7 @@ async def cancel(service: TinkerService, tenant: Tenant, request: Request) -> Re
 
 
 async def whoami(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    return JSONResponse({"user_urn": f"urn:birl:user:{tenant.name}", "org_urn": "urn:birl:org:local"})
+    return JSONResponse({"user_urn": tenant.urn, "org_urn": "urn:birl:org:local"})
 
 
 async def body(service: TinkerService, request: Request) -> dict[str, Any]:
@@ -215,6 +215,26 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/api/v1/retrieve_future"): retrieve,
     ("POST", "/api/v1/cancel_future"): cancel,
 }
+
+
+PROJECTS, BILLING = "This server has no projects.", "This server bills nobody."
+NOT_OFFERED = {
+    ("POST", "/api/v1/copy_weights"): f"{PROJECTS} Make a run from the weights, and save it.",
+    ("PUT", "/api/v1/sessions/{session}/project"): PROJECTS,
+    ("GET", "/api/v1/sessions/{session}/trace_export"): "This server keeps no traces of sessions.",
+    ("GET", "/api/v1/billing/usage/events"): BILLING,
+    ("GET", "/api/v1/audit"): "The audit is for who runs this server: audit.jsonl in its folder.",
+    ("POST", "/api/v1/create_custom_loss"): "Custom losses run at the client (this server's client/config says so).",
+    ("POST", "/api/v1/retrieve_futures"): "Ask for one future at a time (this server's client/config says so).",
+    ("POST", "/api/v1/auth/token"): "Keys are sent as they are (this server's client/config says so).",
+}
+
+
+async def not_offered(reason: str, service: TinkerService, tenant: Tenant, request: Request) -> Response:
+    raise Refused(400, f"{reason} See docs/tinker.md.", "user")
+
+
+ROUTES |= {route: functools.partial(not_offered, reason) for route, reason in NOT_OFFERED.items()}
 
 
 def app(service: TinkerService) -> Starlette:

@@ -104,9 +104,7 @@ class TinkerService:
                 raise BirlError("lora_config is missing: full fine-tuning is not offered by this server, only LoRA is.")
             if not isinstance(lora, Mapping):
                 raise BirlError("lora_config: must be an object with a rank.")
-            optimizer = data.get("optimizer_config") or {}
-            if not isinstance(optimizer, Mapping) or optimizer.get("type", "adamw") != "adamw":
-                raise BirlError("Only the optimizer adamw is offered.")
+            _optimizer(data)
             config = LowRankConfig(
                 rank=requests.whole(lora, "rank", 32, 1, self.most_rank),
                 seed=requests.whole(lora, "seed", seed, 0, 2**63 - 1),
@@ -155,7 +153,7 @@ class TinkerService:
             return run.promises[record.seq]
         if tokens > self.quota.tokens:  # refused in its turn: a number that is missing would stop the run
             reason = f"The request has {tokens} tokens, and a tenant may have {self.quota.tokens} at once."
-            record, tokens = Record(record.seq, "refused", json.dumps({"reason": reason}).encode()), 0
+            record, tokens = refusal(record.seq, reason), 0
         with tenant.holding(self.quota, tokens):
             pass  # raises where there is no room now
         request, promise = self.runs.accept(run, record)
@@ -176,14 +174,20 @@ class TinkerService:
 
     def load(self, tenant: Tenant, data: Mapping[str, Any]) -> tuple[Run, Promise]:
         """A checkpoint into a run that is, or into one that is made for it."""
-        body = written(data)
+        stranger = bool(data.get("weights_access_token"))  # the key of another: it is not journaled
+        body = written({key: value for key, value in data.items() if key != "weights_access_token"})
         if data.get("session_id") is None:
             run = self.run(requests.words(data, "model_id"), tenant)
             seq = requests.whole(data, "seq_id", 1, 1, 2**31)
+            if stranger:
+                return run, self.submit(tenant, run, refusal(seq, NO_TOKENS))
             return run, self.submit(tenant, run, Record(seq, "load_weights", body))
         id = self._run_id(tenant, data)
         if id not in self.runs.by_id:
             try:
+                if stranger:
+                    raise BirlError(NO_TOKENS)
+                _optimizer(data)
                 found = self.checkpoints.readable(requests.words(data, "path"), tenant.name)
                 self.known(requests.words(data, "base_model") or str(found.info["base"]))
                 self._room_for_run(tenant)
@@ -259,6 +263,20 @@ class TinkerService:
 
 
 TASKS: set["asyncio.Task[None]"] = set()  # asyncio itself does not keep them
+
+
+NO_TOKENS = "weights_access_token is not offered by this server: let the other tenant publish the checkpoint."
+
+
+def refusal(seq: int, reason: str) -> Record:
+    """Instead of a request that cannot be done: its number has its turn, and the reason is the answer."""
+    return Record(seq, "refused", json.dumps({"reason": reason}).encode())
+
+
+def _optimizer(data: Mapping[str, Any]) -> None:
+    optimizer = data.get("optimizer_config") or {}
+    if not isinstance(optimizer, Mapping) or optimizer.get("type", "adamw") != "adamw":
+        raise BirlError("Only the optimizer adamw is offered.")
 
 
 def written(data: Mapping[str, Any]) -> bytes:

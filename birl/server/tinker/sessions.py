@@ -26,6 +26,19 @@ class Session:
     def ended(self) -> bool:
         return self.finished or time.monotonic() - self.heard > SILENT
 
+    @property
+    def status(self) -> dict[str, Any] | None:
+        """As the client's `SessionSummary` has it; None for one that fell silent."""
+        if self.finished:
+            return {"type": "client_finished", "reason": {"type": self.reason or "success"}}
+        return None if self.ended else {"type": "active"}
+
+    def has(self, kind: str, reasons: Any) -> bool:
+        """`reasons`: of which it may have ended; empty or None: any."""
+        status = self.status or {}
+        right = not isinstance(reasons, list) or not reasons or status.get("reason", {}).get("type") in reasons
+        return status.get("type") == kind and right
+
     def about(self) -> dict[str, Any]:
         return {"owner": self.owner, "metadata": self.metadata, "name": self.name, "made": self.made,
                 "finished": self.finished, "reason": self.reason}  # fmt: skip

@@ -46,6 +46,10 @@ class Tenant:
     requests: int = 0
     served: float = 0.0
 
+    @property
+    def urn(self) -> str:
+        return f"urn:birl:user:{self.name}"
+
     @contextmanager
     def holding(self, quota: Quota, tokens: int) -> Iterator[None]:
         """Count a request in. Raises `Refused`: 429 while others of this tenant are in the way, which the client sends
