@@ -17,7 +17,7 @@ from torch import Tensor
 from birl.algorithms.divergence import Divergence
 from birl.models import shape
 from birl.models.after_head import AfterHead
-from birl.models.logprobs import HeadGradient, chunks, scaled_logits
+from birl.models.logprobs import HeadGradient, chunks, pieces, scaled_logits
 
 TENSORS = 8  # of the size of a piece of logits, at most, that are there at once
 
@@ -105,7 +105,7 @@ class _WordDivergence(torch.autograd.Function):
         hidden, weight, bias, theirs, their_weight, their_bias, total, norm, their_norm = ctx.saved_tensors
         head, their_head = Head(weight, bias, *ctx.head), Head(their_weight, their_bias, *ctx.their_head)
         result = HeadGradient(hidden, weight, bias, ctx.needs_input_grad)
-        for words in chunks(ctx.size, ctx.chunk // max(len(hidden), 1)):
+        for words in pieces(ctx.size, ctx.chunk, len(hidden)):
             logq = head.logits(hidden, words).sub_(norm[:, None])
             logp = their_head.logits(theirs, words).sub_(their_norm[:, None])
             flow = ctx.function(logq, logp).flow
@@ -144,7 +144,7 @@ class _BucketDivergence(torch.autograd.Function):
         hidden, weight, bias, likely, flow, norm, rest = ctx.saved_tensors
         head, result = Head(weight, bias, *ctx.head), HeadGradient(hidden, weight, bias, ctx.needs_input_grad)
         total, own = flow.sum(-1), flow[:, :-1]
-        for words in chunks(len(weight), ctx.chunk // max(len(hidden), 1)):
+        for words in pieces(len(weight), ctx.chunk, len(hidden)):
             logits = head.logits(hidden, words)
             by_logit = (logits - norm[:, None]).sub_(rest[:, None]).exp_().mul_(flow[:, -1:])  # of the others
             row, place = ((likely >= words.start) & (likely < words.stop)).nonzero().unbind(1)

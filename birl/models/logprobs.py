@@ -28,6 +28,7 @@ from birl.models.decoder import Decoder
 from birl.models.fused import on_gpu, triton_kernels
 from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
 
+ALIGNED = 64
 OUTSIDE = (
     -1e15
 )  # logit of a word outside of a support: its probability is 0, and 0 times what is made of it is 0, not NaN
@@ -146,7 +147,7 @@ class _TokenLogprobs(torch.autograd.Function):
             return (None,) * 8
         result = HeadGradient(hidden, weight, bias, ctx.needs_input_grad)
         context = (targets, norm, entropy, grad_logp, grad_entropy)
-        for words in chunks(len(weight), ctx.chunk // max(len(hidden), 1)):
+        for words in pieces(len(weight), ctx.chunk, len(hidden)):
             part_bias = None if bias is None else bias[words]
             result.add(
                 words, _by_logits(hidden, weight[words], part_bias, ctx.temperature, ctx.behind, *context, words.start)
@@ -347,7 +348,7 @@ class _KernelLogprobs(torch.autograd.Function):
         if rounded:
             packed = k.pack([hidden])
             turned = None if into is None else k.pack([hidden], transposed=True)
-        for words in chunks(len(weight), ctx.chunk // max(len(hidden), 1) // 32 * 32 or 32):
+        for words in pieces(len(weight), ctx.chunk, len(hidden)):
             part = weight[words]
             logits = k.gemm_float(part, packed) if rounded else part @ hidden.T
             if bias is not None:
@@ -377,3 +378,9 @@ class _KernelLogprobs(torch.autograd.Function):
 def chunks(n: int, size: int) -> list[slice]:
     size = max(size, 1)
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def pieces(words: int, chunk: int, rows: int) -> list[slice]:
+    """Of a vocabulary, so that each has at most about `chunk` logits of `rows` tokens. Their rows begin at multiples of
+    `ALIGNED` words: where they do not, cuBLAS falls back to kernels that are many times slower."""
+    return chunks(words, chunk // max(rows, 1) // ALIGNED * ALIGNED or ALIGNED)
