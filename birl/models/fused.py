@@ -10,13 +10,13 @@ Shapes: T tokens, S size of a row, D head size.
 import functools
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PARTS = 256  # programs of the norm's backward pass, each with its own sum of the weight's gradient
+PARTS = 1024  # programs of a norm's backward pass, each with its own sum of the weight's gradient
 
 
 @functools.cache
@@ -174,17 +174,82 @@ def launch_rotary(qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int, sign:
     return result
 
 
-def launch_heads(
-    qkv: Tensor, weights: tuple[Tensor, Tensor], cosine: Tensor, sine: Tensor, kv_heads: int, eps: float, form: Form
+class Heads(NamedTuple):
+    """How queries and keys are normed, each head alone: so many heads of keys, and as many of values, at the end."""
+
+    kv_heads: int
+    eps: float
+    form: Form
+
+
+def normed_heads(
+    qkv: Tensor, query_weight: Tensor, key_weight: Tensor, cosine: Tensor, sine: Tensor, how: Heads
 ) -> Tensor:
     """Queries and keys normed by head, with weights [D] for each, and turned: [T, heads + 2 kv_heads, D] -> the same.
-    Has no backward pass."""
-    rows, every, size = qkv.shape
+    By the kernels alone: `fused_layers.placed` is the definition."""
+    return _Heads.apply(qkv, query_weight, key_weight, cosine, sine, how)  # pyright: ignore
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, query_weight: Tensor, key_weight: Tensor, *rest: Any) -> Tensor:
+        cosine, sine, ctx.how = rest
+        qkv = qkv.contiguous()
+        ctx.save_for_backward(qkv, query_weight, key_weight, cosine, sine)
+        return launch_heads(qkv, query_weight, key_weight, cosine, sine, ctx.how)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, query_weight, key_weight, cosine, sine = ctx.saved_tensors
+        by_qkv, by_weights = launch_heads_backward(
+            qkv, query_weight, key_weight, cosine, sine, grads[0].contiguous(), ctx.how
+        )
+        return by_qkv, *by_weights.unbind(), None, None, None
+
+
+def tile_of(qkv: Tensor, cosine: Tensor, how: Heads) -> tuple[int, dict[str, Any]]:
+    """Groups of heads that programs share out, and the constants of the kernels."""
+    every, size = qkv.shape[1:]
+    group, block = min(power_of_two(every), 8), power_of_two(size)
+    constants = {"HALF": cosine.shape[1], "SIZE": size, "BLOCK": block, "GROUP": group, "ONE": how.form.one}
+    return -(-every // group), {**constants, "num_warps": max(group * block // 256, 1)}
+
+
+def launch_heads(
+    qkv: Tensor, query_weight: Tensor, key_weight: Tensor, cosine: Tensor, sine: Tensor, how: Heads
+) -> Tensor:
+    groups, constants = tile_of(qkv, cosine, how)
     result = torch.empty_like(qkv)
-    triton_kernels().heads_kernel[(rows, every)](
-        qkv, result, *weights, cosine, sine, every - 2 * kv_heads, kv_heads, eps,
-        HALF=cosine.shape[1], SIZE=size, BLOCK=power_of_two(size), WIDE=form.wide, ONE=form.one, num_warps=1,
+    triton_kernels().heads_kernel[(len(qkv), groups)](
+        qkv, result, query_weight, key_weight, cosine, sine, qkv.shape[1] - 2 * how.kv_heads, how.kv_heads, how.eps,
+        WIDE=how.form.wide, **constants,
     )  # fmt: skip
+    return result
+
+
+def launch_heads_backward(
+    qkv: Tensor, query_weight: Tensor, key_weight: Tensor, cosine: Tensor, sine: Tensor, grad: Tensor, how: Heads
+) -> tuple[Tensor, Tensor]:
+    """-> gradients by qkv and by both weights [2, D]."""
+    groups, constants = tile_of(qkv, cosine, how)
+    step, result = min(len(qkv), PARTS), torch.empty_like(qkv)
+    parts = torch.empty(step * groups, 2, qkv.shape[2], dtype=torch.float32, device=qkv.device)
+    triton_kernels().heads_backward_kernel[(step, groups)](
+        qkv, grad, result, query_weight, key_weight, cosine, sine, parts,
+        qkv.shape[1] - 2 * how.kv_heads, how.kv_heads, how.eps, len(qkv), step, **constants,
+    )  # fmt: skip
+    return result, parts.sum(0).to(query_weight.dtype)
+
+
+def launch_sum_copies(copies: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+    """The float32 sum of the rows order[starts[i]], ... order[starts[i + 1] - 1], rounded once: [N, ...] -> [T, ...].
+    Always in this order, so that every run has the same bits."""
+    rows, width = len(starts) - 1, copies[0].numel()
+    result = torch.empty(rows, *copies.shape[1:], dtype=copies.dtype, device=copies.device)
+    block = min(power_of_two(width), 1024)
+    triton_kernels().sum_copies_kernel[(rows, -(-width // block))](
+        copies, order, starts, result, width, BLOCK=block, num_warps=warps(block)
+    )
     return result
 
 

@@ -99,42 +99,104 @@ def rotary_kernel(
 
 
 @triton.jit
+def turned_with(at, HALF: tl.constexpr):
+    """The element that each of a head is turned with; itself, where it is not turned."""
+    return tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
+
+
+@triton.jit
+def head_scale(query_weight_ptr, key_weight_ptr, at, inside, queries, ONE: tl.constexpr):
+    """The norm's weight of each of some heads, [heads, size]."""
+    query = tl.load(query_weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    key = tl.load(key_weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.where(queries, query, key)
+    if ONE:
+        scale += 1.0
+    return scale
+
+
+@triton.jit
 def heads_kernel(
     source_ptr, target_ptr, query_weight_ptr, key_weight_ptr, cosine_ptr, sine_ptr, heads, kv_heads, eps,
-    HALF: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr,
+    HALF: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    WIDE: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: queries and keys are normed, then turned; values are copied."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.arange(0, BLOCK)
-    inside = at < SIZE
+    """GROUP heads of one row: queries and keys are normed, then turned; values are copied."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = (head < heads + 2 * kv_heads) & (at < SIZE)
     start = (row * (heads + 2 * kv_heads) + head) * SIZE
     raw = tl.load(source_ptr + start + at, mask=inside, other=0.0)
     kind = raw.dtype
-    if head >= heads + kv_heads:
-        tl.store(target_ptr + start + at, raw, mask=inside)
-    else:
-        turning = at < 2 * HALF
-        other = tl.where(at < HALF, at + HALF, tl.where(turning, at - HALF, at))  # what it is turned with
-        weight_ptr = query_weight_ptr if head < heads else key_weight_ptr
-        x = raw.to(tl.float32)
-        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-        y = tl.load(source_ptr + start + other, mask=inside, other=0.0).to(tl.float32) * rstd
+    other = turned_with(at, HALF)
+    x = raw.to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1)[:, None] / SIZE + eps)
+    y = tl.load(source_ptr + start + other, mask=inside, other=0.0).to(tl.float32) * rstd
+    x *= rstd
+    if not WIDE:
+        x, y = x.to(kind).to(tl.float32), y.to(kind).to(tl.float32)
+    x *= head_scale(query_weight_ptr, key_weight_ptr, at, at < SIZE, head < heads, ONE)
+    y *= head_scale(query_weight_ptr, key_weight_ptr, other, at < SIZE, head < heads, ONE)
+    x, y = x.to(kind).to(tl.float32), y.to(kind).to(tl.float32)
+    i = tl.where(at < HALF, at, at - HALF)
+    cosine = tl.load(cosine_ptr + row * HALF + i, mask=at < 2 * HALF, other=1.0)
+    step = cosine.dtype
+    sine = tl.load(sine_ptr + row * HALF + i, mask=at < 2 * HALF, other=0.0).to(tl.float32)
+    sine = tl.where(at < HALF, -sine, sine)
+    turned = (x * cosine.to(tl.float32)).to(step).to(tl.float32) + (y * sine).to(step).to(tl.float32)
+    result = tl.where(at < 2 * HALF, turned, x).to(kind)
+    tl.store(target_ptr + start + at, tl.where(head < heads + kv_heads, result, raw), mask=inside)
+
+
+@triton.jit
+def heads_backward_kernel(
+    source_ptr, grad_ptr, result_ptr, query_weight_ptr, key_weight_ptr, cosine_ptr, sine_ptr, part_ptr,
+    heads, kv_heads, eps, rows, step,
+    HALF: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """GROUP heads of the rows pid, pid + step, ...: their gradient, and this program's parts [2, SIZE] of those of both
+    weights."""
+    pid, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, at = group * GROUP + tl.arange(0, GROUP)[:, None], tl.arange(0, BLOCK)[None, :]
+    every = heads + 2 * kv_heads
+    inside = (head < every) & (at < SIZE)
+    other = turned_with(at, HALF)
+    i = tl.where(at < HALF, at, at - HALF)
+    part = tl.zeros([GROUP, BLOCK], dtype=tl.float32)
+    for row in range(pid, rows, step):
+        start = (row * every + head) * SIZE
+        scale = head_scale(query_weight_ptr, key_weight_ptr, at, at < SIZE, head < heads, ONE)
+        cosine = tl.load(cosine_ptr + row * HALF + i, mask=at < 2 * HALF, other=1.0)
+        rounded = cosine.dtype
+        sine = tl.load(sine_ptr + row * HALF + i, mask=at < 2 * HALF, other=0.0).to(tl.float32)
+        sine = tl.where(at < HALF, sine, -sine)
+        raw = tl.load(grad_ptr + start + at, mask=inside, other=0.0)
+        kind = raw.dtype
+        grad = (raw.to(tl.float32) * cosine.to(tl.float32)).to(rounded).to(tl.float32)
+        with_other = tl.load(grad_ptr + start + other, mask=inside, other=0.0).to(tl.float32) * sine
+        grad = (grad + with_other.to(rounded).to(tl.float32)).to(kind).to(tl.float32)
+        x = tl.load(source_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1)[:, None] / SIZE + eps)
         x *= rstd
-        if not WIDE:
-            x, y = x.to(kind).to(tl.float32), y.to(kind).to(tl.float32)
-        scale = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        scale_y = tl.load(weight_ptr + other, mask=inside, other=0.0).to(tl.float32)
-        if ONE:
-            scale += 1.0
-            scale_y += 1.0
-        x, y = (x * scale).to(kind).to(tl.float32), (y * scale_y).to(kind).to(tl.float32)
-        i = tl.where(at < HALF, at, at - HALF)
-        cosine = tl.load(cosine_ptr + row * HALF + i, mask=turning, other=1.0)
-        step = cosine.dtype
-        sine = tl.load(sine_ptr + row * HALF + i, mask=turning, other=0.0).to(tl.float32)
-        sine = tl.where(at < HALF, -sine, sine)
-        turned = (x * cosine.to(tl.float32)).to(step).to(tl.float32) + (y * sine).to(step).to(tl.float32)
-        tl.store(target_ptr + start + at, tl.where(turning, turned, x).to(kind), mask=inside)
+        part += grad * x
+        grad *= scale
+        grad = rstd * (grad - x * (tl.sum(grad * x, axis=1)[:, None] / SIZE))
+        tl.store(result_ptr + start + at, tl.where(head < heads + kv_heads, grad.to(kind), raw), mask=inside)
+    place = part_ptr + (pid * tl.num_programs(1) + group) * 2 * SIZE + tl.arange(0, BLOCK)
+    keys = (head >= heads) & (head < heads + kv_heads)
+    tl.store(place, tl.sum(tl.where(head < heads, part, 0.0), axis=0), mask=tl.arange(0, BLOCK) < SIZE)
+    tl.store(place + SIZE, tl.sum(tl.where(keys, part, 0.0), axis=0), mask=tl.arange(0, BLOCK) < SIZE)
+
+
+@triton.jit
+def sum_copies_kernel(copies_ptr, order_ptr, starts_ptr, result_ptr, width, BLOCK: tl.constexpr):
+    """A block of one row: the sum of the rows of `copies` from order[starts[row]] to order[starts[row + 1] - 1]."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for i in range(tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)):
+        copy = tl.load(order_ptr + i)
+        total += tl.load(copies_ptr + copy * width + at, mask=at < width, other=0.0).to(tl.float32)
+    tl.store(result_ptr + row * width + at, total.to(result_ptr.dtype.element_ty), mask=at < width)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from birl.models.fused import GEMMA, LLAMA, OLMO, Form, add_norm, launch_heads, on_gpu, rotary, swiglu
+from birl.models.fused import GEMMA, LLAMA, OLMO, Form, Heads, add_norm, normed_heads, on_gpu, rotary, swiglu
 from birl.models.quantized import LINEAR, QuantizedLinear
 from birl.models.slots import Witness
 
@@ -238,9 +238,9 @@ def placed(layer: Layer, qkv: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     heads, kv_heads, norms = layer.heads, layer.kv_heads, layer.head_norms
     if norms is not None:
         by_head = norms[0].weight.numel() == qkv.shape[2] and layer.rope is not None and not layer.pairs
-        if by_head and on_gpu(qkv) and not torch.is_grad_enabled():
-            weights = norms[0].weight, norms[1].weight
-            return launch_heads(qkv, weights, cosine, sine, kv_heads, *constants(norms[0]))
+        if by_head and on_gpu(qkv):
+            how = Heads(kv_heads, *constants(norms[0]))
+            return normed_heads(qkv, norms[0].weight, norms[1].weight, cosine, sine, how)
         q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
         rows = [part.reshape(-1, norm.weight.numel()) for norm, part in zip(norms, (q, k), strict=True)]
         q, k = (

@@ -11,25 +11,37 @@ Shapes: T packed tokens, H query heads, K key heads, D head size, N gathered key
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from birl.data.trees import Tree, ways
+from birl.models.fused import launch_sum_copies, on_gpu
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segments:
     """The arguments of `varlen_attn`. starts_q, starts_k: int32 [S + 1]; index: int64 [N], or None for the row as it
-    is."""
+    is. Made once a batch, used by every layer."""
 
     starts_q: Tensor
     starts_k: Tensor
     longest_q: int
     longest_k: int
     index: Tensor | None
+    known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def copies(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Which gathered keys are copies of each of so many: those from starts[row] to starts[row + 1] of `order`.
+        order int64 [N], starts int64 [rows + 1]."""
+        assert self.index is not None
+        if rows not in self.known:
+            index, order = self.index.sort(stable=True)
+            every = torch.arange(rows + 1, dtype=torch.int64, device=index.device)
+            self.known[rows] = order, torch.searchsorted(index, every)
+        return self.known[rows]
 
 
 def segments(trees: Sequence[Tree], device: torch.device) -> Segments:
@@ -72,7 +84,7 @@ def takes(query: Tensor, value: Tensor) -> bool:
 def attend(cut: Segments, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
     """query [T, H, D], key and value [T, K, D] -> [T, H, D]."""
     if cut.index is not None:
-        key, value = _Gather.apply(key, cut.index), _Gather.apply(value, cut.index)  # pyright: ignore
+        key, value = _Gather.apply(key, cut), _Gather.apply(value, cut)  # pyright: ignore
     call, options = varlen()
     left = -1 if window is None else window - 1  # `window` counts the query's own place, FlashAttention does not
     if "window_size" in options:
@@ -104,14 +116,15 @@ class _Gather(torch.autograd.Function):
     bfloat16 would be added to bfloat16, once for each branch."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.rows = x.shape[0]
-        return x.index_select(0, index)
+    def forward(ctx: Any, x: Tensor, cut: Segments) -> Tensor:
+        ctx.rows, ctx.cut = x.shape[0], cut
+        assert cut.index is not None
+        return x.index_select(0, cut.index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        grad = grads[0]
+        grad, index = grads[0], ctx.cut.index
+        if on_gpu(grad):
+            return launch_sum_copies(grad.contiguous(), *ctx.cut.copies(ctx.rows)), None
         total = torch.zeros(ctx.rows, *grad.shape[1:], dtype=torch.float32, device=grad.device)
         return total.index_add_(0, index, grad.float()).to(grad.dtype), None

@@ -73,7 +73,12 @@ def launches(kind: torch.dtype) -> Iterator[Callable[[], Any]]:
         yield lambda h=heads, k=kv_heads, d=size, e=wide: attention(kind, h, k, d, e)
     for size, form in ((64, fused.LLAMA), (128, fused.LLAMA), (256, fused.GEMMA)):
         qkv, weight, angles = tensor(kind, rows, 48, size), tensor(kind, size), tensor(kind, rows, size // 2)
-        yield lambda q=qkv, w=weight, a=angles, f=form: fused.launch_heads(q, (w, w), a, a, 8, 1e-6, f)
+        how = fused.Heads(8, 1e-6, form)
+        yield lambda q=qkv, w=weight, a=angles, h=how: fused.launch_heads(q, w, w, a, a, h)
+        yield lambda q=qkv, w=weight, a=angles, h=how: fused.launch_heads_backward(q, w, w, a, a, q, h)
+    places = tensor(torch.int64, rows)
+    for shape in ((8, 128), (2, 64), (3, 96)):
+        yield lambda s=shape: fused.launch_sum_copies(tensor(kind, rows, *s), places, places)
     for gelu in (False, True):
         yield lambda g=gelu: fused.launch_swiglu(tensor(kind, rows, 2 * 4864), g)
         yield lambda g=gelu: fused.launch_swiglu_backward(tensor(kind, rows, 2 * 4864), tensor(kind, rows, 4864), g)

@@ -111,22 +111,29 @@ def test_the_rotary_kernel_turns_a_part_of_a_head(turning: int, pairs: bool) -> 
 @pytest.mark.parametrize("kind", [Qwen3RMSNorm, Gemma3RMSNorm])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("turning", [16, 12])
-@torch.no_grad()
-def test_the_heads_kernel_norms_and_turns(
+def test_the_heads_kernels_norm_and_turn(
     kind: type[torch.nn.Module], dtype: torch.dtype, turning: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As norms of all heads and the rotary kernel's plain forms do, one after the other."""
+    """As norms of all heads and the rotary kernel's plain forms do, one after the other; more rows than programs."""
+    monkeypatch.setattr(fused, "PARTS", 3)
     layer = Layer.of(0, family("qwen3").base_model.layers[0], Qwen3Config(), watched(family("qwen3")))  # pyright: ignore
     layer.head_norms = kind(16, 1e-6).to(DEVICE, dtype), kind(16, 1e-6).to(DEVICE, dtype)
     for norm in layer.head_norms:
-        norm.weight.add_(torch.randn(16).to(norm.weight))
-    qkv, cosine, sine = (torch.randn(*s).to(DEVICE, dtype) for s in ((7, 8, 16), (7, turning // 2), (7, turning // 2)))
-    monkeypatch.setattr(fused_layers_file, "on_gpu", lambda x: False)
-    monkeypatch.setattr(fused, "on_gpu", lambda x: False)
-    expected = placed(layer, qkv, cosine, sine)
-    monkeypatch.setattr(fused_layers_file, "on_gpu", lambda x: True)
-    atol, rtol = (1e-5, 1e-4) if dtype == torch.float32 else (0.15, 0.02)  # bfloat16: 0.06 from one number to the next
-    torch.testing.assert_close(placed(layer, qkv, cosine, sine), expected, atol=atol, rtol=rtol)
+        norm.weight.data.add_(torch.randn(16).to(norm.weight))
+    layer.heads, layer.kv_heads = 7, 2  # 11 in all: two groups, of which one is not full
+    qkv, cosine, sine = (torch.randn(*s).to(DEVICE, dtype) for s in ((7, 11, 16), (7, turning // 2), (7, turning // 2)))
+    given = qkv.requires_grad_(), *(norm.weight for norm in layer.head_norms)
+    grad = torch.randn(7, 11, 16).to(DEVICE, dtype)
+
+    def results(kernels: bool) -> tuple[torch.Tensor, ...]:
+        monkeypatch.setattr(fused_layers_file, "on_gpu", lambda x: kernels)
+        monkeypatch.setattr(fused, "on_gpu", lambda x: False)
+        result = placed(layer, qkv, cosine, sine)
+        return result, *torch.autograd.grad(result, given, grad)
+
+    atol, rtol = (2e-5, 1e-4) if dtype == torch.float32 else (0.15, 0.02)  # bfloat16: 0.06 from one number to the next
+    for ours, plain in zip(results(True), results(False), strict=True):
+        torch.testing.assert_close(ours, plain, atol=atol, rtol=rtol)
 
 
 @triton

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from birl.data.trees import Tree
-from birl.models import varlen
+from birl.models import fused, varlen
 from birl.models.attention import Packed
 from birl.models.tree_attention import tree_attention
+from tests.models.test_fused import DEVICE, triton
 
 ROWS = {
     "plain": [Tree.of(7), Tree.of(1), Tree.of(5)],
@@ -81,14 +82,34 @@ def test_nothing_is_gathered_where_nothing_branches() -> None:
     assert (cut.longest_q, cut.longest_k) == (5, 5)
 
 
+def gathered(index: list[int], device: torch.device | str = "cpu") -> varlen.Segments:
+    none = torch.zeros(2, dtype=torch.int32)
+    return varlen.Segments(none, none, 0, 0, torch.tensor(index, device=device))
+
+
 def test_a_shared_rows_gradient_is_summed_in_float32() -> None:
     """256 + 1 + 1 + ... in bfloat16 would stay 256."""
     x = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    index = torch.tensor([0] * 9 + [1])
     grad = torch.ones(10, 1, 1, dtype=torch.bfloat16)
     grad[0] = 256
-    varlen._Gather.apply(x, index).backward(grad)  # type: ignore[union-attr]
+    varlen._Gather.apply(x, gathered([0] * 9 + [1])).backward(grad)  # type: ignore[union-attr]
     assert x.grad is not None and x.grad.flatten().tolist() == [264, 1]
+
+
+@triton
+@pytest.mark.parametrize("shape", [(2, 16), (3, 5), (9, 130)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_sums_the_copies_of_each_row(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Rows with many copies, with one, and the fourth and the last with none."""
+    index = [2, 0, 1, 1, 4, 1, 0, 1, 2, 5, 1]
+    cut, grad = gathered(index, DEVICE), torch.randn(len(index), *shape).to(DEVICE, dtype)
+    expected = torch.zeros(7, *shape, dtype=torch.float64)
+    expected.index_add_(0, torch.tensor(index), grad.cpu().double())
+    result = fused.launch_sum_copies(grad, *cut.copies(7))
+    assert result.dtype == dtype and result.is_contiguous()
+    torch.testing.assert_close(
+        result.cpu().double(), expected, atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0.01
+    )
 
 
 def test_what_this_pytorch_calls_its_parameters() -> None:
