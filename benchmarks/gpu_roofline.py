@@ -63,7 +63,7 @@ class Rates:
     attention: float
     bandwidth: float = 0.85
     gap: float = 1.5e-6  # between two kernels of a graph, the second one's start and the first one's end included
-    host: float = 10e-6  # a launch from Python
+    host: float = 60e-6  # a launch from Python, with autograd: measured beside an H200 (docs/gpu.md)
 
 
 #: products: cuBLAS in bfloat16; attention: Dao 2023 (FlashAttention-2), forward and backward on A100 and H100
