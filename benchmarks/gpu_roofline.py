@@ -105,7 +105,7 @@ class Trace(TorchDispatchMode):
             count = 2.0 * outputs[0].numel() * left.shape[-1]
             grouped = name == "_grouped_mm" and outputs[0].ndim == 3
             self.add("products", size, count / outputs[0].shape[0] if grouped else count)
-        elif "varlen_attn" in name:
+        elif "_flash_attention" in name:
             query = next(t for t in given if t.ndim == 3)
             pairs = len(query) * (len(query) + 1) / 2  # one sequence
             self.add("attention", size, (10 if "backward" in name else 4) * query[0].numel() * pairs)

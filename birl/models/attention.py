@@ -101,7 +101,7 @@ class Packed:
             return tree_attention(query[0], key[0], value[0], areas, scale, variant.cap, variant.sinks)[None]
         if query.device.type == "cpu":
             return tree_attention(query[0], key[0], value[0], self.areas(window), scale)[None]
-        if len(query) == 1 and varlen.takes(query, value) and (window is None or varlen.windows()):
+        if len(query) == 1 and varlen.takes(query, value):
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             return varlen.attend(self.cut, q, k, v, scale, window)[None]
         gqa = query.shape[1] != key.shape[1]
@@ -144,7 +144,7 @@ class Packed:
 
     @cached_property
     def cut(self) -> varlen.Segments:
-        """The same for `varlen_attn`; made once a batch, not once a layer."""
+        """The same for FlashAttention; made once a batch, not once a layer."""
         return varlen.segments(self.trees, self.device)
 
     def mask(self, tree: Tree, window: int | None) -> Tensor | None:

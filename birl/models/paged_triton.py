@@ -1,4 +1,4 @@
-"""Attention of new tokens over a cache of pages, on a GPU: Triton kernels (`paged_kernels.py`), and `varlen_attn` for
+"""Attention of new tokens over a cache of pages, on a GPU: Triton kernels (`paged_kernels.py`), and FlashAttention for
 prompts that have nothing in the cache yet.
 
 A row that is alone, as in decoding, reads its context for itself. Rows that follow each other in one sequence, as in
@@ -134,7 +134,7 @@ def paged_attention(
     write(key, value, pages)
     out = torch.empty(len(query), heads, wide, dtype=query.dtype, device=query.device)
     fresh = None
-    if varlen.takes(query, value) and (window is None or varlen.windows()):
+    if varlen.takes(query, value):
         fresh = rows.fresh(query.device)
     if fresh is not None:
         index, cut = fresh

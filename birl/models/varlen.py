@@ -1,4 +1,4 @@
-"""Attention within the trees of a packed row by one call of PyTorch's `varlen_attn`, for CUDA.
+"""Attention within the trees of a packed row by one call of PyTorch's FlashAttention, for CUDA.
 
 Queries are the packed row as it is, cut into segments, the nodes of its trees. A node's keys are those of the nodes
 above it and its own, so keys and values are gathered by an index; where no tree branches, nothing is gathered.
@@ -8,9 +8,7 @@ is just what a node needs: its query i sees all above it and its own first i + 1
 Shapes: T packed tokens, H query heads, K key heads, D head size, N gathered keys, S segments.
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +21,7 @@ from birl.models.fused import launch_sum_copies, on_gpu
 
 @dataclass(frozen=True)
 class Segments:
-    """The arguments of `varlen_attn`. starts_q, starts_k: int32 [S + 1]; index: int64 [N], or None for the row as it
+    """The arguments of `flash`. starts_q, starts_k: int32 [S + 1]; index: int64 [N], or None for the row as it
     is. Made once a batch, used by every layer."""
 
     starts_q: Tensor
@@ -85,30 +83,20 @@ def attend(cut: Segments, query: Tensor, key: Tensor, value: Tensor, scale: floa
     """query [T, H, D], key and value [T, K, D] -> [T, H, D]."""
     if cut.index is not None:
         key, value = _Gather.apply(key, cut), _Gather.apply(value, cut)  # pyright: ignore
-    call, options = varlen()
+    return flash(query, key, value, cut.starts_q, cut.starts_k, cut.longest_q, cut.longest_k, scale, window)
+
+
+def flash(
+    query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int,
+    scale: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    """What `torch.nn.attention.varlen.varlen_attn` calls in its turn, without the custom operator around it, whose
+    Python takes longer than the launch; the derivative is PyTorch's own. Masks end with the last query and key."""
     left = -1 if window is None else window - 1  # `window` counts the query's own place, FlashAttention does not
-    if "window_size" in options:
-        chosen: dict[str, Any] = {"window_size": (left, 0)}
-    else:  # PyTorch 2.10
-        assert window is None, "`windows` says no"
-        chosen = {"is_causal": True}
-    if "enable_gqa" in options:
-        chosen["enable_gqa"] = query.shape[1] != key.shape[1]
-    return call(query, key, value, cut.starts_q, cut.starts_k, cut.longest_q, cut.longest_k, scale=scale, **chosen)
-
-
-def windows() -> bool:
-    """Does this PyTorch's `varlen_attn` take sliding windows?"""
-    return "window_size" in varlen()[1]
-
-
-@functools.cache
-def varlen() -> tuple[Callable[..., Any], frozenset[str]]:
-    """`varlen_attn` and the names of its parameters: it is young, and they changed from 2.10 to 2.13. Heads may always
-    be grouped; since 2.12 that must be passed."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+    return torch.ops.aten._flash_attention_forward(
+        query, key, value, starts_q, starts_k, longest_q, longest_k, 0.0, window is None, return_debug_mask=False,
+        scale=scale, window_size_left=left, window_size_right=0,
+    )[0]  # fmt: skip
 
 
 class _Gather(torch.autograd.Function):

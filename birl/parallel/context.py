@@ -113,7 +113,7 @@ class Gathered:
         assert variant is None, "`check_heads` says no"
         size = key.shape[-1]
         rows = gather(torch.cat([key[0], value[0]], -1).transpose(0, 1), self.group)  # one collective for both
-        if varlen.takes(query, value) and (window is None or varlen.windows()):
+        if varlen.takes(query, value):
             cut, q = self.cut(window), query[0].transpose(0, 1)
             return varlen.attend(cut, q, rows[..., :size], rows[..., size:], scale, window)[None]
         ordered = rows.index_select(0, self.place).transpose(0, 1)
@@ -130,7 +130,7 @@ class Gathered:
         return self.known[window]
 
     def cut(self, window: int | None) -> varlen.Segments:
-        """The same for `varlen_attn`, with keys by their place among the gathered ones."""
+        """The same for FlashAttention, with keys by their place among the gathered ones."""
         if window not in self.known:
             seen = [(len(p), p.seen(window)) for p in self.pieces]
             self.known[window] = varlen.cut(seen, self.place.device, places=self.place)

@@ -170,7 +170,7 @@ def test_on_the_card_graphs_are_the_eager_steps_bit_for_bit(
     params = seeded(len(PROMPTS), ignore_eos=True)
     with_graphs = bench()
     captured = with_graphs.generate(PROMPTS, params)
-    assert with_graphs.gap(PROMPTS, captured).abs().mean() < 0.05  # pages against varlen_attn
+    assert with_graphs.gap(PROMPTS, captured).abs().mean() < 0.05  # pages against FlashAttention
     monkeypatch.setattr(graphs, "captured", lambda device: lambda work: work)
     eager = bench().generate(PROMPTS, params)
     assert tokens(captured) == tokens(eager) and [c.logprobs.tolist() for c in captured] == [

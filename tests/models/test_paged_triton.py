@@ -99,7 +99,7 @@ def test_in_halves_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @triton
 def test_a_fresh_prompt_is_left_to_varlen_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "takes", lambda query, value: True)
-    monkeypatch.setattr(varlen, "varlen", lambda: (reference, frozenset({"window_size", "enable_gqa"})))
+    monkeypatch.setattr(varlen, "flash", reference)
     new, pages = case(SPANS, 4, 2, 16, 16)
     taken: list[int] = []
     attend = paged_triton.attend

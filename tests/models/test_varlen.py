@@ -1,4 +1,4 @@
-"""The segments and the gather of the CUDA path, with `varlen_attn` written out in plain PyTorch in its place."""
+"""The segments and the gather of the CUDA path, with FlashAttention written out in plain PyTorch in its place."""
 
 from itertools import pairwise
 from typing import Any
@@ -11,6 +11,8 @@ from birl.data.trees import Tree
 from birl.models import fused, varlen
 from birl.models.attention import Packed
 from birl.models.tree_attention import tree_attention
+from tests.gpu.card import CUDA as CUDA_0
+from tests.gpu.card import card
 from tests.models.test_fused import DEVICE, triton
 
 ROWS = {
@@ -23,12 +25,11 @@ ROWS = {
 
 
 def reference(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
-    scale: float, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+    scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
     """What torch.nn.attention.varlen documents, masks aligned bottom-right as in FlashAttention from 2.1 on."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert enable_gqa == (query.shape[1] != key.shape[1])
     groups = query.shape[1] // key.shape[1]
     outputs, q_starts, k_starts = [], cu_seq_q.tolist(), cu_seq_k.tolist()
     assert len(q_starts) == len(k_starts) and q_starts[-1] == len(query) and k_starts[-1] == len(key)
@@ -40,11 +41,9 @@ def reference(
         place = torch.arange(len(q))[:, None] + len(k) - len(q)
         column = torch.arange(len(k))
         hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
-        left, right = window_size
-        if left >= 0:
-            hidden |= column < place - left
-        if right >= 0:
-            hidden |= column > place + right
+        hidden |= column > place
+        if window is not None:
+            hidden |= column <= place - window
         scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(hidden.to(q.device), float("-inf"))
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     return torch.cat(outputs)
@@ -56,7 +55,7 @@ def reference(
 def test_segments_are_the_trees(
     monkeypatch: pytest.MonkeyPatch, name: str, heads: tuple[int, int], window: int | None
 ) -> None:
-    monkeypatch.setattr(varlen, "varlen", lambda: (reference, frozenset({"window_size", "enable_gqa"})))
+    monkeypatch.setattr(varlen, "flash", reference)
     generator = torch.Generator().manual_seed(0)
     layout = Packed(ROWS[name])
     tokens = sum(map(len, layout.trees))
@@ -112,10 +111,15 @@ def test_the_kernel_sums_the_copies_of_each_row(shape: tuple[int, int], dtype: t
     )
 
 
-def test_what_this_pytorch_calls_its_parameters() -> None:
-    """The wrapper passes these by name or place; a PyTorch without them would fail on the card only."""
-    _, names = varlen.varlen()
-    assert {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"} <= names
+@pytest.mark.parametrize("window", [None, 3])
+def test_this_pytorch_has_the_operator_and_its_derivative(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card that is not there: a PyTorch with other parameters would fail on a card only."""
+    with card(monkeypatch, lambda name, args: None), CUDA_0, torch.enable_grad():
+        q, k, v = (torch.empty(10, h, 64, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+        starts = torch.zeros(3, dtype=torch.int32)
+        result = varlen.flash(q, k, v, starts, starts, 6, 7, 0.1, window)
+        assert result.shape == q.shape and result.dtype == q.dtype
+        assert "FlashAttention" in type(result.grad_fn).__name__
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -58,7 +58,7 @@ def test_one_sequence_is_dealt_in_zigzag() -> None:
 @settings(max_examples=40, deadline=None)
 @given(ROW, st.integers(2, 4), WINDOW)
 def test_pieces_together_are_the_attention_of_the_whole_row(trees: list[Tree], ranks: int, window: int | None) -> None:
-    """Both ways that a rank computes its queries; the one of CUDA with `varlen_attn` written out in plain PyTorch."""
+    """Both ways that a rank computes its queries; the one of CUDA with FlashAttention written out in plain PyTorch."""
     total, generator = sum(map(len, trees)), torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(heads, total, 8, generator=generator) for heads in (4, 2, 2))
     wanted = tree_attention(q, k, v, Packed(trees).areas(window), 0.4)
@@ -66,7 +66,7 @@ def test_pieces_together_are_the_attention_of_the_whole_row(trees: list[Tree], r
     dealt = torch.cat([torch.arange(p.first, p.last) for pieces in shares for p in pieces])
     keys, values = (x.transpose(0, 1)[dealt] for x in (k, v))  # as they arrive from the ranks
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(varlen, "varlen", lambda: (reference, frozenset({"window_size", "enable_gqa"})))
+        patches.setattr(varlen, "flash", reference)
         for pieces in filter(None, shares):
             own = torch.cat([torch.arange(p.first, p.last) for p in pieces])
             plain = Gathered(None, pieces, dealt.argsort())
