@@ -31,9 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     sys.excepthook = tell_traceback
     if isinstance(sys.stdout, TextIOWrapper):  # a character that the terminal's encoding lacks is no reason to stop
         sys.stdout.reconfigure(errors="replace")
+    words = sys.argv[1:] if argv is None else argv
     try:
         with terminable():
-            return _dispatch(sys.argv[1:] if argv is None else argv)
+            return _dispatch(words)
     except BirlError as error:
         tell(error)
         return MISTAKE
@@ -50,9 +51,19 @@ def main(argv: list[str] | None = None) -> int:
         if error.filename is None:
             raise
         name = str(error.filename)
-        why = "this name is too long for a file" if error.errno == errno.ENAMETOOLONG else error.strerror or error
-        tell(BirlError(f"{name if len(name) < 200 else f'{name[:80]}...'}: {why}."))
+        key, why = "", str(error.strerror or error)
+        if error.errno == errno.ENAMETOOLONG:
+            key, why = _key_of(name, words), "this name is too long for a file; give a shorter one"
+        tell(BirlError(f"{key}{name if len(name) < 200 else f'{name[:80]}...'}: {why}."))
         return MISTAKE
+
+
+def _key_of(name: str, words: list[str]) -> str:
+    """`KEY=` of the word that has a name, or the longest part of it; empty where it stands in a file."""
+    part = max(name.split("/"), key=len)
+    pairs = [word.partition("=")[::2] for word in words]
+    long = [(key, value.rstrip("/")) for key, value in pairs if len(value) > 200]
+    return next((f"{key}=" for key, value in long if value in name or (len(part) > 200 and part in value)), "")
 
 
 def _nobody_reads() -> bool:
