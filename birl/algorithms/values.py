@@ -87,8 +87,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     plain = (values - returns).square()
     if not clip:
         return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
-    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-    clipped = (bounded > plain).detach()
+    moved = values - old_values
+    bounded = (old_values + moved.clamp(-clip, clip) - returns).square()
+    clipped = ((bounded > plain) & (moved.abs() > clip)).detach()  # within the bound both are equal but for rounding
     return 0.5 * torch.where(clipped, bounded, plain), clipped
 
 

@@ -13,6 +13,7 @@ All rows are made into tokens once, before the first step, so that a broken one 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -152,10 +153,9 @@ class Texts:
         ids, mask = self.encoder.spoken((*asked, *talk), roles, where)
         if "all" in roles:
             return ids, mask
-        before = sum(m.role in roles for m in asked)  # stretches that are the prompt's own
-        starts = [i for i, m in enumerate(mask) if m and (i == 0 or not mask[i - 1])]
-        first = starts[before] if before < len(starts) else len(mask)
-        return ids, tuple(m and i >= first for i, m in enumerate(mask))
+        own = any(m.role in roles for m in asked)  # of its tokens, as neighbours of such roles are one stretch
+        before = sum(self.encoder.spoken(asked, roles, where)[1]) if own else 0
+        return ids, tuple(m and n > before for m, n in zip(mask, accumulate(mask), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,21 @@ def test_other_roles_and_everything() -> None:
     assert list(everything.mask) == [0] + [1] * (len(everything) - 1)
 
 
+def test_neighbours_in_a_prompt_cost_no_answer() -> None:
+    """Two results of tools, say, are one stretch of tokens; the first answer was taken for the second of them."""
+    asked = [{"role": r, "content": r} for r in ("user", "assistant", "tool", "tool")]
+    row = {
+        "prompt": asked,
+        "completion": [{"role": r, "content": f"my {r}"} for r in ("assistant", "user", "assistant")],
+    }
+    assert learned(texts([row], train_on=["assistant", "tool"])[0]) == ["my assistant<|im_end|>"] * 2
+    row = {
+        "prompt": [TALK[0] | {"role": "system"}, TALK[0]],
+        "completion": [{"role": "assistant", "content": "Hello."}],
+    }
+    assert learned(texts([row], train_on=["system", "user", "assistant"])[0]) == ["Hello.<|im_end|>"]
+
+
 def test_prompt_and_response_are_what_a_rollout_would_have_been() -> None:
     example = texts([{"prompt": "What is 3 + 4?", "response": "7"}])[0]
     prompt = chat().render((Message(role="user", content="What is 3 + 4?"),))
