@@ -9,18 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from birl.server.tinker.checkpoints import Checkpoints
-from birl.server.tinker.futures import Promises
 from birl.server.tinker.listing import LINK
 from birl.server.tinker.routes import app
 from birl.server.tinker.service import TinkerService
-from birl.server.tinker.sessions import Sessions
-from birl.server.tinker.store import Checkpoint, Store
-from birl.server.tinker.tenants import Tenants, digest
+from birl.server.tinker.store import Checkpoint
+from tests.server.tinker_server import KEYS, without_model
 
-NONE: Any = None  # no model is needed to read files
 RUN = f"{'a' * 32}:train:0"
-KEY = "tml-alice-0123456789"
+KEY = KEYS["alice"]
 EXPORT = f"/api/v1/training_runs/{RUN}/checkpoints/external_weights/out/external_weights_urls"
 
 
@@ -33,16 +29,11 @@ class Clock:
 
 @pytest.fixture
 def service(tmp_path: Path) -> TinkerService:
-    store = Store(tmp_path)
+    result = without_model(tmp_path, clock=Clock())
     for name in ("out", "other"):
         made = Checkpoint(run=RUN, kind="external_weights", name=name, owner="alice", made=1.0)
-        store.save(made, {"adapter_config.json": name.encode(), "adapter_model.safetensors": b"weights"}, False)
-    return TinkerService(
-        names=("model",), tenants=Tenants({digest(KEY): "alice"}),
-        quota=NONE, store=store, sessions=Sessions(store), promises=Promises(), runs=NONE, work=NONE,
-        checkpoints=Checkpoints(store, NONE, 0, NONE, NONE), sampling=NONE, most_rank=1, most_bytes=1000, idle=1.0,
-        clock=Clock(),
-    )  # fmt: skip
+        result.store.save(made, {"adapter_config.json": name.encode(), "adapter_model.safetensors": b"weights"}, False)
+    return result
 
 
 def get(service: TinkerService, url: str, **headers: str) -> httpx.Response:

@@ -160,6 +160,8 @@ def test_what_is_more_than_a_tenant_may_have_is_refused(server: Server) -> None:
     run, other = alice.run(alice.session()), bob.run(bob.session())
     assert "may have 2000 at once" in alice.wait(alice.learn(run, 1, [text([7] * 500)] * 5))["error"]
     assert np.isfinite(alice.loss(alice.learn(run, 2, DATA))[0])  # the run goes on
+    heavy = {**text([5, 6, 7]), "weights": [1.0] * 40_000}
+    assert "counting its 160" in alice.wait(alice.learn(run, 3, [heavy]))["error"]  # it would wait in memory
     session = alice.session()
     runs = [
         alice.wait(alice.post("create_model", session_id=session, model_seq_id=i, base_model="model",
@@ -348,4 +350,9 @@ def test_answers_that_nobody_fetches_are_forgotten(monkeypatch: pytest.MonkeyPat
     for i in range(4):
         promises.make(f"{i}", "alice", brief=True).settle(Answer(b"x" * 100))
     promises.sweep()
-    assert {"2", "3", "False", "waits"} == set(promises.by_id)
+    assert {"3", "False", "waits"} == set(promises.by_id)
+    promises.make("bob's", "bob", brief=True).settle(Answer(b"x" * 90))
+    for i in range(4):
+        promises.make(f"run {i}", "alice").settle(Answer(b"x" * 100))
+    promises.sweep()  # whoever keeps most loses, and what a run's client never fetched goes last
+    assert {"bob's", "run 3", "waits"} == set(promises.by_id)

@@ -2,8 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +15,13 @@ import torch
 
 from birl.errors import BirlError
 from birl.learner.low_rank_run import LowRankConfig
-from birl.server.tinker import tenants
+from birl.server.tinker import futures, tenants
 from birl.server.tinker.checkpoints import Checkpoints
 from birl.server.tinker.command import alone
 from birl.server.tinker.futures import Answer, Promises
-from birl.server.tinker.runs import Run, Runs
+from birl.server.tinker.runs import Request, Run, Runs
 from birl.server.tinker.store import Checkpoint, Record, Store
+from birl.server.tinker.work import Work
 
 GOOD, BAD = f"{'a' * 32}:train:0", f"{'b' * 32}:train:0"
 NONE: Any = None  # a model is not needed to read files
@@ -107,3 +112,88 @@ def test_pipes_hold_nothing_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "audit.jsonl")
     with pytest.raises(OSError, match="named pipe"):
         Store(tmp_path)
+
+
+class Late(Store):
+    """A request comes while a snapshot shortens the journal."""
+
+    late: "threading.Thread | None" = None
+
+    def journal(self, id: str) -> list[Record]:
+        result = super().journal(id)
+        if self.late is None:
+            self.late = threading.Thread(target=self.append, args=(id, Record(3, "optim_step", b"{}")))
+            self.late.start()
+            self.late.join(0.1)
+        return result
+
+
+def test_a_snapshot_loses_no_request_that_was_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept(tmp_path)
+    store, state = Late(tmp_path), {"w": torch.zeros(3, dtype=torch.float32)}
+    store.snapshot(GOOD, state, 1, {"steps": 1}, {})
+    assert store.late is not None
+    store.late.join()
+    assert [r.seq for r in store.journal(GOOD)] == [2, 3]
+    monkeypatch.setattr(Store, "append", lambda *_: os._exit(1))  # killed before it would write them again
+    store.snapshot(GOOD, state, 2, {"steps": 2}, {})
+    assert [r.seq for r in store.journal(GOOD)] == [3]
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file grows beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_takes_nothing_that_was_accepted_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = kept(tmp_path)
+    journal = store.run(GOOD) / "journal"
+    with full_disk(journal.stat().st_size + 30), pytest.raises(OSError, match="too large"):
+        store.append(GOOD, Record(3, "optim_step", b"{}"))
+    store.append(GOOD, Record(4, "optim_step", b"{}"))  # there is room again
+    assert [r.seq for r in store.journal(GOOD)] == [2, 4]
+    runs = Runs(store, NONE, Promises(), 0)
+    runs.restore()
+    run, weights = runs.by_id[GOOD], {"w": torch.zeros(3000, dtype=torch.float32)}
+    run.adapter, run.done = SimpleNamespace(steps=1, state=dict, gradients=lambda: weights), 2  # pyright: ignore
+    with full_disk(1000):
+        runs.try_to_save(run)
+    assert "There is no snapshot" in caplog.text and run.snapshot == 1
+    assert [r.seq for r in store.journal(GOOD)] == [2, 4] and not list(tmp_path.rglob("*.safetensors.partial"))
+    runs.try_to_save(run)
+    assert run.snapshot == 2 and [r.seq for r in store.journal(GOOD)] == [4]
+
+
+def test_answers_for_which_there_is_no_room_leave_memory_and_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant that never fetches them would fill both."""
+    runs = Runs(kept(tmp_path), NONE, Promises(), 0)
+    runs.restore()
+    run, weights = runs.by_id[GOOD], {"w": torch.zeros(3, dtype=torch.float32)}
+    run.adapter = SimpleNamespace(steps=1, state=dict, gradients=lambda: weights)  # pyright: ignore
+    for run.done in range(2, 101):
+        runs.promise(run, run.done).settle(Answer(b"x" * 10))
+    runs.save(run)
+    monkeypatch.setattr(futures, "MOST_KEPT", 0)
+    runs.promise(run, 101)  # makes room
+    assert all(p.answer is None for p in run.promises.values()) and len(runs.promises.by_id) == 2
+    run.done = 101
+    runs.save(run)
+    left = sorted(int(f.name) for f in (runs.store.run(GOOD) / "answers").iterdir())
+    assert left == list(range(38, 101)) and min(run.promises) == 38
+
+
+@pytest.mark.parametrize(
+    ("kind", "behind", "due"),
+    [("forward_backward", 1000, 0), ("forward_backward", 1100, 1), ("optim_step", 250, 0), ("optim_step", 300, 1)],
+)
+def test_a_run_that_makes_no_steps_has_snapshots_too(kind: str, behind: int, due: int) -> None:
+    run = Run(id=GOOD, owner="alice", base="model", done=behind, snapshot=0)
+    assert Work._due(NONE, run, Request(Record(behind, kind, b""), NONE)) == due

@@ -8,12 +8,18 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
 
 from birl.server.tinker import wire
+from birl.server.tinker.checkpoints import Checkpoints
+from birl.server.tinker.futures import Promises
+from birl.server.tinker.service import TinkerService
+from birl.server.tinker.sessions import Sessions
+from birl.server.tinker.store import Store
+from birl.server.tinker.tenants import Quota, Tenants, digest
 from tests.forked import Forked
 
 KEYS = {"alice": "tml-alice-0123456789", "bob": "tml-bob-9876543210"}
@@ -53,6 +59,19 @@ def serving(model: Path, state: Path, *words: str, port: int = 0, keys: bool = T
         if child.poll() is None:
             child.kill()
         child.wait(10)
+
+
+def without_model(root: Path, **parts: Any) -> TinkerService:
+    """For what needs none, in this process, with the keys of `KEYS`."""
+    store, none = Store(root), cast("Any", None)
+    sessions = Sessions(store)
+    quota = Quota(sessions=9, runs=9, samplers=9, tokens=1000, requests=9, checkpoints=9, disk=2**20)
+    given = {
+        "names": ("model",), "tenants": Tenants({digest(key): name for name, key in KEYS.items()}), "quota": quota,
+        "store": store, "sessions": sessions, "promises": Promises(), "runs": none, "work": none, "sampling": none,
+        "checkpoints": Checkpoints(store, none, 0, quota, sessions), "most_rank": 8, "most_bytes": 10**6, "idle": 1.0,
+    }  # fmt: skip
+    return TinkerService(**(given | parts))
 
 
 @dataclass(slots=True)

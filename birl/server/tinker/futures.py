@@ -9,7 +9,7 @@ from typing import Any
 PROTO, JSON = "application/x-protobuf", "application/json"
 KEPT = 600.0  # seconds that an answer which was fetched stays, for a client that lost it on the way
 LEFT = 3600.0  # seconds that an answer stays which nobody fetches
-MOST_KEPT = 2 * 2**30  # bytes of answers in memory; the oldest fetched ones go first
+MOST_KEPT = 2 * 2**30  # bytes of answers in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class Answer:
 @dataclass(slots=True, eq=False)
 class Promise:
     """`owner`: the tenant that may ask for it. `fetched`: when it first was, `settled`: when the answer came, by the
-    clock. `brief`: one that nobody fetches is forgotten, too; a run's requests wait for their client."""
+    clock. `brief`: one that nobody fetches is forgotten, too; a run's requests wait for their client, while there is
+    room."""
 
     id: str
     owner: str
@@ -42,6 +43,11 @@ class Promise:
     fetched: float | None = None
     task: "asyncio.Task[None] | None" = None  # what computes it, where it can be cancelled
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its answer."""
+        return len(self.answer.body) if self.answer else 0
 
     def settle(self, answer: Answer) -> None:
         if self.answer is None:
@@ -72,12 +78,27 @@ class Promises:
         return promise if promise is not None and promise.owner == owner else None
 
     def sweep(self) -> None:
-        """Forget what was fetched, or answered, long ago, and more of it where too much is kept, fetched ones first."""
-        now = time.monotonic()
-        over = {p: len(p.answer.body) for p in self.by_id.values() if p.answer and (p.brief or p.fetched is not None)}
-        size = sum(over.values())
-        for promise in sorted(over, key=lambda p: p.fetched is None):
-            until = promise.settled + LEFT if promise.fetched is None else promise.fetched + KEPT
-            if now > until or size > MOST_KEPT:
-                size -= over[promise]
-                del self.by_id[promise.id]
+        """Forget what was fetched, or answered, long ago, and where too much is kept, more of the owner that has most:
+        what was fetched first, what a run's client never fetched last."""
+        now, owners = time.monotonic(), dict[str, list[Promise]]()
+        for promise in [p for p in self.by_id.values() if p.answer]:
+            lost = promise.brief and promise.fetched is None and now > promise.settled + LEFT
+            if lost or (promise.fetched is not None and now > promise.fetched + KEPT):
+                self._drop(promise)
+            else:
+                owners.setdefault(promise.owner, []).append(promise)
+        sizes = {owner: sum(p.size for p in own) for owner, own in owners.items()}
+        over = sum(sizes.values()) - MOST_KEPT
+        if over > 0:
+            for own in owners.values():
+                own.sort(key=lambda p: (p.fetched is not None, p.brief, -p.settled))
+        while over > 0:
+            owner = max(sizes, key=sizes.__getitem__)
+            promise = owners[owner].pop()
+            over, sizes[owner] = over - promise.size, sizes[owner] - promise.size
+            self._drop(promise)
+
+    def _drop(self, promise: Promise) -> None:
+        """Its run still knows that it was, and not the answer."""
+        del self.by_id[promise.id]
+        promise.answer = None

@@ -170,6 +170,7 @@ async def set_ttl(service: TinkerService, tenant: Tenant, request: Request) -> R
     seconds = requests.whole(data, "ttl_seconds", 0, 3600, 10 * 366 * 24 * 3600)
     found.expires = time.time() + seconds if seconds else None
     service.store.change(found)
+    service.store.note(tenant.name, "set_ttl", path=found.path, seconds=seconds)
     return JSONResponse({})
 
 

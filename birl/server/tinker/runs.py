@@ -6,6 +6,7 @@ again, from the same state to the same bits.
 """
 
 import asyncio
+import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from birl.server.tinker.store import Record, Store, left_out
 
 MOST_AHEAD = 10_000  # numbers that a request may be ahead of the one that is done next
 ANSWERS_KEPT = 64  # of the newest requests of a run, after a restart
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -189,13 +191,25 @@ class Runs:
         about = {"steps": run.adapter.steps, "broken": run.broken}
         self.store.snapshot(run.id, run.adapter.state() | run.adapter.gradients(), run.done, about, fresh)
         run.snapshot, run.snapshot_time = run.done, time.monotonic()
-        old = [s for s, p in run.promises.items() if s <= run.done - ANSWERS_KEPT and p.fetched is not None]
+        known = self.promises.by_id
+        old = [
+            seq for seq, p in run.promises.items()
+            if seq <= run.done - ANSWERS_KEPT and (p.fetched is not None or p.id not in known)
+        ]  # fmt: skip
         self.store.forget_answers(run.id, old)
         for seq in old:
             self.promises.by_id.pop(run.promises[seq].id, None)
             run.promises.pop(seq)
 
+    def try_to_save(self, run: Run) -> None:
+        """Where the disk is full the journal has what was done, and the next snapshot may succeed."""
+        try:
+            self.save(run)
+        except OSError as error:
+            log.warning("There is no snapshot of %s: %s.", run.id, error)
+
     def unload(self, run: Run) -> None:
+        """Raises `OSError` where the disk is full; then it stays."""
         self.save(run)
         run.adapter = None
 

@@ -6,6 +6,7 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from birl.server.tinker.store import Record, Store
 from birl.server.tinker.tenants import Quota, Tenant, Tenants
 from birl.server.tinker.work import Work
 
+BYTES = 64  # of a training request that count as a token
 CLONES = 1_000_000_000  # requests of a copy of a sampling session begin at a multiple of it
 
 
@@ -151,8 +153,12 @@ class TinkerService:
             raise Refused(503, "The server is shutting down; it goes on when it is started again.", "overloaded", 1)
         if record.seq in run.promises:
             return run.promises[record.seq]
+        tokens = max(tokens, len(record.body) // BYTES)  # bodies wait in memory
         if tokens > self.quota.tokens:  # refused in its turn: a number that is missing would stop the run
-            reason = f"The request has {tokens} tokens, and a tenant may have {self.quota.tokens} at once."
+            reason = (
+                f"The request has {tokens} tokens, counting its {len(record.body)} bytes as one for {BYTES} at least, "
+                f"and a tenant may have {self.quota.tokens} at once."
+            )
             record, tokens = refusal(record.seq, reason), 0
         with tenant.holding(self.quota, tokens):
             pass  # raises where there is no room now
@@ -243,7 +249,8 @@ class TinkerService:
             await asyncio.sleep(min(self.idle, 30.0))
             for run in list(self.runs.by_id.values()):
                 if run.adapter is not None and run.working is None and time.time() - run.used > self.idle:
-                    await asyncio.to_thread(self.runs.unload, run)
+                    with suppress(OSError):  # the disk is full: it stays in memory
+                        await asyncio.to_thread(self.runs.unload, run)
             self.promises.sweep()
 
     async def close(self, grace: float) -> None:
@@ -258,7 +265,7 @@ class TinkerService:
             await asyncio.wait(working, timeout=grace)
         for run in self.runs.by_id.values():
             if run.working is None and not run.deleted:
-                await asyncio.to_thread(self.runs.save, run)
+                await asyncio.to_thread(self.runs.try_to_save, run)
         await self.sampling.engine.close()
 
 

@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,6 +74,7 @@ class Checkpoint:
 class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.writing = threading.Lock()  # of a journal: snapshots shorten it in another thread
         for name in ("sessions", "samplers", "runs"):
             (root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         check_target(root / "audit.jsonl")
@@ -115,10 +117,16 @@ class Store:
         shutil.rmtree(folder / "answers", ignore_errors=True)
 
     def append(self, id: str, record: Record) -> None:
-        """Returns when the record is where a killed process's file ends."""
-        head = {"seq": record.seq, "kind": record.kind, "size": len(record.body), "crc": zlib.crc32(record.body)}
-        with (self.run(id) / "journal").open("ab") as file:
-            file.write(json.dumps(head).encode() + b"\n" + record.body + b"\n")
+        """Returns when the record is where a killed process's file ends. Where the disk is full nothing of it stays, as
+        what is accepted later would be lost behind a part of it: raises `OSError`."""
+        with self.writing, (self.run(id) / "journal").open("ab", buffering=0) as file:
+            start, data = file.tell(), framed(record)
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError:
+                file.truncate(start)
+                raise
 
     def journal(self, id: str) -> list[Record]:
         """All complete records; what a kill cut off at the end is taken away."""
@@ -149,10 +157,8 @@ class Store:
             head = json.dumps({"media": answer.media_type, "failed": answer.failed}).encode()
             replace(folder / "answers" / str(seq), head + b"\n" + answer.body)
         write_tensors(folder / "state.safetensors", state, {"done": done, **about})
-        left = [r for r in self.journal(id) if r.seq > done]
-        replace(folder / "journal", b"")
-        for record in left:
-            self.append(id, record)
+        with self.writing:
+            replace(folder / "journal", b"".join(framed(r) for r in self.journal(id) if r.seq > done))
 
     def load_snapshot(self, id: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         path = self.run(id) / "state.safetensors"
@@ -284,6 +290,11 @@ def named(name: str) -> str:
     return name
 
 
+def framed(record: Record) -> bytes:
+    head = {"seq": record.seq, "kind": record.kind, "size": len(record.body), "crc": zlib.crc32(record.body)}
+    return json.dumps(head).encode() + b"\n" + record.body + b"\n"
+
+
 def replace(path: Path, data: bytes) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(data)
@@ -293,7 +304,11 @@ def replace(path: Path, data: bytes) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
     partial = path.with_name(path.name + ".partial")
     kept = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    save_file(kept, partial, metadata={"format": "pt", "about": json.dumps(about)})
+    try:
+        save_file(kept, partial, metadata={"format": "pt", "about": json.dumps(about)})
+    except SafetensorError as error:  # the disk is full, say
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{path.parent.name}/{path.name}: {error}") from error
     partial.replace(path)
 
 

@@ -53,7 +53,7 @@ class Work:
                 del run.waiting[request.record.seq]
                 run.done, run.used = request.record.seq, time.time()
                 if self._due(run, request):
-                    await asyncio.to_thread(self.runs.save, run)
+                    await asyncio.to_thread(self.runs.try_to_save, run)
                 request.promise.settle(answer)
         finally:
             run.working = None
@@ -61,8 +61,9 @@ class Work:
 
     def _due(self, run: Run, request: Request) -> bool:
         """Is a snapshot wanted?"""
-        long = time.monotonic() - run.snapshot_time > SNAPSHOT or run.done - run.snapshot > MOST_JOURNALED
-        return request.record.kind == "load_weights" or (long and request.record.kind == "optim_step")
+        behind, kind = run.done - run.snapshot, request.record.kind
+        long = time.monotonic() - run.snapshot_time > SNAPSHOT or behind > MOST_JOURNALED
+        return kind == "load_weights" or (long and kind == "optim_step") or behind > 4 * MOST_JOURNALED
 
     async def _answer(self, run: Run, request: Request) -> Answer:
         kind, body = request.record.kind, request.record.body
