@@ -47,8 +47,9 @@ MARKS: dict[str, tuple[str, tuple[str, ...]]] = {
 GEMMA = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<img>"}
 SOUND = {"audio_token": "<audio>", "boa_token": "<boa>", "eoa_token": "<eoa>"}
 MARKS |= {"gemma3": ("<boi>", tuple(GEMMA.values()))}
-MARKS |= {"gemma4": ("<img>", (*GEMMA.values(), *SOUND.values(), "<|video|>"))}
-NAMED = {"gemma3": GEMMA, "gemma4": GEMMA | SOUND}
+GEMMAS4 = ("gemma4", "gemma4_unified")
+MARKS |= dict.fromkeys(GEMMAS4, ("<img>", (*GEMMA.values(), *SOUND.values(), "<|video|>")))
+NAMED = {"gemma3": GEMMA, **dict.fromkeys(GEMMAS4, GEMMA | SOUND)}
 NAMED["internvl"] = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}
 NAMED["internvl"] |= {"context_image_token": "<IMG_CONTEXT>"}
 
@@ -118,7 +119,7 @@ def config(kind: str, words: PreTrainedTokenizerFast) -> Any:
         return AutoConfig.for_model(
             kind, text_config=text, **own, image_token_id=token("<image>"), projector_hidden_size=32
         )
-    if kind in ("gemma3", "gemma4"):
+    if kind in ("gemma3", *GEMMAS4):
         return gemma(kind, tower, {f"{name}_id": token(text) for name, text in GEMMA.items()})
     raise KeyError(kind)
 
@@ -132,8 +133,12 @@ def gemma(kind: str, tower: dict[str, Any], ids: dict[str, int]) -> Any:
         ids["image_token_index"] = ids.pop("image_token_id")
         return AutoConfig.for_model(kind, text_config={**text, "model_type": "gemma3_text"}, **own, **ids)
     text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "global_head_dim": 16}
-    text |= {"vocab_size_per_layer_input": WORDS, "hidden_size_per_layer_input": 8}
     text |= {"use_bidirectional_attention": "vision"}
+    if kind == "gemma4_unified":  # no tower: patches alone
+        tower = {"patch_size": 4, "pooling_kernel_size": 2, "mm_posemb_size": 64}
+        tower |= {"mm_embed_dim": 32, "output_proj_dims": 32}
+        return AutoConfig.for_model(kind, text_config=text, vision_config=tower, audio_config=None, **ids)
+    text |= {"vocab_size_per_layer_input": WORDS, "hidden_size_per_layer_input": 8}
     tower |= {"pooling_kernel_size": 2, "position_embedding_size": 64, "num_key_value_heads": 2, "head_dim": 16}
     return AutoConfig.for_model(kind, text_config=text, vision_config=tower, audio_config=None, **ids)
 
@@ -157,9 +162,9 @@ def image_processor(kind: str) -> dict[str, Any]:
         sizes = {"size": {"height": 24, "width": 24}, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 2}
         sizes |= {"do_pan_and_scan": True, "pan_and_scan_min_ratio_to_activate": 1.6}
         return {"image_processor_type": "Gemma3ImageProcessor", **sizes}
-    if kind == "gemma4":
+    if kind in GEMMAS4:
         sizes = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
-        return {"image_processor_type": "Gemma4ImageProcessor", **sizes}
+        return {"image_processor_type": PROCESSORS[kind]["processor_class"].replace("Proc", "ImageProc"), **sizes}
     if kind == "lfm2_vl":
         sizes = {"tile_size": 16, "encoder_patch_size": 4, "min_image_tokens": 2, "max_image_tokens": 4}
         sizes |= {"min_tiles": 2, "max_tiles": 4, "max_num_patches": 16, "downsample_factor": 2}
@@ -175,6 +180,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "lfm2_vl": {"processor_class": "Lfm2VlProcessor"},
     "gemma3": {"processor_class": "Gemma3Processor", "image_seq_length": 9},
     "gemma4": {"processor_class": "Gemma4Processor"},
+    "gemma4_unified": {"processor_class": "Gemma4UnifiedProcessor"},
 }
 
 

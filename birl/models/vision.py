@@ -44,7 +44,7 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("mistral3", "internvl", "lfm2_vl"), Family()),
     "smolvlm": Family(language="text_model"),
     "gemma3": Family(mutual="every"),
-    "gemma4": Family(mutual="windowed"),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), Family(mutual="windowed")),
 }
 
 
