@@ -59,7 +59,9 @@ OPTIONS: dict[str, dict[str, Any]] = {kind: {"num_key_value_heads": 4, "head_dim
         "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
     },
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "minimax": {"block_size": 8},
     "ministral": {"head_dim": 16},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention", "recurrent"]},
     "nemotron": {"num_key_value_heads": 2},
 }
 #: too large whatever their config says, or not to be had by a config alone

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # its power
-CAP = "final_logit_softcapping"
+CAPS = ("final_logit_softcapping", "logits_soft_cap")
 KNOWN: "WeakKeyDictionary[nn.Module, AfterHead | None]" = WeakKeyDictionary()
 
 
@@ -39,6 +39,6 @@ def after_head(model: nn.Module) -> AfterHead | None:
         scale = 1.0
         for name, power in FACTORS.items():
             scale *= (getattr(config, name, None) or 1.0) ** power if name in read else 1.0
-        cap = (getattr(config, CAP, None) or None) if CAP in read else None
+        cap = next((getattr(config, name, None) or None for name in CAPS if name in read), None)
         KNOWN[model] = None if (scale, cap) == (1.0, None) else AfterHead(scale, cap)
     return KNOWN[model]

@@ -19,8 +19,8 @@ from birl.errors import BirlError, first_line
 from birl.models import attention
 from birl.models.slots import Witness, body_of, computed_by
 
-KINDS = {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe", "mlp"}
-KINDS |= {"conv", "linear_attention", "hybrid"}  # with a state: what computes them is looked at by name
+KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "moe", "mlp"}
+KINDS |= {"conv", "linear_attention", "hybrid", "recurrent"}  # with a state: what computes them is looked at by name
 TOKENS = 13  # a number that is no model's number of heads
 SPOILT = 6  # the token that is NaN
 ALIKE = 1e-3  # of the largest number: more is no rounding

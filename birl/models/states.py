@@ -31,9 +31,10 @@ MAMBA2 = ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mi
 MAMBA2 += ("Zamba2MambaMixer",)
 UNLIMITED = (0.0, math.inf)
 MAMBA1 = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")  # `selective.py`
+PAIRS = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")  # what they answer; `recurrences.py`
 #: by class of module, the argument of its forward that is transformers' cache
 CACHE = {
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), "past_key_values"),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv", *PAIRS), "past_key_values"),
     **dict.fromkeys(
         (
             *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
@@ -93,16 +94,19 @@ class State:
 
 def ask_layouts(model: nn.Module) -> None:
     """From now on the model's modules in `CACHE`, and all others of their classes, hand their rows to the layout that
-    they are called with. Without one nothing has changed but what `limiting` says."""
+    they are called with. Without one nothing has changed but what `limiting` and `rounding` say."""
     if model in ASKING:
         return
     ASKING.add(model)
-    for module in model.modules():
+    for path, module in model.named_modules():
         owner: Any = next(k for k in type(module).__mro__ if "forward" in vars(k))
         if owner.__name__ in CACHE and owner not in ASKING:
             forward = limiting(owner.forward) if owner.__name__ in MAMBA2 else owner.forward
-            owner.forward = asking(forward, CACHE[owner.__name__], owner.__name__ in MAMBA1)
+            forward = rounding(forward) if owner.__name__ == PAIRS[0] else forward
+            owner.forward = asking(forward, CACHE[owner.__name__], owner.__name__)
             ASKING.add(owner)
+        if owner.__name__ in CACHE and not hasattr(module, "layer_idx"):
+            cast(Any, module).layer_idx = next(int(word) for word in path.split(".") if word.isdigit())
         for cache in {RELAYS[k.__name__] for k in type(module).__mro__ if k.__name__ in RELAYS}:
             module.register_forward_pre_hook(relaying(cache), with_kwargs=True)
             cast(Any, module)._can_checkpoint_with_cache = True  # else transformers takes it away
@@ -115,21 +119,41 @@ def relaying(cache: str) -> Callable[..., Any]:
     return hook
 
 
-def asking(forward: Callable[..., Tensor], cache: str, selective: bool) -> Callable[..., Tensor]:
+def asking(forward: Callable[..., Any], cache: str, name: str) -> Callable[..., Any]:
     def step(mixer: Any, rows: Tensor, state: State) -> Tensor:
         return forward(mixer, rows, **{cache: state})
 
-    if selective:
+    if name in MAMBA1:
         from birl.models.selective import step
+    elif name in PAIRS:
+        from birl.models.recurrences import STEPS
+
+        step = STEPS[name]
 
     @wraps(forward)
-    def inner(self: Any, hidden_states: Tensor, *args: Any, layout: Any = None, **options: Any) -> Tensor:
+    def inner(self: Any, hidden_states: Tensor, *args: Any, layout: Any = None, **options: Any) -> Any:
         layout = options[cache] if hasattr(options.get(cache), "attend") else layout
         if layout is None:
             return forward(self, hidden_states, *args, **options)
         if not hasattr(layout, "carry"):
             raise BirlError(f"{type(self).__name__} keeps a state, which parallel.cp cannot split. Set parallel.cp=1.")
-        return layout.carry(self.layer_idx, hidden_states, partial(step, self))
+        result = layout.carry(self.layer_idx, hidden_states, partial(step, self))
+        return (result, None) if name in PAIRS else result
+
+    return inner
+
+
+def rounding(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """With a layer's buffers in the type of its rows, which transformers' lightning attention wants its decays in."""
+
+    @wraps(forward)
+    def inner(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        buffers = dict(self._buffers)
+        self._buffers.update({name: b.to(hidden_states.dtype) for name, b in buffers.items()})
+        try:
+            return forward(self, hidden_states, *args, **options)
+        finally:
+            self._buffers.update(buffers)
 
     return inner
 

@@ -67,7 +67,9 @@ def settle(root: nn.Module) -> None:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers: the modules that transformers says must not be split. None of a vision tower, which a rank
-    calls as often as its samples have pictures: it is gathered with the rest."""
+    """The decoder layers: the modules that transformers says must not be split, and none within another one. None of a
+    vision tower, which a rank calls as often as its samples have pictures: it is gathered with the rest."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [m for m in (language_model(model) or model).modules() if type(m).__name__ in names]
+    every = [m for m in (language_model(model) or model).modules() if type(m).__name__ in names]
+    within = {id(inner) for m in every for inner in m.modules() if inner is not m}  # Mamba's mixers
+    return [m for m in every if id(m) not in within]

@@ -20,8 +20,8 @@ from tests.data.test_pack import make
 from tests.models.sweep import own_logprobs
 from tests.zoo import build
 
-#: a convolution; Gated DeltaNet; Mamba 2, beside attention and alone; Mamba 1, the same
-KINDS = ("lfm2", "qwen3_5_text", "bamba", "mamba2", "jamba", "falcon_mamba")
+#: a convolution; Gated DeltaNet; Mamba 2, beside attention and alone; Mamba 1, the same; lightning attention; RG-LRU
+KINDS = ("lfm2", "qwen3_5_text", "bamba", "mamba2", "jamba", "falcon_mamba", "minimax", "recurrent_gemma")
 PROMPTS = [tuple(range(5, 5 + n)) for n in (40, 40, 40, 1, 2, 75)]  # the first three are a group
 
 

@@ -14,6 +14,7 @@ from birl.models.shape import Shape
 from birl.models.slots import COUNTED, Witness, computed_by, page_bytes, seen, slots_of, state_bytes
 from birl.models.states import State, by_trees
 from birl.models.verify import compare
+from birl.parallel.shard import layers
 from tests.models.sweep import Bench, rows
 from tests.zoo import build
 
@@ -27,7 +28,9 @@ def separate(ids: Tensor) -> list[Tensor]:
     return [ids[places(way)] for node, way in every if node.first not in above]
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba", "mamba2", "jamba", "mamba"])
+@pytest.mark.parametrize(
+    "kind", ["lfm2", "qwen3_5_text", "bamba", "mamba2", "jamba", "mamba", "minimax", "recurrent_gemma"]
+)
 def test_packed_trees_are_separate_sequences(kind: str) -> None:
     """In log-probs and in the gradient, against transformers' own forward."""
     model = build(kind, initializer_range=0.05)  # 0.2 makes 1e-4 of rounding, also between transformers' own ways
@@ -111,6 +114,12 @@ def test_the_size_of_a_state_is_known_without_weights() -> None:
         model, empty = build(kind), build(kind).to("meta")
         assert slots_of(empty) == slots_of(model) and state_bytes(empty) == state_bytes(model)
         assert [s.layer for s in slots_of(model)] == [1] and [*seen(model).states] == [0, 2]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_layers_are_not_within_one_another(kind: str) -> None:
+    """transformers names Mamba's mixers beside the blocks that they are in: FSDP split both."""
+    assert [type(m).__name__ for m in layers(build(kind))] == [f"{kind.capitalize()}Block"] * 3
 
 
 def test_a_model_of_states_alone_counts_its_tokens_in_pages() -> None:
