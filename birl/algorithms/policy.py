@@ -25,15 +25,15 @@ def policy_loss(
     kl_coef: float = 0.0,
     kl_corrected: bool = False,
     held: Tensor | None = None,
-    held_coef: float = 0.0,
+    held_coef: float | Tensor = 0.0,
     entropy_coef: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """sum_t weight_t (factor_t L_t + kl_coef KL_t + held_coef held_t |logp_t - old_logp_t| - entropy_coef H_t).
 
     All [N]; the weights hold the global denominator. `surrogate` gives L_t. `factor`: what an off-policy correction or
     a mask multiplies the surrogate with; None: 1. `held` (bool): tokens that are held back towards the old policy
-    (KL-Cov). `kl_corrected`: KL_t times the importance ratio. Returns the scalar loss and [N] figures: ratio,
-    clip_fraction, entropy, gap (|logp - old_logp|), and kl with a reference.
+    (KL-Cov), by `held_coef` or that of each [N]. `kl_corrected`: KL_t times the importance ratio. Returns the scalar
+    loss and [N] figures: ratio, clip_fraction, entropy, gap (|logp - old_logp|), and kl with a reference.
     """
     result = surrogate(logp, old_logp, advantages, sample)
     per_token = result.loss if factor is None else result.loss * factor

@@ -20,8 +20,10 @@ from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import Cache
 
 from birl.data.trees import Node, Tree, nodes
 from birl.errors import BirlError
@@ -101,6 +103,11 @@ def ask_layouts(model: nn.Module) -> None:
     for path, module in model.named_modules():
         owner: Any = next(k for k in type(module).__mro__ if "forward" in vars(k))
         if owner.__name__ in CACHE and owner not in ASKING:
+            if not hasattr(Cache, "get_conv_state"):
+                raise BirlError(
+                    f"{type(model).__name__} keeps states, for which birl needs transformers 5.21 or newer. This is "
+                    f"{transformers.__version__}: pip install -U transformers."
+                )
             forward = limiting(owner.forward) if owner.__name__ in MAMBA2 else owner.forward
             forward = rounding(forward) if owner.__name__ == PAIRS[0] else forward
             owner.forward = asking(forward, CACHE[owner.__name__], owner.__name__)

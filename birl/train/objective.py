@@ -122,6 +122,7 @@ class Objective:
             weight = self.correction(old_logp - batch.logprobs, batch.sample)
             factor = weight if factor is None else factor * weight
         tensors = {"entropy": entropy, "group": batch.group, "turn": batch.turn, "versions": batch.versions}
+        fresh = batch.versions.to(logp.device) == self.learner.version  # sampled by these very weights
         tensors["ref_logp"] = on["r"]  # pyright: ignore[reportArgumentType]
         loss, figures = policy_loss(
             logp,
@@ -137,10 +138,9 @@ class Objective:
             kl_coef=kl_coef if keys.kl_in == "loss" else 0.0,
             kl_corrected=keys.kl_corrected,
             held=on["h"],
-            held_coef=keys.held_coef,
+            held_coef=keys.held_coef * ~fresh,  # nothing has moved: the sign of what rounding leaves is no direction
             entropy_coef=keys.entropy_coef,
         )
-        fresh = batch.versions.to(logp.device) == self.learner.version  # sampled by these very weights
         figures["gap"] = (logp - batch.logprobs).abs() * fresh
         figures["fresh"] = fresh.float()
         if batch.divergence is not None:

@@ -105,6 +105,16 @@ def test_micro_batches_change_nothing(tiny: Path, tmp_path: Path, preset: str) -
         assert one[figure] == pytest.approx(many[figure], rel=2e-4, abs=1e-6), figure
 
 
+def test_tokens_of_the_same_weights_are_not_held_back(plain: Path, tmp_path: Path) -> None:
+    """Engine and learner differ by rounding alone, whose sign once gave every held token the whole penalty (KL-Cov)."""
+    for coef in (0, 10):
+        words = ("algorithm=kl_cov", "algorithm.entropy_share=0.5", f"algorithm.held_coef={coef}", "steps=1")
+        run(plain, tmp_path / str(coef), *words)
+    without, held = (log(tmp_path / str(coef))[0] for coef in (0, 10))
+    assert held["mismatch/mean"] > 0 and held["held"] > 0.4
+    assert held["grad_norm"] == pytest.approx(without["grad_norm"], rel=1e-6)
+
+
 def test_a_validation_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something else fails meanwhile: no episode is left that asks engines which are being closed."""
     ended: list[str] = []
