@@ -272,11 +272,7 @@ def test_ordinary_transformers_are_accepted(tmp_path: Path, name: str, options: 
         ("BertConfig", {**SMALL, "intermediate_size": 64}, "later tokens"),
         ("BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "BloomAttention"),
         ("FalconConfig", {**SMALL, "alibi": True}, "does not let birl replace"),
-        (
-            "MambaConfig",
-            {"vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2},
-            "MambaMixer",
-        ),
+        ("RwkvConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}, "lets tokens see one another"),
         ("NemotronConfig", LLAMA_LIKE, "NemotronAttention .* does not hand on"),
     ],
     ids=[
