@@ -348,7 +348,7 @@ class _KernelLogprobs(torch.autograd.Function):
         if rounded:
             packed = k.pack([hidden])
             turned = None if into is None else k.pack([hidden], transposed=True)
-        for words in pieces(len(weight), ctx.chunk, len(hidden)):
+        for words in pieces(len(weight), ctx.chunk, len(hidden), least=32):
             part = weight[words]
             logits = k.gemm_float(part, packed) if rounded else part @ hidden.T
             if bias is not None:
@@ -380,7 +380,8 @@ def chunks(n: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def pieces(words: int, chunk: int, rows: int) -> list[slice]:
-    """Of a vocabulary, so that each has at most about `chunk` logits of `rows` tokens. Their rows begin at multiples of
-    `ALIGNED` words: where they do not, cuBLAS falls back to kernels that are many times slower."""
-    return chunks(words, chunk // max(rows, 1) // ALIGNED * ALIGNED or ALIGNED)
+def pieces(words: int, chunk: int, rows: int, least: int = 1) -> list[slice]:
+    """Of a vocabulary, each of at most `chunk` logits of `rows` tokens, but of `least` words and a multiple of that.
+    From `ALIGNED` words on, multiples of those: cuBLAS falls back to far slower kernels where rows are not aligned."""
+    size = max(chunk // max(rows, 1), least)
+    return chunks(words, size - size % (ALIGNED if size >= ALIGNED else least))
