@@ -52,6 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"kind": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512},
 }  # fmt: skip
+WARM = (0, 500)  # seeds of the rounds that compile and capture; which sizes come up depends on when requests arrive
 SECONDS = ("s", "ms")  # units in which less is better
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_bench import Bench, prompt, shape_of
+from benchmarks.gpu_bench import WARM, Bench, prompt, shape_of
 from birl.engine.engine import EmbeddedEngine
 from birl.learner.learner import Learner
 
@@ -38,7 +38,7 @@ def decode_batch(
     prompts = [prompt(i, length, shape.vocab_size) for i in range(batch)]
     timed: list[tuple[float, int]] = []  # seconds, tokens
     watch(engine, batch, timed)
-    for seed in (0, 500):  # compiles and captures: which sizes come up depends a little on when requests arrive
+    for seed in WARM:
         bench.generate(engine, prompts, sizes.new, seed)
     timed.clear()
     bench.generate(engine, prompts, sizes.new, 1000)

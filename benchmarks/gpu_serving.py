@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_bench import Bench, Sizes, prompt
+from benchmarks.gpu_bench import WARM, Bench, Sizes, prompt
 from benchmarks.gpu_decode import decode_batch
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.sampler import draw, sample
@@ -101,7 +101,7 @@ def workload(bench: Bench) -> None:
         prompts = [prompt(i, n, bench.words(name)) for i, (n, _) in enumerate(work)]
         tokens = [n for _, n in work]
         start = 0.0
-        for seed in (0, 500, 1000):  # the first two compile and capture
+        for seed in (*WARM, 1000):
             start = time.perf_counter()
             bench.generate(engine, prompts, tokens, seed)
         seconds = time.perf_counter() - start

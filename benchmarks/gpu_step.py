@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_bench import Bench, loss, prompt, shape_of
+from benchmarks.gpu_bench import WARM, Bench, loss, prompt, shape_of
 from birl.data.pack import Batch, pack
 from birl.engine.engine import EmbeddedEngine
 from birl.learner.learner import Learner, Stats
@@ -34,7 +34,7 @@ def grpo(bench: Bench) -> None:
         count = sizes.prompts * sizes.group
         engine = bench.engine(learner, count, sizes.step_prompt + sizes.answer)
         prompts = [prompt(i // sizes.group, sizes.step_prompt, words) for i in range(count)]
-        for seed in (0, 500):  # compiles and captures
+        for seed in WARM:
             ours(bench, learner, engine, prompts, seed)
         bench.clean()
         generating, learning, gap = ours(bench, learner, engine, prompts, seed=1000)

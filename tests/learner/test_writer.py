@@ -11,6 +11,7 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.writer import Writer
 from birl.parallel.ranks import Ranks
+from tests.full_disk import full_disk
 
 
 def writing(root: Path, step: int, gate: threading.Event | None = None):
@@ -70,25 +71,16 @@ def test_at_most_one_is_written_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_raised_once_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
-    import signal
-
     writer = Writer()
     writer.begin({"a": torch.zeros(3)}, writing(tmp_path, 1), Ranks())
     writer.wait()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
+    with full_disk(100_000):
         writer.begin({"a": torch.zeros(10**6)}, writing(tmp_path, 2), Ranks())
         deadline = time.monotonic() + 20
         with pytest.raises(BirlError, match="Could not save the checkpoint"):
             while time.monotonic() < deadline:
                 writer.check()
                 time.sleep(0.01)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
     writer.check()
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
     assert not checkpoint.verify(tmp_path / "step-000001")

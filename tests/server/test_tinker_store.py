@@ -2,10 +2,8 @@
 
 import json
 import os
-import resource
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +20,7 @@ from birl.server.tinker.futures import Answer, Promises
 from birl.server.tinker.runs import Request, Run, Runs
 from birl.server.tinker.store import Checkpoint, Record, Store
 from birl.server.tinker.work import Work
+from tests.full_disk import full_disk
 
 GOOD, BAD = f"{'a' * 32}:train:0", f"{'b' * 32}:train:0"
 NONE: Any = None  # a model is not needed to read files
@@ -138,17 +137,6 @@ def test_a_snapshot_loses_no_request_that_was_accepted(tmp_path: Path, monkeypat
     monkeypatch.setattr(Store, "append", lambda *_: os._exit(1))  # killed before it would write them again
     store.snapshot(GOOD, state, 2, {"steps": 2}, {})
     assert [r.seq for r in store.journal(GOOD)] == [3]
-
-
-@contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    """No file grows beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_takes_nothing_that_was_accepted_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,13 +2,11 @@
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import pytest
 from birl.cli import main
 from birl.learner import checkpoint
 from birl.track import folder_lock
+from tests.full_disk import full_disk
 from tests.tiny import tiny_model_folder
 
 REWARDS = """
@@ -112,17 +111,6 @@ def steps(run: str = "run") -> list[int]:
     found = checkpoint.saved(Path(run, "checkpoints"))
     assert all(checkpoint.verify(s.path) == [] for s in found)
     return [s.step for s in found]
-
-
-@contextmanager
-def full_disk(file_bytes: int) -> Iterator[None]:
-    """No file can grow beyond this; Python ignores the signal, so writing raises OSError as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 LONG = {"prompt": "word " * 400, "answer": "1"}
