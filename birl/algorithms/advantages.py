@@ -68,6 +68,9 @@ def scale(advantages: Tensor, group: Tensor, by: str, *, rewards: Tensor | None 
     - "mean": mean reward of i's group; where it is not above 0, the result is 0 (MaxRL arXiv:2602.02710, which has
       rewards of 0 and 1)
 
+    The result is 0, too, where A_i is more than 1 / EPS deviations: a batch of equal rewards, which no baseline takes
+    away, says nothing about its answers and must not be multiplied by a million.
+
     advantages [E], group [E], rewards [E] for "rewards" and "mean" -> [E]. Raises ValueError for an unknown divisor, or
     where rewards are needed and absent.
     """
@@ -75,14 +78,14 @@ def scale(advantages: Tensor, group: Tensor, by: str, *, rewards: Tensor | None 
         return advantages
     if by == "group":
         variance = group_mean(_from_mean(advantages, group).square(), group)
-        return advantages / (variance.sqrt()[group] + EPS)
+        return _over(advantages, variance.sqrt()[group])
     if by == "batch":
-        return advantages / (_deviation(advantages) + EPS)
+        return _over(advantages, _deviation(advantages))
     if by in ("rewards", "mean"):
         if rewards is None:
             raise ValueError(f"scale {by} needs the rewards")
         if by == "rewards":
-            return advantages / (_deviation(rewards) + EPS)
+            return _over(advantages, _deviation(rewards))
         mean = group_mean(rewards, group)[group]
         positive = mean > 0
         return torch.where(positive, advantages / torch.where(positive, mean, torch.ones_like(mean)), 0)
@@ -171,6 +174,10 @@ def _from_mean(values: Tensor, group: Tensor) -> Tensor:
     exactly 0: a remainder of rounding would be blown up when it is divided by the deviation."""
     above = values - _group_min(values, group)
     return above - group_mean(above, group)[group]
+
+
+def _over(advantages: Tensor, deviation: Tensor) -> Tensor:
+    return torch.where(EPS * advantages.abs() <= deviation, advantages / (deviation + EPS), 0)
 
 
 def _deviation(values: Tensor) -> Tensor:

@@ -59,11 +59,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _key_of(name: str, words: list[str]) -> str:
-    """`KEY=` of the word that has a name, or the longest part of it; empty where it stands in a file."""
+    """`KEY=` of the word that has a name, or the longest part of it; `FILE, line N: ` where a file of keys has it."""
     part = max(name.split("/"), key=len)
     pairs = [word.partition("=")[::2] for word in words]
-    long = [(key, value.rstrip("/")) for key, value in pairs if len(value) > 200]
-    return next((f"{key}=" for key, value in long if value in name or (len(part) > 200 and part in value)), "")
+    long = [(f"{key}=", value.rstrip("/")) for key, value in pairs if len(value) > 200]
+    for word in words:
+        if word.endswith((".yaml", ".yml")) and os.path.isfile(word):
+            with open(word, encoding="utf-8", errors="replace") as file:
+                lines = enumerate((line.strip().rstrip("'\"]/") for line in file), start=1)
+                long += [(f"{word}, line {n}: ", line) for n, line in lines if len(line) > 200]
+    return next((where for where, text in long if text in name or (len(part) > 200 and part in text)), "")
 
 
 def _nobody_reads() -> bool:

@@ -61,24 +61,31 @@ class Stats:
     maxima: dict[str, float] = field(default_factory=dict)
     other: dict[str, float] = field(default_factory=dict)  # figures that are means already
     of: "dict[str, Stats]" = field(default_factory=dict)  # each policy's own, where a run has several
+    on_device: list[tuple[tuple[str, ...], Tensor]] = field(default_factory=list)  # what `read` has not yet read
 
     def add(self, loss: Tensor, figures: dict[str, Tensor], computed: int) -> None:
-        """Waits for the device once, not once a figure."""
-        count = len(next(iter(figures.values()), ()))
+        """One micro-batch. Does not wait for the device: the figures count from the next `read` on."""
         lowest = loss.new_full((), float("-inf"), dtype=torch.float64)
         numbers = [loss.double()]
         for values in figures.values():
             numbers += [values.sum(dtype=torch.float64), values.max().double() if len(values) else lowest]
-        total, *pairs = torch.stack(numbers).tolist()
-        self.loss += total
+        self.on_device.append((tuple(figures), torch.stack(numbers)))
         self.computed += computed
-        self.count += count
-        for i, name in enumerate(figures):
-            self.sums[name] = self.sums.get(name, 0.0) + pairs[2 * i]
-            self.maxima[name] = max(self.maxima.get(name, float("-inf")), pairs[2 * i + 1])
+        self.count += len(next(iter(figures.values()), ()))
+
+    def read(self) -> None:
+        """Waits for the device once, for the figures of all micro-batches."""
+        waiting, self.on_device = self.on_device, []
+        numbers = iter(torch.cat([each for _, each in waiting]).tolist() if waiting else ())
+        for names, _ in waiting:
+            self.loss += next(numbers)
+            for name in names:
+                self.sums[name] = self.sums.get(name, 0.0) + next(numbers)
+                self.maxima[name] = max(self.maxima.get(name, float("-inf")), next(numbers))
 
     def merge(self, other: "Stats", ranks: Ranks) -> None:
         """Add the figures of `other`, which each of `ranks` has of its own micro-batches."""
+        other.read()
         counted = ranks.total({"loss": other.loss, "count": other.count, "computed": other.computed})
         self.loss += counted["loss"]
         self.count += int(counted["count"])
@@ -189,6 +196,10 @@ class Learner:
     def forward_backward(self, batch: Batch, loss: Loss, stats: Stats, chosen: Tensor | None = None) -> None:
         """Add this micro-batch's gradient to what is there, and its figures to `stats`. `chosen` [layers, experts]: how
         often the whole step chooses each expert, for `router_aux_coef`."""
+        self._accumulate(batch, loss, stats, chosen)
+        stats.read()
+
+    def _accumulate(self, batch: Batch, loss: Loss, stats: Stats, chosen: Tensor | None) -> None:
         batch = batch.to(self.device)
         with self._routed(batch):  # the backward pass may compute layers again
             logp, entropy, batch, seen = self._passed(batch, self.teacher)
@@ -206,7 +217,7 @@ class Learner:
         own = Stats()
         chosen = self._chosen([batch for batch, _ in work]) if self.router_aux_coef > 0 else None
         for batch, loss in self.ranks.mine(work):
-            self.forward_backward(batch, loss, own, chosen)
+            self._accumulate(batch, loss, own, chosen)
             alive()
         stats.merge(own, self.ranks)
         if chosen is not None:

@@ -52,12 +52,12 @@ from birl.rollout.failures import start
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
 from birl.rollout.tasks import Loaded, limits_in, load_rows, total_steps
+from birl.run_folder import find_checkpoint
 from birl.support import WORDS
 from birl.train.credit import Credit
 from birl.train.objective import Objective, keeps_reference, surrogate_of
 from birl.train.parts import Parts
 from birl.train.rl import Loop, Schedule
-from birl.train.run_folder import find_checkpoint
 from birl.train.setup import Setup, kept
 from birl.train.step import RLWorker, Updates
 from birl.types import SamplingParams, Task

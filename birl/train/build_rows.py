@@ -23,10 +23,10 @@ from birl.learner.reference import Reference
 from birl.models.heads import add_score_head
 from birl.parallel.crew import RankGroup
 from birl.parallel.ranks import Ranks
+from birl.run_folder import find_checkpoint
 from birl.train.dpo import Preferences
 from birl.train.offline import Loop, Objective, Rows, RowsWorker
 from birl.train.rm import Ranking
-from birl.train.run_folder import find_checkpoint
 from birl.train.setup import Setup, kept
 from birl.train.sft import Likelihood, imitation, negative_log_likelihood
 

@@ -101,12 +101,8 @@ class Preferences:
             reward = self.beta * gained.detach()
             right = torch.where(mine, gained > divergence, gained < divergence).float()
             figures = {"loss": each.detach(), "accuracy": right, "kl": torch.full_like(reward, divergence)}
-            figures |= {
-                "nll": -a.mean.detach(),
-                "chosen": reward * mine,
-                "rejected": reward * ~mine,
-                "good": mine.float(),
-            }
+            figures |= {"nll": -a.mean.detach(), "good": mine.float()}
+            figures |= {"chosen": reward * mine, "rejected": reward * ~mine}
             return (each * a.weight).sum(), figures
 
         return loss

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from birl import run_folder
 from birl.config import schema
 from birl.config.load import flatten
 from birl.data.stream import Source, Stream
@@ -18,7 +19,6 @@ from birl.parallel.crew import RankGroup
 from birl.parallel.ranks import Ranks
 from birl.signals import Stop
 from birl.track.tracker import Tracker
-from birl.train import run_folder
 from birl.train.run import Run
 from birl.train.worker import Worker
 

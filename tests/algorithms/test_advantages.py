@@ -53,12 +53,10 @@ def baseline_of(case: Episodes, i: int, name: str, lengths: list[int], greedy: l
 
 def divisor_of(case: Episodes, advantages: list[float], i: int, name: str) -> float:
     inside = case.members(i)
-    if name == "group":
-        return deviation([advantages[j] for j in inside]) + EPS
-    if name == "batch":
-        return deviation(advantages) + EPS
-    if name == "rewards":
-        return deviation(case.rewards) + EPS
+    deviates = {"group": [advantages[j] for j in inside], "batch": advantages, "rewards": case.rewards}
+    if name in deviates:
+        apart = deviation(deviates[name])
+        return apart + EPS if EPS * abs(advantages[i]) <= apart else math.inf
     if name == "mean":
         average = mean([case.rewards[j] for j in inside])
         return average if average > 0 else math.inf
@@ -111,6 +109,19 @@ def test_equal_rewards_give_zero_not_noise(baseline: str, by: str, reward: float
         centred = centre(rewards, group, baseline, lengths=torch.arange(1, count + 1))
         found = scale(centred, group, by, rewards=rewards)
         assert found.dtype == dtype and found.tolist() == [0.0] * count, count
+
+
+@pytest.mark.parametrize("baseline", ["greedy", "none"])
+@pytest.mark.parametrize("by", ["group", "batch", "rewards"])
+@pytest.mark.parametrize("noise", [0.0, 1e-9])
+def test_equal_rewards_without_a_baseline_are_not_a_million(baseline: str, by: str, noise: float) -> None:
+    rewards, group = torch.full((8,), 1.0).double(), ids([0] * 4 + [1] * 4)
+    rewards[0] += noise
+    centred = centre(rewards, group, baseline, greedy=torch.zeros(2).double())
+    assert scale(centred, group, by, rewards=rewards).tolist() == [0.0] * 8
+    rewards[:2] = 0.0
+    told = scale(centre(rewards, group, baseline, greedy=torch.zeros(2).double()), group, by, rewards=rewards)
+    assert told[2].item() == pytest.approx(1 / (0.5 if by == "group" else math.sqrt(3 / 16)), rel=1e-5)
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out", "optimal", "greedy", "none"])

@@ -15,7 +15,7 @@ from birl.errors import BirlError
 from birl.rollout.compare import Baseline
 from birl.rollout.evaluate import by_prompt, measure, plan
 from birl.rollout.tasks import tell_plain
-from birl.train.run_folder import next_commands
+from birl.run_folder import next_commands
 from birl.types import Group, Outcome, Task, Trajectory
 
 NAMES = ("openai/gsm8k", "math[algebra]", "competition_mathematics_of_many_years", "all")
