@@ -308,7 +308,7 @@ def continued(
     that they are of: clients drop what the model thought, which the ids still have."""
     own = plain(conversation)
     fitting = [k for k in known if k.owner == owner and type(k.key) is type(own) and begins(own, k.key)]
-    best = max(fitting, key=lambda k: len(k.key), default=None)
+    best = max(reversed(fitting), key=lambda k: len(k.key), default=None)  # of equally long ones the newest
     if best is None:
         return chat.render(conversation, tools), conversation
     if isinstance(conversation, str) or isinstance(best.talk, str):

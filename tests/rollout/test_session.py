@@ -184,6 +184,20 @@ def test_text_goes_on_token_by_token(more: str, keep_end: bool, seen: str) -> No
     asyncio.run(play())
 
 
+def test_a_text_of_empty_answers_goes_on_behind_the_newest() -> None:
+    """The text is the same after each of them, and so is what is known of it."""
+
+    async def play() -> None:
+        engine = Scripted(["", "", "seven"])
+        talk = session(engine)
+        for _ in range(3):
+            await talk.answer("What is 3 + 4? ", talk.params, keep_end=True)
+        assert CHAT.decode(engine.prompts[2]) == "What is 3 + 4? <|im_end|><|im_end|>"
+        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 1
+
+    asyncio.run(play())
+
+
 def test_what_cannot_fit_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     def render(*_: object) -> None:
         raise AssertionError("it was rendered")
