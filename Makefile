@@ -31,7 +31,7 @@ AXE := axe-core@4.14.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-browser setup-axe setup-slurm setup-ray setup-modal setup-cloud setup-skypilot setup-trackers
-.PHONY: setup-agents setup-tinker check-tinker check-arm setup-gpu setup-packages demo test test-all lint format bench-setup bench bench-all models check-peers check-engines chaos drill-ray
+.PHONY: setup-agents setup-verifiers setup-tinker check-tinker check-arm setup-gpu setup-packages demo test test-all lint format bench-setup bench bench-all models check-peers check-engines chaos drill-ray
 .PHONY: clean docs api notices sbom lint-docker check-install check-extras check-gpu
 
 help:
@@ -50,6 +50,7 @@ help:
 	@echo "make setup-skypilot  install SkyPilot into .venv-skypilot, for the tests of birl launch skypilot"
 	@echo "make setup-trackers  install W&B, MLflow, Trackio and SwanLab into .venv-trackers, for their tests"
 	@echo "make setup-agents  install agent packages, lm-eval and inspect into .venv-agents, for the tests of agents"
+	@echo "make setup-verifiers  install verifiers 0.4 into .venv-verifiers, for the tests of its tasksets"
 	@echo "make setup-tinker  install Tinker's client and cookbook into .venv-tinker, for the tests of birl tinker"
 	@echo "make check-tinker  run the client and programs of the cookbook, unchanged, against birl tinker, and count them"
 	@echo "make setup-gpu  install Triton into .venv-gpu, for make check-gpu"
@@ -191,6 +192,15 @@ setup-agents: .venv-agents/setup.done
 	@.venv-agents/bin/python $(PIP) --no-deps -r tests/server/requirements.txt
 	@touch $@
 
+setup-verifiers: .venv-verifiers/setup.done
+
+# On top of .venv, which has 0.3: mcp and openai are others.
+.venv-verifiers/setup.done: tests/envs/adapters/verifiers_requirements.txt .venv/dev.done
+	@echo "Installing verifiers 0.4 into .venv-verifiers (once)"
+	@$(ON_VENV)
+	@.venv-verifiers/bin/python $(PIP) --no-deps -r tests/envs/adapters/verifiers_requirements.txt
+	@touch $@
+
 setup-tinker: .venv-tinker/setup.done
 
 # On top of .venv: the client's needs are mostly there.
@@ -226,7 +236,7 @@ demo: setup
 test: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(TEST_FLAGS)
 
-test-all: setup-packages setup-dev setup-browser setup-axe setup-trackers setup-agents setup-tinker setup-gpu
+test-all: setup-packages setup-dev setup-browser setup-axe setup-trackers setup-agents setup-verifiers setup-tinker setup-gpu
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(TEST_FLAGS)
 
 lint: setup-dev

@@ -170,7 +170,7 @@ async def _run(agent: Agent, session: Session, played: Played) -> None:
     if result is None:
         raise BirlError("the agent gave no reward: return a number, or POST it to base_url/reward")
     if not session.turns:
-        raise BirlError("the agent never asked the model")
+        raise session.failure or BirlError("the agent never asked the model")
     if isinstance(result, Mapping):
         spoke = {turn.agent for turn in session.turns}
         if missing := spoke - set(result):
@@ -178,6 +178,9 @@ async def _run(agent: Agent, session: Session, played: Played) -> None:
         played.rewards = {name: _number(result[name], f"the reward of agent {name!r}") for name in sorted(spoke)}
     values = list(played.rewards.values()) or [_number(result, "the agent's reward")]
     played.reward = played.score = sum(values) / len(values)
+    info = getattr(agent, "info", None)
+    if isinstance(info, Mapping):
+        played.parts = {name: _number(value, f"info[{name!r}]") for name, value in info.items()}
     cut = isinstance(session.failure, TooLong) or session.turns[-1].completion.stop is Stop.LENGTH
     played.outcome, played.detail = Outcome.TRUNCATED if cut else Outcome.OK, str(session.failure or "")
 

@@ -378,3 +378,15 @@ def test_an_agent_that_is_cut_keeps_a_reward_it_has() -> None:
     assert (found.outcome, found.reward, len(found.turns)) == (Outcome.TRUNCATED, 0.5, 1)
     without = play(Talks(0.5, ("Hi", "Bye")), turns=1)
     assert without.outcome is Outcome.ENV_ERROR and "max_turns=1" in without.detail
+    nothing = play(Talks(0.5, careless=True), tokens=2)  # it asked, and got no answer
+    assert nothing.outcome is Outcome.ENV_ERROR and "leaves no room for an answer within 2" in nothing.detail
+
+
+def test_numbers_of_an_agent_are_figures() -> None:
+    agent = Talks(0.5)
+    agent.info = {"tries": 2}  # type: ignore[attr-defined]
+    assert play(agent).parts == {"tries": 2.0}
+    agent.info = {"tries": "two"}  # type: ignore[attr-defined]
+    assert "info['tries'] is 'two'; it must be a number" in play(agent).detail
+    agent.info = "what the agent keeps for itself"  # type: ignore[attr-defined]
+    assert not play(agent).parts

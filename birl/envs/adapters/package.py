@@ -40,12 +40,14 @@ def unknown(key: str, name: str, known: Iterable[str]) -> BirlError:
     return BirlError(f"{key}={name}: there is no such name. {hint}")
 
 
-def arguments(words: Iterable[str]) -> dict[str, Any]:
-    """`env.parameters` as keyword arguments: [max_terms=3,name=x] is {"max_terms": 3, "name": "x"}, read as YAML."""
+def arguments(words: Iterable[str], dots: bool = False) -> dict[str, Any]:
+    """`env.parameters` as keyword arguments: [max_terms=3,name=x] is {"max_terms": 3, "name": "x"}, read as YAML.
+    `dots`: names may have some."""
     result = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or not name.strip().isidentifier():
+        parts = name.strip().split(".")
+        if not equals or not all(part.isidentifier() for part in parts) or (len(parts) > 1 and not dots):
             raise BirlError(
                 f"env.parameters: {word!r} is not name=value. Write env.parameters=[name=value,other=value]."
             )

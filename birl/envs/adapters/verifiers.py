@@ -1,40 +1,72 @@
-"""verifiers: an `Environment` that `load_environment` of an installed package or of a local file gives.
+"""verifiers 0.3: an `Environment` that `load_environment` of an installed package or of a local file gives.
+verifiers 0.4: a `Taskset` (verifiers_tasksets.py). The installed version decides.
 
 birl rl env=verifiers env.task=my_env.py env.parameters=[split=easy]
 
-The environment runs its own rollout and scores it with its own rubric. The client that it is given is the session, in
+An environment runs its own rollout and scores it with its own rubric. The client that it is given is the session, in
 this process, which keeps the exact tokens of all turns.
 """
 
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from birl.envs.adapters.package import arguments, imported, unknown
 from birl.envs.adapters.verifiers_client import FAILURES, client_of, watch
+from birl.envs.adapters.verifiers_tasksets import Tasksets
 from birl.errors import BirlError
 from birl.named import from_file
 from birl.types import Model, Task
 
 KIND = "verifiers"
 
+Reward = float | Mapping[str, float]
+
+
+class Source(Protocol):
+    """Where rows come from, and what plays them: for all episodes."""
+
+    def tasks(self, split: str, most: int, behind: int) -> list[dict[str, Any]]: ...
+    async def play(self, split: str, number: int, model: Model) -> tuple[Reward, dict[str, float]]: ...
+    async def close(self) -> None: ...
+
 
 class Loaded:
-    """The environment and its rows, for all episodes."""
+    """An environment of verifiers 0.3 and its rows."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
         self.rows: dict[str, list[dict[str, Any]]] = {}
+
+    def tasks(self, split: str, most: int, behind: int) -> list[dict[str, Any]]:
+        return [
+            {"prompt": prompt_text(row["prompt"]), "answer": str(row.get("answer", ""))}
+            for row in self.read(split)[: most or None]
+        ]
 
     def read(self, split: str) -> list[dict[str, Any]]:
         if split not in self.rows:
             known = self.env.build_eval_dataset() if split == "validation" else self.env.build_dataset()
             self.rows[split] = [dict(row) for row in known or ()]
         return self.rows[split]
+
+    async def play(self, split: str, number: int, model: Model) -> tuple[Reward, dict[str, float]]:
+        failures: list[Exception] = []
+        FAILURES.set(failures)
+        state = await self.env.rollout(self.read(split)[number], client_of(model), "policy", {})
+        if state.get("error") is not None:
+            raise state["error"]
+        if state.get("timed_out"):
+            raise RuntimeError("the environment's own timeout_seconds is over")
+        await self.env.rubric.score_rollout(state)
+        await self.env.rubric.cleanup(state)
+        if failures:  # the rubric made 0 of it
+            raise failures[0]
+        return float(state["reward"]), dict(state.get("metrics") or {})
 
     async def close(self) -> None:
         await self.env._teardown()
@@ -44,44 +76,42 @@ class Verifiers:
     @dataclass
     class Config:
         task: str = ""
-        """The environment's name, as for `verifiers.load_environment`, or my_env.py, which has that function."""
+        """The name of an installed package, or my_env.py. 0.3: what has `load_environment`; 0.4: a taskset."""
         parameters: list[str] = field(default_factory=list[str])
-        """What `load_environment` takes."""
+        """0.3: what `load_environment` takes. 0.4: as for vf-eval behind --env, such as taskset.split=train."""
+        validation: list[str] = field(default_factory=list[str])
+        """0.4: `parameters` that are others for validation, such as taskset.split=test."""
         rows: int = 0
         """Training rows. 0: all."""
         validation_rows: int = 100
-        """Rows of its evaluation dataset, if it has one. 0: all."""
+        """Rows of its evaluation dataset, if it has one (0.4: see `validation`; else those behind `rows`). 0: all."""
 
     @staticmethod
-    def shared(config: Config) -> Loaded:
+    def shared(config: Config) -> Source:
+        vf = imported("verifiers", KIND)
+        if not config.task:
+            raise BirlError("env=verifiers needs env.task: the name of an installed package, or my_env.py.")
+        if not hasattr(vf, "load_environment"):
+            return Tasksets(config)
+        if config.validation:
+            raise BirlError(f"env.validation: verifiers {vf.__version__} has an evaluation dataset; 0.4 has this key.")
         return Loaded(loaded(config.task, config.parameters))
 
     @staticmethod
-    def tasks(config: Config, split: str, shared: Loaded) -> list[dict[str, Any]]:
-        most = (config.validation_rows if split == "validation" else config.rows) or None
-        rows = shared.read(split)[:most]
-        return [
-            {"prompt": prompt_text(row["prompt"]), "answer": str(row.get("answer", "")), "split": split, "number": i}
-            for i, row in enumerate(rows)
-        ]
+    def tasks(config: Config, split: str, shared: Source) -> list[dict[str, Any]]:
+        most = config.validation_rows if split == "validation" else config.rows
+        rows = shared.tasks(split, most, config.rows)
+        if not all(row["answer"] for row in rows):  # nothing but the environment itself looks at answers
+            rows = [{"prompt": row["prompt"]} for row in rows]
+        return [{**row, "split": split, "number": i} for i, row in enumerate(rows)]
 
-    def __init__(self, task: Task, shared: Loaded) -> None:
-        self.env = shared.env
-        self.row = shared.read(task.columns["split"])[task.columns["number"]]
+    def __init__(self, task: Task, shared: Source) -> None:
+        self.source, self.place = shared, (task.columns["split"], task.columns["number"])
+        self.info: dict[str, float] = {}
 
-    async def run(self, model: Model) -> float:
-        failures: list[Exception] = []
-        FAILURES.set(failures)
-        state = await self.env.rollout(self.row, client_of(model), "policy", {})
-        if state.get("error") is not None:
-            raise state["error"]
-        if state.get("timed_out"):
-            raise RuntimeError("the environment's own timeout_seconds is over")
-        await self.env.rubric.score_rollout(state)
-        await self.env.rubric.cleanup(state)
-        if failures:  # the rubric made 0 of it
-            raise failures[0]
-        return float(state["reward"])
+    async def run(self, model: Model) -> Reward:
+        reward, self.info = await self.source.play(*self.place, model)
+        return reward
 
     async def close(self) -> None:
         pass  # its rollout cleans up, in any case
@@ -95,25 +125,17 @@ def prompt_text(prompt: Any) -> str:
 def loaded(task: str, parameters: list[str]) -> Any:
     """The environment that env.task names. Raises `BirlError`."""
     vf = imported("verifiers", KIND)
-    if not task:
-        raise BirlError("env=verifiers needs env.task: the name of an environment, or my_env.py.")
-    try:
-        load = vf.load_environment
-    except AttributeError:
-        raise BirlError(
-            f"env=verifiers: verifiers {vf.__version__} has no environments any more, only tasksets. Install one that "
-            "has both: pip install 'verifiers<0.4'"
-        ) from None
     if not task.endswith(".py"):
         names = {module.name for module in pkgutil.iter_modules()}
         if task.replace("-", "_").rpartition("/")[2] not in names:
             raise unknown("env.task", task, names)
-        return made(task, parameters, load, task)
+        return made(task, parameters, vf.load_environment, task)
     if not Path(task).is_file():
         raise BirlError(f"env.task={task}: there is no such file in {Path.cwd()}.")
     result = from_file(Path(task))
     if not hasattr(result, "load_environment"):
-        raise BirlError(f"env.task={task}: it has no function load_environment.")
+        told = f" Tasksets need verifiers 0.4; {vf.__version__} is installed." if hasattr(result, "__all__") else ""
+        raise BirlError(f"env.task={task}: it has no function load_environment.{told}")
     return made(task, parameters, result.load_environment)
 
 

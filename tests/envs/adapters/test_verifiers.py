@@ -54,8 +54,8 @@ class Again(vf.MultiTurnEnv):
     async def count(self, state):
         Again.closed += 1
 
-def load_environment(kind="single", reward="right"):
-    rows = Dataset.from_list(ROWS)
+def load_environment(kind="single", reward="right", answers=True):
+    rows = Dataset.from_list(ROWS if answers else [{**row, "answer": ""} for row in ROWS])
     rubric = vf.Rubric(funcs=[globals()[reward], short], weights=[1.0, 0.5])
     given = {"dataset": rows, "eval_dataset": rows.select([4]), "rubric": rubric, "system_prompt": "Be short."}
     if kind == "tools":
@@ -84,9 +84,14 @@ def test_rewards_are_the_rubrics(folder: Path) -> None:
     made = opened()
     assert [row["answer"] for row in made.rows("train")] == ["2", "4", "6", "8", "10"]
     assert [row["answer"] for row in made.rows("validation")] == ["10"]
+    (row, *_) = opened("answers=false").rows("train")
+    assert "answer" not in row  # an empty one would be refused, as if it were checked against
     good, script = run(made, 1, "4")
     bad, _ = run(made, 1, "five")
     assert (good, bad) == (1.0 + 0.5, 0.5 / 4)
+    agent = made.open(task(made.rows("train")[1]))
+    asyncio.run(agent.run(Script(model=["4"])))
+    assert agent.info == {"right": 1.0, "short": 1.0, "num_turns": 1.0}
     assert [(m.role, m.content) for m in script.said[""][:2]] == [("system", "Be short."), ("user", "What is 2 + 2?")]
 
 

@@ -1,0 +1,101 @@
+"""The chat program of verifiers' harness `null`, in this process. verifiers starts one for each episode, with uv."""
+
+import asyncio
+import importlib.machinery
+import sys
+import traceback
+from contextlib import AsyncExitStack
+from functools import cache
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from birl.envs.adapters.package import imported
+
+KIND = "verifiers"
+NAME = "birl"  # of the harness, for verifiers
+CONNECTING = 60.0  # seconds that a tool server may take to list its tools, as in verifiers
+
+
+@cache
+def registered() -> str:
+    """The name under which verifiers has the harness from now on: it looks for a module that has the class."""
+    module = ModuleType(f"verifiers.v1.harnesses.{NAME}")
+    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    vars(module).update(Chat=harness(), __all__=["Chat"])
+    sys.modules[module.__name__] = module
+    return NAME
+
+
+@cache
+def program() -> Any:
+    """verifiers' modules core, compaction and mcp, which are parts of one program there: they use each other's names
+    without importing them."""
+    parts = [imported(f"verifiers.v1.harnesses.utils.{name}", KIND) for name in ("mcp", "compaction", "core")]
+    names = {n: value for part in parts for n, value in vars(part).items() if n[0] != "_"}
+    for part in parts[1:]:
+        vars(part).update(names)
+    return SimpleNamespace(**names)
+
+
+def harness() -> type:
+    result = imported("verifiers.v1.runtimes", KIND).ProgramResult
+
+    class Chat(imported("verifiers.v1.harnesses.null", KIND).NullHarness):
+        """Asks, calls tools and asks again until there is an answer without a call."""
+
+        async def setup(self, runtime: Any) -> None:
+            pass
+
+        async def launch(
+            self,
+            ctx: Any,
+            trace: Any,
+            runtime: Any,
+            endpoint: str,
+            secret: str,
+            mcp_urls: dict[str, str],
+            data: Any,
+            tool_interception_url: str | None = None,
+        ) -> Any:
+            servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+            messages = said(*self.resolve_prompt(data))
+            try:
+                await talk(endpoint, secret, ctx.model, messages, servers, tool_interception_url or "")
+            except SystemExit as ended:  # as the program ends where it cannot reach the model
+                return result(int(ended.code or 0), "", str(ended.__cause__))
+            except Exception as error:  # verifiers reads the exit code and the end of what a program printed
+                return result(1, "", traceback.format_exception_only(error)[-1])
+            return result(0, "", "")
+
+    return Chat
+
+
+def said(system: str | None, prompt: Any) -> list[dict[str, Any]]:
+    """The first messages, as OpenAI has them."""
+    wire = imported("verifiers.v1.dialects.chat", KIND).message_to_wire
+    first = [{"role": "system", "content": system}] if system else []
+    if isinstance(prompt, str):
+        return [*first, {"role": "user", "content": prompt}]
+    return [*first, *(wire(message) for message in prompt or ())]
+
+
+async def talk(
+    address: str, secret: str, model: str, messages: list[dict[str, Any]], servers: dict[str, Any], gate: str
+) -> None:
+    """What `main` of the program does; here it also closes its clients."""
+    httpx, parts = imported("httpx", KIND), program()
+    patience = httpx.Timeout(None, connect=5.0)  # env.timeout bounds the episode
+    async with AsyncExitStack() as stack:
+        http, asking = [
+            await stack.enter_async_context(httpx.AsyncClient(timeout=patience, verify=False, trust_env=False))
+            for _ in range(2)
+        ]
+        client = imported("openai", KIND).AsyncOpenAI(
+            base_url=address, api_key=secret, timeout=patience, max_retries=0, http_client=http
+        )
+        connecting = parts.connect_mcp({"mcpServers": servers}, stack)
+        schemas, dispatch, connected = await asyncio.wait_for(connecting, CONNECTING)
+        compactor = parts.Compactor(client, model, schemas, False, None)
+        compactor.note_good(messages)
+        own = SimpleNamespace(bash=False, edit=False, search=False, api_key=secret, tool_interception_url=gate)
+        await parts.run_chat_loop(own, compactor, messages, dispatch, connected, asking)
