@@ -4,7 +4,11 @@
    from: the softmax and the weighted sum then run in the same order everywhere. */
 #include "layers.h"
 
-#define QUERIES (HEAD_DIM > 64 ? 2 : 4)
+enum {
+    QUERIES = LANES == 16 ? 4 : 2,         /* rows whose sums are in registers at once, */
+    COLUMNS = HEAD_VECTORS % 4 ? 2 : 4,    /* times vectors of a head, */
+    ACROSS = PAGE / LANES                  /* or of a tile of keys */
+};
 
 static __thread scratch mine;
 
@@ -14,15 +18,14 @@ static inline void score_tile(const float *q, long n, const float *keys, float *
         const long m = n - i < QUERIES ? n - i : QUERIES;
         const float *row[QUERIES];
         for (int j = 0; j < QUERIES; j++) row[j] = q + (i + (j < m ? j : 0)) * HEAD_DIM;
-        vec s[QUERIES][2] = {};
-        for (int d = 0; d < HEAD_DIM; d++) {
-            vec a = *(const vec *)(keys + d * PAGE), b = *(const vec *)(keys + d * PAGE + LANES);
-            for (int j = 0; j < QUERIES; j++) s[j][0] += row[j][d] * a, s[j][1] += row[j][d] * b;
-        }
-        for (int j = 0; j < m; j++) {
-            *(vec *)(scores + (i + j) * stride) = s[j][0];
-            *(vec *)(scores + (i + j) * stride + LANES) = s[j][1];
-        }
+        vec s[QUERIES][ACROSS] = {};
+        for (int d = 0; d < HEAD_DIM; d++)
+            for (int v = 0; v < ACROSS; v++) {
+                vec x = *(const vec *)(keys + d * PAGE + v * LANES);
+                for (int j = 0; j < QUERIES; j++) s[j][v] += row[j][d] * x;
+            }
+        for (int j = 0; j < m; j++)
+            for (int v = 0; v < ACROSS; v++) *(vec *)(scores + (i + j) * stride + v * LANES) = s[j][v];
     }
 }
 
@@ -31,18 +34,19 @@ static inline void add_values(const float *p, long stride, long n, const float *
     for (long i = 0; i < n; i += QUERIES) {
         const long m = n - i < QUERIES ? n - i : QUERIES;
         const float *row[QUERIES];
-        vec o[QUERIES][HEAD_VECTORS];
-        for (int j = 0; j < QUERIES; j++) {
-            row[j] = p + (i + (j < m ? j : 0)) * stride;
-            for (int v = 0; v < HEAD_VECTORS; v++) o[j][v] = *(const vec *)(out + (i + (j < m ? j : 0)) * HEAD_DIM + v * LANES);
+        for (int j = 0; j < QUERIES; j++) row[j] = p + (i + (j < m ? j : 0)) * stride;
+        for (int d = 0; d < HEAD_DIM; d += COLUMNS * LANES) {
+            vec o[QUERIES][COLUMNS];
+            for (int j = 0; j < QUERIES; j++)
+                for (int v = 0; v < COLUMNS; v++) o[j][v] = *(const vec *)(out + (i + (j < m ? j : 0)) * HEAD_DIM + d + v * LANES);
+            for (long k = 0; k < count; k++)
+                for (int v = 0; v < COLUMNS; v++) {
+                    vec x = *(const vec *)(values + k * HEAD_DIM + d + v * LANES);
+                    for (int j = 0; j < QUERIES; j++) o[j][v] += row[j][k] * x;
+                }
+            for (int j = 0; j < m; j++)
+                for (int v = 0; v < COLUMNS; v++) *(vec *)(out + (i + j) * HEAD_DIM + d + v * LANES) = o[j][v];
         }
-        for (long k = 0; k < count; k++)
-            for (int v = 0; v < HEAD_VECTORS; v++) {
-                vec x = *(const vec *)(values + k * HEAD_DIM + v * LANES);
-                for (int j = 0; j < QUERIES; j++) o[j][v] += row[j][k] * x;
-            }
-        for (int j = 0; j < m; j++)
-            for (int v = 0; v < HEAD_VECTORS; v++) *(vec *)(out + (i + j) * HEAD_DIM + v * LANES) = o[j][v];
     }
 }
 
@@ -136,18 +140,20 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
 
 /* into[j] += sum_i p[i][j] rows[i]  for `count` places j and n queries. */
 static inline void add_outer(const float *p, long stride, long n, const float *rows, float *into, long count) {
-    for (long j = 0; j < count; j += 4) {
-        const long m = count - j < 4 ? count - j : 4;
-        vec x[4][HEAD_VECTORS];
-        for (int k = 0; k < 4; k++)
-            for (int v = 0; v < HEAD_VECTORS; v++) x[k][v] = *(const vec *)(into + (j + (k < m ? k : 0)) * HEAD_DIM + v * LANES);
-        for (long i = 0; i < n; i++)
-            for (int v = 0; v < HEAD_VECTORS; v++) {
-                vec r = *(const vec *)(rows + i * HEAD_DIM + v * LANES);
-                for (int k = 0; k < 4; k++) x[k][v] += p[i * stride + j + k] * r;
-            }
-        for (int k = 0; k < m; k++)
-            for (int v = 0; v < HEAD_VECTORS; v++) *(vec *)(into + (j + k) * HEAD_DIM + v * LANES) = x[k][v];
+    for (long j = 0; j < count; j += QUERIES) {
+        const long m = count - j < QUERIES ? count - j : QUERIES;
+        for (int d = 0; d < HEAD_DIM; d += COLUMNS * LANES) {
+            vec x[QUERIES][COLUMNS];
+            for (int k = 0; k < QUERIES; k++)
+                for (int v = 0; v < COLUMNS; v++) x[k][v] = *(const vec *)(into + (j + (k < m ? k : 0)) * HEAD_DIM + d + v * LANES);
+            for (long i = 0; i < n; i++)
+                for (int v = 0; v < COLUMNS; v++) {
+                    vec r = *(const vec *)(rows + i * HEAD_DIM + d + v * LANES);
+                    for (int k = 0; k < QUERIES; k++) x[k][v] += p[i * stride + j + k] * r;
+                }
+            for (int k = 0; k < m; k++)
+                for (int v = 0; v < COLUMNS; v++) *(vec *)(into + (j + k) * HEAD_DIM + d + v * LANES) = x[k][v];
+        }
     }
 }
 

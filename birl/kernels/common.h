@@ -13,14 +13,20 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__AVX512F__) /* numbers in a register: GCC keeps no larger vector in several of them, but in memory */
 #define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define HEAD_VECTORS (HEAD_DIM / LANES)
 #define EXPORT __attribute__((visibility("default")))
 
-typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t uvec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t hvec __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 #ifdef BF16
 typedef uint16_t elem;
@@ -67,7 +73,13 @@ static inline vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask
 static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
 
 static inline vec partner(vec x, int distance) { /* lane i gets lane i ^ distance */
+#if LANES == 16
     const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif LANES == 8
+    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+    const ivec lane = {0, 1, 2, 3};
+#endif
     return __builtin_shuffle(x, lane ^ distance);
 }
 

@@ -53,12 +53,12 @@ EXPORT void gemm_pack(const uint16_t *w, uint16_t *packed, long N, long K, long 
         for (long p = 0; p < count; p++)
             for (long b = 0; b < blocks; b++) {
                 uint16_t *tile = packed + ((first + p * turns) * blocks + b) * TILE;
-                uvec square[PANEL] = {}; /* n, pair of k */
+                line square[PANEL] = {}; /* n, pair of k */
                 const long width = K - b * BLOCK < BLOCK ? K - b * BLOCK : BLOCK;
                 for (long n = 0; n < PANEL && p * PANEL + n < N; n++)
                     memcpy(&square[n], w + (p * PANEL + n) * K + b * BLOCK, width * sizeof(uint16_t));
                 transpose16(square);
-                for (long pair = 0; pair < PANEL; pair++) *(uvec *)(tile + pair * BLOCK) = square[pair];
+                for (long pair = 0; pair < PANEL; pair++) *(line *)(tile + pair * BLOCK) = square[pair];
             }
     } else {
         const long panels = K / PANEL; /* K is a multiple of 16 here, and `done` of 32 or this is the last part */
@@ -66,10 +66,10 @@ EXPORT void gemm_pack(const uint16_t *w, uint16_t *packed, long N, long K, long 
 #pragma omp parallel for schedule(static)
         for (long t = 0; t < end; t += BLOCK)
             for (long p = 0; p < panels; p++) {
-                uvec square[16];
+                line square[16];
                 pairs_of(w, K, t, p * PANEL, N, square);
                 uint16_t *tile = packed + (p * blocks + (done + t) / BLOCK) * TILE;
-                for (long pair = 0; pair < 16; pair++) *(uvec *)(tile + pair * BLOCK) = square[pair];
+                for (long pair = 0; pair < 16; pair++) *(line *)(tile + pair * BLOCK) = square[pair];
             }
     }
 }
@@ -110,10 +110,9 @@ typedef struct { /* of one product, and what of it is this thread's: pairs of pa
 /* Gate and up [rows, 16] side by side, both rounded as if they had been stored. */
 static void finish_swiglu(const float *sums, elem *y, long ldy, long rows) {
     for (long i = 0; i < rows; i++) {
-        elem both[2 * LANES];
-        store(both, *(const vec *)(sums + i * 32));
-        store(both + LANES, *(const vec *)(sums + i * 32 + LANES));
-        store(y + i * ldy, swish(load(both), load(both + LANES)));
+        elem both[2 * PANEL];
+        for (long j = 0; j < 2 * PANEL; j += LANES) store(both + j, *(const vec *)(sums + i * 32 + j));
+        for (long j = 0; j < PANEL; j += LANES) store(y + i * ldy + j, swish(load(both + j), load(both + PANEL + j)));
     }
 }
 
@@ -169,10 +168,10 @@ static const uint16_t *block_of(const task *t, long m, long rows, long *lda) {
     const long done = (m - t->top) % TURN, columns = t->M - m < TURN ? t->M - m : TURN;
     for (long k = 0; k < *lda && !done; k += BLOCK)
         for (long n = 0; n < columns; n += 16) {
-            uvec square[16];
+            line square[16];
             pairs_of(t->x, t->ldx, k, m + n, t->K, square);
             transpose16(square);
-            for (long i = 0; i < 16; i++) *(uvec *)(copy + (n + i) * *lda + k) = square[i];
+            for (long i = 0; i < 16; i++) *(line *)(copy + (n + i) * *lda + k) = square[i];
         }
     return copy + done * *lda;
 }

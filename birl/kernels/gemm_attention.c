@@ -73,11 +73,11 @@ static places find(const elem *base, long stride, const segment *segments, long 
 static void pack_keys(const places *from, elem *page) {
     for (long panel = 0; panel < 2; panel++)
         for (long b = 0; b < KEY_BLOCKS; b++) {
-            uvec square[16] = {};
+            line square[16] = {};
             for (long i = 0; i < 16; i++)
-                if (from->row[panel * 16 + i]) square[i] = *(const uvec *)(from->row[panel * 16 + i] + b * BLOCK);
+                if (from->row[panel * 16 + i]) square[i] = *(const line *)(from->row[panel * 16 + i] + b * BLOCK);
             transpose16(square);
-            for (long i = 0; i < 16; i++) *(uvec *)(page + (panel * KEY_BLOCKS + b) * TILE + i * BLOCK) = square[i];
+            for (long i = 0; i < 16; i++) *(line *)(page + (panel * KEY_BLOCKS + b) * TILE + i * BLOCK) = square[i];
         }
 }
 
@@ -86,10 +86,7 @@ static void pack_values(const places *from, elem *page) {
     for (long panel = 0; panel < HEAD_DIM / PANEL; panel++)
         for (long pair = 0; pair < 16; pair++) {
             const elem *even = from->row[2 * pair], *odd = from->row[2 * pair + 1];
-            uvec both = {};
-            if (even) both = __builtin_convertvector(*(const hvec *)(even + panel * PANEL), uvec);
-            if (odd) both |= __builtin_convertvector(*(const hvec *)(odd + panel * PANEL), uvec) << 16;
-            *(uvec *)(page + panel * TILE + pair * BLOCK) = both;
+            *(line *)(page + panel * TILE + pair * BLOCK) = zipped(even ? even + panel * PANEL : NULL, odd ? odd + panel * PANEL : NULL);
         }
 }
 
@@ -170,10 +167,10 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
 /* p [32 queries, 32 keys] (rows ld apart) -> [32 keys, 32 queries]. */
 static void turn(const elem *p, long ld, elem *out) {
     for (long half = 0; half < 2; half++) {
-        uvec square[16];
+        line square[16];
         pairs_of(p, ld, 0, half * 16, 32, square);
         transpose16(square);
-        for (long i = 0; i < 16; i++) *(uvec *)(out + (half * 16 + i) * 32) = square[i];
+        for (long i = 0; i < 16; i++) *(line *)(out + (half * 16 + i) * 32) = square[i];
     }
 }
 

@@ -10,8 +10,19 @@
 #define BLOCK 32
 #define TILE (PANEL * BLOCK) /* elements of a packed block */
 
-/* a[i][j] -> a[j][i], by exchanging halves, quarters, eighths and sixteenths of pairs of rows. */
-static inline void transpose16(uvec a[16]) {
+/* 16 pairs of bfloat16, and 16 such lines a[i][j] -> a[j][i]. */
+#ifdef __AVX512F__
+typedef uvec line;
+
+static inline line zipped(const uint16_t *even, const uint16_t *odd) {
+    line both = {};
+    if (even) both = __builtin_convertvector(*(const hvec *)even, uvec);
+    if (odd) both |= __builtin_convertvector(*(const hvec *)odd, uvec) << 16;
+    return both;
+}
+
+/* By exchanging halves, quarters, eighths and sixteenths of pairs of rows. */
+static inline void transpose16(line a[16]) {
     const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #pragma GCC unroll 4
     for (int s = 1; s < 16; s *= 2) {
@@ -26,15 +37,33 @@ static inline void transpose16(uvec a[16]) {
             }
     }
 }
+#else
+typedef struct { uint32_t at[16]; } __attribute__((aligned(2), may_alias)) line;
+
+/* Pairs of even[i] and odd[i]; 0 in the place of one that is NULL. */
+static inline line zipped(const uint16_t *even, const uint16_t *odd) {
+    line both = {};
+    if (even)
+        for (int i = 0; i < 16; i++) both.at[i] = even[i];
+    if (odd)
+        for (int i = 0; i < 16; i++) both.at[i] |= (uint32_t)odd[i] << 16;
+    return both;
+}
+
+static inline void transpose16(line a[16]) {
+    line turned[16];
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) turned[j].at[i] = a[i].at[j];
+    memcpy(a, turned, sizeof(turned));
+}
+#endif
 
 /* Pairs of rows t, t + 1 of x [T, N], columns n to n + 15, for 32 rows: square[pair][n]; 0 behind the last row. */
-static inline void pairs_of(const uint16_t *x, long stride, long t, long n, long T, uvec square[16]) {
+static inline void pairs_of(const uint16_t *x, long stride, long t, long n, long T, line square[16]) {
     for (long pair = 0; pair < 16; pair++) {
         const long row = t + 2 * pair;
         const uint16_t *from = x + row * stride + n;
-        square[pair] = (uvec){};
-        if (row < T) square[pair] = __builtin_convertvector(*(const hvec *)from, uvec);
-        if (row + 1 < T) square[pair] |= __builtin_convertvector(*(const hvec *)(from + stride), uvec) << 16;
+        square[pair] = zipped(row < T ? from : NULL, row + 1 < T ? from + stride : NULL);
     }
 }
 
@@ -88,6 +117,8 @@ static inline void product(const uint16_t *a, int two, long lda, const uint16_t 
 
 #else
 
+#ifdef __AVX512F__
+
 static inline vec dot2(vec total, uint32_t a, const uint16_t *b) {
 #ifdef __AVX512BF16__
     return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(a), (__m512bh)_mm512_loadu_si512(b));
@@ -100,6 +131,7 @@ static inline vec dot2(vec total, uint32_t a, const uint16_t *b) {
 #endif
 }
 
+/* Four rows of both panels. */
 static inline void quad(const uint16_t *a, long lda, const uint16_t *b0, const uint16_t *b1, long step, long blocks,
                         float *sums, long ld, int add) {
     vec s[4][2] = {};
@@ -115,6 +147,46 @@ static inline void quad(const uint16_t *a, long lda, const uint16_t *b0, const u
             }
     for (int i = 0; i < 4; i++) *(vec *)(sums + i * ld) = s[i][0], *(vec *)(sums + i * ld + 16) = s[i][1];
 }
+
+#else
+
+/* Four rows of one panel. */
+static inline void half_quad(const uint16_t *a, long lda, const uint16_t *b, long step, long blocks, float *sums, long ld,
+                             int add) {
+    vec s[4][PANEL / LANES];
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < PANEL / LANES; j++) s[i][j] = add ? *(const vec *)(sums + i * ld + j * LANES) : (vec){};
+    for (long k = 0; k < blocks; k++) {
+        uint32_t wide[4][BLOCK] __attribute__((aligned(64))); /* a in float32, read one number for all lanes */
+        for (int i = 0; i < 4; i++)
+            for (int j = 0; j < BLOCK; j++) wide[i][j] = (uint32_t)a[i * lda + k * BLOCK + j] << 16;
+        for (long pair = 0; pair < BLOCK / 2; pair++) {
+            vec even[PANEL / LANES], odd[PANEL / LANES];
+#pragma GCC unroll 4
+            for (int j = 0; j < PANEL / LANES; j++) {
+                const uvec both = *(const uvec *)(b + k * step + pair * BLOCK + j * 2 * LANES);
+                even[j] = (vec)(both << 16), odd[j] = (vec)(both & 0xffff0000);
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                float first, second;
+                memcpy(&first, &wide[i][2 * pair], 4), memcpy(&second, &wide[i][2 * pair + 1], 4);
+#pragma GCC unroll 4
+                for (int j = 0; j < PANEL / LANES; j++) s[i][j] += first * even[j], s[i][j] += second * odd[j];
+            }
+        }
+    }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < PANEL / LANES; j++) *(vec *)(sums + i * ld + j * LANES) = s[i][j];
+}
+
+static inline void quad(const uint16_t *a, long lda, const uint16_t *b0, const uint16_t *b1, long step, long blocks,
+                        float *sums, long ld, int add) {
+    half_quad(a, lda, b0, step, blocks, sums, ld, add);
+    half_quad(a, lda, b1, step, blocks, sums + PANEL, ld, add);
+}
+
+#endif
 
 static inline void product(const uint16_t *a, int two, long lda, const uint16_t *b0, const uint16_t *b1, long step,
                            long blocks, float *sums, long ld, int add) {
