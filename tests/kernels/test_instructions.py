@@ -62,7 +62,7 @@ void both(const uint16_t *a, const uint16_t *b0, const uint16_t *b1, long blocks
 @pytest.mark.parametrize("name", ["avx2", "avx512", "avx512_bf16"])
 @pytest.mark.parametrize(("what", "most"), [("product", 4), ("elementwise", 1)])  # with what the loops begin and end
 def test_sums_stay_in_registers(name: str, what: str, most: int, tmp_path: Path) -> None:
-    """A compiler that has no register of a vector's size keeps it in memory: with AVX2 products took 50 times as long."""
+    """A vector that no register holds is kept in memory: with AVX2 products took 50 times as long."""
     compiler = kernels.compiler()
     if compiler is None or INSTRUCTIONS is not instructions.X86:
         pytest.skip("no C compiler for x86")
