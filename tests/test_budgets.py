@@ -74,8 +74,8 @@ def reading_path() -> list[Path]:
     # 110 and a file for Mamba 1, models without attention, and limits of time steps
     # 175 for full disks, answers that nobody fetches, the search of sessions, and what `birl tinker` does not offer
     # 75 and a file for lightning attention and RG-LRU
-    # 410 and 3 files for tasksets of verifiers 0.4: loading, playing, and its chat program
-    [("lines", 80_365), ("files", 565), ("lines of train/", 2_800), ("lines to read", 8_500), ("files to read", 40)],
+    # 445 and 3 files for tasksets of verifiers 0.4: loading, playing, and its chat program
+    [("lines", 80_400), ("files", 565), ("lines of train/", 2_800), ("lines to read", 8_500), ("files to read", 40)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())

@@ -4,16 +4,47 @@ import asyncio
 import importlib.machinery
 import sys
 import traceback
+from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from functools import cache
+from contextvars import ContextVar
+from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from birl.envs.adapters.package import imported
+from birl.errors import innermost
 
 KIND = "verifiers"
 NAME = "birl"  # of the harness, for verifiers
 CONNECTING = 60.0  # seconds that a tool server may take to list its tools, as in verifiers
+
+
+class Speakers:
+    """Names of agents for what is asked at `address` in one episode: each run of a role is one, `solver` and
+    `solver_2`. `named`: otherwise none has a name."""
+
+    def __init__(self, address: str, named: bool) -> None:
+        self.address, self.named = address, named
+        self.runs: Counter[str] = Counter()
+        self.names: dict[str, str] = {}  # by the trace's id
+
+    def of(self, trace: Any, address: str) -> str:
+        if not self.named or address != self.address:
+            return ""
+        if trace.id not in self.names:
+            role = trace.agent.name
+            self.runs[role] += 1
+            self.names[trace.id] = role if self.runs[role] == 1 else f"{role}_{self.runs[role]}"
+        return self.names[trace.id]
+
+    def name(self, trace: Any) -> str:
+        """Of a run that is over; its role's where the name is not known."""
+        return self.names.get(trace.id, str(trace.agent.name))
+
+
+#: of the episode that is played
+SPEAKERS: ContextVar[Speakers] = ContextVar("speakers")
 
 
 @cache
@@ -59,12 +90,18 @@ def harness() -> type:
         ) -> Any:
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
             messages = said(*self.resolve_prompt(data))
+            name = SPEAKERS.get().of(trace, ctx.client.base_url)
+            client = imported("openai", KIND).AsyncOpenAI
+            asks = partial(
+                client, base_url=endpoint, api_key=secret, default_headers={"X-Birl-Agent": name} if name else {}
+            )
             try:
-                await talk(endpoint, secret, ctx.model, messages, servers, tool_interception_url or "")
+                await talk(asks, ctx.model, messages, servers, tool_interception_url or "")
             except SystemExit as ended:  # as the program ends where it cannot reach the model
                 return result(int(ended.code or 0), "", str(ended.__cause__))
             except Exception as error:  # verifiers reads the exit code and the end of what a program printed
-                return result(1, "", traceback.format_exception_only(error)[-1])
+                cause = innermost(error) if isinstance(error, BaseExceptionGroup) else error
+                return result(1, "", traceback.format_exception_only(cause)[-1])
             return result(0, "", "")
 
     return Chat
@@ -80,9 +117,9 @@ def said(system: str | None, prompt: Any) -> list[dict[str, Any]]:
 
 
 async def talk(
-    address: str, secret: str, model: str, messages: list[dict[str, Any]], servers: dict[str, Any], gate: str
+    asks: Callable[..., Any], model: str, messages: list[dict[str, Any]], servers: dict[str, Any], gate: str
 ) -> None:
-    """What `main` of the program does; here it also closes its clients."""
+    """What `main` of the program does; here it also closes its clients. `asks` makes that of OpenAI."""
     httpx, parts = imported("httpx", KIND), program()
     patience = httpx.Timeout(None, connect=5.0)  # env.timeout bounds the episode
     async with AsyncExitStack() as stack:
@@ -90,12 +127,10 @@ async def talk(
             await stack.enter_async_context(httpx.AsyncClient(timeout=patience, verify=False, trust_env=False))
             for _ in range(2)
         ]
-        client = imported("openai", KIND).AsyncOpenAI(
-            base_url=address, api_key=secret, timeout=patience, max_retries=0, http_client=http
-        )
+        client = asks(timeout=patience, max_retries=0, http_client=http)
         connecting = parts.connect_mcp({"mcpServers": servers}, stack)
         schemas, dispatch, connected = await asyncio.wait_for(connecting, CONNECTING)
         compactor = parts.Compactor(client, model, schemas, False, None)
         compactor.note_good(messages)
-        own = SimpleNamespace(bash=False, edit=False, search=False, api_key=secret, tool_interception_url=gate)
+        own = SimpleNamespace(bash=False, edit=False, search=False, api_key=client.api_key, tool_interception_url=gate)
         await parts.run_chat_loop(own, compactor, messages, dispatch, connected, asking)

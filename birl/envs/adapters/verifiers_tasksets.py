@@ -19,7 +19,7 @@ from shutil import which
 from typing import Any
 
 from birl.envs.adapters.package import arguments, imported
-from birl.envs.adapters.verifiers_chat import registered
+from birl.envs.adapters.verifiers_chat import SPEAKERS, Speakers, registered
 from birl.envs.adapters.verifiers_module import imported_taskset
 from birl.errors import BirlError
 from birl.foreign import Late
@@ -98,7 +98,7 @@ class Tasksets:
                 )
             # Of an attempt that is repeated the turns would count, too: rollout.failed says what follows a failure.
             known = {"harness": harness, "runtime": runtime, "retries": type(role.retries)()}
-            if role.client is None and len(self.roles) > 1:
+            if role.client is None and len(self.roles) > 1:  # what harnesses of others have as a name
                 known["model"] = f"birl/{name}"
             given[name] = role.model_copy(update=known)
         return self.config.model_copy(update=given)
@@ -134,13 +134,15 @@ class Tasksets:
 
     async def play(self, split: str, number: int, model: Model) -> tuple[Mapping[str, float] | float, dict[str, float]]:
         await self.serve()
+        speakers = Speakers(model.base_url, named=type(self.env).__name__ != "SingleAgentEnv")
+        SPEAKERS.set(speakers)
         clients = imported(f"{V1}.clients", KIND)
         own = clients.EvalClientConfig(base_url=model.base_url, api_key_var="BIRL_NO_KEY")
         episode = await self.env.run_episode(self.rows[split][number], clients.ModelContext(model="birl", client=own))
-        traces = outcome(episode, self.env.complete(episode))
-        forget(model, {trace.agent.name for trace in episode.traces} - set(traces))
+        traces = outcome(episode, self.env.complete(episode), speakers)
+        forget(model, set(map(speakers.name, episode.traces)) - set(traces))
         rewards = {name: trace.reward for name, trace in traces.items()}
-        return rewards if len(self.roles) > 1 else next(iter(rewards.values())), figures(traces)
+        return rewards if speakers.named else next(iter(rewards.values())), figures(traces)
 
     async def serve(self) -> None:
         """Its tool servers run from the first episode on. They are entered and left in one task, as they ask for."""
@@ -183,8 +185,8 @@ def row(data: Any) -> dict[str, Any]:
     }
 
 
-def outcome(episode: Any, complete: bool) -> dict[str, Any]:
-    """The traces that are trained, by role. Raises `Late` where a deadline of verifiers took the score, `BirlError`
+def outcome(episode: Any, complete: bool, speakers: Speakers) -> dict[str, Any]:
+    """The traces that are trained, by name. Raises `Late` where a deadline of verifiers took the score, `BirlError`
     where there is none for another reason."""
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if episode.is_timeout:
@@ -196,14 +198,14 @@ def outcome(episode: Any, complete: bool) -> dict[str, Any]:
         raise BirlError(told(episode.errors[-1]) if episode.errors else "its environment counts it as incomplete")
     result: dict[str, Any] = {}
     for trace in traces:
-        name = trace.agent.name
+        name = speakers.name(trace)
         missing = [key for key, reward in trace.rewards.items() if reward is None]
         if trace.is_timeout and (missing or trace.stop_condition != "agent_timeout"):
             raise Late(f"{name}: {trace.stop_condition} of verifiers")
         if missing or not trace.rewards:
             raise BirlError(f"{name}: {' and '.join(missing) or 'its task'} gave no reward")
         if name in result:
-            raise BirlError(f"{name} played twice in one episode; rollout.group_size is how often a task is played")
+            raise BirlError(f"{name} ran twice in one episode, and its harness does not say which answers are whose")
         result[name] = trace
     if not result:
         raise BirlError("no role that is trained played")

@@ -279,6 +279,12 @@ def test_each_role_has_its_reward() -> None:
     assert told.parts["black/letters"] == 5 and told.parts["white/won"] == -1
 
 
+def test_each_run_of_a_role_has_its_reward() -> None:
+    told, _ = play("sums4", ["2", "five"], parameters=["id=best-of-n", "n=2"])
+    assert told.rewards == {"agent": 1.5, "agent_2": 0.125} and told.outcome is Outcome.OK, told.detail
+    assert [turn.agent for turn in told.turns] == ["agent", "agent_2"]
+
+
 def test_an_environment_may_be_the_user() -> None:
     told, prompts = play("again4", ["ab", "cd", "e"], rows="2")
     assert told.outcome is Outcome.OK and math.isclose(told.reward, 5 / 30), told.detail
