@@ -23,7 +23,7 @@ def policy_loss(
     ref_logp: Tensor | None = None,
     kl: str = "k3",
     kl_coef: float = 0.0,
-    kl_corrected: bool = False,
+    kl_from: Tensor | None = None,
     held: Tensor | None = None,
     held_coef: float | Tensor = 0.0,
     entropy_coef: float = 0.0,
@@ -32,8 +32,9 @@ def policy_loss(
 
     All [N]; the weights hold the global denominator. `surrogate` gives L_t. `factor`: what an off-policy correction or
     a mask multiplies the surrogate with; None: 1. `held` (bool): tokens that are held back towards the old policy
-    (KL-Cov), by `held_coef` or that of each [N]. `kl_corrected`: KL_t times the importance ratio. Returns the scalar
-    loss and [N] figures: ratio, clip_fraction, entropy, gap (|logp - old_logp|), and kl with a reference.
+    (KL-Cov), by `held_coef` or that of each [N]. `kl_from`: the sampler's log-probs, where KL_t is weighed by the ratio
+    to them. Returns the scalar loss and [N] figures: ratio, clip_fraction, entropy, gap (|logp - old_logp|), and kl
+    with a reference.
     """
     result = surrogate(logp, old_logp, advantages, sample)
     per_token = result.loss if factor is None else result.loss * factor
@@ -46,8 +47,8 @@ def policy_loss(
     if ref_logp is not None:
         if kl_coef:
             penalty = estimators.ESTIMATORS[kl](logp, ref_logp)
-            if kl_corrected:
-                penalty = estimators.corrected(penalty, logp, old_logp)
+            if kl_from is not None:
+                penalty = estimators.corrected(penalty, logp, kl_from)
             per_token = per_token + kl_coef * penalty
         figures["kl"] = estimators.k3(logp.detach(), ref_logp)
     if held is not None:

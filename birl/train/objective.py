@@ -136,7 +136,7 @@ class Objective:
             ref_logp=on["r"],
             kl=keys.kl,
             kl_coef=kl_coef if keys.kl_in == "loss" else 0.0,
-            kl_corrected=keys.kl_corrected,
+            kl_from=batch.logprobs if keys.kl_corrected else None,  # tokens are its, however old it is
             held=on["h"],
             held_coef=keys.held_coef * ~fresh,  # nothing has moved: the sign of what rounding leaves is no direction
             entropy_coef=keys.entropy_coef,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from birl.algorithms import estimators
 from birl.config import schema
@@ -47,19 +48,20 @@ def batch(remembered: bool = False) -> Batch:
     return made
 
 
-def gradient(*words: str) -> list[float]:
+def gradient(*words: str, ref_logp: Tensor | None = None) -> list[float]:
     """-dL/dl_t of each token, whatever the denominator: its weight in the batch is 1."""
     config = load(schema.RL, ["data.train=x", "rollout.max_staleness=4", *words])
     learner: Any = SimpleNamespace(version=3)
     objective = objective_of(config, learner, None, surrogate_of(config.algorithm))
     made = batch(remembers(config))
     logp = torch.tensor([x for own in LOGP for x in own], requires_grad=True)
-    known = Known()
+    known = Known(ref_logp=ref_logp)
     if objective.needs_look():
         learner.look = lambda b: torch.stack([logp.detach(), torch.zeros_like(logp)])
         learner.each = lambda batches, verb: [verb(b) for b in batches]
         (known,) = objective.look([made], 0)
-    loss, _ = objective._loss(logp, torch.zeros_like(logp), made, known=known, kl_coef=0.0, value_weight=0.0)
+    kl_coef = config.algorithm.kl_coef if ref_logp is not None else 0.0
+    loss, _ = objective._loss(logp, torch.zeros_like(logp), made, known=known, kl_coef=kl_coef, value_weight=0.0)
     loss.backward()
     assert logp.grad is not None
     return (-logp.grad / made.weights).tolist()
@@ -165,6 +167,19 @@ def test_a_stale_gradient_is_the_papers(preset: Callable[..., float]) -> None:
     if preset is m2po:
         words.append("algorithm.second_moment=1e-9")
     assert gradient(*words) == pytest.approx([preset(*t) for t in tokens()], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_corrected_kl_is_weighed_against_what_sampled(updates: int) -> None:
+    """2512.02556 section 3.1: w k3 with w = pi / mu, mu what sampled; its gradient is w (k3 + 1 - ref / pi)."""
+    words = ["algorithm=dr_grpo", f"algorithm.updates_per_batch={updates}", "algorithm.kl_coef=0.3"]
+    ref = [-0.7, -1.0, -1.6, -0.8, -0.6]
+    corrected = gradient(*words, "algorithm.kl_corrected=true", ref_logp=torch.tensor(ref))
+    expected = []
+    for plain, f, (new, old, *_) in zip(gradient(*words), ref, tokens(), strict=True):
+        k3 = exp(f - new) - (f - new) - 1
+        expected.append(plain - 0.3 * exp(new - old) * (k3 + 1 - exp(f - new)))
+    assert corrected == pytest.approx(expected, rel=1e-5)
 
 
 def test_m2po_against_the_learners_own_log_probs_keeps_the_whole_weight() -> None:
