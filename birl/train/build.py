@@ -123,7 +123,8 @@ async def training(setup: Setup[schema.RL]) -> Parts:
             setup.claim(policy)
         total, progress = total_steps(config, data.train), Progress(epochs=config.epochs)
         tracker = setup.tracker(total)
-        publisher = await in_thread(publisher_of, setup, worker, servers, data.train, tracker.message)
+        resumed = resume_from is not None
+        publisher = await in_thread(publisher_of, setup, worker, servers, data.train, tracker.message, resumed)
         opened.push_async_callback(publisher.close)  # before the engines
         gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
         opened.callback(gc.unfreeze)
@@ -279,8 +280,9 @@ def publisher_of(
     servers: "Servers | None",
     train: Sequence[Tasks],
     say: Callable[[str], None],
+    resumed: bool,
 ) -> Publisher:
-    """How the learner's weights come to the engines."""
+    """How the learner's weights come to the engines. `resumed`: a checkpoint takes the place of its first ones."""
     config, policy, learner, crew = setup.config, worker.policy, worker.learner, worker.crew
     call = partial(crew.call, worker)
     if servers is None:
@@ -295,6 +297,8 @@ def publisher_of(
         publisher.gathered = Gathered(learner.model, DTYPES[config.model.dtype], gather, originally)
         publisher.canary.together = partial(call, RLWorker.logprobs_of)
         publisher.canary.parts = crew.ranks.shares
+    if resumed:
+        publisher.canary.begin()
     return publisher
 
 

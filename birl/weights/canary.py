@@ -5,7 +5,8 @@ adapter left out, no other kernel, no tokens that were taken apart and put toget
 
     scored     the engine's log-probs of given tokens, and the learner's          no further apart than usual
     sampled    the engine's log-probs of what it draws, and of the same as given   no further apart than usual
-    stale      the engine's lie where the learner's were, some versions ago        that is no rounding
+    stale      the engine's lie where the learner's were, some versions ago or     that is no rounding
+               before the run began or was resumed
 
 What is usual is what the first proof of a run showed: then all have the same weights, and differ by rounding alone.
 """
@@ -47,13 +48,26 @@ class Canary:
     )
     parts: int = 1  # shares of the ranks
     past: deque[list[list[float]]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # `expected`, newest first
+    began: list[list[float]] = field(default_factory=list)  # `expected` of the weights that engines start with
     usual: float = 0.0  # largest gap of the first proof [nats a token]
 
     def __post_init__(self) -> None:
         self.prompts = [p[-LONGEST:] for p in self.prompts if len(p) > 1]
 
+    def begin(self) -> None:
+        """Call before a checkpoint is read: engines that are started anew have these weights until the first update."""
+        self.began = self.said()
+
     def compute(self) -> None:
-        """What the learner says now (compute thread). At temperature 1: engines score given tokens at that."""
+        """What engines are compared with is what the learner says now (compute thread)."""
+        result = self.said()
+        if self.expected:
+            self.past.appendleft(self.expected)
+        self.began = self.began or result
+        self.expected = result
+
+    def said(self) -> list[list[float]]:
+        """The learner's log-probs of the scored tokens, at temperature 1: engines score given tokens at that."""
         samples = [
             Sample(
                 tokens=np.array(ids, np.int32),
@@ -72,9 +86,7 @@ class Canary:
         for batch, values in zip(batches, ask(batches), strict=True):
             for sample, value in zip(batch.group.tolist(), values, strict=True):
                 result[sample].append(value)
-        if self.expected:
-            self.past.appendleft(self.expected)
-        self.expected = result
+        return result
 
     async def check(self, engine: Engine, name: str) -> float:
         """Mean |engine - learner| of one engine [nats a token]. Raises `WeightsFailed` where it is too large, where the
@@ -88,11 +100,11 @@ class Canary:
             pair for own, wanted in zip(heard, self.expected, strict=True) for pair in zip(own, wanted, strict=True)
         ]
         gap, most = _mean(pairs), self.allowed(len(pairs))
-        ago = self.stale([value for own in heard for value in own])
-        if ago:
+        those = self.stale([value for own in heard for value in own])
+        if those:
             raise WeightsFailed(
                 "stale",
-                f"{name} has the right weights by name, and computes with those of {ago} updates before: its "
+                f"{name} has the right weights by name, and computes with those {those}: its "
                 f"log-probs are {gap:.3g} nats a token from the learner's of now, and lie where those were.",
             )
         if not gap <= most:
@@ -153,15 +165,16 @@ class Canary:
             return f"weights.max_gap={most:g}"
         return f"{most:.3g} by the first proof of this run, which showed {self.usual:.3g},"
 
-    def stale(self, heard: list[float]) -> int:
-        """How many updates ago the learner's log-probs were the engine's of now; 0 where they cannot be told apart.
+    def stale(self, heard: list[float]) -> str:
+        """When the learner's log-probs were the engine's of now; empty where that is now, or cannot be told apart.
 
         Of e = engine - now and p = past - now, the share of p in e is c = <e, p> / <p, p>: 0 for an engine that is up
         to date, 1 for one that is not. Rounding moves it by about |e - c p| / (|p| sqrt(N)), of N tokens.
         """
         now = [value for values in self.expected for value in values]
-        best, result = inf, 0
-        for ago, past in enumerate(self.past, start=1):
+        best, result = inf, ""
+        earlier = {f"of {ago} updates before": past for ago, past in enumerate(self.past, start=1)}
+        for when, past in {**earlier, "that the run began with": self.began}.items():
             moved = [before - value for before, value in zip((v for vs in past for v in vs), now, strict=True)]
             apart = [value - other for value, other in zip(heard, now, strict=True)]
             size = sum(p * p for p in moved)
@@ -171,7 +184,7 @@ class Canary:
             left = sum((e - share * p) ** 2 for e, p in zip(apart, moved, strict=True))
             error = sqrt(left / size / len(now))
             if share > max(0.5, SURE * error) and sqrt(size / len(now)) > NOTHING and left < best:
-                best, result = left, ago
+                best, result = left, when
         return result
 
 

@@ -391,6 +391,25 @@ def test_an_engine_one_small_step_behind_is_stale(tiny: Path, compute, noise: fl
     assert caught.value.cause == "stale"
 
 
+@pytest.mark.parametrize(("lr", "noise"), [(1e-5, 0.0), (1e-4, 0.0001), (1e-3, 0.004)])
+def test_an_engine_that_keeps_the_weights_of_before_a_resume_is_stale(tiny: Path, lr: float, noise: float) -> None:
+    """A server that is started anew has those of model.path, and may not have taken the checkpoint's."""
+    learner = Learner(load_model(tiny), dtype=torch.float32)
+    canary, draw = Canary(learner, [tuple(range(5, 45)), tuple(range(9, 60))], 0.1), random.Random(0)
+    canary.begin()
+    for step in range(20):
+        for master in learner.masters.tensors.values():
+            master.grad = torch.randn(master.shape, generator=torch.Generator().manual_seed(step))
+        learner.optim_step(lr / 5)
+    canary.compute()
+
+    def heard(said: list[list[float]]) -> list[float]:
+        return [value + draw.gauss(0, noise) for values in said for value in values]
+
+    assert canary.stale(heard(canary.began)) == "that the run began with"
+    assert canary.stale(heard(canary.expected)) == ""
+
+
 def test_what_an_engine_may_show_is_bounded_by_the_first_proof(tiny: Path, compute) -> None:
     """vLLM and SGLang show no digests: 0.05 nats off are within weights.max_gap, and not within rounding."""
     canary = Canary(Learner(load_model(tiny)), [tuple(range(5, 205))], 0.1)
