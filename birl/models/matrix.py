@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from birl.kernels import Kernels, PackedWeight
+from birl.kernels import PANEL, Kernels, PackedWeight
 from birl.models.low_rank import Active, absorb_low_rank, add_low_rank, low_rank_by_input
 from birl.models.quantized import matrix_of
 
@@ -69,7 +69,9 @@ class Matrix:
         """[T, K] -> [T, N]."""
         packed = self.layout()
         if isinstance(packed, PackedWeight):
-            return self.extended(x, self.kernels.gemm(x, packed, self.bias))
+            if self.active.groups:  # rounded once: what is less than half a step of the sum would be lost otherwise
+                return self.floats(x).to(x.dtype)
+            return self.kernels.gemm(x, packed, self.bias)
         return self.extended(x, torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], ""))
 
     def extended(self, x: Tensor, y: Tensor) -> Tensor:
@@ -100,7 +102,10 @@ class Matrix:
         """x W' in float32."""
         packed = self.layout()
         if isinstance(packed, PackedWeight):
-            return self.extended(x, self.kernels.gemm_float(x, packed, self.bias))
+            y = self.kernels.gemm_float(x, packed, self.bias)
+            if packed.halves:  # whose panels take turns
+                y = y.view(len(y), -1, 2, PANEL).transpose(1, 2).reshape(y.shape)
+            return self.extended(x, y)
         return self(x)
 
     def sample(self, x: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
