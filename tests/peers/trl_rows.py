@@ -320,7 +320,8 @@ def reference_case(what: str, corrected: bool) -> None:
     def _(seed: int) -> Pair:
         case = Case(seed)
         theirs = by_trl(case, "dapo", beta=0.3, use_bias_correction_kl=corrected)
-        parts = {"ref_logp": case.flat(case.ref), "kl": "k3", "kl_coef": 0.3, "kl_from": case.flat(case.old) if corrected else None}
+        parts = {"ref_logp": case.flat(case.ref), "kl": "k3", "kl_coef": 0.3}
+        parts |= {"kl_from": case.flat(case.old)} if corrected else {}
         return Pair(theirs, case.ours(surrogates.clip, options=CLIP, **parts))
 
 
