@@ -123,8 +123,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
             setup.claim(policy)
         total, progress = total_steps(config, data.train), Progress(epochs=config.epochs)
         tracker = setup.tracker(total)
-        resumed = resume_from is not None
-        publisher = await in_thread(publisher_of, setup, worker, servers, data.train, tracker.message, resumed)
+        publisher = await in_thread(publisher_of, setup, worker, servers, data.train, tracker.message)
         opened.push_async_callback(publisher.close)  # before the engines
         gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
         opened.callback(gc.unfreeze)
@@ -280,9 +279,8 @@ def publisher_of(
     servers: "Servers | None",
     train: Sequence[Tasks],
     say: Callable[[str], None],
-    resumed: bool,
 ) -> Publisher:
-    """How the learner's weights come to the engines. `resumed`: a checkpoint takes the place of its first ones."""
+    """How the learner's weights come to the engines."""
     config, policy, learner, crew = setup.config, worker.policy, worker.learner, worker.crew
     call = partial(crew.call, worker)
     if servers is None:
@@ -297,8 +295,7 @@ def publisher_of(
         publisher.gathered = Gathered(learner.model, DTYPES[config.model.dtype], gather, originally)
         publisher.canary.together = partial(call, RLWorker.logprobs_of)
         publisher.canary.parts = crew.ranks.shares
-    if resumed:
-        publisher.canary.begin()
+    publisher.canary.begin()
     return publisher
 
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf, sqrt
+from math import inf, nan, sqrt
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class Canary:
         self.prompts = [p[-LONGEST:] for p in self.prompts if len(p) > 1]
 
     def begin(self) -> None:
-        """Call before a checkpoint is read: engines that are started anew have these weights until the first update."""
+        """Call before a checkpoint is read: an engine that is started anew has these weights until the first update."""
         self.began = self.said()
 
     def compute(self) -> None:
@@ -89,8 +89,10 @@ class Canary:
         return result
 
     async def check(self, engine: Engine, name: str) -> float:
-        """Mean |engine - learner| of one engine [nats a token]. Raises `WeightsFailed` where it is too large, where the
-        engine computes with weights of before, or reports other log-probs of what it draws."""
+        """Mean |engine - learner| of one engine [nats a token], NaN without prompts. Raises `WeightsFailed` where it is
+        too large, where the engine computes with weights of before, or reports other log-probs of what it draws."""
+        if not self.prompts:
+            return nan
         # all at once: one after the other, each would wait for the steps of a busy engine anew
         heard, drawn = await asyncio.gather(
             asyncio.gather(*(self.scored(engine, name, ids) for ids in self.prompts)),

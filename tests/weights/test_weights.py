@@ -410,6 +410,14 @@ def test_an_engine_that_keeps_the_weights_of_before_a_resume_is_stale(tiny: Path
     assert canary.stale(heard(canary.expected)) == ""
 
 
+def test_without_prompts_nothing_is_asked(tiny: Path) -> None:
+    """weights.canary=0 stopped every run: "samples no tokens"."""
+    canary = Canary(Learner(load_model(tiny)), [], 0.1)
+    canary.begin()
+    canary.compute()
+    assert math.isnan(asyncio.run(canary.check(None, "one")))  # type: ignore[arg-type]
+
+
 def test_what_an_engine_may_show_is_bounded_by_the_first_proof(tiny: Path, compute) -> None:
     """vLLM and SGLang show no digests: 0.05 nats off are within weights.max_gap, and not within rounding."""
     canary = Canary(Learner(load_model(tiny)), [tuple(range(5, 205))], 0.1)
