@@ -24,7 +24,7 @@ from birl.launch.job import Job
 from birl.preflight import MODELS, imported
 
 #: keys whose value may be a bare name of a folder here
-PATHS = ("data.train", "data.validation", *MODELS)
+PATHS = ("data.train", "data.validation", *MODELS, "algorithm.teachers", "debug.replay", "reward.judge_prompt")
 WRITTEN = ("run", "resume", "checkpoint.store")  # keys whose value is a place that the run writes to
 #: extras of pyproject.toml by the environment that needs them
 ENVIRONMENTS = {
@@ -63,6 +63,7 @@ def needs(config: Any, *extras: str) -> Needs:
     """Of a job with this configuration, and `extras` in any case."""
     values = flatten(config)
     models = [values.get(key) or "" for key in MODELS]
+    models += [name.partition("=")[2] for name in values.get("algorithm.teachers") or ()]
     result, alone = set(extras), set[str]()
     if any(model == "smollm2" or model.endswith(".gguf") for model in models):
         result.add("gguf")
@@ -195,7 +196,8 @@ def _files(config: Any) -> list[str]:
         for key, value in flatten(config).items()
         if key not in WRITTEN
         for text in texts(value)
-        if (path := named(key, text))
+        for word in words(text)
+        if (path := named(key, word))
     ]
     for path in result:  # which grows
         folders = dict.fromkeys((Path(path).parent, Path()))
@@ -267,6 +269,13 @@ def texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list | tuple):
         for one in value.values() if isinstance(value, dict) else value:
             yield from texts(one)
+
+
+def words(text: str) -> Iterator[str]:
+    """A text of the configuration, and what in it may stand for a file: relative paths among the words of a command, of
+    a list or behind name=."""
+    yield text
+    yield from (word for word in re.split(r"[][\s,='\"]+", text[:1000]) if word != text and word[:1] != "/")
 
 
 def pip(install: Iterable[str], alone: Iterable[str], command: str) -> list[str]:

