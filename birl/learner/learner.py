@@ -193,13 +193,12 @@ class Learner:
         the state that each of them is predicted from."""
         return self._passed(batch.to(self.device))[0]
 
-    def forward_backward(self, batch: Batch, loss: Loss, stats: Stats, chosen: Tensor | None = None) -> None:
+    def forward_backward(
+        self, batch: Batch, loss: Loss, stats: Stats, chosen: Tensor | None = None, wait: bool = True
+    ) -> None:
         """Add this micro-batch's gradient to what is there, and its figures to `stats`. `chosen` [layers, experts]: how
-        often the whole step chooses each expert, for `router_aux_coef`."""
-        self._accumulate(batch, loss, stats, chosen)
-        stats.read()
-
-    def _accumulate(self, batch: Batch, loss: Loss, stats: Stats, chosen: Tensor | None) -> None:
+        often the whole step chooses each expert, for `router_aux_coef`. Without `wait` the figures are there after
+        `Stats.read`."""
         batch = batch.to(self.device)
         with self._routed(batch):  # the backward pass may compute layers again
             logp, entropy, batch, seen = self._passed(batch, self.teacher)
@@ -211,13 +210,15 @@ class Learner:
                 stats.other[BALANCE] = stats.other.get(BALANCE, 0.0) + part.item()
             total.backward()
         stats.add(value.detach(), {n: v.detach() for n, v in figures.items()}, len(batch.tokens))
+        if wait:
+            stats.read()
 
     def learn(self, work: Sequence[tuple[Batch, Loss]], stats: Stats) -> None:
         """Add the gradients of a step's micro-batches, which the ranks share out, and the figures of all to `stats`."""
         own = Stats()
         chosen = self._chosen([batch for batch, _ in work]) if self.router_aux_coef > 0 else None
         for batch, loss in self.ranks.mine(work):
-            self._accumulate(batch, loss, own, chosen)
+            self.forward_backward(batch, loss, own, chosen, False)
             alive()
         stats.merge(own, self.ranks)
         if chosen is not None:

@@ -167,7 +167,7 @@ def test_packed_trees_are_separate_sequences(kind: str, tmp_path: Path) -> None:
     for name, parameter in b.model.named_parameters():
         if parameter.grad is not None:
             gap = (ours[name] - parameter.grad).abs().max().item()
-            assert gap <= 1e-5 * max(largest, 1.0), (name, gap)
+            assert gap <= 3e-5 * max(largest, 1.0), (name, gap)  # sums over pictures, in another order
 
 
 @pytest.mark.parametrize("kind", KINDS)
