@@ -29,7 +29,8 @@ END
     # the newest PyTorch for ARM that is no CUDA build; what is pure Python comes from .venv, behind these
     "$root/.venv/bin/python" -m pip install -q --target "$folder/site" --no-deps --only-binary=:all: --python-version 3.11 \
         --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux2014_aarch64 \
-        torch==2.9.1 numpy==2.4.6 tokenizers safetensors regex PyYAML xxhash MarkupSafe psutil hypothesis
+        torch==2.9.1 numpy==2.4.6 tokenizers safetensors regex PyYAML xxhash MarkupSafe psutil hypothesis \
+        "pydantic_core==$("$root/.venv/bin/python" -c 'import pydantic_core; print(pydantic_core.__version__)')"
     printf '#!/bin/sh\nfor a in "$@"; do [ "$a" = -march=native ] && a=-march=armv8-a; set -- "$@" "$a"; shift; done\n' > "$folder/cc"
     echo 'exec aarch64-linux-gnu-gcc "$@"' >> "$folder/cc"
     chmod +x "$folder/cc"
