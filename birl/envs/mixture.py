@@ -34,8 +34,8 @@ class Parts:
 
     def name(self, task: Task) -> str:
         """Of the environment that plays a task. Raises `BirlError`."""
-        name = str(task.columns.get("env", ""))
-        if name not in self.worlds:
+        name = task.columns.get("env", "")
+        if not isinstance(name, str) or name not in self.worlds:
             raise BirlError(f"{task.id}: its column `env` is {name!r}; env.parts has {', '.join(self.worlds)}.")
         return name
 

@@ -283,7 +283,7 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"reward__functions": ["judge"], "reward__judge": ["http:///v1#x"]}, ["reward.judge: 'http:///v1#x'"]),
         ({"env__mcp": ["http://a b/mcp"]}, ["env.mcp: 'http://a b/mcp'"]),
         ({"algorithm__teacher": "http://[::1"}, ["algorithm.teacher: 'http://[::1'"]),
-        ({"algorithm__teachers": ["a=http://[::1"]}, ["algorithm.teacher: 'http://[::1'"]),
+        ({"algorithm__teachers": ["a=http://[::1"]}, ["algorithm.teachers: 'http://[::1'"]),
         ({"checkpoint__store": "s3://"}, ["checkpoint.store=s3://", "s3://bucket/prefix"]),
         ({"run": "/"}, ["run=/", "root of the file system"]),
         ({"model__dtype": "bfloat16,float32"}, ["--multirun"]),

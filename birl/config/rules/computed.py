@@ -152,9 +152,10 @@ def _engines(c: RL | Eval) -> Iterator[str]:
     for address in c.engine.attach:
         if not NAME.fullmatch(address) and not is_address(address):
             yield f"engine.attach: {address!r} is neither an address (http://host:port) nor a name (experiment/trial)."
-    teachers = list(teachers_of(c).values()) if isinstance(c, RL) else []
     rows = {"reward.model": [c.reward.model], "reward.judge": c.reward.judge, "env.mcp": c.env.mcp}
-    for key, values in {**rows, "algorithm.teacher": teachers}.items():
+    if isinstance(c, RL):
+        rows["algorithm.teachers" if c.algorithm.teachers else "algorithm.teacher"] = list(teachers_of(c).values())
+    for key, values in rows.items():
         for value in values:
             if addressed(value) and not is_address(value):
                 yield f"{key}: {value!r} is no address; write one as http://host:8000."
