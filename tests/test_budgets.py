@@ -90,6 +90,17 @@ def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     assert sizes[what] <= bound
 
 
+def test_the_readme_knows_the_size() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"about ([\d,]+) lines \((`[^)]+`)\); the other ([\d,]+)", text)
+    assert shown is not None
+    core = lines([p for name in re.findall(r"\w+", shown[2]) for p in (ROOT / "birl" / name).rglob("*.py")])
+    every = lines(list(modules().values()))
+    assert [core // 1000, every // 1000 - core // 1000] == pytest.approx(
+        [int(shown[n].replace(",", "")) / 1000 for n in (1, 3)], abs=1
+    )
+
+
 @pytest.mark.parametrize(
     ("loop", "bound"),
     # 6 for the rules of layers, the proof of a model, what follows its head, states, columns and trees;
