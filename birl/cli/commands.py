@@ -29,7 +29,7 @@ ALL = (
     Command(name="rl", brief="train a model by reinforcement learning"),
     Command(
         name="eval",
-        brief="measure a model on data; --validate: are the right answers right? --judge: do judges agree with people?",
+        brief="measure a model on data; --validate: check reference answers; --judge: do judges agree with people?",
     ),
     Command(name="serve", brief="a model behind HTTP: OpenAI's dialect and birl's own"),
     Command(name="tinker", brief="training as a service, for Tinker's client: many tenants, one model"),

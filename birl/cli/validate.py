@@ -1,4 +1,4 @@
-"""`birl eval --validate`: are the right answers right? Plays each row's gold answer through its environment and its
+"""`birl eval --validate` checks reference answers: it plays each row's gold answer through its environment and its
 rewards, without any model, and names the rows that do not score 1.
 
 An environment may say what the gold replies are: `gold(task)`, one text or message for each turn. Without that, the

@@ -72,7 +72,8 @@ def proved(model: nn.Module, device: torch.device, dtype: torch.dtype = torch.fl
     """The file that says that this twin was compared on this kind of device, in float32 and in `dtype`, with these
     versions."""
     birl = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    folders = (Path(__file__).parent, Path(kernels.__file__).parent)
+    for file in sorted(file for folder in folders for file in folder.glob("*.[pch]*")):
         birl.update(file.read_bytes())
     versions = (transformers.__version__, torch.__version__, birl.hexdigest(), kernels.problem())
     identity = repr((type(model).__name__, cast(Any, model).config.to_json_string(), str(device), versions, str(dtype)))

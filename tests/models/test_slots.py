@@ -194,6 +194,20 @@ def test_what_is_accepted_is_right(kind: str, monkeypatch: pytest.MonkeyPatch, t
     assert list(tmp_path.iterdir())
 
 
+def test_a_proof_is_of_one_version_configuration_and_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(twin, "cache_folder", lambda name: tmp_path)
+    cpu, model = torch.device("cpu"), build("mistral", num_key_value_heads=2)
+    proofs = {twin.proved(model, cpu)}
+    assert twin.proved(build("mistral", num_key_value_heads=2), cpu) in proofs
+    proofs.add(twin.proved(model, cpu, torch.bfloat16))
+    proofs.add(twin.proved(build("mistral", num_key_value_heads=2, sliding_window=8), cpu))
+    for package in ("transformers", "torch"):
+        with monkeypatch.context() as other:
+            other.setattr(f"{package}.__version__", "0.0")
+            proofs.add(twin.proved(model, cpu))
+    assert len(proofs) == 5
+
+
 def test_a_window_that_attention_is_not_told_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The reference has transformers' own masks: had it birl's attention, both would be wrong alike."""
     monkeypatch.setattr(twin, "cache_folder", lambda name: tmp_path)

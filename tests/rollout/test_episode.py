@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from birl import foreign
+from birl.envs.step_function import StepFunction
 from birl.errors import Aborted
+from birl.rollout.assemble import samples
 from birl.rollout.episode import run_episode
 from birl.rollout.session import Limits, checked
-from birl.types import Feedback, Message, Outcome, ToolCall, Trajectory
+from birl.types import Feedback, Message, Outcome, Task, ToolCall, Trajectory
 from birl.waits import TABLE
 from tests.rollout.scripted import CHAT, Scripted, session
 
@@ -68,6 +70,20 @@ def test_rewards_are_added_and_belong_to_their_turns() -> None:
     assert (found.outcome, found.reward, found.score, found.parts) == (Outcome.OK, 6.0, 3.0, {"n": 3})
     assert [t.reward for t in found.turns] == [1.0, 2.0, 3.0]
     assert env.said == ["one", "two", "three"] and env.closed == 1
+
+
+def test_a_step_function_that_goes_on_behind_an_answer_is_one_sample() -> None:
+    """RL2's prefix rule: the end token of an answer, which the function does not see, stays where it was sampled."""
+
+    def step(state: str, action: str, extra_info: Any) -> dict[str, Any]:
+        return {"next_state": f"{state}{action} Again:", "reward": 1.0, "done": state.count("Again") == 2}
+
+    task = Task(id="row 1", prompt=(user("Count."),), columns={})
+    found = play(StepFunction(step, task, lambda _: "Count: ", {}))
+    assert (found.outcome, len(found.turns), found.reward) == (Outcome.OK, 3, 3.0)
+    (sample,) = samples(found, 1.0, 0, 0)
+    end = "<|im_end|>"
+    assert CHAT.decode(tuple(sample.tokens.tolist())) == f"Count: one{end} Again:two{end} Again:three{end}"
 
 
 def test_too_many_turns_are_cut_and_keep_what_they_earned() -> None:

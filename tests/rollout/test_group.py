@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from birl.rewards.score import Score
 from birl.rollout.group import Rollout
 from birl.rollout.session import Limits
+from birl.rollout.tasks import prompt_tokens
 from birl.types import Feedback, Message, Outcome, SamplingParams, Task
 from tests.rollout.scripted import CHAT, Scripted
 
@@ -42,3 +43,15 @@ def test_rewards_are_added_and_it_stays_known_why_an_episode_was_cut() -> None:
     assert (cut.outcome, cut.reward, cut.parts) == (Outcome.TRUNCATED, 1.5, {"half": 0.5})
     assert "leaves no room" in cut.detail
     assert (late.outcome, late.detail) == (Outcome.TIMEOUT, "slow") and late.reward != late.reward
+
+
+def test_a_prompt_that_cannot_fit_is_not_encoded() -> None:
+    """Ten megabytes took 40 s."""
+
+    class Never:
+        def render(self, messages: object) -> tuple[int, ...]:
+            raise AssertionError("it was encoded")
+
+    long = Task(id="row 1", prompt=(Message(role="user", content="x" * 10**7),), columns={})
+    assert prompt_tokens(Never(), long, 512) == 513  # type: ignore[arg-type]
+    assert prompt_tokens(CHAT, Task(id="row 2", prompt=(Message(role="user", content="Hi"),), columns={}), 512) < 513

@@ -26,7 +26,7 @@ def test_any_text_survives(tmp_path: Path) -> None:
     with closing(JsonLog(tmp_path / "a.jsonl")) as log:
         log.append([{"text": text}, {"text": "b"}])
     assert read_jsonl(tmp_path / "a.jsonl") == [{"text": text}, {"text": "b"}]
-    assert len((tmp_path / "a.jsonl").read_bytes().splitlines()) == 2
+    assert len((tmp_path / "a.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()) == 2
 
 
 def test_scalars_of_other_libraries_are_numbers() -> None:
