@@ -47,6 +47,11 @@ OPTIONS: dict[str, dict[str, Any]] = {kind: {"num_key_value_heads": 4, "head_dim
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_n_heads": 8},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        "global_head_dim": 32,
+    },
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 16},
     "hrm_text": {"initializer_range": 0.05},  # it runs its layers so often that more rounding than that would tell
     "hunyuan_v1_dense": {"head_dim": 16},

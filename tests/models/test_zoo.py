@@ -18,8 +18,8 @@ from tests.models.sweep import NONE, PAGE, measured
 from tests.zoo import KINDS, LEFT_OUT, build
 
 #: sinks and windows; caps of scores and logits; a factor of logits and windows; chunks, none and rotary by layer; MLA;
-#: states: a convolution, Gated DeltaNet, Mamba 2
-QUICK = ("gpt_oss", "gemma2", "cohere2", "llama4_text", "deepseek_v2", "lfm2", "qwen3_5_text", "bamba")
+#: larger heads in some layers; states: a convolution, Gated DeltaNet, Mamba 2
+QUICK = ("gpt_oss", "gemma2", "cohere2", "llama4_text", "deepseek_v2", "gemma4_text", "lfm2", "qwen3_5_text", "bamba")
 REFUSED = {
     "deepseek_v32": "layer 0 is of the kind indexed_attention",
     "xlstm": r"xLSTMLayer \(backbone\.blocks\.0\.mlstm_layer\) lets tokens see one another",
