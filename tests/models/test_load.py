@@ -164,6 +164,7 @@ def index(content: str) -> Callable[[Path], None]:
         (text("config.json", "[" * 100_000), ["config.json", "not a valid JSON object", "nested too deep"]),
         (index('{"weight_map": []}'), ["model.safetensors.index.json cannot be read", "names no file"]),
         (index('{"weight_map": {"a": "../b"}}'), ["'../b' leads out of the folder"]),
+        (index('{"weight_map": {"a": "/b.safetensors"}}'), ["'/b.safetensors' leads out of the folder"]),
         (truncated, ["model.safetensors is damaged", "again"]),
         (emptied, ["model.safetensors is damaged", "again"]),
         (pickled, ["no weights", "pytorch_model.bin", "convert it to safetensors"]),
