@@ -5,9 +5,9 @@
 #include "layers.h"
 
 enum {
-    QUERIES = LANES == 16 ? 4 : 2,         /* rows whose sums are in registers at once, */
-    COLUMNS = HEAD_VECTORS % 4 ? 2 : 4,    /* times vectors of a head, */
-    ACROSS = PAGE / LANES                  /* or of a tile of keys */
+    QUERIES = LANES == 16 ? 4 : 2,      /* rows whose sums are in registers at once, */
+    COLUMNS = HEAD_VECTORS % 4 ? 2 : 4, /* times vectors of a head, */
+    ACROSS = PAGE / LANES               /* or of a tile of keys */
 };
 
 static __thread scratch mine;
@@ -29,25 +29,35 @@ static inline void score_tile(const float *q, long n, const float *keys, float *
     }
 }
 
-/* out[i] += sum_j p[i][j] values[j], j in order, for n queries and `count` values [count][HEAD_DIM]. */
-static inline void add_values(const float *p, long stride, long n, const float *values, long count, float *out) {
+/* out[i] += sum_k p[i * across + k * along] rows[k], k in order, for n rows of out and `count` rows [HEAD_DIM]. */
+static inline void add_rows(const float *p, long across, long along, long n, const float *rows, long count, float *out) {
     for (long i = 0; i < n; i += QUERIES) {
         const long m = n - i < QUERIES ? n - i : QUERIES;
-        const float *row[QUERIES];
-        for (int j = 0; j < QUERIES; j++) row[j] = p + (i + (j < m ? j : 0)) * stride;
+        const float *factor[QUERIES];
+        for (int j = 0; j < QUERIES; j++) factor[j] = p + (i + (j < m ? j : 0)) * across;
         for (int d = 0; d < HEAD_DIM; d += COLUMNS * LANES) {
             vec o[QUERIES][COLUMNS];
             for (int j = 0; j < QUERIES; j++)
                 for (int v = 0; v < COLUMNS; v++) o[j][v] = *(const vec *)(out + (i + (j < m ? j : 0)) * HEAD_DIM + d + v * LANES);
             for (long k = 0; k < count; k++)
                 for (int v = 0; v < COLUMNS; v++) {
-                    vec x = *(const vec *)(values + k * HEAD_DIM + d + v * LANES);
-                    for (int j = 0; j < QUERIES; j++) o[j][v] += row[j][k] * x;
+                    vec x = *(const vec *)(rows + k * HEAD_DIM + d + v * LANES);
+                    for (int j = 0; j < QUERIES; j++) o[j][v] += factor[j][k * along] * x;
                 }
             for (int j = 0; j < m; j++)
                 for (int v = 0; v < COLUMNS; v++) *(vec *)(out + (i + j) * HEAD_DIM + d + v * LANES) = o[j][v];
         }
     }
+}
+
+/* out[i] += sum_j p[i][j] values[j]  for n queries and `count` values. */
+static inline void add_values(const float *p, long stride, long n, const float *values, long count, float *out) {
+    add_rows(p, stride, 1, n, values, count, out);
+}
+
+/* into[j] += sum_i p[i][j] rows[i]  for `count` places j and n queries. */
+static inline void add_outer(const float *p, long stride, long n, const float *rows, float *into, long count) {
+    add_rows(p, 1, stride, count, rows, n, into);
 }
 
 /* scores[first..last) become probabilities, everything else in the row 0 up to `end`. Returns log sum exp. */
@@ -135,25 +145,6 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
                 narrow(o + i * group * HEAD_DIM, out + ((s.start + top + i) * heads + h * group) * HEAD_DIM, group * HEAD_DIM);
         }
         give(&mine);
-    }
-}
-
-/* into[j] += sum_i p[i][j] rows[i]  for `count` places j and n queries. */
-static inline void add_outer(const float *p, long stride, long n, const float *rows, float *into, long count) {
-    for (long j = 0; j < count; j += QUERIES) {
-        const long m = count - j < QUERIES ? count - j : QUERIES;
-        for (int d = 0; d < HEAD_DIM; d += COLUMNS * LANES) {
-            vec x[QUERIES][COLUMNS];
-            for (int k = 0; k < QUERIES; k++)
-                for (int v = 0; v < COLUMNS; v++) x[k][v] = *(const vec *)(into + (j + (k < m ? k : 0)) * HEAD_DIM + d + v * LANES);
-            for (long i = 0; i < n; i++)
-                for (int v = 0; v < COLUMNS; v++) {
-                    vec r = *(const vec *)(rows + i * HEAD_DIM + d + v * LANES);
-                    for (int k = 0; k < QUERIES; k++) x[k][v] += p[i * stride + j + k] * r;
-                }
-            for (int k = 0; k < m; k++)
-                for (int v = 0; v < COLUMNS; v++) *(vec *)(into + (j + k) * HEAD_DIM + d + v * LANES) = x[k][v];
-        }
     }
 }
 

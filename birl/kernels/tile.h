@@ -14,6 +14,7 @@
 #ifdef __AVX512F__
 typedef uvec line;
 
+/* Pairs of even[i] and odd[i]; 0 in the place of one that is NULL. */
 static inline line zipped(const uint16_t *even, const uint16_t *odd) {
     line both = {};
     if (even) both = __builtin_convertvector(*(const hvec *)even, uvec);
@@ -40,7 +41,6 @@ static inline void transpose16(line a[16]) {
 #else
 typedef struct { uint32_t at[16]; } __attribute__((aligned(2), may_alias)) line;
 
-/* Pairs of even[i] and odd[i]; 0 in the place of one that is NULL. */
 static inline line zipped(const uint16_t *even, const uint16_t *odd) {
     line both = {};
     if (even)

@@ -56,17 +56,17 @@ class Canary:
 
     def begin(self) -> None:
         """Call before a checkpoint is read: an engine that is started anew has these weights until the first update."""
-        self.began = self.said()
+        self.began = self.learner_logprobs()
 
     def compute(self) -> None:
         """What engines are compared with is what the learner says now (compute thread)."""
-        result = self.said()
+        result = self.learner_logprobs()
         if self.expected:
             self.past.appendleft(self.expected)
         self.began = self.began or result
         self.expected = result
 
-    def said(self) -> list[list[float]]:
+    def learner_logprobs(self) -> list[list[float]]:
         """The learner's log-probs of the scored tokens, at temperature 1: engines score given tokens at that."""
         samples = [
             Sample(

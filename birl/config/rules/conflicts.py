@@ -228,8 +228,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "one, which does not exist; set rollout.group_size=8, or algorithm.scale_rewards=none.": lambda c: (
                 _alone(c) and _relative(c) and c.algorithm.scale_rewards == "group"
             ),
-            "algorithm.baseline={c.algorithm.baseline}: leaves a group of equal rewards an advantage, which "
-            "algorithm.scale_rewards=group would divide by their deviation of 0, so it would be about a million; set "
+            "algorithm.baseline={c.algorithm.baseline}: leaves a group of equal rewards an advantage, and "
+            "algorithm.scale_rewards=group has no deviation to divide it by; set "
             "algorithm.baseline=group, or algorithm.scale_rewards=batch.": lambda c: (
                 _relative(c)
                 and not _alone(c)

@@ -89,7 +89,7 @@ def harness() -> type:
             tool_interception_url: str | None = None,
         ) -> Any:
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
-            messages = said(*self.resolve_prompt(data))
+            messages = first_messages(*self.resolve_prompt(data))
             name = SPEAKERS.get().of(trace, ctx.client.base_url)
             client = imported("openai", KIND).AsyncOpenAI
             asks = partial(
@@ -107,7 +107,7 @@ def harness() -> type:
     return Chat
 
 
-def said(system: str | None, prompt: Any) -> list[dict[str, Any]]:
+def first_messages(system: str | None, prompt: Any) -> list[dict[str, Any]]:
     """The first messages, as OpenAI has them."""
     wire = imported("verifiers.v1.dialects.chat", KIND).message_to_wire
     first = [{"role": "system", "content": system}] if system else []

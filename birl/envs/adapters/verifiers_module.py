@@ -21,7 +21,7 @@ def imported_taskset(task: str) -> str:
     path = in_reach(task) if task.endswith(".py") else None
     if path is None:
         groups = [None, imported("verifiers.v1.tasksets", KIND).__path__]
-        names = {found.name for group in groups for found in pkgutil.iter_modules(group)}
+        names = {each.name for group in groups for each in pkgutil.iter_modules(group)}
         if module not in names:
             raise unknown("env.task", task, names)
     try:
