@@ -1,6 +1,7 @@
 """Servers of a run have GPUs of their own, those that the learner leaves; the cards are faked."""
 
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -104,17 +105,19 @@ def test_each_server_process_sees_its_own(monkeypatch: pytest.MonkeyPatch, tiny:
     config = schema.Engine(kind="birl", count=2, threads=1, max_batch=2)
     limits = {"context": 64, "longest": 64, "kv_cache_gb": 0.01, "end_ids": frozenset({2})}
     wanted = engines.Wanted(folder=tiny, dtype="float32", device="auto", logs=tmp_path, **limits)  # type: ignore[arg-type]
+    code = "import json, os, sys, time; json.dump(dict(os.environ), open(sys.argv[1], 'w')); time.sleep(60)"
     found: list[dict[str, str]] = []
 
-    async def ready() -> bool:
-        return True
-
     async def started(_: schema.Engine, children: Sequence[Process]) -> None:
-        for child in children:
-            child.command, child.ready = [sys.executable, "-c", "import time; time.sleep(60)"], ready
+        for number, child in enumerate(children):
+            path = tmp_path / f"{number}.json"  # /proc/PID/environ is another's, or empty, until exec has ended
+
+            async def ready(path: Path = path) -> bool:
+                return path.exists() and path.read_text().endswith("}")
+
+            child.command, child.ready = [sys.executable, "-c", code, str(path)], ready
             await child.start()
-            text = Path(f"/proc/{child.pid}/environ").read_text()
-            found.append(dict(word.split("=", 1) for word in text.split("\0") if "=" in word))
+            found.append(json.loads(path.read_text()))
         raise BirlError("that is all")
 
     monkeypatch.setattr(engines, "start", started)
