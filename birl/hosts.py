@@ -19,6 +19,11 @@ def is_own_name(host: str) -> bool:
     return is_loopback(name) or name.endswith(".localhost")
 
 
+def addressed(name: str) -> bool:
+    """Is a model, a teacher, a judge, a tool or a picture behind an address?"""
+    return name.startswith(("http://", "https://"))
+
+
 def is_address(text: str) -> bool:
     """http:// or https://, a host, and a port that can be."""
     try:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,17 +14,72 @@ from typing import Any
 from fsspec import available_protocols
 
 from birl.config import schema
-from birl.config.decided import ENGINES, SELF, addressed, teachers_of
+from birl.config.decided import ENGINES, SELF, teachers_of
 from birl.config.load import flatten
-from birl.data.early import check_data
+from birl.data.files import FORMATS, check_readable
+from birl.data.forms import pair_form, text_form
+from birl.data.messages import Shown
+from birl.data.parse import check_json, parse_csv, parse_json
+from birl.data.rows import Rows, part
+from birl.data.sources import check_place
+from birl.data.tasks import Tasks, reader_of, teacher_named
 from birl.envs.open import check_world
 from birl.errors import BirlError, did_you_mean
+from birl.hosts import addressed
 from birl.hub import check_model
 from birl.named import missing
+from birl.text.parts import Finder
 
 STORES = ("checkpoint.store", "resume")
 MODELS = ("model.path", "critic.path", "reward.model", "algorithm.teacher", "distill.teacher")
 FUNCTIONS = ("reward.functions", "algorithm.advantage", "algorithm.surrogate")
+SIZE = 2**21  # bytes of a file that is read in plain Python
+ROWS = 1000  # of it
+
+
+def check_data(config: Any) -> None:
+    """The files of data.train and data.validation, and their first rows, as `config` would read them. Raises
+    `BirlError`."""
+    data = config.data
+    for paths, limit in ((data.train, data.max_samples), (data.validation, data.max_validation_samples)):
+        for path in paths:
+            check_place(path)
+            local = Path(path).expanduser()
+            if local.is_dir() and not any(p.suffix.lower() in FORMATS for p in local.rglob("*")):
+                raise BirlError(f"The folder {path} holds no data files ({' '.join(FORMATS)}).")
+            if local.is_file() and (table := _parsed(local)) is not None:
+                rows = Rows(str(local), [part(local.name, local.stem, table, str(local))], limit)
+                _check(rows, config, paths is data.train)
+
+
+def _parsed(path: Path) -> list[dict[str, Any]] | None:
+    kind = check_readable(path)
+    if path.stat().st_size > SIZE or kind not in ("json", "csv"):
+        return None
+    if kind == "csv":
+        return list(parse_csv(path))
+    check_json(path)
+    return list(parse_json(path))
+
+
+def _check(rows: Rows, config: Any, taught: bool) -> None:
+    first = range(min(len(rows), ROWS))
+    if isinstance(config.data, schema.Data):
+        reader = reader_of(rows, config.data, True, tuple(config.model.picture_hosts))
+        tasks = Tasks(rows, replace(reader, offline=True))
+        names = teachers_of(config) if taught and isinstance(config, schema.RL) and config.algorithm.teachers else {}
+        for i in first:
+            task = tasks[i]
+            if names:
+                teacher_named(task, config.algorithm.teacher_column, names, rows.where(i))
+        return
+    if isinstance(config.data, schema.Texts):
+        form = text_form(rows, config.data)
+    else:
+        form = pair_form(rows, config.data, getattr(config, "preference", None))
+    for i in first:
+        finder = Finder(folder=rows.folder(i), hosts=tuple(config.model.picture_hosts), offline=True)
+        form.read(rows[i], rows.where(i), Shown.of(rows[i], finder, rows.where(i)))
 
 
 def check_names(config: Any) -> None:
@@ -55,13 +111,11 @@ def check_names(config: Any) -> None:
             place, colon, function = name.rpartition(":")
             if colon and "://" not in name:
                 check_function(key, place, function)
-    for key in MODELS:
-        if (path := keys.get(key)) and "://" not in path and path != SELF:
-            check_model(key, path)
+    models = [(key, path) for key in MODELS if (path := keys.get(key)) and "://" not in path and path != SELF]
     if isinstance(config, schema.RL) and config.algorithm.teachers:
-        for path in teachers_of(config).values():
-            if not addressed(path):
-                check_model("algorithm.teachers", path)
+        models += [("algorithm.teachers", path) for path in teachers_of(config).values() if not addressed(path)]
+    for key, path in models:
+        check_model(key, path)
 
 
 def check_function(key: str, place: str, name: str) -> None:
@@ -108,6 +162,6 @@ def is_module(name: str, *beside: Path) -> bool:
     imported."""
     head, *rest = name.split(".")
     spec = find_spec(head) or PathFinder.find_spec(head, [os.getcwd(), *map(str, beside)])
-    for part in rest:
-        spec = PathFinder.find_spec(part, spec.submodule_search_locations or []) if spec else None
+    for inner in rest:
+        spec = PathFinder.find_spec(inner, spec.submodule_search_locations or []) if spec else None
     return spec is not None

@@ -1,6 +1,7 @@
 """The folder of a run: who may write into it, what it says about the run, and which checkpoint to go on from."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ from birl.config.load import flatten, to_yaml
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.policy import Policy
-from birl.learner.resume import chosen_checkpoint, fetched, recovered
-from birl.learner.store import location
+from birl.learner.store import Store, location
 from birl.models.load import save_hf_config
 from birl.models.processor import FILES as PROCESSORS
 from birl.regular import clear, read_json, write_whole
@@ -27,6 +27,55 @@ FREE = (
     *("reward.timeout", "reward.workers", "env.timeout", "rollout.max_failure_rate"),
 )
 FREE_SECTIONS = ("track.", "checkpoint.", "engine.", "parallel.")
+
+
+def recovered(url: str, run: Path) -> Path | None:
+    """The newest intact checkpoint of a run on a store, into its empty folder; None where the store has none."""
+    store = Store(url)
+    steps = store.steps()
+    if steps:
+        store.take_about(run)
+    for step in reversed(steps):
+        print(f"{run} has no checkpoint: taking step {step} from {url}.", flush=True)
+        try:
+            return store.take(step, run / "checkpoints")
+        except BirlError as error:
+            print(f"WARNING: {error}", flush=True)
+    if steps:
+        raise BirlError(f"All {len(steps)} checkpoints at {url} are damaged. Begin anew with run=ANOTHER_FOLDER.")
+    return None
+
+
+def fetched(url: str, root: Path) -> Path:
+    """`resume=URL`: a checkpoint on a store, or the newest one of a run there. Raises `BirlError`."""
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if (step := checkpoint.step_of(name)) >= 0:
+        store, steps = Store(parent), [step]
+        if steps[0] not in store.steps():
+            raise BirlError(f"resume={url}: there is no complete checkpoint.")
+    else:
+        store = Store(url)
+        steps = store.steps()
+    if not steps:
+        raise BirlError(f"resume={url}: there is no complete checkpoint of a run.")
+    return store.take(steps[-1], root)
+
+
+def chosen_checkpoint(chosen: Path, run: Path, newest: Path | None) -> Path:
+    """`resume=FOLDER`, unless that is no checkpoint, or would mix its history with another one in `run`."""
+    if not (chosen / "manifest.json").is_file():  # a run: its newest one
+        inside = checkpoint.latest(chosen / "checkpoints") or checkpoint.latest(chosen)
+        if inside is None:
+            raise BirlError(
+                f"resume={chosen}: holds no complete checkpoint. `birl checkpoints RUN` lists those of a run."
+            )
+        chosen = inside
+    if newest is not None and os.path.realpath(newest) != os.path.realpath(chosen):
+        raise BirlError(
+            f"resume={chosen}: {run} has gone on to {newest.name}, and going on from another place would mix the two. "
+            f"Choose run=ANOTHER_FOLDER, leave out resume=... to go on from {newest}, or delete what you do not want."
+        )
+    return chosen
 
 
 def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:

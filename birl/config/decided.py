@@ -98,11 +98,6 @@ def teachers_of(config: RL) -> dict[str, str]:
     return {"": keys.teacher} if keys.teacher else {}
 
 
-def addressed(path: str) -> bool:
-    """Is a model, a teacher or a judge behind an address?"""
-    return path.startswith(("http://", "https://"))
-
-
 def kind_of(engine: Engine) -> str:
     """engine.kind, or `OWN`."""
     return OWN if ":" in engine.kind else engine.kind

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from birl.config.keys import documentation, written
+from birl.config.keys import written
 from birl.config.schema import RL, Config, Stage
 
 
@@ -32,7 +32,3 @@ def capacity_setting(config: RL | Stage) -> str:
 def needed_setting(config: RL | Stage, tokens: int) -> str:
     """The setting that lets a packed row have so many tokens."""
     return f"learner.tokens_per_microbatch={-(-tokens // config.parallel.splits)}"
-
-
-def changed(config: Config, key: str) -> bool:
-    return value_of(config, key) != documentation(type(config))[key].default

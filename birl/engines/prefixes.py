@@ -1,4 +1,4 @@
-"""Which engines have computed the beginning of a prompt, by the hashes of its pages."""
+"""Which engines have computed the beginning of a prompt, by the hashes of its pages; where sessions are answered."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -9,6 +9,25 @@ from birl.kernels import PAGE
 T = TypeVar("T")
 REMEMBERED = 262_144  # pages
 PLACES = 8  # of one page
+SESSIONS = 65_536
+
+
+class Sessions(Generic[T]):
+    """Places of sessions by name; the last ones that were asked for are remembered. The empty name is no session."""
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[str, T] = OrderedDict()
+
+    def get(self, session: str) -> T | None:
+        return self._places.get(session)
+
+    def keep(self, session: str, place: T) -> None:
+        if not session:
+            return
+        self._places[session] = place
+        self._places.move_to_end(session)
+        if len(self._places) > SESSIONS:
+            self._places.popitem(last=False)
 
 
 class Prefixes(Generic[T]):

@@ -19,11 +19,9 @@ from dataclasses import replace
 
 from birl.engines.fleet import Fleet
 from birl.engines.inflight import Asked
-from birl.engines.loads import Loads
-from birl.engines.member import Member, Row, State, check_versions
-from birl.engines.prefixes import Prefixes
+from birl.engines.member import Loads, Member, Row, State, check_versions
+from birl.engines.prefixes import Prefixes, Sessions
 from birl.engines.remote import Remote
-from birl.engines.sessions import Sessions
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.spans import answered, engine_name
 from birl.types import Completion, Held, SamplingParams, Stop, Update

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from birl.engine.engine import Counters, EmbeddedEngine
 from birl.engines.client import Client
-from birl.engines.sessions import Sessions
+from birl.engines.prefixes import Sessions
 from birl.spans import answered, engine_name
 from birl.types import Completion, Engine, SamplingParams
 from birl.waits import alive

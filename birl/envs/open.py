@@ -21,9 +21,8 @@ from typing import Any
 from birl.config import schema
 from birl.config.load import read_section
 from birl.envs.calls import called
-from birl.envs.function_agent import OFFERED, FunctionAgent
+from birl.envs.functions import OFFERED, FunctionAgent, StepFunction
 from birl.envs.single_turn import SingleTurn
-from birl.envs.step_function import StepFunction
 from birl.errors import BirlError
 from birl.named import load
 from birl.types import Agent, Conversation, Env, Task

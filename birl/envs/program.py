@@ -23,7 +23,7 @@ from typing import Any
 
 from birl.envs.calls import CLOSING, called
 from birl.envs.command import found, path
-from birl.envs.function_agent import KEY, prompt, row
+from birl.envs.functions import KEY, prompt, row
 from birl.errors import BirlError
 from birl.process import kill, tied
 from birl.types import Model, Task

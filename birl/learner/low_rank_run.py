@@ -28,7 +28,6 @@ from birl.models.low_rank import HEAD, AdapterWeights, Factors, RowGroup, adapte
 from birl.models.target_logprobs import target_logprobs
 from birl.models.vision import ATTENTION
 
-MLP = ("mlp", "feed_forward", "moe", "experts")
 SEEING = {"visual", "vision_tower", "vision_model", "multi_modal_projector"}  # modules without factors
 ALPHA = 32.0  # of every adapter, as the service that this is like has it: the scale is 32 / rank
 NUMBERS = count(1)  # of the contents of adapters, in this process

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from birl.config import schema
-from birl.config.decided import SELF, addressed, teachers_of
+from birl.config.decided import SELF, teachers_of
 from birl.errors import BirlError
+from birl.hosts import addressed
 from birl.learner.export import resolved
 from birl.learner.learner import Learner, Teacher
 from birl.learner.lora import Lora

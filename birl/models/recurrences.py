@@ -2,16 +2,19 @@
 
     lightning   S_t = exp(-s) S_(t-1) + k_t v_t',   y_t = S_t' q_t      MiniMax, arXiv:2401.04658
     griffin     h_t = a_t h_(t-1) + sqrt(1 - a_t^2) i_t x_t             RG-LRU, arXiv:2402.19427
+    mamba 1     h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t,   y_t = C_t h_t + D x_t    arXiv:2312.00752
 
 Each takes a layer's rows [B, T, H] of B sequences behind `state`, gives [B, T, H], and leaves the state behind them.
 """
 
+from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from birl.models.states import State
+from birl.models.states import MAMBA1, State
 
 
 def lightning(layer: Any, rows: Tensor, state: State) -> Tensor:
@@ -42,4 +45,41 @@ def griffin(block: Any, rows: Tensor, state: State) -> Tensor:
     return block.linear_out(x * block.act_fn(block.linear_y(rows)))
 
 
-STEPS = {"MiniMaxLightningAttention": lightning, "RecurrentGemmaRecurrentBlock": griffin}
+def mamba(mixer: Any, rows: Tensor, state: State) -> Tensor:
+    """transformers' own scan of several tokens begins without a state, [B, D, N]. The scan is linear in it: what it
+    adds to the scan from zeros, and the last state, which kernels give no gradient for, are computed at once."""
+    count, size, before = rows.shape[1], mixer.ssm_state_size, state.recurrent
+    x, gate = mixer.in_proj(rows).transpose(1, 2).chunk(2, 1)  # [B, D, T]
+    inputs = state.update_conv_state(x, mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size)
+    x = mixer.act(mixer.conv1d(inputs)[..., inputs.shape[2] - count : inputs.shape[2]])
+    dt, b, c = mixer.x_proj(x.transpose(1, 2)).split([mixer.time_step_rank, size, size], -1)
+    if hasattr(mixer, "dt_layernorm"):
+        dt, b, c = mixer.dt_layernorm(dt), mixer.b_layernorm(b), mixer.c_layernorm(c)
+    dt, a = mixer.dt_proj(dt).transpose(1, 2), -torch.exp(mixer.A_log.float())
+    scan = import_module(defined(mixer)).mamba_selective_scan
+    y = scan(x, dt, a, b.transpose(1, 2), c.transpose(1, 2), D=mixer.D.float(), delta_softplus=True)
+    steps = F.softplus(dt.float())
+    left = steps.flip(2).cumsum(2).flip(2) - steps  # of the steps behind each token
+    state.recurrent = torch.einsum("bdtn,bdt,btn->bdn", decay(a, left), steps * x.float(), b.float())
+    if before is not None:
+        gone = decay(a, steps.cumsum(2))
+        y = y + torch.einsum("bdtn,bdn,btn->bdt", gone, before, c.float())
+        state.recurrent = state.recurrent + gone[:, :, -1] * before
+    return mixer.out_proj((y * F.silu(gate)).transpose(1, 2).to(rows.dtype))
+
+
+def decay(a: Tensor, steps: Tensor) -> Tensor:
+    """A [D, N], sums of steps [B, D, T] -> [B, D, T, N]."""
+    return torch.exp(a[:, None] * steps[..., None])
+
+
+def defined(mixer: Any) -> str:
+    """The module of transformers that a mixer's class is of, also where FSDP has made another class of it."""
+    return next(k.__module__ for k in type(mixer).__mro__ if k.__name__ in MAMBA1)
+
+
+STEPS = {
+    "MiniMaxLightningAttention": lightning,
+    "RecurrentGemmaRecurrentBlock": griffin,
+    **dict.fromkeys(MAMBA1, mamba),
+}

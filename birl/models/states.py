@@ -32,8 +32,8 @@ from birl.errors import BirlError
 MAMBA2 = ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer")
 MAMBA2 += ("Zamba2MambaMixer",)
 UNLIMITED = (0.0, math.inf)
-MAMBA1 = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")  # `selective.py`
-PAIRS = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")  # what they answer; `recurrences.py`
+MAMBA1 = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")  # `recurrences.py`
+PAIRS = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")  # what they answer
 #: by class of module, the argument of its forward that is transformers' cache
 CACHE = {
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv", *PAIRS), "past_key_values"),
@@ -130,9 +130,7 @@ def asking(forward: Callable[..., Any], cache: str, name: str) -> Callable[..., 
     def step(mixer: Any, rows: Tensor, state: State) -> Tensor:
         return forward(mixer, rows, **{cache: state})
 
-    if name in MAMBA1:
-        from birl.models.selective import step
-    elif name in PAIRS:
+    if name in (*MAMBA1, *PAIRS):
         from birl.models.recurrences import STEPS
 
         step = STEPS[name]

@@ -81,18 +81,3 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
     if pieces and pieces[-1].last == piece.first and pieces[-1].own == piece.own:
         piece = replace(piece, first=pieces.pop().first)
     pieces.append(piece)
-
-
-def imbalance(shares: Sequence[Sequence[Piece]], window: int | None = None) -> float:
-    """Attention work of the rank that has most, as a share above the mean: 0 is perfect, 1 is twice the mean."""
-    work = [sum(p.pairs(window) for p in pieces) for pieces in shares]
-    return max(work) * len(work) / sum(work) - 1
-
-
-def foreign(shares: Sequence[Sequence[Piece]], window: int | None = None) -> list[int]:
-    """For each rank, how many tokens of other ranks its own tokens see: what it would have to be sent at least."""
-    result = []
-    for pieces in shares:
-        own = {t for p in pieces for t in range(p.first, p.last)}
-        result.append(len({t for p in pieces for r in p.seen(window) for t in r} - own))
-    return result

@@ -29,11 +29,12 @@ from torch import nn
 
 from birl import kernels
 from birl.config import schema
-from birl.config.decided import CRITIC, SELF, addressed, teachers_of
+from birl.config.decided import CRITIC, SELF, teachers_of
 from birl.engine.open import SHARE
 from birl.engine.pages import pages_for
 from birl.engine.scheduler import PREFILL
 from birl.errors import BirlError
+from birl.hosts import addressed
 from birl.kernels import PAGE
 from birl.learner.adamw8bit import stored as moments_in_8_bits
 from birl.learner.comparison import KEPT

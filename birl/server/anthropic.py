@@ -17,8 +17,6 @@ from birl.server.service import Service
 from birl.text.grammar import whole
 from birl.types import Message, SamplingParams, Turn
 
-Body = dict[str, Any]
-
 
 @dataclass(slots=True)
 class Limits:

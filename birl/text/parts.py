@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from birl.errors import BirlError, first_line
+from birl.hosts import addressed
 from birl.regular import open_regular
 from birl.types import PLACE, Picture
 
@@ -63,7 +64,7 @@ class Finder:
             if not head.endswith(";base64"):
                 raise BirlError("is a data URL that is not base64")
             return decoded(data)
-        if text.startswith(("http://", "https://")):
+        if addressed(text):
             return self._downloaded(text)
         if self.folder is not None and (text.startswith("file://") or (len(text) < 1024 and self._is_file(text))):
             return self._file(text.removeprefix("file://"))

@@ -19,7 +19,6 @@ from birl.config import schema
 from birl.config.decided import (
     CRITIC,
     ENGINES,
-    addressed,
     algorithm_notes,
     corrects,
     kind_of,
@@ -33,10 +32,10 @@ from birl.engine.open import check_cache
 from birl.engine.policies import engines_of
 from birl.engine.sampled import Sampled
 from birl.envs.open import World, check_world, open_world
-from birl.learner.comparison import GAPS, KEPT
+from birl.hosts import addressed
+from birl.learner.comparison import GAPS, KEPT, Past
 from birl.learner.learner import Learner
 from birl.learner.open import distilled, frozen, local_teachers, make_learner, other_model, own_teacher, replays
-from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.rewards import make_rewards, started
 from birl.models.device import choose, device_of

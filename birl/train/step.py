@@ -19,10 +19,9 @@ from birl.algorithms.reduce import DENOMINATORS
 from birl.data.pack import Batch, pack, packing
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.sampled import Sampled
-from birl.learner.comparison import check_gap, compare
+from birl.learner.comparison import Past, check_gap, compare
 from birl.learner.critic import critic_loss
 from birl.learner.learner import Learner, Stats
-from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy
 from birl.learner.token_figures import Key, Watch
 from birl.parallel.layout import drop_gathered

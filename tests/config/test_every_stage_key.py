@@ -14,9 +14,9 @@ from birl.config.load import load_with_choices
 from birl.config.schema import DPO, RM, SFT
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.learner.checkpoints import Writer
 from birl.learner.learner import Learner
 from birl.learner.store import Store
-from birl.learner.writer import Writer
 from birl.parallel.ranks import AXES
 from birl.train.command import train
 from tests.config.test_every_key import SIGHT

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from birl.config.schema import Env as Keys
-from birl.envs.function_agent import row
+from birl.envs.functions import row
 from birl.envs.open import open_world
 from birl.rollout.episode import run_episode
 from birl.rollout.session import Limits, Session

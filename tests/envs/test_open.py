@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from birl.config.schema import Env as Keys
+from birl.envs.functions import StepFunction
 from birl.envs.open import check_world, open_world
 from birl.envs.single_turn import SingleTurn
-from birl.envs.step_function import StepFunction
 from birl.errors import BirlError
 from birl.types import Message, Task
 

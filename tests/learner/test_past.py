@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from birl.data.pack import pack
-from birl.learner.comparison import compare, few
+from birl.learner.comparison import Past, compare, few
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Lora
-from birl.learner.past import Past
 from birl.models.load import load_model
 from birl.types import Sample
 from tests.learner.test_learner import reinforce

@@ -18,9 +18,9 @@ from birl.config.load import load
 from birl.data.pack import pack
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.learner.comparison import Past
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora, digest, targets
-from birl.learner.past import Past
 from birl.models import attention
 from birl.models.load import load_model
 from birl.models.quantized import quantized_layers

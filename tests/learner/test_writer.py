@@ -9,7 +9,7 @@ import torch
 
 from birl.errors import BirlError
 from birl.learner import checkpoint
-from birl.learner.writer import Writer
+from birl.learner.checkpoints import Writer
 from birl.parallel.ranks import Ranks
 from tests.full_disk import full_disk
 

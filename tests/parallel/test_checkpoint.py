@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from birl.data.pack import pack
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.learner.checkpoints import Writer
 from birl.learner.learner import Learner, Stats
-from birl.learner.writer import Writer
 from birl.models import attention
 from birl.parallel.ranks import Grid, Ranks
 from tests.data.test_pack import groups

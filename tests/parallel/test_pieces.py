@@ -1,6 +1,7 @@
 """Rows dealt to ranks: every token once, equally many for each, and the same attention work."""
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from birl.models import varlen
 from birl.models.attention import Packed, tree_mask
 from birl.models.tree_attention import tree_attention
 from birl.parallel.context import Gathered
-from birl.parallel.pieces import Piece, foreign, imbalance, lines, zigzag
+from birl.parallel.pieces import Piece, lines, zigzag
 from tests.models.test_varlen import reference
 
 NODE = st.integers(1, 30)
@@ -22,6 +23,21 @@ BRANCH = st.recursive(NODE, lambda deeper: st.tuples(NODE, st.lists(deeper, max_
 TREE = st.builds(Tree.of, st.integers(1, 40), st.lists(BRANCH, max_size=4).map(tuple))
 ROW = st.lists(TREE, min_size=1, max_size=6)
 WINDOW = st.one_of(st.none(), st.integers(1, 50))
+
+
+def imbalance(shares: Sequence[Sequence[Piece]], window: int | None = None) -> float:
+    """Attention work of the rank that has most, as a share above the mean: 0 is perfect, 1 is twice the mean."""
+    work = [sum(p.pairs(window) for p in pieces) for pieces in shares]
+    return max(work) * len(work) / sum(work) - 1
+
+
+def foreign(shares: Sequence[Sequence[Piece]], window: int | None = None) -> list[int]:
+    """For each rank, how many tokens of other ranks its own tokens see: what it would have to be sent at least."""
+    result = []
+    for pieces in shares:
+        own = {t for p in pieces for t in range(p.first, p.last)}
+        result.append(len({t for p in pieces for r in p.seen(window) for t in r} - own))
+    return result
 
 
 def whole_mask(trees: list[Tree], window: int | None) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from birl import foreign
-from birl.envs.step_function import StepFunction
+from birl.envs.functions import StepFunction
 from birl.errors import Aborted
 from birl.rollout.assemble import samples
 from birl.rollout.episode import run_episode

@@ -4,7 +4,7 @@ import pytest
 
 from birl.engines.wire import header
 from birl.server.limits import Refused
-from birl.server.owner import LIFE, Owner
+from birl.server.service import LIFE, Owner
 
 A, B = header("host:/runs/first run"), header("host:/runs/b")
 

@@ -18,7 +18,7 @@ from birl.config.load import load
 from birl.errors import BirlError
 from birl.given import Given
 from birl.learner import checkpoint, export
-from birl.learner.reward_model import RewardModel
+from birl.learner.rewards import RewardModel
 from birl.train.command import train
 
 #: all that the policy may try: what the reward model has never seen it would reward by chance

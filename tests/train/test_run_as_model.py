@@ -15,7 +15,7 @@ from birl.cli.configured import RUNS
 from birl.config import schema
 from birl.config.load import load
 from birl.learner.export import resolved
-from birl.learner.resume import chosen_checkpoint
+from birl.run_folder import chosen_checkpoint
 
 QUIET = ["threads=1", "track.console=off", "track.tensorboard=false", "track.report=false", "track.trace=false"]
 ROWS = {

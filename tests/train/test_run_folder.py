@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from birl.errors import BirlError
-from birl.learner.resume import chosen_checkpoint
+from birl.run_folder import chosen_checkpoint
 from birl.track import folder_lock, runs
 from birl.track.folder_lock import held
 

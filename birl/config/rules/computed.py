@@ -9,7 +9,6 @@ from typing import Any
 from birl.config.decided import (
     ENGINES,
     NAME,
-    addressed,
     at_once,
     kind_of,
     most_answers,
@@ -23,7 +22,7 @@ from birl.config.rules.unread import SINGLE
 from birl.config.schema import RL, SFT, Config, Eval, Stage, reward_functions
 from birl.config.words import capacity_setting, command, needed_setting, setting, value_of
 from birl.errors import did_you_mean
-from birl.hosts import is_address
+from birl.hosts import addressed, is_address
 from birl.support import LISTED, MOST
 
 ADDRESSES = {  # where a tracker's address stands, with track.NAME=online

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from birl.config.decided import SELF, UNCLIPPED, addressed, teachers_of, weights_method
+from birl.config.decided import SELF, UNCLIPPED, teachers_of, weights_method
 from birl.config.schema import DPO, RL, SFT, Eval, Serve, Stage, Tinker, reward_functions
+from birl.hosts import addressed
 from birl.named import TEMPLATES, template_file
 
 

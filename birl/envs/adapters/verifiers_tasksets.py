@@ -10,22 +10,25 @@ birl rl env=verifiers env.task=my_tasks.py env.parameters=[taskset.split=train] 
 """
 
 import asyncio
+import importlib.metadata
+import importlib.util
 import itertools
 import logging
+import os
+import pkgutil
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from shutil import which
 from typing import Any
 
-from birl.envs.adapters.package import arguments, imported
-from birl.envs.adapters.verifiers_chat import SPEAKERS, Speakers, registered
-from birl.envs.adapters.verifiers_module import imported_taskset
+from birl.envs.adapters.package import arguments, imported, unknown
+from birl.envs.adapters.verifiers_chat import KIND, SPEAKERS, Speakers, registered
 from birl.errors import BirlError
 from birl.foreign import Late
+from birl.named import make_importable, missing
 from birl.types import Model
 
-KIND = "verifiers"
 V1 = "verifiers.v1"
 
 
@@ -234,3 +237,45 @@ def told(error: Any) -> str:
     own = [f"{Path(file).name}:{line}: " for file, line in places if not re.search("site-packages|/lib/python", file)]
     first, *others = error.message.strip().splitlines() or [""]
     return f"{''.join(own[-1:])}{error.type}: {first}{f' ... {others[-1].strip()}' if others else ''}"
+
+
+def imported_taskset(task: str) -> str:
+    """The name by which verifiers has the taskset that env.task names. Raises `BirlError`."""
+    loaders = imported("verifiers.v1.utils.loaders", KIND)
+    name = Path(task).stem if task.endswith(".py") else task
+    module = name.rsplit("/", 1)[-1].partition("@")[0].replace("-", "_").lower()
+    path = in_reach(task) if task.endswith(".py") else None
+    if path is None:
+        groups = [None, imported("verifiers.v1.tasksets", KIND).__path__]
+        names = {each.name for group in groups for each in pkgutil.iter_modules(group)}
+        if module not in names:
+            raise unknown("env.task", task, names)
+    try:
+        made = loaders.import_taskset(name)
+        loaders.taskset_class(name)
+    except Exception as error:  # whatever the module raises
+        cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+        spec = None if path else importlib.util.find_spec(module)
+        source = path or Path((spec.origin if spec else None) or "")
+        old = source.is_file() and "def load_environment" in source.read_text(encoding="utf-8", errors="replace")
+        version = importlib.metadata.version("verifiers")
+        hint = f" It is an environment of verifiers 0.3, and {version} is installed: pip install 'verifiers<0.4'"
+        raise BirlError(
+            f"env.task={task}: {type(cause).__name__}: {' '.join(str(cause).split())}.{hint if old else missing(cause)}"
+        ) from error
+    if path is not None and Path(made.__file__ or "").resolve() != path:
+        raise BirlError(f"env.task={task}: {made.__file__} is imported by the same name. Rename the file.")
+    return name
+
+
+def in_reach(task: str) -> Path:
+    """The file, where this process and the tool servers that verifiers starts import it from. Raises `BirlError`."""
+    path = Path(task).expanduser().resolve()
+    if not path.is_file():
+        raise BirlError(f"env.task={task}: there is no such file in {Path.cwd()}.")
+    if path.stem != path.stem.lower() or not path.stem.isidentifier():
+        raise BirlError(f"env.task={task}: verifiers imports it by its name, of a-z, 0-9 and _. Rename the file.")
+    make_importable(path.parent)
+    places = [str(path.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(places))
+    return path

@@ -27,6 +27,7 @@ from birl.envs.command import found, path
 from birl.envs.mcp.connection import Connection, Misused
 from birl.envs.mcp.transport import Command, Problem, Streams, over_http, over_pipes
 from birl.errors import BirlError
+from birl.hosts import addressed
 from birl.process import tied
 from birl.sandbox.attach import Confinement, confinement
 from birl.sandbox.command import SYSTEM_PATH
@@ -55,11 +56,11 @@ class Servers:
     @property
     def started(self) -> bool:
         """Whether some are processes."""
-        return not all(map(is_address, self.rows))
+        return not all(map(addressed, self.rows))
 
     def connection(self, number: int) -> Connection:
         row = self.rows[number]
-        way = partial(over_http, row) if is_address(row) else partial(process, words(row), self.confined)
+        way = partial(over_http, row) if addressed(row) else partial(process, words(row), self.confined)
         return Connection(f"env.mcp: {row}", way, self.seconds)
 
     async def learn(self) -> None:
@@ -83,7 +84,7 @@ class Servers:
 
 async def servers_of(config: schema.Env) -> Servers:
     """Those that `env.mcp` names, each tried once. Raises `BirlError` with the one that fails, and its cause."""
-    commands = [words(row) for row in config.mcp if not is_address(row)]
+    commands = [words(row) for row in config.mcp if not addressed(row)]
     confined = None
     if commands and config.mcp_sandbox != "none":
         places = [place for command in commands for place in seen(command)]
@@ -98,12 +99,8 @@ def check_servers(config: schema.Env) -> None:
     if find_spec("mcp") is None:
         raise BirlError("env.mcp needs the package mcp: pip install 'birl[mcp]'")
     for row in config.mcp:
-        if not is_address(row):
+        if not addressed(row):
             words(row)
-
-
-def is_address(row: str) -> bool:
-    return row.startswith(("http://", "https://"))
 
 
 def words(row: str) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from birl.errors import BirlError
 
-FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # the message Tensor's types
+FLOAT32, INT64, INT32 = 1, 2, 3  # the message Tensor's types
 LONGEST_SHAPE = 40  # bytes
 TYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 MOST_FIELDS = 2_000_000  # of one request, in all its messages
