@@ -113,7 +113,7 @@ class Started:
         """Write the newest checkpoint as a folder of Hugging Face files, as `birl checkpoints RUN export last` does,
         and return it: by default, and where `output_dir` is the run folder, RUN/exported, which is replaced. Of LoRA
         the merged model. Raises `BirlError` before the first checkpoint, and where another `output_dir` exists."""
-        return save_model(self.run, Path(output_dir) if output_dir else None)
+        return save_model(self.run, Path(output_dir).expanduser() if output_dir else None)
 
 
 class Trainer(Started):
@@ -201,7 +201,7 @@ class Trainer(Started):
             "lora.rank": 16 if use_lora else 0,
             "data.train": _source(train_dataset),
             "data.validation": _source(eval_dataset),
-            **({"steps": max_steps} if max_steps > 0 else {"epochs": num_epochs}),
+            **({"steps": max_steps} if isinstance(max_steps, str) or max_steps > 0 else {"epochs": num_epochs}),
         }
         keys = _theirs(args, more, model, len(rewards)) | _not_default(given)
         keys |= _scale(scale_rewards) | _clips(epsilon, epsilon_high)
@@ -461,7 +461,7 @@ def _written(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ",".join(repr(v) if isinstance(v, str) else str(v) for v in value) + "]"
     return str(value)
 

@@ -84,9 +84,20 @@ def knows(name: str) -> bool:
 
 
 def without_tokenizer(names: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """The names but for a tokenizer that is the model's own."""
-    own = ("processing_class", "tokenizer")
-    return {n: v for n, v in names.items() if n not in own or getattr(v, "name_or_path", "") != model}
+    """The names but for a tokenizer that is the model's own. Raises `BirlError` where it was changed since."""
+    own = {n: v for n, v in names.items() if n in ("processing_class", "tokenizer")}
+    own = {n: v for n, v in own.items() if getattr(v, "name_or_path", "") == model}
+    for name, tokenizer in own.items():
+        read: Any = getattr(tokenizer, "init_kwargs", {})
+        for what in ("chat_template", "eos_token") if read else ():
+            known = what in read or what == "chat_template"
+            if known and str(read.get(what)) != str(getattr(tokenizer, what)):
+                raise BirlError(
+                    f"{name}: its {what} is another than that in {model}, whose tokenizer is used: save the two with "
+                    'save_pretrained(FOLDER), and give model=FOLDER. A template alone: overrides={"model.chat_template"'
+                    ": FILE.jinja}."
+                )
+    return {n: v for n, v in names.items() if n not in own}
 
 
 def keys_of(names: Names, schema: type, prefix: str, rewards: int = 0) -> dict[str, Any]:

@@ -7,6 +7,7 @@ A text key takes what follows `=` as it is, so that paths, prompts and patterns 
 import copy
 import difflib
 import functools
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -37,6 +38,8 @@ from birl.hub import is_model, is_run
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve, Tinker)
 Section = TypeVar("Section")
 
+FOLDERS = ("run", "resume", "output")  # where ~ is the user's own: no folder of that name is made
+NULL = ("null", "Null", "NULL", "~", "None", "???")  # of YAML, Python and OmegaConf
 EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
@@ -203,6 +206,8 @@ def _apply(config: DictConfig, setting: Setting, schema: type) -> None:
     if doc is None:
         raise BirlError(_unknown_key(setting, schema))
     value = _convert(doc, setting)
+    if setting.key in FOLDERS:
+        value = os.path.expanduser(value)
     try:
         OmegaConf.update(config, setting.key, value)
     except OmegaConfBaseException:  # an interpolation that is none
@@ -240,7 +245,7 @@ def _given(doc: Doc, setting: Setting) -> str | list[Any]:
         if not several:
             raise BirlError(_wrong_type(doc, setting))
         return value
-    if value.strip() in ("null", "???"):  # ??? is what OmegaConf calls a missing value
+    if value.strip() in NULL and not (value == "None" and doc.choices):  # which may be near to one of them
         raise BirlError(
             f"{setting.source}: no key can be null or missing; its default is {doc.key}={written(doc.default)}"
         )

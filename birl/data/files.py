@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from birl.data.parse import begins_with_row, check_columns, check_json, parse_csv, parse_json
+from birl.data.parse import begins_with_row, check_columns, check_json, has_long, parse_csv, parse_json
 from birl.data.rows import SourceFile, part, reason
 from birl.errors import BirlError
 from birl.regular import open_regular
@@ -20,6 +20,7 @@ FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 MOST, RATIO = 2**30, 1000  # bytes that a Parquet file may come to, or so many times its own size
+EXACT = 15  # digits that a float has
 WIDE = 256  # columns above which a row's absent ones cost more than reading JSON in plain Python
 
 
@@ -71,14 +72,27 @@ def _read_json(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
         return list(parse_json(path))
     # JSON has no dates, so these were text; and of a column with text and lists, text such as "7." has become a number
     changed = any(kind in str(table.features) for kind in ("timestamp[", "Json("))
+    changed |= _has_large_floats(table) and has_long(path)  # beside 0.5 an integer becomes a float, rounded
     return list(parse_json(path)) if changed or len(table.column_names) > WIDE else table
+
+
+def _has_large_floats(table: Any) -> bool:
+    import pyarrow.compute as compute
+
+    flat = table.flatten()
+    names = [name for name, feature in flat.features.items() if getattr(feature, "dtype", "") == "float64"]
+    return any((compute.max(compute.abs(flat.data.column(name))).as_py() or 0) >= 2**53 for name in names)
 
 
 def _read_csv(path: Path, kind: str, text: Callable[[str], bool]) -> Sequence[Mapping[str, Any]]:
     written: set[str] = set()  # columns whose values stay as they are written: of 007 a number would keep the 7
+    long: set[str] = set()  # columns with integers that a float would round
     for row in parse_csv(path):  # all of it: pandas reads rows with a field too many as something else, without a word
         written = written or {name for name in row if text(name)}
         written |= {name for name, value in row.items() if value[:1] == "0" and value.isdigit() and len(value) > 1}
+        long |= {name for name, value in row.items() if len(value) > EXACT and value.lstrip("+-").isdigit()}
+    if long:  # of whole numbers alone a column has no floats
+        written |= {name for row in parse_csv(path) for name in long if not row[name].lstrip("+-").isdigit()}
     try:
         # "None" and "NA" are answers
         return _load(path, kind, keep_default_na=False, converters=dict.fromkeys(written, str) or None)

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from birl.config import schema
-from birl.data.messages import Shown, kind, messages_of, text_of
+from birl.data.messages import Shown, check_input, kind, messages_of, said
 from birl.data.rows import Rows, pick
 from birl.data.tasks import PROMPTS, RESPONSES, column_of, existing, for_another
 from birl.errors import BirlError
@@ -99,6 +99,7 @@ class TextForm:
         """A prompt and what answers it; or no prompt and a whole text or conversation. `shown`: the row's pictures.
         Raises `BirlError`."""
         _check_read(row, where)
+        check_input(row, self.prompt, where)
         shown = shown or Shown()
         value = pick(row, self.prompt) if self.prompt else None
         answer = pick(row, self.response) if self.response else None
@@ -106,7 +107,7 @@ class TextForm:
             raise BirlError(f"{where}: has no `{self.prompt}`, which other rows have. One form of rows a file.")
         if value is None:
             unplaced(shown, where)
-            return None, text_of(row.get("text"), where, "text")
+            return None, said(row.get("text"), where, "text")
         if not isinstance(value, str) and not self._is_prompt(value, answer):
             talk = messages_of(value, where, str(self.prompt), whole=True, shown=shown)
             if "all" not in self.roles and not any(m.role in self.roles for m in talk):
@@ -122,7 +123,7 @@ class TextForm:
             )
         if isinstance(answer, list):
             return prompt, messages_of(answer, where, self.response, whole=True, shown=Shown(shown.finder))
-        return prompt, text_of(answer, where, self.response)
+        return prompt, said(answer, where, self.response)
 
     def _is_prompt(self, value: Any, answer: Any) -> bool:
         """Messages that end with something to answer, and an answer in a column of its own."""
@@ -160,6 +161,7 @@ class PairForm:
     def read(self, row: dict[str, Any], where: str, shown: Shown | None = None) -> Pair:
         """Raises `BirlError`."""
         _check_read(row, where)
+        check_input(row, self.prompt, where)
         shown = shown or Shown()
         value = pick(row, self.prompt) if self.prompt else None
         prompt: Conversation | None = None
@@ -184,7 +186,7 @@ class PairForm:
                     f"{where}: `{name}` is an answer, but there is nothing that it answers: add a column `prompt` or "
                     "`messages`, or give whole conversations."
                 )
-            return text_of(value, where, name)
+            return said(value, where, name)
         talk = messages_of(value, where, name, whole=True, shown=shown)
         if talk[-1].role != "assistant":
             raise BirlError(
@@ -205,7 +207,7 @@ class PairForm:
 def _prompt(value: Any, where: str, name: str, shown: Shown) -> Conversation:
     if not isinstance(value, str):
         return messages_of(value, where, name, shown=shown)
-    text = text_of(value, where, name)
+    text = said(value, where, name)
     return shown.placed((Message(role="user", content=text),), 0) if shown.beside else text
 
 

@@ -6,6 +6,7 @@ tool_calls    {"function": {"name", "arguments"}} or {"name", "arguments"}; argu
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,9 @@ ALIASES = {
     **dict.fromkeys(("bot", "model", "gpt", "ai", "chatbot", "agent", "chatgpt", "answer"), "assistant"),
     **dict.fromkeys(("human", "prompter", "question"), "user"),
 }
+# a list of messages that became text, by json.dumps or str
+WRITTEN = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+SPEAKS = re.compile(r"""["']role["']\s*:\s*["'](system|user|assistant)["']""")
 
 
 @dataclass(slots=True)
@@ -71,6 +75,25 @@ def text_of(value: Any, where: str, field: str) -> str:
     if not value.strip():
         raise BirlError(f"{where}: {field} is empty. Remove the row.")
     return _whole(value, where, field)
+
+
+def said(value: Any, where: str, field: str) -> str:
+    """A column that is text. Raises `BirlError` where it is a list of messages that became text, as in CSV: a model
+    would read its brackets and quotes."""
+    text = text_of(value, where, field)
+    if WRITTEN.match(text) and SPEAKS.search(text):
+        raise BirlError(
+            f"{where}: `{field}` is a list of messages written as text. Write the list itself, in JSONL or Parquet."
+        )
+    return text
+
+
+def check_input(row: Mapping[str, Any], prompt: str | None, where: str) -> None:
+    """Raises `BirlError` for the half of an instruction in Alpaca's columns that is not the prompt."""
+    if prompt == "instruction" and row.get("input"):
+        raise BirlError(
+            f"{where}: `input` would be left out, as `instruction` alone is the prompt. Make one text of both."
+        )
 
 
 def _whole(value: str, where: str, field: str) -> str:

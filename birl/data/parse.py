@@ -15,6 +15,7 @@ DEPTH = 64  # lists and objects in one another
 MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]')  # a text, which may hold brackets, or a bracket
 LONG = re.compile(rb"\d{20}")
 WHOLE = re.compile(rb'"(?:[^"\\]|\\.)*"?|(?<![\w.+-])-?\d{20,}(?![\d.eE])')  # a text, or an integer
+EXACT = re.compile(rb"(?<![\w.+-])-?\d{16,}(?![\w.])")  # an integer that a float may round
 CSV_FIELD_LIMIT = 2**31 - 1  # characters; Python's own limit of 128 Ki is too small for long solutions
 
 
@@ -37,6 +38,12 @@ def _check_integers(line: bytes, path: Path, number: int) -> None:
             raise BirlError(
                 f"{path}, line {number}: an integer of {digits} digits would be rounded. Write it as text, in quotes."
             )
+
+
+def has_long(path: Path) -> bool:
+    """Whether a float cannot be one of the integers in it, of those that JSON may have."""
+    with open_regular(path) as file:
+        return any(EXACT.search(line) for line in file)
 
 
 def _depth(line: bytes, depth: int, path: Path, number: int) -> int:
@@ -139,8 +146,7 @@ def parse_csv(path: Path) -> Iterator[dict[str, str]]:
         try:
             header = next(reader, [])
             check_columns(path, len(header))
-            if len(set(header)) < len(header) or not all(name.strip() for name in header):
-                raise BirlError(f"{path}, line 1: the header needs a different name for each column, it has {header}.")
+            _check_header(header, path)
             for record in reader:
                 if record and len(record) != len(header):
                     raise BirlError(
@@ -153,6 +159,16 @@ def parse_csv(path: Path) -> Iterator[dict[str, str]]:
             raise BirlError(
                 f"{path}, line {reader.line_num}: broken CSV, {error}. Double the quotes inside a field."
             ) from error
+
+
+def _check_header(header: list[str], path: Path) -> None:
+    if len(set(header)) < len(header) or not all(name.strip() for name in header):
+        own = " The index of pandas has none: to_csv(FILE, index=False)." if header[:1] == [""] else ""
+        raise BirlError(f"{path}, line 1: the header needs a different name for each column, it has {header}.{own}")
+    if spaced := next((name for name in header if name != name.strip()), ""):
+        raise BirlError(f"{path}, line 1: {spaced!r}: a column's name has no spaces around it. Remove them.")
+    if len(header) == 1 and (sign := next((s for s in ";\t|" if s in header[0]), "")):
+        raise BirlError(f"{path}, line 1: the columns are separated by {sign!r}, it needs to be a comma.")
 
 
 def _short(text: str, width: int = 80) -> str:

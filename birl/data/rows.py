@@ -107,9 +107,12 @@ def pick(row: Mapping[str, Any], path: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The same value in JSON's types: dates as ISO text, bytes as base64, arrays as lists."""
-    if value is None or isinstance(value, str | bool | int | float):
+    """The same value in JSON's types: dates as ISO text, arrays as lists, bytes as their text in UTF-8, or else, as of
+    pictures, as base64."""
+    if isinstance(value, str | bool | int | float):
         return value
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):  # pandas
+        return None
     if isinstance(value, Mapping):
         return {str(key): plain(v) for key, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -117,12 +120,21 @@ def plain(value: Any) -> Any:
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, bytes):
-        return base64.b64encode(value).decode("ascii")
+        return _written(value) or base64.b64encode(value).decode("ascii")
     if hasattr(value, "save") and hasattr(value, "convert"):  # a PIL image
         return base64.b64encode(png(value)).decode("ascii")
     if isinstance(value, decimal.Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return plain(value.tolist()) if hasattr(value, "tolist") else str(value)  # numpy, torch
+
+
+def _written(value: bytes) -> str:
+    """The text that some programs write to Parquet as bytes, empty where they are none."""
+    try:
+        text = value.decode()
+    except UnicodeDecodeError:
+        return ""
+    return "" if any(c < " " and c not in "\t\n\r" for c in text) else text
 
 
 def given(rows: Any, name: str, limit: int = 0) -> Rows:
@@ -142,7 +154,9 @@ def given(rows: Any, name: str, limit: int = 0) -> Rows:
         raise BirlError(
             f"{name}: it has the splits {', '.join(map(str, rows))}. Hand over one of them, as in data['train']."
         )
-    raise BirlError(f"{name}: a {type(rows).__name__}; it takes a path, a datasets.Dataset or a list of dicts.")
+    way = 'DATA.to_dict("records")' if hasattr(rows, "columns") else "list(DATA)" if hasattr(rows, "__iter__") else ""
+    hint = f" Hand over {way}." if way else ""
+    raise BirlError(f"{name}: a {type(rows).__name__}; it takes a path, a datasets.Dataset or a list of dicts.{hint}")
 
 
 def part(label: str, stem: str, table: Any, place: str = "") -> SourceFile:

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from birl.data.files import FORMATS, no_column, quiet, read_file, undecoded
+from birl.data.files import FORMATS, check_readable, no_column, quiet, read_file, undecoded
 from birl.data.rows import Rows, SourceFile, part, reason
 from birl.errors import BirlError
 from birl.hub import missing
 from birl.regular import check_all
 
+PACKED = {".gz", ".zst", ".bz2", ".xz"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -98,6 +99,13 @@ def _read_folder(
         raise BirlError(
             f"The folder {path} holds no data files ({' '.join(FORMATS)}), only {result[0].name} and the like."
         )
+    for file in result:
+        if file.suffix.lower() in PACKED:
+            check_readable(file)  # refuses it
+    kinds = {FORMATS[file.suffix.lower()] for file in known} | {"json"}  # what describes a data set is JSON
+    others = (p for p in folder.rglob("*") if FORMATS.get(p.suffix.lower(), "json") not in kinds)
+    if left := sorted(str(p.relative_to(folder)) for p in others):
+        print(f"birl: {path}: not read, as they are of another format: {', '.join(left[:3])}{' ...' * (len(left) > 3)}")
     names = [file.name for file in known]
     labels = [f.name if names.count(f.name) == 1 else str(f.relative_to(folder)) for f in known]
     return [read_file(f, label, text) for f, label in zip(known, labels, strict=True)]

@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 
 from birl.config.schema import Data, Files
 from birl.data.files import no_column
-from birl.data.messages import Shown, messages_of, text_of
+from birl.data.messages import Shown, check_input, messages_of, said
 from birl.data.rows import Rows, pick
 from birl.data.rows import given as handed_over
 from birl.data.sources import read
@@ -52,6 +52,7 @@ class Reader:
     def task(self, rows: Rows, index: int, prefix: str = "") -> Task:
         row, where = rows[index], rows.where(index)
         finder = Finder(folder=rows.folder(index), hosts=self.hosts, offline=self.offline)
+        check_input(row, self.prompt, where)
         return Task(
             id=prefix + rows.id(index),
             prompt=self._prompt(pick(row, self.prompt), where, Shown.of(row, finder, where)),
@@ -63,7 +64,7 @@ class Reader:
 
     def _prompt(self, value: Any, where: str, shown: Shown) -> tuple[Message, ...] | str:
         if isinstance(value, str):
-            text = text_of(value, where, self.prompt)
+            text = said(value, where, self.prompt)
             if self.raw and shown.beside:
                 raise BirlError(f"{where}: has pictures, and its prompt is raw text, which has no place for them.")
             if self.raw:
@@ -160,7 +161,10 @@ def read_sources(
     `text`: see `read`."""
     if given is not None:
         limit = config.max_samples if which == "train" else config.max_validation_samples
-        named = given if isinstance(given, dict) else {which: given}
+        several = isinstance(given, dict) and not hasattr(
+            given, "column_names"
+        )  # a DatasetDict has the test split, too
+        named = given if several else {which: given}
         sources = [handed_over(rows, name, limit) for name, rows in named.items()]
     elif which == "train":
         sources = [
@@ -236,8 +240,9 @@ def squeezed(text: str) -> str:
 
 
 def answer_text(value: Any) -> str:
-    """An answer as text: numbers without a useless .0, GSM8K's `... #### 1,234` as 1234, lists and objects as JSON."""
-    if value is None:
+    """An answer as text: numbers without a useless .0, GSM8K's `... #### 1,234` as 1234, lists and objects as JSON. NaN
+    is what pandas has for none."""
+    if value is None or value != value:
         return ""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))

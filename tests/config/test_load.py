@@ -206,6 +206,8 @@ def test_a_section_lists_its_keys():
         ("data.shuffle=maybe", ["takes true or false"]),
         ("reward.weights=[a]", ["takes a list", "list[float]"]),
         ("seed=null", ["no key can be null", "seed=0"]),
+        ("data.system_prompt=None", ["no key can be null", "its default is data.system_prompt="]),
+        ("data.system_prompt=~", ["no key can be null"]),
         ("seed=", ["takes a whole number"]),
         ("validation.k=[true]", ["takes a list", "list[int]"]),
         ("data.train=[[a]]", ["takes a list", "list[str]"]),
@@ -271,6 +273,14 @@ def test_sweep_of_choices_and_lists():
 )
 def test_run_folder(words: list[str], folder: str):
     assert run_folder(*load_with_choices(RL, words)) == folder
+
+
+@pytest.mark.parametrize("words", [[TRAIN, "run=~/a"], [TRAIN, "a.yaml"]], ids=["word", "file"])
+def test_no_folder_of_the_name_tilde(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    Path("a.yaml").write_text("run: ~/a")
+    assert load(RL, words).run == "/home/me/a"
 
 
 def test_run_folder_leaves_out_what_is_swept():

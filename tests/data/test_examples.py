@@ -310,13 +310,24 @@ def test_a_broken_row_is_named(case: str) -> None:
     ],
 )
 def test_a_column_that_would_be_left_out_is_refused(name: str, value: object) -> None:
-    """TRL's formats: what the model would not see is not passed over in silence; an empty value says nothing."""
+    """TRL's and Alpaca's formats: what the model would not see is not passed over in silence; an empty value says
+    nothing."""
     for read, row in ((texts, {"prompt": "Hi", "response": "x"}), (pairs, PAIR_FORMS["prompt"])):
         with pytest.raises(BirlError, match=rf"row 2.*`{name}` would be left out"):
             read([{**row, name: None}, {**row, name: value}])
 
 
+def test_the_input_of_an_instruction_is_not_left_out() -> None:
+    with pytest.raises(BirlError, match="row 2: `input` would be left out"):
+        row = {"instruction": "Translate.", "output": "Hallo"}
+        texts([{**row, "input": ""}, {**row, "input": "Hello"}], prompt_column="instruction")
+
+
 BROKEN_PAIRS = {
+    "messages": (
+        {**PAIR_FORMS["prompt"], "chosen": str([{"content": "a", "role": "assistant"}])},
+        "`chosen` is a list of messages written as text",
+    ),
     "same": ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "are the same"),
     "missing": ({"prompt": "Hi", "chosen": "a"}, r"data\.rejected_column=rejected: .* has no such column"),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "nothing that it answers"),

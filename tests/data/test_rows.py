@@ -182,8 +182,39 @@ def test_text_that_looks_like_something_else_stays_as_it_is(tmp_path: Path) -> N
 def test_digits_with_zeros_in_front_are_no_number(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("prompt,answer,level\n3 in binary,0011,1\n6 in binary,110,0\nten,1010,10\n")
-    found = [(row["answer"], row["level"]) for row in read(str(path))]
-    assert found == [("0011", 1), ("110", 0), ("1010", 10)]
+    result = [(row["answer"], row["level"]) for row in read(str(path))]
+    assert result == [("0011", 1), ("110", 0), ("1010", 10)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "values"),
+    [
+        ("a.csv", "n,id\n12345678901234567,12345678901234567\n0.5,2\n", ["12345678901234567", "0.5"]),
+        (
+            "a.jsonl",
+            '{"n": 12345678901234567, "id": 12345678901234567}\n{"n": 0.5, "id": 2}\n',
+            [12345678901234567, 0.5],
+        ),
+    ],
+)
+def test_an_integer_beside_a_fraction_is_not_rounded(tmp_path: Path, name: str, text: str, values: list) -> None:
+    (tmp_path / name).write_text(text)
+    assert [row["n"] for row in read(str(tmp_path / name))] == values
+    assert [row["id"] for row in read(str(tmp_path / name))] == [12345678901234567, 2]  # an integer still
+
+
+def test_text_that_parquet_has_as_bytes_is_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [{"prompt": "Ä\n".encode(), "image": b"\x89PNG\r\n"}])
+    assert list(read(str(path))) == [{"prompt": "Ä\n", "image": "iVBORw0K"}]
+
+
+def test_files_that_a_folder_leaves_out_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a.jsonl")
+    write(tmp_path / "more/b.csv")
+    assert len(read(str(tmp_path))) == 2
+    assert "not read, as they are of another format: more/b.csv" in capsys.readouterr().out
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    assert "c.jsonl.gz is compressed (gzip)" in refused(tmp_path)
 
 
 def test_values_are_plain() -> None:
@@ -215,6 +246,8 @@ def test_given_rows() -> None:
         (7, "int"),
         ([], "no rows"),
         (DatasetDict(x=Dataset.from_list(ROWS)), "splits x"),  # pyright: ignore
+        (Dataset.from_list(ROWS).to_pandas(), r'DATA\.to_dict\("records"\)'),
+        (Dataset.from_list(ROWS).to_iterable_dataset(), r"list\(DATA\)"),
     ):
         with pytest.raises(BirlError, match=hint):
             given(wrong, "train")
@@ -315,6 +348,9 @@ def test_broken_json_list(tmp_path: Path) -> None:
         ("prompt,answer\na,1\nb,c,2\n", "line 3: 3 fields, but the header has 2"),
         ("prompt,answer\na\n", "line 2: 1 fields"),
         ("prompt,prompt\na,1\n", "line 1: the header"),
+        (",prompt\n0,a\n", "to_csv(FILE, index=False)"),
+        ("prompt, answer\na, 1\n", "line 1: ' answer': a column's name has no spaces"),
+        ("prompt;answer\na;1\n", "line 1: the columns are separated by ';'"),
         ('prompt,answer\n"a,1\n', "broken CSV"),
     ],
 )

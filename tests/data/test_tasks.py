@@ -6,7 +6,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pandas
 import pytest
+from datasets import Dataset, DatasetDict
 
 from birl.config.schema import Data
 from birl.data.rows import given
@@ -123,6 +125,7 @@ def test_gsm8k(tmp_path: Path) -> None:
         ("## Heading\n#### Part\nbody", "## Heading\n#### Part\nbody"),
         ({"target": 98, "numbers": [4, 9]}, '{"target": 98, "numbers": [4, 9]}'),
         (None, ""),
+        (float("nan"), ""),
         ([], ""),
     ],
 )
@@ -186,6 +189,8 @@ def test_system_prompt() -> None:
         ("", "prompt is empty"),
         (" \n", "prompt is empty"),
         ([], "`prompt` is empty"),
+        (json.dumps([{"role": "user", "content": "Hi"}]), "`prompt` is a list of messages written as text"),
+        (" " + str([{"content": "Hi", "role": "user"}]), "`prompt` is a list of messages written as text"),
         (7, "prompt is a number"),
         ({"role": "user"}, "prompt is an object"),
         (["hi"], "prompt[0] is a str"),
@@ -224,11 +229,32 @@ def test_bad_prompt_names_row_and_field(tmp_path: Path, prompt: Any, what: str) 
     assert str(error.value).startswith(f"{path}, row 2: ") and what in str(error.value)
 
 
-@pytest.mark.parametrize("answer", [None, "", "  "])
+@pytest.mark.parametrize("answer", [None, "", "  ", float("nan"), pandas.NA, pandas.NaT])
 def test_row_without_an_answer(answer: Any) -> None:
     loaded = tasks([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": answer}])
     with pytest.raises(BirlError, match=r"train, row 2: `answer` is empty.*data\.answer_column"):
         loaded[1]
+
+
+def test_a_column_named_role_in_a_prompt_is_no_conversation() -> None:
+    text = '[{"role": "director", "name": "Ada"}] Who is it?'
+    assert task({"prompt": text}).prompt == (Message(role="user", content=text),)
+
+
+def test_the_input_of_an_instruction_is_not_left_out() -> None:
+    row = {"instruction": "Translate.", "output": "Hallo"}
+    assert task({**row, "input": ""}, prompt_column="instruction").prompt
+    assert "`input` would be left out" in refused({**row, "input": "Hello"}, prompt_column="instruction")
+
+
+def test_splits_are_not_mixed_into_the_training_set() -> None:
+    """A DatasetDict is a dict of rows: training took the test split as well."""
+    rows = [{"prompt": "a"}]
+    assert len(load_tasks(Data(), "train", chat=True, given={"easy": rows, "hard": rows})) == 2
+    both = DatasetDict(train=Dataset.from_list(rows), test=Dataset.from_list(rows))  # pyright: ignore
+    for which in ("train", "validation"):
+        with pytest.raises(BirlError, match=rf"{which}: it has the splits train, test\. Hand over one"):
+            load_tasks(Data(), which, chat=True, given=both)
 
 
 def test_messages_without_a_template() -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
+from transformers import AutoTokenizer
 
 import birl
 from birl import BirlError, Trainer
@@ -343,6 +344,8 @@ def test_the_config_object_of_trl_is_taken_whole(make: Make) -> None:
         ({"peft_config": {"r": 4, "lora_alpha": 8}}, "lora.rank", 4),
         ({"logging_steps": 1, "log_completions": True, "remove_unused_columns": False}, "seed", 0),
         ({"use_lora": True}, "lora.rank", 16),
+        ({"overrides": {"lora.rank": 4, "lora.targets": ("q_proj", "v_proj")}}, "lora.targets", ["q_proj", "v_proj"]),
+        ({"max_steps": "3"}, "steps", 3),
         ({"max_model_len": 600}, "model.max_length", 600),
         ({"max_tokens": 50, "max_completion_length": 20}, "rollout.max_tokens", 20),
         ({"weight_sync_method": "reload"}, "weights.method", "auto"),
@@ -431,6 +434,7 @@ def test_every_command_is_a_python_call(
     [
         (lambda: birl.SFTTrainer("x"), "train_dataset is None"),
         (lambda: birl.SFTTrainer("x", ROWS, num_generations=2), r"rollout\.group_size of `birl rl`"),
+        (lambda: birl.SFTTrainer("x", ROWS, dataset_text_field="body"), "dataset_text_field='body' is not taken.*name"),
         (lambda: birl.SFTTrainer("x", ROWS, callbacks=[1]), r"callbacks=\[1\] is not taken"),
         (
             lambda: birl.DPOTrainer("x", ROWS, learning_rte=1),
@@ -509,6 +513,7 @@ class Loaded:
         ({"callbacks": [print]}, r"callbacks=.* is not taken\. TRL's word, without a key here: .*trainer\.metrics"),
         ({"tools": [print]}, r"tools=.* is not taken\. Did you mean env\.kind\?"),
         ({"processing_class": object()}, r"processing_class=.* is not taken.*the tokenizer in the model's folder"),
+        ({"max_steps": "many"}, r"steps takes a whole number"),
         ({"vllm_mode": "colocate"}, r"vllm_mode='colocate' is not taken\. Did you mean engine\.attach\?"),
         ({"args": {"optim": "adafactor"}}, r"optim='adafactor' is not taken\. Did you mean optimizer\.kind\?"),
         ({"args": 3}, r"args: a int; give a GRPOConfig"),
@@ -539,16 +544,26 @@ def test_a_wrong_value_is_refused_at_once(make: Make, arguments: dict[str, Any],
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize("name", ["chat_template", "eos_token"])
+def test_a_tokenizer_that_was_changed_is_not_left_out_in_silence(make: Make, tiny: Path, name: str) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny)
+    assert make(processing_class=tokenizer).config.model.path == str(tiny)
+    setattr(tokenizer, name, "<|endoftext|>")
+    with pytest.raises(BirlError, match=f"processing_class: its {name} is another than that in .*save_pretrained"):
+        make(processing_class=tokenizer)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([], "no rows|empty"),
         (["prompt", 3], "row 1 is a str"),
         ([{"text": "hello"}], "train has no column messages, prompt, question"),
+        (DatasetDict(train=Dataset.from_list(ROWS)), "it has the splits train"),  # pyright: ignore
         (42, "train: a int; it takes a path, a datasets.Dataset or a list of dicts"),
         ("missing.jsonl", "missing.jsonl: no such file"),
     ],
-    ids=["empty", "no dicts", "no prompt", "no rows", "no file"],
+    ids=["empty", "no dicts", "no prompt", "splits", "no rows", "no file"],
 )
 def test_unusable_rows_are_refused_by_name(make: Make, rows: Any, message: str) -> None:
     with pytest.raises(BirlError, match=message):
