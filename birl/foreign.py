@@ -1,6 +1,7 @@
 """Code of users in this process: it neither ends the run, nor holds it up, nor changes what is sampled and trained."""
 
 import asyncio
+import ctypes
 import os
 import sys
 import threading
@@ -92,3 +93,35 @@ def _seen(task: asyncio.Task[Any]) -> None:
     """Its error is known to the one that waits for it, and is no news where there is none."""
     if not task.cancelled():
         task.exception()
+
+
+class Overdue(Exception):
+    """The code took too long."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raises `Overdue` in this thread, wherever its Python code is then. A single call into C is not interrupted."""
+    thread, lock = ctypes.c_ulong(threading.get_ident()), threading.Lock()
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    over = fired = False
+
+    def fire() -> None:
+        nonlocal fired
+        with lock:
+            if not over:
+                fired = True
+                raise_in(thread, ctypes.py_object(Overdue))
+
+    hook()  # an agent at work beside this may have taken it away
+    timer = threading.Timer(seconds, fire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        with lock:
+            over = True
+            if fired:
+                raise_in(thread, None)  # it may not have been raised yet

@@ -84,7 +84,7 @@ def test_a_signal_while_a_library_is_imported(
         except KeyboardInterrupt as error:
             raise ModuleNotFoundError(f"could not import {name}") from error
 
-    monkeypatch.setattr("birl.cli.loading.import_module", importing)
+    monkeypatch.setattr("birl.cli.import_module", importing)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
     try:
         assert main(["chat"]) == 128 + number

@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from birl.errors import BirlError, did_you_mean, first_line
@@ -167,10 +168,7 @@ def push(
         address = api.create_repo(name, private=private or None, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=run, prefix=".push-") as folder:
             model = Path(folder) / "model"
-            if adapter:
-                export_adapter(source, run, model, policy)
-            else:
-                export(source, run, model, policy=policy)
+            (export_adapter if adapter else export)(source, run, model, policy=policy)
             card = model_card(run, checkpoint.step_of(source.name), address.repo_id, licence, adapter)
             (model / "README.md").write_text(card, "utf-8")
             files = sorted(path for path in model.rglob("*") if path.is_file())
@@ -192,10 +190,8 @@ def _export(root: Path, step: str, target: Path, policy: str, adapter: bool, sha
     from birl.learner.export import export, export_adapter, quantized_as
 
     source = checkpoint.find(root, step)
-    if adapter:
-        export_adapter(source, root.parent, target, policy)
-    else:
-        export(source, root.parent, target, shard_gb=shard_gb, policy=policy)
+    write = export_adapter if adapter else partial(export, shard_gb=shard_gb)
+    write(source, root.parent, target, policy=policy)
     print(f"{source} -> {target}")
     if kind := quantized_as(root.parent):
         as_theirs = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")' if kind == "nf4" else "8 bits"

@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from birl.cli import load
 from birl.cli.commands import TRAINING
-from birl.cli.loading import load
 from birl.errors import BirlError, did_you_mean
 
 FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate", "--judge", "--contamination")

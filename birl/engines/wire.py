@@ -11,7 +11,7 @@ exactly (a float is written with all its digits). Answers of /generate come as a
     POST /join      {store, group, rank, size, ...}         -> {group, rank}   when all are there (`Invitation`)
     POST /load      {version, digests, anew, group}         the tensors come from rank 0 of that group
     POST /leave     {}                                      -> {}              who waits for the group fails
-    POST /claim   /release   of the run in the header birl-run (`owner.py`)
+    POST /claim   /release   of the run in the header birl-run (`server/service.py`)
     POST /pause {mode: keep | abort}   /resume   /abort {sessions}   /sleep   /wake
     GET  /health   /ready   /info   /digests   /metrics
 

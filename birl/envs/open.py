@@ -51,7 +51,7 @@ BUILT_IN: dict[str, str] = {
     "openenv": "birl.envs.adapters.openenv:OpenEnv",
     "reasoning_gym": "birl.envs.adapters.reasoning_gym:ReasoningGym",
     "textarena": "birl.envs.adapters.textarena:TextArena",
-    "textarena_self_play": "birl.envs.adapters.textarena_self_play:SelfPlay",
+    "textarena_self_play": "birl.envs.adapters.textarena:SelfPlay",
     "verifiers": "birl.envs.adapters.verifiers:Verifiers",
     "ray": "birl.launch.ray_envs:RayEnv",
 }

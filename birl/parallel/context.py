@@ -4,7 +4,7 @@ memory allows.
     split     each rank gets as many tokens of the row, with their positions, and runs the model on them
     attend    the only place where a token looks at others:
               gather    keys and values of all ranks come to each (Llama 3, arXiv:2407.21783 section 3.3.2); a rank has
-                        its own queries only, dealt so that all have the same work (`pieces.py`)
+                        its own queries only, dealt so that all have the same work (`zigzag`)
               ulysses   instead of all heads of its tokens a rank gets all tokens of its heads, and back afterwards
                         (DeepSpeed Ulysses, arXiv:2309.14509); the row is cut into n equal stretches
     join      log-probs of a rank's trained tokens become those of all, on every rank; the loss never notices
@@ -16,8 +16,8 @@ Shapes: n ranks, T tokens of the row with padding, t = T / n of each rank, N tra
 D head size.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -27,14 +27,90 @@ from torch import Tensor, nn
 
 from birl.data.pack import Batch
 from birl.data.support import SupportRows
+from birl.data.trees import Tree, ways
 from birl.errors import BirlError
 from birl.models import varlen
 from birl.models.attention import Layout, Packed, Variant, area
 from birl.models.slots import slots_of, state_bytes
 from birl.models.tree_attention import Area, tree_attention
-from birl.parallel.exchange import gather, join, swap
-from birl.parallel.pieces import Piece, zigzag
 from birl.parallel.ranks import Ranks
+from birl.parallel.regions import gather, join, swap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tokens [first, last) of a row, neighbours in one node, which begins at `own`; above: the places of what all of
+    them see in the nodes above it, in order of position."""
+
+    above: tuple[range, ...]
+    own: int
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    @property
+    def position(self) -> int:
+        """Of its first token in its sequence."""
+        return sum(map(len, self.above)) + self.first - self.own
+
+    def seen(self, window: int | None) -> list[range]:
+        """Places of the keys that some token of it sees, in order; the last token's own is the last."""
+        drop = 0 if window is None else max(0, self.position - window + 1)  # of the keys before the first token
+        result = []
+        for r in (*self.above, range(self.own, self.last)):
+            if drop < len(r):
+                result.append(r[drop:])
+            drop = max(0, drop - len(r))
+        return result
+
+    def pairs(self, window: int | None) -> int:
+        """How many (query, key) pairs it is: attention is 4 x heads x head size FLOPs for each, forward."""
+        before, n = self.position, len(self)
+        if window is None or before + n <= window:
+            return n * before + n * (n + 1) // 2
+        rising = max(0, window - before)  # tokens that see less than a whole window
+        return rising * before + rising * (rising + 1) // 2 + (n - rising) * window
+
+
+def lines(trees: Sequence[Tree]) -> Iterator[Piece]:
+    """Each node of a row."""
+    for node, way in ways(trees):
+        yield Piece(above=tuple(way[:-1]), own=node.first, first=node.first, last=node.first + node.count)
+
+
+def zigzag(trees: Sequence[Tree], ranks: int) -> list[list[Piece]]:
+    """The pieces of each rank, in the row's order: which tokens are whose, so that attention is the same work for all.
+
+    A node of a tree is a line: token by token it sees one more key. Cut into 2n equal pieces of which rank i has the
+    i-th and the i-th from the end, every rank has one cheap and one dear piece, and all sums are equal. Each line is
+    cut by itself, so that it does not matter how long the row's sequences are; tokens left over go to the ranks that
+    have fewest, so that all have equally many (one more or less, and none where n divides the row)."""
+    result: list[list[Piece]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for line in lines(trees):
+        each, rest = divmod(len(line), 2 * ranks)
+        extra = [0] * ranks
+        for _ in range(rest):
+            fewest = min(range(ranks), key=lambda r: loads[r] + extra[r])
+            extra[fewest] += 1
+        place = line.first
+        early = [each + (n + 1) // 2 for n in extra]
+        late = [each + n // 2 for n in extra]
+        for rank, n in [*enumerate(early), *reversed(list(enumerate(late)))]:
+            if n:
+                _append(result[rank], replace(line, first=place, last=place + n))
+            place += n
+        loads = [load + a + b for load, a, b in zip(loads, early, late, strict=True)]
+    return result
+
+
+def _append(pieces: list[Piece], piece: Piece) -> None:
+    """Neighbours become one: the middle pieces of a line are both the last rank's."""
+    if pieces and pieces[-1].last == piece.first and pieces[-1].own == piece.own:
+        piece = replace(piece, first=pieces.pop().first)
+    pieces.append(piece)
 
 
 @dataclass(frozen=True, slots=True)

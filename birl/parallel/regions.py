@@ -1,7 +1,10 @@
-"""Where activations change hands between tensor-parallel ranks.
+"""Collectives with their gradients: over ranks that share packed rows, and over tensor-parallel ones. n ranks.
 
-Attention and MLPs are split over the ranks: each has some heads, some columns. What lies between them, norms and
-residuals, every rank computes for all tokens or, with sequence parallelism, for T / tp of them.
+Gradients of what several ranks used are added in float32 and in the ranks' order, whatever they travel in, so that they
+are the same in every run.
+
+Attention and MLPs are split over tensor-parallel ranks: each has some heads, some columns. What lies between them,
+norms and residuals, every rank computes for all tokens or, with sequence parallelism, for T / tp of them.
 
                  into a split block               out of it
     all tokens   as it is                         sum over the ranks
@@ -13,6 +16,7 @@ Megatron-LM, arXiv:1909.08053 section 3 (f and g); arXiv:2205.05198 section 4.2.
 Activations are [T, H] or [1, T, H]: the last dimension but one is the one that is cut.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +24,82 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from birl.parallel.exchange import all_gather
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name warns
+
+
+def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' rows, one rank's behind another's: [T, ...] -> [n T, ...]. Backward each rank is sent the gradients
+    of its own rows, and adds them."""
+    return _Gather.apply(x, group)  # pyright: ignore
+
+
+def swap(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x[i] goes to rank i, and what it sent is found at [i]: [n, ...] -> [n, ...]. Backward the same."""
+    return _Swap.apply(x, group)  # pyright: ignore
+
+
+def join(
+    figures: Sequence[Tensor], order: Tensor, counts: Sequence[int], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Figures of the tokens that each rank has -> of all, on every rank: float32 [counts[rank]] each -> [N] each.
+
+    `order` [N]: which tokens they are, one rank's behind another's. Every rank goes on with the same loss of all
+    tokens, and its gradient by its own ones is all that is its to send back: backward nothing travels.
+    """
+    return _Join.apply(order, counts, group, *figures)  # pyright: ignore
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        result = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        all_gather(result, x.contiguous(), group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        parts = _sent(grads[0].unflatten(0, (ctx.group.size(), -1)), ctx.group)
+        return parts.sum(0, dtype=torch.float32).to(parts.dtype), None
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sent(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sent(grads[0], ctx.group), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, order: Tensor, counts: Sequence[int], group: dist.ProcessGroup, *figures: Tensor
+    ) -> tuple[Tensor, ...]:
+        rank, longest = dist.get_rank(group), max(counts)
+        ctx.own = order.split(list(counts))[rank]
+        ctx.set_materialize_grads(False)  # a figure that the loss does not read has no gradient to compute
+        own = torch.nn.functional.pad(torch.stack(figures), (0, longest - counts[rank]))
+        result = own.new_empty(len(counts) * len(figures), longest)
+        all_gather(result, own, group=group)
+        parts = result.view(len(counts), len(figures), longest)
+        whole = own.new_empty(len(figures), len(order))
+        whole[:, order] = torch.cat([part[:, :n] for part, n in zip(parts, counts, strict=True)], 1)
+        return tuple(row.clone() for row in whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, None, *(None if g is None else g[ctx.own] for g in grads)
+
+
+def _sent(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(result, x.contiguous(), group=group)
+    return result
+
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the older name warns
 

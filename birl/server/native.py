@@ -29,7 +29,7 @@ def reply(data: Mapping[str, Any], status: int = 200) -> Response:
 
 
 async def claim(service: Service, request: Request) -> Response:
-    """A run takes the server for itself (`owner.py`)."""
+    """A run takes the server for itself (`service.py`)."""
     only(await json_object(request, service.most_bytes))
     if not service.owner.now():
         raise Refused(400, f"Who claims the server must say so in the header {HEADER}.")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from birl.text import calls, harmony
+from birl.text import calls
 from birl.text.calls import Read, Tools
 from birl.text.thinking import ParsedReply, split
 
@@ -80,7 +80,7 @@ class Format:
 
 FORMATS: dict[str, Format] = {
     "harmony": Format(
-        channels=harmony.parts,
+        channels=calls.harmony,
         marks=("<|channel|>", "<|message|>"),
         openings=("<|channel|>", "<|start|>", " to=", "to="),
         closing=r'"\s*\}',

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from birl.errors import BirlError
-from birl.text.deadline import Overdue, deadline
+from birl.foreign import Overdue, deadline
 from birl.text.formats import FORMATS, MARK, Dict, Format, parts
 from birl.text.thinking import tags_of
 from birl.text.written import NOTE, written

@@ -14,8 +14,7 @@ from birl.data.trees import Tree
 from birl.models import varlen
 from birl.models.attention import Packed, tree_mask
 from birl.models.tree_attention import tree_attention
-from birl.parallel.context import Gathered
-from birl.parallel.pieces import Piece, lines, zigzag
+from birl.parallel.context import Gathered, Piece, lines, zigzag
 from tests.models.test_varlen import reference
 
 NODE = st.integers(1, 30)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from birl.errors import BirlError
-from birl.rewards import replies
+from birl.rewards import panel
 from birl.rewards.judge import judge
 from birl.rewards.panel import PANELS, Panel
 from birl.rewards.questions import Manner, better, score, several
@@ -276,11 +276,11 @@ def test_one_host_does_not_get_another_ones_token(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_folder_of_replies_has_a_bound(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "FILES", 3)
+    monkeypatch.setattr(panel, "FILES", 3)
     files = [cache / "ab" / f"{i}.json" for i in range(6)]
     for i, file in enumerate(files):
-        replies.keep(file, str(i))
+        panel.keep(file, str(i))
         time.sleep(0.01)
-    assert [replies.recall(file) for file in files] == [None, None, None, "3", "4", "5"]
-    replies.keep(files[0], "x" * 2**16)
+    assert [panel.recall(file) for file in files] == [None, None, None, "3", "4", "5"]
+    panel.keep(files[0], "x" * 2**16)
     assert not files[0].exists() and len(list(cache.rglob("*"))) == 4

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from birl.text.deadline import Overdue, deadline
+from birl.foreign import Overdue, deadline
 
 
 def test_endless_code_is_interrupted_also_without_hooks_for_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
