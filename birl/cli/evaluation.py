@@ -184,7 +184,7 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
     check_versions(groups)
     values = by_prompt(groups, parts.plan.k, parts.plan.threshold)
     bounds = {name: interval(each) for name, each in values.items()}
-    each = [_only(g, i) for g in groups for i in range(len(g.trajectories))]
+    each = [replace(g, trajectories=(one,)) for g in groups for one in g.trajectories]
     records = answers(each, parts.rollout) if baseline or config.output else []
     changes = baseline.against(parts.data, records) if baseline else []
     if config.output:
@@ -222,10 +222,6 @@ def check_versions(groups: Sequence[Group]) -> None:
             f"{', '.join(map(str, sorted(result)))}), so the result would belong to no model. Evaluate when the run "
             "that trains them is over, or a checkpoint of it."
         )
-
-
-def _only(group: Group, i: int) -> Group:
-    return replace(group, trajectories=(group.trajectories[i],))
 
 
 def ruled(groups: Sequence[Group], threshold: float) -> str:

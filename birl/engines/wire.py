@@ -21,7 +21,7 @@ An error is {"error": {"message", "type"}} with a status of 400 or more; a refus
 
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import quote
 
@@ -190,10 +190,6 @@ def completion_from(data: Mapping[str, Any]) -> Completion:
         support=None if support is None else Support(counts=support["counts"], ids=support["ids"]),
         cached=int(data.get("cached", 0)),
     )
-
-
-def held_to(held: Held) -> dict[str, Any]:
-    return asdict(held)
 
 
 def held_from(data: Mapping[str, Any]) -> Held:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -87,7 +88,7 @@ async def load(service: Service, request: Request) -> Response:
         update = await service.received(update, group)
     async with service.control():
         held = await service.load(update)
-    return reply(wire.held_to(held))
+    return reply(asdict(held))
 
 
 async def join(service: Service, request: Request) -> Response:

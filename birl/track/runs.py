@@ -201,7 +201,7 @@ def about(run: Path) -> About:
     validation, best, best_step = best_validation(run)
     return About(
         path=run,
-        command=_command(keys),
+        command=next((command for command, key in COMMAND_KEYS.items() if key in keys), "sft"),
         state=known,
         model=_short(str(keys.get("model.path", "?"))),
         algorithm=algorithm(keys),
@@ -241,11 +241,6 @@ def _best(path: Path, size: int, changed: int) -> tuple[str, float | None, int]:
     values = [(value, int(_number(r.get("step")) or 0)) for r in records if (value := _number(r.get(name))) is not None]
     value, step = (max if rises(name) else min)(values, key=lambda pair: pair[0]) if values else (None, 0)
     return name, value, step
-
-
-def _command(keys: Mapping[str, Any]) -> str:
-    """rl, rm, dpo or sft, by the keys that only it has."""
-    return next((command for command, key in COMMAND_KEYS.items() if key in keys), "sft")
 
 
 def _short(model: str) -> str:

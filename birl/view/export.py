@@ -23,12 +23,7 @@ def lines(episodes: Episodes, rows: Iterable[int], form: str) -> Iterator[bytes]
     """The file, line by line. Raises `BirlError` for another format than those of FORMATS."""
     if form not in FORMATS:
         raise BirlError(f"export to {form or 'nothing'}: the formats are {' and '.join(FORMATS)}.")
-    return _jsonl(episodes, rows) if form == "jsonl" else _csv(episodes, rows)
-
-
-def _jsonl(episodes: Episodes, rows: Iterable[int]) -> Iterator[bytes]:
-    for row in rows:
-        yield episodes.line(row)
+    return map(episodes.line, rows) if form == "jsonl" else _csv(episodes, rows)
 
 
 def _csv(episodes: Episodes, rows: Iterable[int]) -> Iterator[bytes]:
