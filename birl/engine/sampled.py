@@ -61,3 +61,8 @@ class Sampled:
         if self.copy is not None:
             weights_changed(self.copy)
         self.version = self.learner.version
+
+    def rest(self) -> None:
+        """(every rank) This process' engine makes room for what is trained."""
+        if self.own is not None:
+            self.own.rest()

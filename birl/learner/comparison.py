@@ -2,20 +2,23 @@
 that sampled them. Tokens of the current version are compared by the loss itself, at no cost."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import nan
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from birl.data.pack import pack
+from birl.data.pack import Batch, pack
 from birl.errors import BirlError
-from birl.learner.learner import Learner
+from birl.learner.learner import Learner, Stats
 from birl.models.forward import weights_changed
+from birl.parallel.crew import RankGroup
 from birl.parallel.layout import drop_gathered
+from birl.parallel.shared import Shared
 from birl.types import Sample
 
 KEPT = 4  # versions before the current one whose weights stay in memory
@@ -28,10 +31,13 @@ FEWEST = 8  # tokens of an answer that are looked at where nothing fits into tha
 
 class Past:
     """(every rank) Weights of at most `most` versions before the current one, in CPU memory: a copy of the trained
-    weights for each, in the type that the module holds them in. Each rank has the parts that are its own."""
+    weights for each, in the type that the module holds them in. Each rank has the parts that are its own.
+    `logprobs`, on rank 0: of micro-batches that are `Shared`, each under the weights of a version; equally many of each
+    version for every share."""
 
-    def __init__(self, learner: Learner, most: int) -> None:
+    def __init__(self, learner: Learner, most: int, crew: RankGroup | None = None) -> None:
         self.learner, self.most = learner, most
+        self.logprobs = self._logprobs if crew is None else crew.everywhere(self._logprobs)
         self.versions: dict[int, list[Tensor]] = {}
         trained = [p for p in learner.model.parameters() if p.requires_grad]
         # of what is quantised only what LoRA trains changes
@@ -65,6 +71,15 @@ class Past:
         finally:
             put(current)
 
+    def _logprobs(self, work: Sequence[tuple[int, Batch]]) -> list[Tensor]:
+        with self.instead() as put:
+
+            def compute(item: tuple[int, Batch]) -> Tensor:
+                put(item[0])
+                return self.learner.forward(item[1]).cpu()
+
+            return self.learner.ranks.collect(work, compute)
+
     def _copies(self) -> list[Tensor]:
         return [_own(p).to("cpu", copy=True) for p in self.parameters]
 
@@ -94,7 +109,7 @@ class Compared:
 
 
 def compare(past: Past, samples: Sequence[Sample], computed: int, done: Collection[int], size: int) -> Compared:
-    """(every rank) The versions among the samples' tokens but those of `done`, of `computed` tokens in the step; a
+    """(rank 0) The versions among the samples' tokens but those of `done`, of `computed` tokens in the step; a
     sequence has at most `size` tokens."""
     learner = past.learner
     count = sum((s.by_version() for s in samples), Counter[int]())
@@ -103,15 +118,25 @@ def compare(past: Past, samples: Sequence[Sample], computed: int, done: Collecti
     chosen = {v: few(samples, v, int(SHARE * computed) // len(held), start=learner.version) for v in held}
     gaps: dict[int, tuple[float, int]] = {}
     if chosen:
-        with past.instead() as put:
-            for version, few_ in chosen.items():
-                put(version)
-                batches = pack(few_, [1.0] * len(few_), size, learner.ranks.shares)
-                logprobs = [values.cpu() for values in learner.each(batches, learner.forward)]
-                apart = sum(float((own - b.logprobs).abs().sum()) for b, own in zip(batches, logprobs, strict=True))
-                compared = sum(map(len, logprobs))
-                gaps[version] = apart / compared, compared
+        packed = {v: pack(few_, [1.0] * len(few_), size, learner.ranks.shares) for v, few_ in chosen.items()}
+        work = Shared((v, batch) for v, batches in packed.items() for batch in batches)
+        for (version, batch), own in zip(work, past.logprobs(work), strict=True):
+            apart, n = gaps.get(version, (0.0, 0))
+            gaps[version] = apart + float((own - batch.logprobs).abs().sum()), n + len(own)
+        gaps = {v: (apart / n, n) for v, (apart, n) in gaps.items()}
     return Compared(gaps, sum(count[v] for v in present if v not in held))
+
+
+def check(stats: Stats, gaps: Mapping[int, tuple[float, int]], version: int, most: float) -> None:
+    """The figures of `gaps`, by version, and of each policy's own. `version`: of the learner. Raises `BirlError` above
+    `most` of any."""
+    stats.other["mismatch/tokens"] = float(sum(n for _, n in gaps.values()))
+    stats.first_gap = sum(gap * n for gap, n in gaps.values()) / stats.other["mismatch/tokens"] if gaps else nan
+    for each, (mean, _) in gaps.items():
+        check_gap(mean, each, most)
+    for own in (own for own in stats.of.values() if own.sums["fresh"]):  # none hides behind the others
+        own.first_gap = own.sums["gap"] / own.sums["fresh"]
+        check_gap(own.first_gap, version, most)
 
 
 def check_gap(mean: float, version: int, most: float) -> None:

@@ -1,12 +1,13 @@
 """The loss of a critic with a backbone of its own, and what any critic reports."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from birl.algorithms.values import value_loss
 from birl.data.pack import Batch
-from birl.learner.learner import Loss
+from birl.learner.learner import Learner, Loss, Stats
 
 
 def critic_figures(predicted: Tensor, returns: Tensor, each: Tensor, clipped: Tensor) -> dict[str, Tensor]:
@@ -26,3 +27,15 @@ def critic_loss(clip: float, weight: float) -> Loss:
         return weight * each.sum(), critic_figures(values, batch.returns, each, clipped)
 
     return loss
+
+
+def fit(critic: Learner, batches: Sequence[Batch], loss: Loss, passes: int, rate: float) -> Stats:
+    """(every rank) So many steps of a critic with a model of its own. Its gradient norm, and as `other` its figures,
+    which are means over the same tokens: those of the last pass."""
+    result = Stats()
+    for _ in range(passes):
+        own = Stats()
+        critic.learn([(batch, loss) for batch in batches], own)
+        result.grad_norm = critic.optim_step(rate)
+        result.other = {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": result.grad_norm}
+    return result

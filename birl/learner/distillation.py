@@ -22,6 +22,8 @@ from birl.models.after_head import after_head
 from birl.models.divergence import Everything, Head, Likeliest, likeliest, token_divergence
 from birl.models.forward import head
 from birl.models.vision import pictures_of
+from birl.parallel.crew import RankGroup
+from birl.parallel.shared import Shared
 from birl.text.pictures import FIRST
 from birl.types import Sample
 
@@ -62,13 +64,13 @@ class Distillation:
         return token_divergence(hidden, own, said, self.function)
 
 
-def taught_by(models: Mapping[str, Learner], served: Said | None) -> Said:
-    """Frozen models by name, and those behind an address."""
+def taught_by(models: Mapping[str, Learner], served: Said | None, crew: RankGroup) -> Said:
+    """(rank 0) Frozen models by name, and those behind an address."""
+    ask = crew.each(lambda batch: models[batch.teacher].forward(batch))
 
     def teacher(batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor]:
-        own = [b for b in batches if b.teacher in models]
-        said = next(iter(models.values())).each(own, lambda b: models[b.teacher].forward(b)) if models else []
-        result = by_sample(own, said, len(samples))
+        own = batches if served is None else Shared(b for b in batches if b.teacher in models)
+        result = by_sample(own, ask(own) if own else [], len(samples))
         there = [n for n, s in enumerate(samples) if s.teacher not in models]
         if served is not None and there:
             for n, values in zip(there, served([], [samples[n] for n in there]), strict=True):

@@ -15,7 +15,6 @@ from torch import Tensor
 from birl.data.columns import by_sample, per_token
 from birl.data.pack import Batch
 from birl.learner.learner import Loss
-from birl.parallel.ranks import Ranks
 from birl.types import Sample
 
 #: which sample of which episode: two samples of one episode differ in their tokens
@@ -44,10 +43,10 @@ class Watch:
 
         return watched
 
-    def compute(self, batches: Sequence[Batch], samples: Sequence[Sample], ranks: Ranks) -> dict[Key, Tensor]:
-        """(every rank) [T, 2] for each sample: log-prob and entropy of its trained tokens."""
-        each = ranks.each(range(len(batches)), lambda n: self.kept[n])
-        return dict(zip(map(key, samples), by_sample(batches, each, len(samples)), strict=True))
+
+def figures_of(batches: Sequence[Batch], watched: Sequence[Tensor], samples: Sequence[Sample]) -> dict[Key, Tensor]:
+    """[T, 2] for each sample: log-prob and entropy of its trained tokens. `watched`: what was kept of each batch."""
+    return dict(zip(map(key, samples), by_sample(batches, watched, len(samples)), strict=True))
 
 
 def token_figures(samples: Sequence[Sample], seen: Mapping[Key, Tensor]) -> Callable[[Sample], dict[str, Any]]:

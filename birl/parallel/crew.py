@@ -5,7 +5,7 @@
 
 Every rank has a worker made from the same configuration, so a verb (a function of the worker) does the same everywhere:
 it computes this rank's share, and the collectives inside of it (`ranks.py`, FSDP) do the rest. What rank 0 alone knows
-comes as arguments.
+comes as arguments: each rank is sent its share of a `Shared` list alone (`shared.py`), and all of anything else.
 
 When something fails in one rank, the others may be waiting for it inside of a collective. So a rank that fails leaves
 word with the store that all met at, and ends; rank 0 watches, and stops with that rank's traceback, not with the
@@ -17,16 +17,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from birl.errors import BirlError
 from birl.parallel import flight
 from birl.parallel.ranks import Ranks
+from birl.parallel.shared import Number, Shared, hand_out, handed
 from birl.spans import done
 from birl.waits import waiting
 
@@ -36,7 +39,8 @@ WORD = "birl/failed"
 W = TypeVar("W")
 T = TypeVar("T")
 P = ParamSpec("P")
-NAMES = {"learn": "train", "update": "train", "write": "checkpoint", "measure": "validate"}  # as rank 0 calls its part
+#: as rank 0 calls its part
+NAMES = {"gradients": "train", "update": "train", "write": "checkpoint", "measure": "validate"}
 
 
 class RankGroup:
@@ -51,6 +55,9 @@ class RankGroup:
         self._closed = ranks.alone
         self.ended: Callable[[], str] = lambda: ""  # what is known of ranks whose processes are gone
         self._watch = threading.Event()
+        self._verbs: list[Callable[[Any], list[Tensor]]] = []  # of `everywhere`
+        self._held: dict[int, list[Any]] = {}  # this rank's share of each list that rank 0 keeps
+        self._sent, self._gone = 0, list[int]()  # how many lists there were, and those that rank 0 keeps no longer
 
     def call(self, worker: W, verb: Callable[Concatenate[W, P], T], *arguments: P.args, **options: P.kwargs) -> T:
         """`verb(worker, *arguments)` on every rank, each with its own worker; what rank 0's gives. Raises what rank 0's
@@ -68,6 +75,23 @@ class RankGroup:
                 raise BirlError(word + self._flight()) from error
             raise
 
+    def everywhere(self, verb: Callable[[Sequence[T]], list[Tensor]]) -> Callable[[Sequence[T]], list[Tensor]]:
+        """(every rank, which names its verbs in the same order) For rank 0 to call: `verb` on every rank, each with its
+        share of a `Shared` list; what rank 0's gives."""
+        if self.ranks.alone:
+            return verb
+        self._verbs.append(verb)
+        number = len(self._verbs) - 1
+        return lambda work: self.call(self, RankGroup.forward, number, work)
+
+    def each(self, compute: Callable[[T], Tensor]) -> Callable[[Sequence[T]], list[Tensor]]:
+        """`everywhere`, of a verb for one item."""
+        return self.everywhere(lambda work: self.ranks.collect(work, compute))
+
+    def forward(self, number: int, work: Sequence[Any]) -> list[Tensor]:
+        """(every rank) Its own verb of that number."""
+        return self._verbs[number](work)
+
     def follow(self, worker: Any, compute: Executor) -> None:
         """Do on the compute thread what rank 0 calls, until it closes the crew."""
         me = f"learner rank {self.ranks.rank}"
@@ -77,7 +101,7 @@ class RankGroup:
             if verb is None:
                 return
             began = time.perf_counter()
-            compute.submit(verb, worker, *arguments, **options).result()
+            compute.submit(verb, self if verb is RankGroup.forward else worker, *arguments, **options).result()
             done(NAMES.get(verb.__name__) or verb.__name__, began, process=me, lane="calls")
             with waiting(me, f"the end of {verb.__name__}", "other ranks"):
                 self._check()
@@ -140,13 +164,30 @@ class RankGroup:
 
         threading.Thread(target=look, name="crew", daemon=True).start()
 
-    def _say(self, words: Any) -> None:
-        dist.broadcast_object_list([words], src=0, group=self._control)
+    def _say(self, words: tuple[Any, Sequence[Any], Any]) -> None:
+        verb, arguments, options = words
+        new: list[Shared[Any]] = []
+        for each in arguments:
+            if isinstance(each, Shared) and not each.number:
+                self._sent = each.number = self._sent + 1
+                weakref.finalize(each, self._gone.append, each.number)
+                new.append(each)
+        told = tuple(Number(a.number) if isinstance(a, Shared) else a for a in arguments)
+        gone = [self._gone.pop() for _ in range(len(self._gone))]
+        counts = {each.number: len(each) for each in new}
+        dist.broadcast_object_list([(verb, told, options, counts, gone)], src=0, group=self._control)
+        for each in new:
+            hand_out(each, self.ranks, self._control)
 
-    def _hear(self) -> Any:
+    def _hear(self) -> tuple[Any, Sequence[Any], Any]:
         words: list[Any] = [None]
         dist.broadcast_object_list(words, src=0, group=self._control)
-        return words[0]
+        verb, told, options, counts, gone = words[0]
+        for number in gone:
+            del self._held[number]
+        for number, count in counts.items():
+            self._held[number] = handed(count, self.ranks, self._control)
+        return verb, [self._held[a.value] if isinstance(a, Number) else a for a in told], options
 
     def _check(self) -> None:
         """Have all ranks finished the call? One that failed has not, and is not waited for without end."""

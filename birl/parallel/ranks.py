@@ -118,6 +118,17 @@ class Ranks:
         dist.all_gather_object(result, [t.cpu() for t in own], group=self.groups["share"])
         return [result[n % self.shares][n // self.shares] for n in range(len(work))]
 
+    def collect(self, work: Sequence[T], compute: Callable[[T], Tensor]) -> list[Tensor]:
+        """As `each`, but the first share alone gets what the others compute; those get nothing."""
+        own = [compute(w) for w in self.mine(work)]
+        if self.shares == 1:
+            return own
+        result: list[Any] | None = [None] * self.shares if self.share == 0 else None
+        dist.gather_object([t.cpu().numpy() for t in own], result, group=self.groups["share"], group_dst=0)
+        if result is None:
+            return []
+        return [torch.from_numpy(result[n % self.shares][n // self.shares]) for n in range(len(work))]
+
     def told(self, value: T) -> T:
         """What the first rank has; the others' value does not matter."""
         if self.alone:

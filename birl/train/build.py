@@ -44,7 +44,6 @@ from birl.models.heads import add_score_head
 from birl.parallel.crew import RankGroup
 from birl.parallel.grid import ranks_here
 from birl.parallel.machine import total_memory
-from birl.parallel.ranks import Ranks
 from birl.rollout.assemble import Usage
 from birl.rollout.evaluate import EvaluationPlan, plan
 from birl.rollout.failures import start
@@ -323,9 +322,8 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
         learner.average = Average(past, keys.teacher_rate)
     says = None
     if keys.advantage in CRITIC:
-        says = partial(learner.each, verb=learner.values)
-        if critic is not None:
-            says = partial(critic.each, verb=critic.forward)
+        says = crew.each(learner.values if critic is None else critic.forward)
+    refers = None if reference is None else crew.each(reference.forward)
     target, sampled = keys.kl_target, Sampled(policy=policy, learner=learner, dtype=config.model.dtype)
     return RLWorker(
         **kept(config, crew.ranks, run),
@@ -335,24 +333,24 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
         engine_of=partial(sampled.engine, config.engine, routes=replays(config)),
         learner=learner,
         critic=critic,
-        objective=objective_of(config, learner, reference, surrogate),
+        objective=objective_of(config, learner, surrogate, reference=refers, looked=crew.each(learner.look)),
         credit=credit_of(
             config,
             policy.pair_cost,
-            reference=reference,
+            reference=refers,
             critic=says,
-            **teacher_of(config, policy, crew.ranks, past or learner),
+            **teacher_of(config, policy, crew, past or learner),
             hints=hints_of(config, policy),
-            learner=learner if remembers(config) else None,
+            learner=crew.each(learner.forward) if remembers(config) else None,
         ),
         kl=AdaptiveKL(keys.kl_coef, target, keys.kl_horizon) if target else FixedKL(keys.kl_coef),
         sampled=sampled,
-        past=Past(learner, min(config.rollout.max_staleness, KEPT)),
+        past=Past(learner, min(config.rollout.max_staleness, KEPT), crew),
         crew=crew,
     )
 
 
-def teacher_of(config: schema.RL, policy: Policy, ranks: Ranks, own: Learner) -> dict[str, Any]:
+def teacher_of(config: schema.RL, policy: Policy, crew: RankGroup, own: Learner) -> dict[str, Any]:
     """What `Credit` asks a teacher: log-probs of the sampled tokens, or one that is served for its likeliest words.
     `own`: that of algorithm.teacher=self."""
     paths, sampled = teachers_of(config), config.algorithm.teacher_divergence == "sampled"
@@ -369,7 +367,7 @@ def teacher_of(config: schema.RL, policy: Policy, ranks: Ranks, own: Learner) ->
     if paths and sampled:
         from birl.learner.distillation import taught_by
 
-        result["teacher"] = taught_by(local_teachers(config, paths, policy, ranks, own), asked)
+        result["teacher"] = taught_by(local_teachers(config, paths, policy, crew.ranks, own), asked, crew)
     return result
 
 
@@ -409,7 +407,8 @@ def updates_of(config: schema.RL) -> Updates:
     )
 
 
-def objective_of(config: schema.RL, learner: Learner, reference: Learner | None, surrogate: NamedFunction) -> Objective:
+def objective_of(config: schema.RL, learner: Learner, surrogate: NamedFunction, **models: Any) -> Objective:
+    """`models`: those of `Objective`."""
     start = proximal(config)
     return Objective(
         keys=config.algorithm,
@@ -417,8 +416,8 @@ def objective_of(config: schema.RL, learner: Learner, reference: Learner | None,
         start="now" if start == "recompute" and not remembers(config) else start,
         corrected=corrects(config),
         learner=learner,
-        reference=reference,
         surrogate=surrogate,
+        **models,
     )
 
 

@@ -26,7 +26,7 @@ from birl.algorithms.estimators import ADVANTAGES, BY_TOKEN, TENSORS
 from birl.data.columns import behaviour, by_sample, per_token, spread
 from birl.data.pack import Batch, hinted, pack
 from birl.errors import BirlError
-from birl.learner.learner import Learner
+from birl.parallel.shared import Shared
 from birl.rollout import assemble
 from birl.rollout.assemble import Unit
 from birl.types import Group, Outcome, Sample, Task
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from birl.rollout.hints import Hints
 
 Episode = tuple[Group, int]
+#: of each micro-batch its trained tokens' log-probs, or values
+Says = Callable[[Sequence[Batch]], list[Tensor]]
 #: log-probs of trained tokens, sample by sample
 Teacher = Callable[[Sequence[Batch], Sequence[Sample]], Sequence[Tensor]]
 
@@ -53,7 +55,7 @@ class Credited:
 
 @dataclass(slots=True, kw_only=True)
 class Credit:
-    """How advantages are made. `max_tokens`: of an answer; `capacity`: of a micro-batch; `shares`: of the ranks."""
+    """Makes advantages, on rank 0. `max_tokens`: of an answer; `capacity`: of a micro-batch; `shares`: of ranks."""
 
     keys: "schema.Algorithm"
     critic_keys: "schema.Critic"
@@ -61,13 +63,13 @@ class Credit:
     capacity: int
     shares: int = 1
     usage: assemble.Usage
-    reference: Learner | None = None
-    critic: Callable[[Sequence[Batch]], list[Tensor]] | None = None
+    reference: Says | None = None
+    critic: Says | None = None
     teacher: Teacher | None = None
     likely: Callable[[Sequence[Sample]], Sequence[Any]] | None = None  # a served teacher's words (`Sample.likely`)
     hints: "Hints | None" = None  # that a teacher sees
     whose: Callable[[Task], str] | None = None  # of several teachers, which a row names
-    learner: Learner | None = None  # where its log-probs before the first update are wanted
+    learner: Says | None = None  # where its log-probs before the first update are wanted
     weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of each reward function
     pair_cost: float = 0.0  # of `pack`
     mixture: bool = False  # each environment by itself: means and deviations over a batch are over its own episodes
@@ -216,14 +218,14 @@ class Credit:
         return self.keys.kl_coef > 0 and self.keys.kl_in == "reward"
 
     def _packed(self, samples: Sequence[Sample]) -> list[Batch]:
-        return pack(samples, [0.0] * len(samples), self.capacity, self.shares, self.pair_cost)
+        return Shared(pack(samples, [0.0] * len(samples), self.capacity, self.shares, self.pair_cost))
 
     def _kl(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor] | None:
         """The KL's estimate for each trained token, sample by sample; under the weights that sampled."""
         if not self._kl_in_reward():
             return None
         assert self.reference is not None
-        ref = by_sample(batches, self.reference.each(batches, self.reference.forward), len(samples))
+        ref = by_sample(batches, self.reference(batches), len(samples))
         estimator = estimators.ESTIMATORS[self.keys.kl]
         return [estimator(b, r) for b, r in zip(map(behaviour, samples), ref, strict=True)]
 
@@ -285,9 +287,9 @@ class Credit:
         """On-policy distillation: each token's advantage gains teacher_coef (teacher - ours), the negative of the
         sampled reverse KL; with hints, where the sample has one."""
         assert self.teacher is not None
-        read = [b.hinted or b for b in batches], [hinted(s) for s in samples]
+        read = batches if self.hints is None else Shared(b.hinted or b for b in batches)
         result = []
-        for sample, theirs in zip(samples, self.teacher(*read), strict=True):
+        for sample, theirs in zip(samples, self.teacher(read, [hinted(s) for s in samples]), strict=True):
             own = torch.from_numpy(per_token(sample)[sample.mask])
             coef = self.keys.teacher_coef if self.hints is None or sample.hinted is not None else 0.0
             result.append(replace(sample, advantage=spread(sample, own + coef * (theirs - behaviour(sample)))))
@@ -296,7 +298,7 @@ class Credit:
     def _remembered(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Sample]:
         """Decoupled PPO: the proximal policy is the learner as it is now, for all updates of the batch."""
         assert self.learner is not None
-        now = by_sample(batches, self.learner.each(batches, self.learner.forward), len(samples))
+        now = by_sample(batches, self.learner(batches), len(samples))
         return [replace(s, proximal=spread(s, p)) for s, p in zip(samples, now, strict=True)]
 
     def _trained(self, samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> list[Sample]:

@@ -2,7 +2,7 @@
 gradient, and the loss itself.
 
     look    micro-batches -> for each a factor for each token, and the reference
-    loss    one micro-batch and what is known of it -> a number, and figures
+    loss    one micro-batch and what is known of it -> a number, and figures; on every rank
 """
 
 from collections.abc import Callable, Sequence
@@ -55,26 +55,28 @@ class Known:
 class Objective:
     """What the policy minimises. `start`: what the importance ratio starts from, one of behaviour, recompute (the
     learner before the first update), now (the learner itself, whose ratio is 1) and interpolate. `corrected`: the
-    proximal policy is weighed against the one that sampled."""
+    proximal policy is weighed against the one that sampled.
+    `reference`, `looked`: micro-batches -> log-probs; of now, with entropies."""
 
     keys: "schema.Algorithm"
     critic_keys: "schema.Critic"
     start: str
     corrected: bool
     learner: Learner
-    reference: Learner | None
+    reference: Callable[[Sequence[Batch]], list[Tensor]] | None
+    looked: Callable[[Sequence[Batch]], list[Tensor]]
     surrogate: NamedFunction
 
     def look(self, batches: Sequence[Batch], seed: int) -> list[Known]:
-        """Masks that rank or average tokens do so over the whole step, so that micro-batches change nothing."""
+        """(rank 0) Masks that rank or average tokens do so over the whole step: micro-batches change nothing."""
         keys, reference = self.keys, self.reference
         refs: Sequence[Tensor | None] = [None] * len(batches)
         if reference is not None and self.needs_reference():
-            refs = reference.each(batches, reference.forward)
+            refs = reference(batches)
         if not self.needs_look():
             return [Known(ref_logp=r) for r in refs]
         sizes = [len(b.entry) for b in batches]
-        logp, entropy = torch.cat(self.learner.each(batches, self.learner.look), dim=1).cpu()
+        logp, entropy = torch.cat(self.looked(batches), dim=1).cpu()
         behaviour, advantages, sample = (
             torch.cat([getattr(b, name).cpu() for b in batches]) for name in ("logprobs", "advantages", "sample")
         )

@@ -169,7 +169,8 @@ class Loop:
         await self.parts.publisher.rest()
         sampling = self.parts.engine.version == self.worker.learner.version
         greedy = self.take_greedy(step.groups)
-        credited, stats = await run.ranks(RLWorker.learn, run.step, step.groups, greedy, sampling)
+        learn = partial(self.worker.learn, run.step, step.groups, greedy, sampling)
+        credited, stats = await run.on_compute_thread(learn)
         self.parts.tracker.record(row_of(step))
         self.run.step, self.run.position, self.run.ahead = step.number, step.position, step.ahead
         chosen = self.observe(step)

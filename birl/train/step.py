@@ -1,38 +1,37 @@
-"""One step of reinforcement learning, as every rank computes it: groups -> advantages -> samples -> batches -> update.
+"""One step of reinforcement learning: groups -> advantages -> samples -> batches -> update.
 
-`RLWorker.learn` is the algorithm between a group and a gradient; rank 0 calls it for each step (`rl.py`).
+`RLWorker.learn` is the algorithm between a group and a gradient, on rank 0 (`rl.py`). What models compute in it every
+rank does for its share of the micro-batches, and of the step's data it is sent no more.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
-from math import nan
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.algorithms.reduce import DENOMINATORS
 from birl.data.pack import Batch, pack, packing
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.sampled import Sampled
-from birl.learner.comparison import Past, check_gap, compare
-from birl.learner.critic import critic_loss
-from birl.learner.learner import Learner, Stats
+from birl.learner.comparison import Past, check, compare
+from birl.learner.critic import critic_loss, fit
+from birl.learner.learner import Stats
 from birl.learner.policy import DTYPES, Policy
-from birl.learner.token_figures import Key, Watch
-from birl.parallel.layout import drop_gathered
+from birl.learner.token_figures import Key, Watch, figures_of
+from birl.parallel.shared import Shared
 from birl.rollout import assemble
 from birl.rollout.ages import Ages
 from birl.seeds import derive_seed
 from birl.train.credit import Credit, Credited
-from birl.train.objective import Objective
+from birl.train.objective import Known, Objective
 from birl.train.worker import Worker
 from birl.types import Group, Sample
 from birl.weights.canary import logprobs_of
+from birl.weights.gathered import gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +88,10 @@ class RLWorker(Worker):
     def learn(
         self, step: int, groups: Sequence[Group], greedy: dict[int, float], sampling: bool
     ) -> tuple[Credited, Stats]:
-        """Rewards to advantages, advantages to optimizer steps; `step` are finished. `sampling`: engines
+        """(rank 0) Rewards to advantages, advantages to optimizer steps; `step` are finished. `sampling`: engines
         have the weights of now."""
         self.step, self.seen, self.sampling = step, {}, sampling
-        if self.sampled.own is not None:
-            self.sampled.own.rest()
+        self.crew.call(self, RLWorker.rest)
         self.kl.coef = self.extra.get("kl_coef", self.kl.coef)
         self.ages.starts = self.extra.get("versions", [])
         self.ages.begin(self.learner.version, self.updates.max_staleness + 1)
@@ -130,27 +128,28 @@ class RLWorker(Worker):
         self.rate = self.learning_rate()
         size, shares, pair_cost = keys.capacity, keys.shares, self.policy.pair_cost
         trained, weights, others = map(list, zip(*useful, strict=True))
-        batches = pack(trained, weights, size, shares, pair_cost, others if keys.observations else ())
+        batches = Shared(pack(trained, weights, size, shares, pair_cost, others if keys.observations else ()))
         stats.other |= packing(batches, size, shares, pair_cost)
         value_weight = 1 / max(sum(assemble.trained_lengths(samples)), 1)
-        norms = [] if critic is None else [self.update_critic(critic, batches, value_weight, stats)]
+        fitted = None if critic is None else self.crew.call(self, RLWorker.update_critic, batches, value_weight)
+        norms = [] if fitted is None else [fitted.grad_norm]
+        stats.other |= {} if fitted is None else fitted.other
         if critic is None or self.step >= keys.critic_only:
             seed = derive_seed(keys.seed, self.step, stats.updates)
-            each = [list(own) for _, own in groupby(batches, key=lambda b: b.policy)]
-            known = [one for own in each for one in self.objective.look(own, seed)]
-            losses = [self.objective.loss(of, self.kl.coef, value_weight) for of in known]
-            watch = Watch() if keys.token_figures else None
-            watched = losses if watch is None else watch.over(losses)
-            work = iter(zip(batches, watched, strict=True))
-            for own in each:
-                figures = Stats()
-                self.learner.learn(list(islice(work, len(own))), figures)
+            each = [Shared(own) for _, own in groupby(batches, key=lambda b: b.policy)]
+            each = [batches] if len(each) == 1 else each  # which the ranks have, then
+            known = [Shared(self.objective.look(own, seed)) for own in each]
+            seen = list[Tensor]()
+            for own, its in zip(each, known, strict=True):
+                figures, watched = self.crew.call(self, RLWorker.gradients, own, its, self.kl.coef, value_weight)
                 stats.take(own[0].policy, figures)
-            if watch is not None:
-                self.seen = watch.compute(batches, trained, self.learner.ranks) | self.seen
+                seen += watched
+            if keys.token_figures:
+                self.seen = figures_of(batches, seen, trained) | self.seen
             if stats.updates == 0:
                 self.compare(everything, sum(len(b.tokens) for b in batches), stats)
-            stats.grad_norm = self.learner.optim_step(self.rate)
+            keep = self.sampling and stats.updates == 0
+            stats.grad_norm = self.crew.call(self, RLWorker.optim_step, self.rate, keep)
             stats.updates += 1
             norms.append(stats.grad_norm)
         self.check_finite(stats, *norms)
@@ -164,26 +163,33 @@ class RLWorker(Worker):
             result = compare(self.past, samples, computed, gaps, self.updates.capacity)
             gaps |= result.gaps
             stats.other["mismatch/unheld"] = result.unheld / max(sum(assemble.trained_lengths(samples)), 1)
-        stats.other["mismatch/tokens"] = float(sum(n for _, n in gaps.values()))
-        stats.first_gap = sum(gap * n for gap, n in gaps.values()) / stats.other["mismatch/tokens"] if gaps else nan
-        for version, (mean, _) in gaps.items():
-            check_gap(mean, version, self.updates.max_gap)
-        for own in (own for own in stats.of.values() if own.sums["fresh"]):  # none hides behind the others
-            own.first_gap = own.sums["gap"] / own.sums["fresh"]
-            check_gap(own.first_gap, self.learner.version, self.updates.max_gap)
-        if self.sampling:
-            self.past.keep()
+        check(stats, gaps, self.learner.version, self.updates.max_gap)
 
-    def update_critic(self, critic: Learner, batches: Sequence[Batch], weight: float, stats: Stats) -> float:
-        """The same for a critic with a model of its own; gives its gradient norm. Its figures are means over the same
-        tokens, those of the last pass."""
-        norm, loss = 0.0, critic_loss(self.objective.critic_keys.clip, weight)
-        for _ in range(self.updates.critic_passes):
-            own = Stats()
-            critic.learn([(batch, loss) for batch in batches], own)
-            norm = critic.optim_step(self.updates.critic_lr)
-            stats.other |= {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": norm}
-        return norm
+    def rest(self) -> None:
+        self.sampled.rest()
+
+    def gradients(
+        self, batches: Sequence[Batch], known: Sequence[Known], kl_coef: float, value_weight: float
+    ) -> tuple[Stats, list[Tensor]]:
+        """(every rank) Of its share, added to what is there; the figures of all, and on rank 0 the log-prob and entropy
+        of each token, where they are wanted."""
+        figures, watch, ranks = Stats(), Watch(), self.learner.ranks
+        losses = [self.objective.loss(of, kl_coef, value_weight) for of in known]
+        watched = watch.over(losses) if self.updates.token_figures else losses
+        self.learner.learn(list(zip(batches, watched, strict=True)), figures)
+        seen = range(len(batches) if self.updates.token_figures else 0)
+        return figures, ranks.collect(seen, watch.kept.__getitem__) if seen else []
+
+    def optim_step(self, rate: float, keep: bool) -> float:
+        """`keep`: the weights before it, which the step's tokens were compared under."""
+        if keep:
+            self.past.keep()
+        return self.learner.optim_step(rate)
+
+    def update_critic(self, batches: Sequence[Batch], weight: float) -> Stats:
+        assert self.critic is not None
+        keys, loss = self.updates, critic_loss(self.objective.critic_keys.clip, weight)
+        return fit(self.critic, batches, loss, keys.critic_passes, keys.critic_lr)
 
     def has_gradient(self, sample: Sample) -> bool:
         """Samples that have none need not go through the model."""
@@ -207,17 +213,8 @@ class RLWorker(Worker):
     def refresh(self) -> None:
         self.sampled.refresh()
 
-    @torch.no_grad()
-    def gathered(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Weights as the engines have them, whole on rank 0, nothing elsewhere."""
-        drop_gathered(self.learner.outputs)
-        parameters, result = dict(self.learner.model.named_parameters()), []
-        for name in names:
-            weight = parameters[name].to(DTYPES[self.dtype])
-            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            if self.crew.leads:
-                result.append(whole.to(self.learner.device))
-        return result
+    def gathered(self, names: Sequence[str]) -> list[Tensor]:
+        return gathered(self.learner, names, DTYPES[self.dtype], self.crew.leads)
 
     def logprobs_of(self, batches: list[Batch]) -> list[list[float]]:
         """What engines are compared with."""

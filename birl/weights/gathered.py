@@ -11,16 +11,32 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from birl.learner.learner import Learner
 from birl.models.digests import digest
 from birl.models.heads import HEADS
 from birl.models.released import Part, buffers, nbytes, parts, reverted, shapes_of
+from birl.parallel.layout import drop_gathered
 
 BUCKET = 2**28  # bytes that are gathered at once, unless one weight alone is larger
 NAMES = {  # as safetensors calls them
     **{torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"},
 }
+
+
+@torch.no_grad()
+def gathered(learner: Learner, names: Sequence[str], dtype: torch.dtype, leads: bool) -> list[Tensor]:
+    """(every rank) Weights as the engines have them, whole on the rank that `leads`, nothing elsewhere."""
+    drop_gathered(learner.outputs)
+    parameters, result = dict(learner.model.named_parameters()), []
+    for name in names:
+        weight = parameters[name].to(dtype)
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if leads:
+            result.append(whole.to(learner.device))
+    return result
 
 
 class Gathered:

@@ -14,6 +14,8 @@ from birl.data.columns import behaviour, per_token
 from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.learner.distillation import taught_by
+from birl.parallel.crew import RankGroup
+from birl.parallel.ranks import Ranks
 from birl.train.build import credit_of
 from birl.types import Completion, Group, Outcome, Sample, Stop, Task, Trajectory, Turn
 
@@ -219,7 +221,7 @@ def test_turns_cannot_be_combined_with_everything(words: list[str]) -> None:
 
 
 def test_a_teacher_is_followed_token_by_token() -> None:
-    teacher = taught_by({"": cast(Any, Says(reference_logp))}, None)
+    teacher = taught_by({"": cast(Any, Says(reference_logp))}, None, RankGroup(Ranks()))
     found = credit("algorithm=distill", "algorithm.teacher=t", "algorithm.teacher_coef=2", teacher=teacher)
     assert flat(found.samples) == pytest.approx([2 * (reference_logp(t) + 0.5) for ts in TOKENS for t in ts], abs=1e-6)
     both = credit("algorithm.teacher=t", teacher=teacher)

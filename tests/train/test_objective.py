@@ -52,13 +52,13 @@ def gradient(*words: str, ref_logp: Tensor | None = None) -> list[float]:
     """-dL/dl_t of each token, whatever the denominator: its weight in the batch is 1."""
     config = load(schema.RL, ["data.train=x", "rollout.max_staleness=4", *words])
     learner: Any = SimpleNamespace(version=3)
-    objective = objective_of(config, learner, None, surrogate_of(config.algorithm))
-    made = batch(remembers(config))
     logp = torch.tensor([x for own in LOGP for x in own], requires_grad=True)
+    now = torch.stack([logp.detach(), torch.zeros_like(logp)])
+    surrogate = surrogate_of(config.algorithm)
+    objective = objective_of(config, learner, surrogate, reference=None, looked=lambda batches: [now] * len(batches))
+    made = batch(remembers(config))
     known = Known(ref_logp=ref_logp)
     if objective.needs_look():
-        learner.look = lambda b: torch.stack([logp.detach(), torch.zeros_like(logp)])
-        learner.each = lambda batches, verb: [verb(b) for b in batches]
         (known,) = objective.look([made], 0)
     kl_coef = config.algorithm.kl_coef if ref_logp is not None else 0.0
     loss, _ = objective._loss(logp, torch.zeros_like(logp), made, known=known, kl_coef=kl_coef, value_weight=0.0)

@@ -84,7 +84,7 @@ def test_the_gradient_is_that_of_the_truncated_policy(surrogate: str) -> None:
     assert sum(weights) == pytest.approx(1.0)
     keys = load(schema.RL, ["data.train=x", f"algorithm.surrogate={surrogate}"])
     behind: Any = SimpleNamespace(version=0)
-    objective = objective_of(keys, behind, None, surrogate_of(keys.algorithm))
+    objective = objective_of(keys, behind, surrogate_of(keys.algorithm), reference=None, looked=None)
     stats = Stats()
     for batch in pack(samples, weights, 64):
         learner.forward_backward(batch, objective.loss(Known(), 0.0, 0.0), stats)

@@ -1,9 +1,9 @@
 """Engines of other projects get the names, shapes and numbers of the files that transformers writes."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,8 @@ from birl.learner.lora import Lora
 from birl.models import attention
 from birl.models.slices import fill, sketched
 from birl.parallel.ranks import Grid, Ranks
-from birl.train.step import RLWorker
 from birl.weights.folder import write
-from birl.weights.gathered import Gathered
+from birl.weights.gathered import Gathered, gathered
 from birl.weights.publisher import released
 from tests.data.test_pack import groups
 from tests.parallel.processes import on_ranks
@@ -53,19 +52,19 @@ def test_every_way_has_what_transformers_saves(kind: str, tmp_path: Path) -> Non
         asked.extend(names)
         return [parameters[name].detach() for name in names]
 
-    gathered = Gathered(model, torch.float32, gather, originally=True)
-    assert gathered.shapes == {name: (tuple(t.shape), t.dtype) for name, t in wanted.items()}
-    same(load_file(write(tmp_path, 1, gathered, tmp_path / "saved") / "model.safetensors"), wanted)
+    split = Gathered(model, torch.float32, gather, originally=True)
+    assert split.shapes == {name: (tuple(t.shape), t.dtype) for name, t in wanted.items()}
+    same(load_file(write(tmp_path, 1, split, tmp_path / "saved") / "model.safetensors"), wanted)
     asked.clear()
     names = sorted(wanted)
-    same({name: gathered.take([name])[0] for name in names}, wanted)
+    same({name: split.take([name])[0] for name in names}, wanted)
     assert sorted(asked) == sorted(parameters)  # each once, however small the buckets are
-    gathered.take(names[:1])
+    split.take(names[:1])
     with torch.no_grad():
         for parameter in parameters.values():
             parameter += 1
-    same(dict(gathered.pieces()), saved(model, tmp_path / "later"))
-    same(dict(zip(names, gathered.take(names), strict=True)), load_file(tmp_path / "later/model.safetensors"))
+    same(dict(split.pieces()), saved(model, tmp_path / "later"))
+    same(dict(zip(names, split.take(names), strict=True)), load_file(tmp_path / "later/model.safetensors"))
 
 
 def made(moe: bool) -> Any:
@@ -84,10 +83,10 @@ def after_a_step(learner: Learner, ranks: Ranks) -> tuple[dict[str, torch.Tensor
     work = pack(samples, [1 / len(samples)] * len(samples), 80, parts=ranks.shares)
     learner.learn([(batch, reinforce) for batch in work], Stats())
     learner.optim_step(1e-2)
-    worker = cast(Any, SimpleNamespace(learner=learner, dtype="float32", crew=SimpleNamespace(leads=True)))
-    gathered = Gathered(learner.model, torch.float32, lambda names: RLWorker.gathered(worker, names), originally=True)
+    whole = partial(gathered, learner, dtype=torch.float32, leads=True)
+    pieces = Gathered(learner.model, torch.float32, whole, originally=True).pieces()
     own = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in learner.weights().items()}
-    return {n: t.clone() for n, t in gathered.pieces()}, own
+    return {n: t.clone() for n, t in pieces}, own
 
 
 LORA = {"lora": Lora(rank=4, seed=1)}

@@ -1,0 +1,125 @@
+"""What rank 0 hands out: each rank is sent the items of a list that are its own, and no others.
+
+    rank 0          batches = Shared(pack(...)); crew.call(worker, Worker.gradients, batches)
+    the others      are called with as many items, of which their share (`Ranks.mine`) are theirs
+
+The ranks of a share (context and tensor parallelism) are sent the same. What they were sent they keep as long as rank 0
+keeps the list, so that a list that several verbs are called with travels once.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from birl.parallel.ranks import Ranks
+
+T = TypeVar("T")
+FEW = 4  # a column is sent as runs where these are fewer than 1 / FEW of its numbers
+
+
+class Shared(list[T]):
+    """A list, as many items for each share of the ranks: item i is for share i % shares. It is not changed once it has
+    been sent. `number`: what the ranks know it by; 0 before."""
+
+    number = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Stands for a `Shared` in the words of a call."""
+
+    value: int
+
+
+def hand_out(work: Shared[Any], ranks: Ranks, group: Any) -> None:
+    """(rank 0) Every other share is sent its items, one share after the other; `group`: of all ranks, over Gloo."""
+    ranks.mine(work)  # as many for each, or it raises
+    peers = ranks.grid.cp * ranks.grid.tp
+    for share in range(ranks.shares):
+        data = None
+        for rank in range(share * peers, (share + 1) * peers):
+            if rank > 0:
+                data = written(work[share :: ranks.shares]) if data is None else data
+                dist.send(torch.tensor([len(data)], dtype=torch.int64), rank, group)
+                dist.send(data, rank, group)
+
+
+def handed(count: int, ranks: Ranks, group: Any) -> list[Any]:
+    """(the others) `count` items: at the places of this rank's share its own, and the same ones at those of others."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, 0, group)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(data, 0, group)
+    own = pickle.loads(data.numpy().data)
+    return [own[place // ranks.shares] for place in range(count)]
+
+
+def written(items: list[Any]) -> Tensor:
+    """[bytes] uint8: a pickle, in which tensors are short numpy arrays."""
+    stream = io.BytesIO()
+    _Writer(stream, pickle.HIGHEST_PROTOCOL).dump(items)
+    return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+
+
+class _Writer(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        return (restored, tuple(columns(obj.cpu().numpy()))) if isinstance(obj, Tensor) else NotImplemented
+
+
+def columns(x: NDArray[Any]) -> Iterator[Any]:
+    """Type and shape of an array, how it was made short, and the short arrays."""
+    yield from (x.dtype.str, x.shape)
+    flat = x.reshape(-1)
+    if x.dtype.kind == "i" and len(flat):
+        steps = np.diff(flat, prepend=flat.dtype.type(0))
+        for way, numbers in (("runs", flat), ("rising runs", steps)):
+            if (runs := runs_of(numbers)) is not None:
+                yield way
+                yield from map(narrow, runs)
+                return
+        yield "narrow"
+        yield narrow(flat)
+    elif x.dtype == np.float32 and (runs := runs_of(flat.view(np.int32))) is not None:
+        yield "runs of bits"
+        yield from (runs[0], narrow(runs[1]))
+    else:
+        yield "as it is"
+        yield flat
+
+
+def runs_of(flat: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    """Values of equal neighbours and how many there are of each; None where there are too many runs."""
+    starts = np.flatnonzero(flat[1:] != flat[:-1]) + 1
+    if (len(starts) + 1) * FEW > len(flat):
+        return None
+    starts = np.concatenate([np.zeros(1, np.int64), starts])
+    return flat[starts], np.diff(starts, append=len(flat))
+
+
+def narrow(x: NDArray[Any]) -> NDArray[Any]:
+    """Whole numbers in the smallest type that holds them all."""
+    low, high = int(x.min()), int(x.max())
+    types = (np.int8, np.int16, np.int32, np.int64)
+    return x.astype(next(t for t in types if np.iinfo(t).min <= low and high <= np.iinfo(t).max))
+
+
+WAYS: dict[str, Callable[..., NDArray[Any]]] = {
+    "runs": np.repeat,
+    "rising runs": lambda values, counts: np.repeat(values.astype(np.int64), counts).cumsum(),
+    "runs of bits": lambda values, counts: np.repeat(values, counts).view(np.float32),
+    "narrow": lambda values: values,
+    "as it is": lambda values: values,
+}
+
+
+def restored(kind: str, shape: tuple[int, ...], way: str, *parts: NDArray[Any]) -> Tensor:
+    """The tensor that `columns` was of, bit for bit, on the CPU."""
+    return torch.from_numpy(WAYS[way](*parts).astype(kind, copy=False).reshape(shape))

@@ -1,0 +1,160 @@
+"""Rank 0 sends each rank what it trains: bit for bit, once, and nothing of what others train."""
+
+import pickle
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.traffic import Traffic
+from birl.data.pack import Batch, pack
+from birl.parallel.crew import RankGroup
+from birl.parallel.ranks import Grid, Ranks
+from birl.parallel.shared import FEW, Shared, columns, restored, written
+from birl.rollout import assemble
+from birl.types import Completion, Group, Message, Outcome, Stop, Task, Trajectory, Turn
+from tests.data.test_pack import groups
+from tests.parallel.processes import on_ranks
+
+COLUMNS = {
+    "rising": torch.arange(5, 900),
+    "pieces": torch.cat([torch.arange(400), torch.arange(9), torch.full((300,), 7)]),
+    "ids": torch.randint(0, 150_000, (300,), generator=torch.Generator().manual_seed(1)),
+    "large": torch.tensor([-(2**63), 2**63 - 1, 0] * 9),
+    "int32": torch.tensor([-(2**31), 2**31 - 1, 5], dtype=torch.int32).repeat_interleave(40),
+    "floats": torch.randn(99, generator=torch.Generator().manual_seed(2)),
+    "runs": torch.tensor([0.0, -0.0, float("nan"), 1 / 3, float("-inf")]).repeat_interleave(50),
+    "wide": torch.ones(30, 4, dtype=torch.int64),
+    "bytes": torch.randint(0, 255, (20, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)),
+    "bool": torch.tensor([True, False, True]),
+    "double": torch.tensor([1 / 3, 2.0], dtype=torch.float64),
+    "one": torch.tensor(3),
+    "empty": torch.empty(0, dtype=torch.int64),
+}
+
+
+def bits(x: torch.Tensor) -> bytes:
+    return x.numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_what_is_sent_comes_bit_for_bit(name: str) -> None:
+    given = COLUMNS[name]
+    for x in (given, given[1::2] if given.dim() else given):
+        found = restored(*columns(x.numpy()))
+        assert (found.dtype, found.shape, bits(found)) == (x.dtype, x.shape, bits(x))
+        (again,) = pickle.loads(bytes(written([x]).numpy()))
+        assert bits(again) == bits(x)
+
+
+def same(one: Any, other: Any) -> bool:
+    return bytes(written([one]).numpy()) == bytes(written([other]).numpy())
+
+
+def work(shares: int) -> Shared[Batch]:
+    samples = groups(3, count=16)
+    return Shared(pack(samples, [0.1] * len(samples), 60, parts=shares))
+
+
+class Counter:
+    """What a rank has been called with; `seen` by each call."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[Batch]] = []
+
+    def take(self, batches: Sequence[Batch], others: Sequence[int]) -> int:
+        assert len(batches) == len(others)
+        self.seen.append(list(batches))
+        return len(self.seen)
+
+
+def calls(ranks: Ranks) -> tuple[list[list[bytes]], int, int]:
+    """A list is sent with two calls, and another with the third. What the rank computes in each, the bytes that came to
+    it one by one, and how many lists it holds in the end."""
+    crew, worker = RankGroup(ranks), Counter()
+    forward = crew.each(lambda batch: batch.logprobs)
+    with Traffic() as traffic:
+        if crew.leads:
+            first = work(ranks.shares)
+            numbers = Shared(range(len(first)))
+            for _ in range(2):
+                assert crew.call(worker, Counter.take, first, numbers) == len(worker.seen)
+            result = forward(first)
+            assert all(map(torch.equal, result, [b.logprobs for b in first]))
+            held = first[:]
+            del first, numbers
+            second = Shared(held[::-1])
+            crew.call(worker, Counter.take, second, second)
+            crew.call(worker, Counter.take, second, Shared(range(len(second))))
+            crew.call(worker, Counter.take, second, second)
+            crew.close()
+        else:
+            with ThreadPoolExecutor(1) as compute:
+                crew.follow(worker, compute)
+    mine = [[bytes(written([batch]).numpy()) for batch in ranks.mine(seen)] for seen in worker.seen]
+    return mine, traffic.bytes["receive"], len(crew._held)
+
+
+@pytest.mark.parametrize("grid", [Grid(ddp=2), Grid(fsdp=2, cp=2)], ids=str)
+def test_each_rank_is_sent_its_own_once(grid: Grid) -> None:
+    batches, peers = work(grid.ddp * grid.fsdp), grid.cp * grid.tp
+    shares = grid.size // peers
+    for rank, (mine, came, held) in enumerate(on_ranks(grid, calls)):
+        for seen, order in zip(mine, (batches, batches, *[batches[::-1]] * 3), strict=True):
+            assert seen == [bytes(written([b]).numpy()) for b in order[rank // peers :: shares]]
+        if rank == 0:
+            assert came == 0 and held == 0
+        else:
+            part = [len(written(order[rank // peers :: shares])) for order in (batches, batches[::-1])]
+            assert 0 <= came - sum(part) < 400  # the numbers, and how long each is
+            assert held == 1  # what rank 0 has dropped is gone: two lists, and the numbers that the third one came with
+
+
+def conversations(count: int = 4, answers: int = 8, turns: int = 3) -> list[Group]:
+    """Long prompts, and answers of several turns, of which each prompt has all that came before."""
+    draw = np.random.default_rng(0)
+
+    def ids(n: int) -> np.ndarray:
+        return draw.integers(3, 150_000, n, dtype=np.int32)
+
+    result = []
+    for index in range(count):
+        beginning, trajectories = ids(400), []
+        for _ in range(answers):
+            prompt, own = beginning, []
+            for _ in range(turns):
+                n = int(draw.integers(60, 160))
+                logprobs = -draw.random(n, dtype=np.float32)
+                told = Completion(tokens=ids(n), logprobs=logprobs, versions=np.zeros(n, np.int32), stop=Stop.STOP)
+                own.append(Turn(prompt=prompt, completion=told))
+                prompt = np.concatenate([prompt, told.tokens, ids(20)])
+            reward = random.Random(len(trajectories)).random()
+            trajectories.append(Trajectory(turns=tuple(own), reward=reward, score=reward, outcome=Outcome.OK))
+        task = Task(id=f"rows:{index}", prompt=(Message(role="user", content="What is 2 + 2? " * 20),), answer="4")
+        result.append(Group(index=index, task=task, trajectories=tuple(trajectories), start_version=0))
+    return result
+
+
+@pytest.mark.parametrize("shares", [2, 8])
+def test_a_step_takes_less_than_its_groups(shares: int) -> None:
+    """Until 0.9 every rank was sent all groups, and packed all of them."""
+    told = conversations()
+    samples = [s for g in told for i, t in enumerate(g.trajectories) for s in assemble.samples(t, 0.5, g.index, i)]
+    samples = [replace(s, advantage=0.1 * i) for i, s in enumerate(samples)]
+    batches = pack(samples, [1 / len(samples)] * len(samples), 4096, parts=shares)
+    parts = [len(written(batches[share::shares])) for share in range(1, shares)]
+    trained = sum(len(b.entry) for b in batches)
+    assert sum(parts) < 16 * trained * (shares - 1) / shares * 1.3
+    before = len(pickle.dumps(told)) * (shares - 1)
+    print(f"\n{shares} shares, {trained:,} trained tokens: {before:,} bytes before, {sum(parts):,} now")
+    assert sum(parts) < before / (1.5 * shares)
+
+
+def test_few_runs_are_short() -> None:
+    x = torch.arange(1000).repeat_interleave(FEW + 1)
+    assert len(written([x])) < 3000 + 300 and len(written([x[:: FEW + 1] % 7])) < 1300
