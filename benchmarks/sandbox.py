@@ -19,7 +19,8 @@ from statistics import median, quantiles
 
 from benchmarks.peers import machine
 from birl.sandbox.code import Case, run_test
-from birl.sandbox.open import LOCAL, LocalSandbox, tried
+from birl.sandbox.local import LocalSandbox
+from birl.sandbox.open import LOCAL, tried
 from birl.sandbox.protocol import Limits
 
 PROGRAM = {"main.py": "print(sum(range(1000)))"}

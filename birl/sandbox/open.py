@@ -1,21 +1,18 @@
 """Which sandbox this machine can have: found out by trial runs, never by looking for a program."""
 
 import asyncio
-import itertools
 import json
 import logging
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
-from birl.allocator import cores
 from birl.errors import BirlError
 from birl.sandbox.code import SandboxFailed
 from birl.sandbox.command import interpreters
-from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
-from birl.sandbox.worker import Worker
+from birl.sandbox.local import LocalSandbox
+from birl.sandbox.protocol import Limits, Result, Sandbox
 
 log = logging.getLogger(__name__)
 
@@ -47,53 +44,6 @@ if os.getuid() == 0:
     worked.append("be root")
 print(json.dumps({"worked": worked, "answer": 6 * 7}))
 """
-_slots = itertools.count()  # of all sandboxes of this process: two programs at once never have one user id
-
-
-class LocalSandbox:
-    """Runs at most `workers` programs at once; more wait their turn, and their limit counts from when they begin.
-
-    Example: async with LocalSandbox("zygote", python="/usr/bin/python3", workers=2) as sandbox:
-                 result = await sandbox.run({"main.py": "print(7)"}, ["python", "main.py"], Limits())
-    """
-
-    def __init__(self, kind: str, *, python: str, workers: int = 0) -> None:
-        self.kind = kind
-        self.python = python
-        self.workers = workers or cores()
-        self._workers = [Worker(kind, python=python, slot=next(_slots)) for _ in range(self.workers)]
-        self._free = list(self._workers)
-        self._turn = asyncio.Semaphore(len(self._workers))
-        self._closed = False
-
-    async def run(
-        self,
-        files: Mapping[str, bytes | str],
-        command: Sequence[str],
-        limits: Limits,
-        stdin: bytes | str = "",
-        collect: Sequence[str] = (),
-    ) -> Result:
-        async with self._turn:
-            if self._closed:
-                return Result(ending=Ending.ERROR, kind=self.kind, detail="the sandbox was closed")
-            worker = self._free.pop()
-            try:
-                return await worker.run(files, command, limits, stdin, collect)
-            finally:
-                self._free.append(worker)
-
-    async def close(self) -> None:
-        """End all workers, and the programs that run in them."""
-        self._closed = True
-        for worker in self._workers:
-            await worker.close()
-
-    async def __aenter__(self) -> "LocalSandbox":
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        await self.close()
 
 
 async def open_sandbox(kind: str = "auto", *, workers: int = 0) -> Sandbox:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.sandbox.code import cases, run_tests
-from birl.sandbox.open import LocalSandbox
+from birl.sandbox.local import LocalSandbox
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
 from tests.sandbox.attacks import ATTACKS, START, Attack
 from tests.sandbox.forgeries import FORGERIES, RIGHT, tests_for

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from birl.sandbox.open import AUTO, LocalSandbox, open_sandbox
+from birl.sandbox.local import LocalSandbox
+from birl.sandbox.open import AUTO, open_sandbox
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
 from tests.sandbox import __main__ as program
 from tests.sandbox import hostile

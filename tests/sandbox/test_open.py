@@ -8,7 +8,7 @@ import pytest
 
 from birl.errors import BirlError
 from birl.sandbox import command, open
-from birl.sandbox.open import LocalSandbox
+from birl.sandbox.local import LocalSandbox
 
 
 def opened(kind: str = "auto") -> LocalSandbox:

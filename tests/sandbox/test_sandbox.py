@@ -13,7 +13,8 @@ import pytest
 from birl.errors import BirlError
 from birl.sandbox import cgroup, folder
 from birl.sandbox.command import interpreters
-from birl.sandbox.open import LOCAL, LocalSandbox, open_sandbox
+from birl.sandbox.local import LocalSandbox
+from birl.sandbox.open import LOCAL, open_sandbox
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox, inside
 
 LIMITS = Limits(seconds=60)
