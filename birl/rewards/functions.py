@@ -278,7 +278,7 @@ def failed(error: BaseException, function: Callable[..., Any]) -> CallFailed:
 
 def checked(result: object, n: int) -> list[float | str | None]:
     """A function's result, value by value. Raises `CallFailed` when it is not a list of n things."""
-    if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping):
+    if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping | set | frozenset):
         raise CallFailed(
             Outcome.ENV_ERROR, f"returned {type(result).__name__}, not a list of {n} numbers", isolate=False
         )

@@ -443,6 +443,7 @@ def test_a_slow_function_is_told_apart_from_a_hanging_answer() -> None:
         ("mine.py:one_number", "reward one_number: returned float, not a list of 3 numbers"),
         (lambda completions, **_: [1.0], "returned 1 values for 3 completions"),
         (lambda completions, **_: {"a": 1}, "returned dict, not a list"),
+        (lambda completions, **_: {0.0, 1.0, 0.5}, "returned set, not a list"),
         (lambda completions, **_: iter(int, 1), "returned over 3 values for 3 completions"),
         (lambda completions, **_: 1 / 0, "test_rewards.py:"),
     ],
