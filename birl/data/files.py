@@ -80,9 +80,8 @@ def _has_large_floats(table: Any) -> bool:
     import pyarrow.compute as compute
 
     flat = table.flatten()
-    names = [name for name, feature in flat.features.items() if getattr(feature, "dtype", "") == "float64"]
-    most = (compute.max(compute.abs(flat.data.column(name))).as_py() for name in names)  # pyright: ignore
-    return any((value or 0) >= 2**53 for value in most)
+    names = [name for name, its in flat.features.items() if getattr(its, "dtype", "") == "float64"]
+    return any((compute.max(compute.abs(flat.data.column(n))).as_py() or 0) >= 2**53 for n in names)  # pyright: ignore
 
 
 def _read_csv(path: Path, kind: str, text: Callable[[str], bool]) -> Sequence[Mapping[str, Any]]:

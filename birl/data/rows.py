@@ -155,8 +155,8 @@ def given(rows: Any, name: str, limit: int = 0) -> Rows:
             f"{name}: it has the splits {', '.join(map(str, rows))}. Hand over one of them, as in data['train']."
         )
     way = 'DATA.to_dict("records")' if hasattr(rows, "columns") else "list(DATA)" if hasattr(rows, "__iter__") else ""
-    hint = f" Hand over {way}." if way else ""
-    raise BirlError(f"{name}: a {type(rows).__name__}; it takes a path, a datasets.Dataset or a list of dicts.{hint}")
+    own = f"{name}: a {type(rows).__name__}; it takes a path, a datasets.Dataset or a list of dicts."
+    raise BirlError(f"{own} Hand over {way}." if way else own)
 
 
 def part(label: str, stem: str, table: Any, place: str = "") -> SourceFile:
