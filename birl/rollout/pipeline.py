@@ -12,7 +12,8 @@ slots were given back, k + 1 <= S + u B + R. The engines have the weights after 
 taken before an earlier one only if its place is at most w behind the first that was not taken. So whatever is taken
 before the group at place k stands at one of the k + w other places up to k + w; the s B groups of earlier steps and all
 refused ones before it are among them: s B + R <= k + w. Together s B <= S + u B + w - 1 = (e - n + 2 + u) B - 1, so
-s - u <= e - n + 1, and s - v <= e. Capacity without an order (w unbounded) would bound nothing.
+s - u <= e - n + 1, and s - v <= e. Capacity without an order (w unbounded) would bound nothing. A step that gives up
+for too many refused groups counts as B all the same: the slots of what it lacks are given back after it, not in R.
 
 With max_staleness = 0 a wave is complete before anything of it is judged, refilled or trained: what is in the engine at
 once does not depend on how long a reward took, and a resumed run is bit-identical.
@@ -191,7 +192,7 @@ async def run(
             event(f"step {number} trained")
             if stop.is_set():
                 break
-            free.trained(len(kept))
+            free.trained(groups_per_step)  # one that gave up has held back the slots of what it lacks
         for task in (producer, stopped, *running):
             task.cancel()
 
@@ -223,17 +224,23 @@ async def _collect(
     wave_size: int,
 ) -> tuple[list[Group], list[Group]]:
     """Kept and refused groups. In waves: take as many groups as are missing, at most `wave_size`, then judge them, then
-    ask for as many as were refused."""
+    ask for as many as were refused. A step that may soon give up holds back as many slots of refused groups as it may
+    lack, so that it uses up `wanted` of them whatever it keeps: the bound counts on that."""
     kept: list[Group] = []
     refused: list[Group] = []
-    while len(kept) < wanted and len(refused) <= max_refill * wanted:
-        missing = min(wanted - len(kept), wave_size)
-        wave = [g for _ in range(missing) if (g := await order.take()) is not None]
+    held = 0  # slots of refused groups that are not given back yet
+    while len(kept) < wanted and (len(refused) <= max_refill * wanted or len(kept) + len(refused) < wanted):
+        asked = min(wanted - len(kept), wave_size)
+        wave = [g for _ in range(asked) if (g := await order.take()) is not None]
         if not wave:
             break
         kept += [g for g in wave if keep(g)]
         bad = [g for g in wave if not keep(g)]
         refused += bad
-        for _ in bad:
+        missing = wanted - len(kept)
+        left, untaken = max_refill * wanted - len(refused), missing - len(refused)
+        later = max(left, untaken, wave_size) if left >= 0 or untaken > 0 else 0  # that it may still take
+        before, held = held + len(bad), int(max(0, missing - later))
+        for _ in range(before - held):
             free.release()
     return kept, refused

@@ -213,6 +213,25 @@ def test_when_everything_is_refused_the_step_comes_back_empty_and_the_run_goes_o
     assert fake.trained == [[]]
 
 
+def test_a_step_that_gives_up_begins_nothing_that_would_be_too_old() -> None:
+    """Slots of groups that were refused last were given back before the step was trained: with max_staleness=0 other
+    groups began under the weights of before it, and the next step ended the run with "a mistake in birl"."""
+    chosen, partial, reached = random.Random(0), 0, set()
+    for seed in range(300):
+        groups, bound = chosen.randint(1, 4), chosen.choice([0, 0, 1, 2, 3])
+        every, refill, share = chosen.randint(1, bound + 1), chosen.choice([0.4, 1.0, 1.5, 4.0]), chosen.random()
+        window = chosen.randint(0, (bound - every + 1) * groups)
+        fake = Fake(seed, every, straggler=0.1)
+        keep = lambda g, seed=seed, share=share: random.Random(seed * 1000 + g.index).random() >= share  # noqa: E731
+        options = {"max_staleness": bound, "sync_every": every, "window": window, "max_refill": refill}
+        fake.run(groups_per_step=groups, steps=8, keep=keep, **options)
+        assert len(fake.trained) == 8 and max(fake.staleness, default=0) <= bound, options
+        assert bound or not fake.started_while_training
+        partial += any(0 < len(step) < groups for step in fake.trained)
+        reached.add((bound, max(fake.staleness, default=0)))
+    assert partial > 100 and {(b, b) for b in (0, 1, 2)} <= reached
+
+
 def test_position_counts_refused_groups_and_a_resumed_run_starts_there() -> None:
     whole, positions = Fake(2), []
 

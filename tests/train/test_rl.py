@@ -204,6 +204,16 @@ def test_groups_without_signal_are_replaced_counted_and_bounded(tiny: Path, tmp_
     assert refused and all(r["reward"] is not None for r in refused)
 
 
+def test_a_step_that_finds_too_few_groups_is_trained_and_the_next_one_is_fresh(tiny: Path, tmp_path: Path) -> None:
+    """The groups that were begun in the place of its last refused ones were of older weights than the bound allows: the
+    next step ended the run."""
+    words = ("algorithm.dynamic_sampling=true", "algorithm.max_refill=0.3", "steps=6")
+    run(tiny, tmp_path, *words, reward=sparse, rows=40)
+    steps = log(tmp_path)
+    assert any(0 < s["groups/kept"] < 4 and s["updates/done"] for s in steps[:-1])
+    assert [s["staleness/max"] for s in steps if s["tokens/trained"]] == [0] * sum(bool(s["tokens/trained"]) for s in steps)
+
+
 def test_a_reference_is_the_first_policy(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, "algorithm.kl_coef=0.1", "steps=4")
     kl = [m["kl"] for m in log(tmp_path)]
