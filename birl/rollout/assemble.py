@@ -28,7 +28,7 @@ class Usage:
         """Indices of the episodes of this group that count."""
         good = {Outcome.OK} if self.truncated == "drop" else {Outcome.OK, Outcome.TRUNCATED}
         kept = [i for i, t in enumerate(group.trajectories) if t.outcome in good and t.turns]
-        if self.failed == "drop_group" and len(kept) < len(group.trajectories):
+        if self.failed == "drop_group" and any(t.outcome not in good for t in group.trajectories):
             return []
         return kept
 

@@ -5,7 +5,8 @@
     returns    reward - the KL of this token and those after it, normalised over all tokens of the batch
     tokens     with a critic: rewards and values -> GAE; with a teacher: + its log-prob - ours; the proximal policy
 
-Where an episode has several agents, each is an episode of its own, compared with its like.
+Where an episode has several agents, each is an episode of its own, compared with its like. Means and deviations over a
+batch are of one policy, and in a mixture of one environment.
 
 What needs a model (reference, critic, teacher) is computed here for the whole batch of rollouts, before any update.
 """
@@ -89,26 +90,32 @@ class Credit:
         `pretraining`: of the critic alone. What it aims at is then what answers earned, and nothing that it says
         itself: it knows nothing yet (VC-PPO, arXiv:2503.01491)."""
         lam = 1.0 if pretraining else self.critic_keys.lam
-        if not self.mixture:
-            return self._of(groups, greedy, kl_coef, lam)
-        names = dict.fromkeys(g.task.columns.get("env") for g in groups)
-        each = [self._of([g for g in groups if g.task.columns.get("env") == n], greedy, kl_coef, lam) for n in names]
+        kept = [(g, i) for group in groups for g in assemble.by_agent(group) for i in self.usage.usable(g)]
+        if self.keys.baseline == "greedy":
+            kept = [(g, i) for g, i in kept if greedy.get(g.index) is not None]
+        apart: dict[tuple[str | None, str], list[Episode]] = {}
+        for g, i in kept:
+            apart.setdefault((self._env(g.task), g.trajectories[i].turns[0].policy), []).append((g, i))
+        each = [self._of(own, greedy, kl_coef, lam) for own in apart.values()]
         order = {group.index: n for n, group in enumerate(groups)}
-        episodes = sum(own.episodes for own in each)
+        samples = sorted((s for own, _ in each for s in own), key=lambda s: order[s.group])
+        kls = [kl for _, kl in each if kl is not None]
         return Credited(
-            samples=sorted((s for own in each for s in own.samples), key=lambda s: order[s.group]),
-            by_episode={place: mean for own in each for place, mean in own.by_episode.items()},
-            kl=sum(own.kl * own.episodes for own in each if own.episodes) / episodes if episodes else float("nan"),
-            episodes=episodes,
+            samples=self._trained(samples, kept),
+            by_episode=_by_episode(samples),
+            kl=torch.cat(kls).mean().item() if kls else float("nan"),
+            episodes=len(kept),
         )
 
-    def _of(self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float, lam: float) -> Credited:
+    def _env(self, task: Task) -> str | None:
+        return task.columns.get("env") if self.mixture else None
+
+    def _of(
+        self, kept: Sequence[Episode], greedy: dict[int, float], kl_coef: float, lam: float
+    ) -> tuple[list[Sample], Tensor | None]:
+        """Their samples, and the KL of each episode where the reward has one [E]. Means and deviations over a batch are
+        over these."""
         keys = self.keys
-        kept = [(g, i) for group in groups for g in assemble.by_agent(group) for i in self.usage.usable(g)]
-        if keys.baseline == "greedy":
-            kept = [(g, i) for g, i in kept if greedy.get(g.index) is not None]
-        if not kept:
-            return Credited(samples=[], by_episode={})
         penalties = self.penalties(kept)
         rewards = torch.tensor([g.trajectories[i].reward for g, i in kept], dtype=torch.float32) + penalties
         plain = [[self._hinted(s, g, i) for s in assemble.samples(g.trajectories[i], 0.0, g.index, i)] for g, i in kept]
@@ -136,12 +143,7 @@ class Credit:
             result = self._taught(batches, result)
         if self.learner is not None:
             result = self._remembered(batches, result)
-        return Credited(
-            samples=self._trained(result, owner, kept),
-            by_episode=_by_episode(result, owner, kept),
-            kl=episode_kl.mean().item() if kl is not None else float("nan"),
-            episodes=len(kept),
-        )
+        return result, None if kl is None else episode_kl
 
     def penalties(self, kept: Sequence[Episode]) -> Tensor:
         """What length adds to or takes from each reward."""
@@ -301,20 +303,17 @@ class Credit:
         now = by_sample(batches, self.learner(batches), len(samples))
         return [replace(s, proximal=spread(s, p)) for s, p in zip(samples, now, strict=True)]
 
-    def _trained(self, samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> list[Sample]:
+    def _trained(self, samples: Sequence[Sample], kept: Sequence[Episode]) -> list[Sample]:
         keys = self.keys
-        outcomes = [kept[e][0].trajectories[kept[e][1]].outcome for e in owner.tolist()]
-        result = [
-            s for s, o in zip(samples, outcomes, strict=True) if not (keys.mask_truncated and o is Outcome.TRUNCATED)
-        ]
+        cut = {(g.index, i) for g, i in kept if g.trajectories[i].outcome is Outcome.TRUNCATED}
+        result = [s for s in samples if not (keys.mask_truncated and (s.group, s.episode) in cut)]
         return [s for s in result if s.advantage != 0] if keys.advantage == "best_and_worst" else result
 
 
-def _by_episode(samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> dict[tuple[int, int], float]:
+def _by_episode(samples: Sequence[Sample]) -> dict[tuple[int, int], float]:
     result: dict[tuple[int, int], list[Sample]] = {}
-    for sample, e in zip(samples, owner.tolist(), strict=True):
-        group, i = kept[e]
-        result.setdefault((group.index, i), []).append(sample)
+    for sample in samples:
+        result.setdefault((sample.group, sample.episode), []).append(sample)
     return {place: _mean(own) for place, own in result.items()}
 
 

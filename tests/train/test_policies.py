@@ -271,6 +271,7 @@ REFUSED = {
     "rollout.max_staleness=1": "set 0",
     "algorithm=ppo": "one critic",
     "algorithm.baseline=greedy": "take another algorithm.baseline",
+    "algorithm.kl_target=0.1": "set algorithm.kl_target=0",
     "algorithm=sdft": "algorithm.teacher=self",
     "algorithm.router_replay=rollout": "set algorithm.router_replay=none",
     "policies=[a,a]": "name each differently",

@@ -54,6 +54,8 @@ REFUSED_POLICIES: dict[str, Callable[[RL], object]] = {
     "a greedy episode is no baseline for a single policy's turns; take another algorithm.baseline": lambda c: (
         c.algorithm.baseline == "greedy"
     ),
+    "one coefficient (algorithm.kl_target={c.algorithm.kl_target}) would follow the mean of all their KLs; set "
+    "algorithm.kl_target=0": lambda c: c.algorithm.kl_target > 0,
     "algorithm.teacher=self would teach them with one another's average; name a model, or none": lambda c: (
         c.algorithm.teacher == "self"
     ),
