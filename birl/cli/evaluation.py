@@ -25,7 +25,7 @@ from birl.engines.servers import Servers, Wanted, open_servers
 from birl.envs.open import check_world, open_world
 from birl.errors import BirlError, innermost
 from birl.learner.policy import DTYPES, Policy, Reader, load_policy, load_reader
-from birl.learner.rewards import make_rewards, started
+from birl.learner.rewards import check_served, make_rewards, started
 from birl.models.device import choose
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
@@ -70,6 +70,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
     in_thread = partial(asyncio.get_running_loop().run_in_executor, compute)
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute)
+        await check_served(config, rewards)
         starting = await started(rewards, opened)
         load = partial(load_policy, compute=compute) if config.engine.kind == "embedded" else load_reader
         model: Policy | Reader = await in_thread(load, config.model)

@@ -19,7 +19,7 @@ from birl.data.tasks import Tasks, load_tasks
 from birl.envs.calls import called
 from birl.envs.open import World, check_world, open_world
 from birl.errors import BirlError
-from birl.learner.rewards import make_rewards, started
+from birl.learner.rewards import check_served, make_rewards, started
 from birl.parallel.machine import compute_thread
 from birl.rollout.episode import describe
 from birl.rollout.group import Rollout, Scorer
@@ -89,6 +89,7 @@ async def validate(config: schema.Eval, compute: Executor) -> tuple[int, list[Wr
     check_world(config.env)
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute)
+        await check_served(config, rewards)
         starting = await started(rewards, opened)
         world = await open_world(config.env, text)
         opened.push_async_callback(world.close)

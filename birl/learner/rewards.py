@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from birl.config import schema
-from birl.config.decided import at_once, reward_timeout
+from birl.config.decided import at_once, reward_timeout, teachers_of
 from birl.data.columns import by_sample
 from birl.data.messages import messages_of
 from birl.data.pack import pack
@@ -103,6 +103,25 @@ def make_rewards(
             "sandbox": {**vars(config.sandbox), "workers": at_once(config)},
         },
     )
+
+
+async def check_served(config: schema.RL | schema.Eval, rewards: Rewards | None, only_warn: bool = False) -> None:
+    """Raises `BirlError`, or warns, where nothing listens at the address of a judge, a reward model or a teacher: before
+    models and engines are loaded, not at the first step."""
+    functions = [] if rewards is None else rewards.functions
+    served = [("reward.judge", judge) for judge in config.reward.judge] if "judge" in functions else []
+    served += [("reward.model", config.reward.model)] if "endpoint" in functions else []
+    if isinstance(config, schema.RL):
+        served += [("algorithm.teacher", path) for path in teachers_of(config).values() if addressed(path)]
+    for key, address in served:
+        from birl.rewards.requests import reachable
+
+        try:
+            await reachable(key, address.partition("#")[0])
+        except BirlError as error:
+            if not only_warn:
+                raise
+            print(f"Warning: {error}", flush=True)
 
 
 async def started(rewards: Rewards | None, opened: AsyncExitStack) -> asyncio.Future[None]:

@@ -12,6 +12,7 @@ from functools import cache
 from ssl import SSLContext
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -23,6 +24,7 @@ FIRST_PAUSE = 0.25  # seconds before the second attempt; then twice as long each
 SHARE = 0.9  # of the reward's deadline: what is late then is reported, before the worker is killed
 AGAIN = (408, 425, 429, 500, 502, 503, 504, 529)
 MOST = 4 * 2**20  # bytes of one answer
+PATIENCE = 10.0  # seconds for a connection at the start of a run
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -142,6 +144,23 @@ async def answer(client: httpx.AsyncClient, address: str, body: dict[str, Any]) 
         return json.loads(data)
     except (ValueError, RecursionError):
         raise Hiccup(f"{address} gave no JSON: {start}", Failure.UNREADABLE) from None
+
+
+async def reachable(key: str, address: str) -> None:
+    """Raises `BirlError` that names the `key` where nothing listens at an address. Behind a proxy nobody can tell."""
+    place = urlsplit(address)
+    host = place.hostname or ""
+    if host not in LOCAL and place.scheme in getproxies() and not proxy_bypass(host):
+        return
+    try:
+        async with asyncio.timeout(PATIENCE):
+            _, line = await asyncio.open_connection(host, place.port or (443 if place.scheme == "https" else 80))
+        line.close()
+    except (OSError, ValueError) as error:  # TimeoutError is one
+        why = getattr(error, "strerror", None) or str(error) or f"no answer within {PATIENCE:g} s"
+        raise BirlError(
+            f"{key}={address}: nothing can be reached there ({why}). Start that server first, or correct the address."
+        ) from error
 
 
 def tokens(addresses: Sequence[str]) -> list[str]:

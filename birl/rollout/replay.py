@@ -9,7 +9,7 @@ weights that it names, as soon as the replay has these weights.
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,22 @@ from birl.types import (
 )
 
 FILE = "record.jsonl"
+PLAIN = (str, int, float, list, dict, type(None))  # values of a row's columns that JSON has; others are not recorded
 COMPARED = (
     *("loss", "grad_norm", "entropy", "clip_fraction", "ratio/", "reward/", "kl", "lr"),
     *("updates/", "critic/", "order/"),
 )
 
 
-def row_of(step: Step) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A step, and the rewards of greedy answers to its groups' prompts, by the groups' numbers."""
+
+    step: Step
+    greedy: dict[int, float]
+
+
+def row_of(step: Step, greedy: Mapping[int, float]) -> dict[str, Any]:
     """One line of the record."""
     return {
         "step": step.number,
@@ -49,23 +58,25 @@ def row_of(step: Step) -> dict[str, Any]:
         "ahead": list(step.ahead),
         "groups": [_group_to(g) for g in step.groups],
         "refused": [_group_to(g) for g in step.refused],
+        "greedy": {str(index): reward for index, reward in greedy.items()},
     }
 
 
-def steps_of(run: Path) -> Iterator[Step]:
+def steps_of(run: Path) -> Iterator[Recorded]:
     """The recorded steps. Raises `BirlError` where there are none, or one is damaged."""
     path = run / FILE
     if not path.is_file():
         raise BirlError(f"debug.replay={run}: has no {FILE}. Record a run with track.record=true.")
     for row in read_jsonl(path):
         try:
-            yield Step(
+            step = Step(
                 number=row["step"],
                 position=row["position"],
                 ahead=tuple(row["ahead"]),
                 groups=[_group_from(g, run) for g in row["groups"]],
                 refused=[_group_from(g, run) for g in row["refused"]],
             )
+            yield Recorded(step, {int(index): float(reward) for index, reward in row.get("greedy", {}).items()})
         except FileNotFoundError as error:
             raise BirlError(f"{path}: a prompt's picture is not there, {error.filename}.") from error
         except (KeyError, TypeError, ValueError) as error:
@@ -131,29 +142,36 @@ async def resample(steps: list[Step], version: int, engine: Engine, params: Samp
 
 async def replay(
     run: Path,
-    train: Callable[[Step], Awaitable[None]],
+    train: Callable[[Recorded], Awaitable[None]],
     metrics: Callable[[], Mapping[str, Any]],
     version: Callable[[], int],
     again: Callable[[list[Step], int], Awaitable[int]] | None,
+    finished: int = 0,
+    stop: asyncio.Event | None = None,
 ) -> tuple[int, int]:
     """Train on every recorded step that has figures (one in which the run was killed has none), and compare. `metrics`:
-    those of the step that was just trained; `again`: samples what a version sampled. Returns steps and tokens that were
-    compared. Raises `BirlError` where there are none, and at the first difference."""
+    those of the step that was just trained; `again`: samples what a version sampled; `finished`: steps that the replay
+    goes on behind; `stop`, once set, ends it after a step. Returns steps and tokens that were compared. Raises
+    `BirlError` where there are none, and at the first difference."""
     recorded, figures = list(steps_of(run)), run / "metrics.jsonl"
     before = {row["step"]: row for row in read_jsonl(figures)} if figures.is_file() else {}
-    steps = [step for step in recorded if step.number in before]
-    if not steps:
+    known = [one for one in recorded if one.step.number in before]
+    if not known:
         raise BirlError(f"debug.replay={run}: {len(recorded)} recorded steps, and no figures of them to compare with.")
-    done: set[int] = set()
-    tokens = 0
-    for step in steps:
+    left = [one for one in known if one.step.number > finished]
+    steps, done = [one.step for one in left], set[int]()
+    tokens = compared = 0
+    for one in left:
+        if stop is not None and stop.is_set():
+            break
         if again is not None and version() not in done:
             done.add(version())
             tokens += await again(steps, version())
-        await train(step)
-        if result := differences(step.number, before[step.number], metrics()):
+        await train(one)
+        number, compared = one.step.number, compared + 1
+        if result := differences(number, before[number], metrics()):
             raise BirlError(f"The replay of {run} is another run: " + "; ".join(result[:4]) + ".")
-    return len(steps), tokens
+    return compared, tokens
 
 
 def _spans(versions: Sequence[int], version: int) -> Iterator[tuple[int, int]]:
@@ -173,7 +191,13 @@ def _group_to(group: Group) -> dict[str, Any]:
     return {
         "index": group.index,
         "start_version": group.start_version,
-        "task": {"id": task.id, "prompt": prompt, "answer": task.answer, "source": task.source},
+        "task": {
+            "id": task.id,
+            "prompt": prompt,
+            "answer": task.answer,
+            "source": task.source,
+            "columns": {name: value for name, value in task.columns.items() if isinstance(value, PLAIN)},
+        },
         "trajectories": [
             {
                 "turns": [
@@ -210,7 +234,13 @@ def _group_from(row: Mapping[str, Any], run: Path) -> Group:
     return Group(
         index=row["index"],
         start_version=row["start_version"],
-        task=Task(id=task["id"], prompt=prompt, answer=task["answer"], source=task["source"]),
+        task=Task(
+            id=task["id"],
+            prompt=prompt,
+            answer=task["answer"],
+            source=task["source"],
+            columns=task.get("columns", {}),
+        ),
         trajectories=tuple(_trajectory(t) for t in row["trajectories"]),
     )
 

@@ -37,7 +37,7 @@ from birl.learner.comparison import GAPS, KEPT, Past
 from birl.learner.learner import Learner
 from birl.learner.open import distilled, frozen, local_teachers, make_learner, other_model, own_teacher, replays
 from birl.learner.policy import DTYPES, Policy, load_policy
-from birl.learner.rewards import make_rewards, started
+from birl.learner.rewards import check_served, make_rewards, started
 from birl.models.device import choose, device_of
 from birl.models.forward import head
 from birl.models.heads import add_score_head
@@ -104,6 +104,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
     in_thread = partial(asyncio.get_running_loop().run_in_executor, setup.compute)
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute, given.rewards)
+        await check_served(config, rewards, only_warn=setup.dry_run)
         starting = await started(rewards, opened)  # its workers, while the model loads
         policy = await in_thread(load_policy, config.model, compute, setup.crew.ranks, config.lora.quantize)
         world = await open_world(config.env, policy.chat.text, given.env, run)

@@ -22,7 +22,7 @@ from birl.rollout.assemble import Usage
 from birl.rollout.evaluate import evaluate, versions_of
 from birl.rollout.ledger import Ledger, settle
 from birl.rollout.records import answers, episode_records
-from birl.rollout.replay import replay, resample, row_of, take_pictures
+from birl.rollout.replay import Recorded, replay, resample, row_of, take_pictures
 from birl.spans import done
 from birl.track.units import counted
 from birl.train.credit import Credited
@@ -117,6 +117,7 @@ class Loop:
         finished = not self.run.stop.is_set()
         if finished and self.run.validate_every and self.run.last_validation_step() != self.run.step:
             await self.validate()
+            finished = self.run.last_validation_step() == self.run.step  # unless a signal has cut it short
         await self.run.save_last()
         return self.run.summary(finished)
 
@@ -171,7 +172,7 @@ class Loop:
         greedy = self.take_greedy(step.groups)
         learn = partial(self.worker.learn, run.step, step.groups, greedy, sampling)
         credited, stats = await run.on_compute_thread(learn)
-        self.parts.tracker.record(row_of(step))
+        self.parts.tracker.record(row_of(step, greedy))
         self.run.step, self.run.position, self.run.ahead = step.number, step.position, step.ahead
         chosen = self.observe(step)
         self.tell_rewards()
@@ -201,12 +202,19 @@ class Loop:
         schedule, parts = self.schedule, self.parts
         take_pictures(Path(schedule.replay), parts.run)
         again = partial(resample, engine=parts.engine, params=parts.params, seed=parts.rollout.seed)
+
+        async def train(recorded: Recorded) -> None:
+            self.greedy = recorded.greedy
+            await self.train(recorded.step)
+
         steps, tokens = await replay(
             Path(schedule.replay),
-            self.train,
+            train,
             lambda: self.last_metrics,
             lambda: self.worker.learner.version,
             again if schedule.resample else None,
+            finished=self.run.step,
+            stop=self.run.stop,
         )
         more = f", {tokens:,} tokens sampled again, bit-identical" if schedule.resample else ""
         replayed = counted(steps, "step")

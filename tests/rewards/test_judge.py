@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,8 @@ from birl.config.load import load
 from birl.errors import BirlError
 from birl.given import Given
 from birl.learner import checkpoint, export
-from birl.learner.rewards import make_rewards
+from birl.learner.rewards import check_served, make_rewards
+from birl.process import free_port
 from birl.rewards import judge as judges
 from birl.rewards import questions
 from birl.rewards.endpoint import endpoint
@@ -106,7 +108,7 @@ def test_a_busy_server_is_asked_again(server: Hostile) -> None:
 
 
 def test_a_server_that_is_not_there() -> None:
-    (found,) = judged(Hostile(port=1), "x", timeout=0.5)
+    (found,) = judged(Hostile(port=1), "x", timeout=5.0)
     assert isinstance(found, NoAnswer) and "127.0.0.1:1/v1/chat/completions cannot be reached" in str(found)
 
 
@@ -250,3 +252,31 @@ def test_birls_own_server_as_the_judge(tiny: Path, tmp_path: Path) -> None:
         keys += [f"reward.judge_prompt={tmp_path}/prompt.txt", f"output={tmp_path}/out.json"]
         assert main(["eval", "--judge", *keys]) == 0
         assert [row["judge"] for row in json.loads((tmp_path / "out.json").read_text())["answers"]] == [0.75] * 6
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("reward=judge", "reward.judge={}/v1#m"), "reward.judge"),
+        (("reward=model", "reward.model={}/pooling"), "reward.model"),
+        (("reward=length", "algorithm=distill", "algorithm.teacher={}/v1/completions#t"), "algorithm.teacher"),
+    ],
+)
+def test_a_server_that_is_not_there_is_told_before_anything_is_loaded(
+    words: tuple[str, ...], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once noticed at the first step only, after models and engines had been loaded and a step rolled out."""
+
+    def check(address: str, only_warn: bool = False) -> None:
+        config = load(schema.RL, ["data.train=x", *(word.format(address) for word in words)])
+        with ThreadPoolExecutor(1) as compute:
+            asyncio.run(check_served(config, make_rewards(config, compute), only_warn))
+
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(BirlError, match=rf"^{re.escape(key)}={nobody}/.*: nothing can be reached there .*Start that"):
+        check(nobody)
+    check(nobody, only_warn=True)
+    assert f"Warning: {key}={nobody}" in capsys.readouterr().out
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        check(f"http://127.0.0.1:{listening.getsockname()[1]}")
+    assert not capsys.readouterr().out

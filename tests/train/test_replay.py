@@ -1,12 +1,16 @@
 """An asynchronous run, written down and run again: the same bits, or the step that differs."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.rollout import replay as replaying
 from birl.rollout.replay import _group_from, _group_to
 from birl.support import Support
 from birl.types import (
@@ -52,13 +56,43 @@ def test_a_step_is_written_down_whole(tmp_path: Path) -> None:
     said = Completion(tokens=(5, 2), logprobs=(-0.1, -0.2), versions=(3, 3), stop=Stop.STOP, routes=b"\x00\xff\x01\x02",
                       support=Support(counts=(2, 0), ids=(5, 8)))  # fmt: skip
     episode = Trajectory(turns=(Turn(prompt=(1, 4), completion=said),), reward=1.0, score=1.0, outcome=Outcome.OK)
-    group = Group(index=1, task=Task(id="t", prompt=asked), trajectories=(episode,), start_version=3)
+    group = Group(index=1, task=Task(id="t", prompt=asked, columns={"env": "sums", "tests": [{"n": 1}]}),
+                  trajectories=(episode,), start_version=3)  # fmt: skip
     assert _group_from(json.loads(json.dumps(_group_to(group))), tmp_path) == group
 
 
 def test_the_same_bits_come_out(tiny: Path, tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture) -> None:
     run(tiny, tmp_path, *RECORDED, f"debug.replay={recorded}", "debug.resample=true", "track.console=plain")
     assert "every figure is equal" in (told := capsys.readouterr().out) and "sampled again, bit-identical" in told
+    states = [checkpoint.read_tensors(checkpoint.latest(f / "checkpoints")) for f in (recorded, tmp_path / "run")]
+    assert all((states[0][k] == states[1][k]).all() for k in states[0])
+
+
+def test_greedy_answers_are_recorded_too(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Without their rewards a replay had no group that counts."""
+    run(tiny, tmp_path / "a", "algorithm=remax", "steps=2", "track.record=true")
+    run(tiny, tmp_path / "b", "algorithm=remax", "steps=2", f"debug.replay={tmp_path}/a/run", "track.console=plain")
+    assert "Replayed 2 steps" in capsys.readouterr().out
+    assert log(tmp_path / "b")[-1]["tokens/trained"] == log(tmp_path / "a")[-1]["tokens/trained"] > 0
+
+
+def test_a_replay_stops_and_goes_on(
+    tiny: Path, tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Ctrl-C was heard when it was over, and a replay that went on began with the first step again."""
+    plain = replaying.differences
+
+    def interrupted(step: int, *rest: Any) -> list[str]:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(step, *rest)
+
+    words = (*RECORDED, f"debug.replay={recorded}", "track.console=plain")
+    with monkeypatch.context() as patch:
+        patch.setattr(replaying, "differences", interrupted)
+        summary = run(tiny, tmp_path, *words)
+    assert (summary["finished"], summary["signal"], summary["step"]) == (False, signal.SIGINT, 2)
+    assert run(tiny, tmp_path, *words)["finished"] and "Replayed 4 steps" in capsys.readouterr().out
     states = [checkpoint.read_tensors(checkpoint.latest(f / "checkpoints")) for f in (recorded, tmp_path / "run")]
     assert all((states[0][k] == states[1][k]).all() for k in states[0])
 

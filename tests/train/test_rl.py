@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,6 +141,24 @@ def test_a_validation_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(rl, "evaluate", validating)
     asyncio.run(main())
+
+
+def test_a_run_whose_last_validation_is_cut_short_is_not_finished(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had exit code 0, and a report without that validation."""
+
+    async def interrupted(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
+
+    words = ("steps=1", "data.validation_split=0.5", "validation.every=5", "validation.at_start=false")
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "evaluate", interrupted)
+        summary = run(tiny, tmp_path, *words)
+    assert not summary["finished"] and summary["signal"] == signal.SIGINT and summary["after"] is None
+    summary = run(tiny, tmp_path, *words)
+    assert summary["finished"] and summary["after"]["step"] == 1
 
 
 def test_counts_close_at_every_step(tiny: Path, tmp_path: Path) -> None:
