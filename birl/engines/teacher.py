@@ -2,11 +2,13 @@
 
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,13 @@ from torch import Tensor
 
 from birl.data.pack import Batch
 from birl.errors import BirlError
+from birl.rewards.requests import AGAIN, ATTEMPTS, pause, seconds
 from birl.types import Sample
 
 AT_ONCE = 8  # requests
 LEAST = 1e-9  # probability of the words that are not named: their log-probs are rounded
 TIMEOUT = 300.0  # seconds a request may take
+LONGEST = 30.0  # seconds between two attempts, whatever the server asks for
 
 
 class ServedTeachers:
@@ -43,7 +47,7 @@ class ServedTeacher:
     several. Tokens go and log-probs come; the server must read the policy's own vocabulary.
 
     Asks for `prompt_logprobs`, with BIRL_TOKEN where it is set; `words`: the learner's, which the server must not go
-    beyond. Raises `BirlError` with the server's words.
+    beyond. Raises `BirlError` with the server's words where several attempts have failed, or another cannot help.
     """
 
     def __init__(self, address: str, words: int) -> None:
@@ -86,13 +90,22 @@ class ServedTeacher:
         token = os.environ.get("BIRL_TOKEN", "")
         own = {"Authorization": f"Bearer {token}"} if token else {}
         request = urllib.request.Request(self.address, words, {"Content-Type": "application/json", **own})
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
-                return json.load(reply)
-        except urllib.error.HTTPError as error:
-            why = error.read().decode(errors="replace")[:300]
-            raise BirlError(f"algorithm.teacher={self.address}: the server says {error.code}: {why}") from error
-        except OSError as error:
-            raise BirlError(f"algorithm.teacher={self.address}: cannot be reached ({error}).") from error
-        except (HTTPException, ValueError) as error:
-            raise BirlError(f"algorithm.teacher={self.address}: its answer is cut, or no JSON ({error!r}).") from error
+        for attempt in count(1):
+            again, wait = attempt < ATTEMPTS, 0.0
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
+                    return json.load(reply)
+            except urllib.error.HTTPError as error:
+                if not again or error.code not in AGAIN:
+                    why = error.read().decode(errors="replace")[:300]
+                    raise BirlError(f"algorithm.teacher={self.address}: the server says {error.code}: {why}") from error
+                wait = seconds(error.headers.get("retry-after", ""))
+            except OSError as error:
+                if not again or isinstance(getattr(error, "reason", error), TimeoutError):  # it took long enough
+                    raise BirlError(f"algorithm.teacher={self.address}: cannot be reached ({error}).") from error
+            except (HTTPException, ValueError) as error:
+                if not again:
+                    why = f"its answer is cut, or no JSON ({error!r})"
+                    raise BirlError(f"algorithm.teacher={self.address}: {why}.") from error
+            time.sleep(min(pause(attempt - 1, wait), LONGEST))
+        raise AssertionError("the last attempt returns or raises")

@@ -106,7 +106,7 @@ def make_rewards(
 
 
 async def check_served(config: schema.RL | schema.Eval, rewards: Rewards | None, only_warn: bool = False) -> None:
-    """Raises `BirlError`, or warns, where nothing listens at the address of a judge, a reward model or a teacher: before
+    """Raises `BirlError`, or warns, where nothing listens at the address of a judge, reward model or teacher: before
     models and engines are loaded, not at the first step."""
     functions = [] if rewards is None else rewards.functions
     served = [("reward.judge", judge) for judge in config.reward.judge] if "judge" in functions else []

@@ -159,7 +159,7 @@ async def reachable(key: str, address: str) -> None:
     except (OSError, ValueError) as error:  # TimeoutError is one
         why = getattr(error, "strerror", None) or str(error) or f"no answer within {PATIENCE:g} s"
         raise BirlError(
-            f"{key}={address}: nothing can be reached there ({why}). Start that server first, or correct the address."
+            f"{key}={address}: cannot be reached ({why}). Start that server first, or correct the address."
         ) from error
 
 

@@ -273,7 +273,7 @@ def test_a_server_that_is_not_there_is_told_before_anything_is_loaded(
             asyncio.run(check_served(config, make_rewards(config, compute), only_warn))
 
     nobody = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(BirlError, match=rf"^{re.escape(key)}={nobody}/.*: nothing can be reached there .*Start that"):
+    with pytest.raises(BirlError, match=rf"^{re.escape(key)}={nobody}/.*: cannot be reached .*Start that"):
         check(nobody)
     check(nobody, only_warn=True)
     assert f"Warning: {key}={nobody}" in capsys.readouterr().out

@@ -217,7 +217,7 @@ def test_a_step_that_gives_up_begins_nothing_that_would_be_too_old() -> None:
     """Slots of groups that were refused last were given back before the step was trained: with max_staleness=0 other
     groups began under the weights of before it, and the next step ended the run with "a mistake in birl"."""
     chosen, partial, reached = random.Random(0), 0, set()
-    for seed in range(300):
+    for seed in range(150):
         groups, bound = chosen.randint(1, 4), chosen.choice([0, 0, 1, 2, 3])
         every, refill, share = chosen.randint(1, bound + 1), chosen.choice([0.4, 1.0, 1.5, 4.0]), chosen.random()
         window = chosen.randint(0, (bound - every + 1) * groups)
@@ -229,7 +229,7 @@ def test_a_step_that_gives_up_begins_nothing_that_would_be_too_old() -> None:
         assert bound or not fake.started_while_training
         partial += any(0 < len(step) < groups for step in fake.trained)
         reached.add((bound, max(fake.staleness, default=0)))
-    assert partial > 100 and {(b, b) for b in (0, 1, 2)} <= reached
+    assert partial > 40 and {(b, b) for b in (0, 1, 2)} <= reached
 
 
 def test_position_counts_refused_groups_and_a_resumed_run_starts_there() -> None:

@@ -231,7 +231,9 @@ def test_a_step_that_finds_too_few_groups_is_trained_and_the_next_one_is_fresh(t
     run(tiny, tmp_path, *words, reward=sparse, rows=40)
     steps = log(tmp_path)
     assert any(0 < s["groups/kept"] < 4 and s["updates/done"] for s in steps[:-1])
-    assert [s["staleness/max"] for s in steps if s["tokens/trained"]] == [0] * sum(bool(s["tokens/trained"]) for s in steps)
+    assert [s["staleness/max"] for s in steps if s["tokens/trained"]] == [0] * sum(
+        bool(s["tokens/trained"]) for s in steps
+    )
 
 
 def test_a_reference_is_the_first_policy(tiny: Path, tmp_path: Path) -> None:

@@ -7,15 +7,18 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from birl.config import schema
 from birl.config.load import load
+from birl.engines import teacher as serving
 from birl.errors import BirlError
 from birl.given import Given
 from birl.models.load import load_model
 from birl.train.command import train
+from birl.types import Sample
 from tests.server.running import running
 from tests.tiny import tiny_model_folder
 
@@ -127,3 +130,42 @@ def test_what_a_server_says_is_told(tiny: Path, served: str, tmp_path: Path) -> 
         run(tiny, tmp_path / "c", f"{served}#cut")
     with pytest.raises(BirlError, match=r"cannot be reached"):
         run(tiny, tmp_path / "b", "http://127.0.0.1:9/v1/completions")
+
+
+def test_a_server_that_fails_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single broken connection once ended a run."""
+    seen: list[int] = []
+
+    class Shaky(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append(len(self.rfile.read(int(self.headers["Content-Length"]))))
+            if len(seen) == 1:
+                return  # no answer at all
+            self.send_response(503 if len(seen) == 2 else 200)
+            self.end_headers()
+            self.wfile.write(b'{"choices": [')
+            if len(seen) > 3:
+                self.wfile.write(b'{"prompt_logprobs": [null, {"7": {"logprob": -0.5, "rank": 1}}]}]}')
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(serving, "pause", lambda *_: 0.0)
+    server = HTTPServer(("127.0.0.1", 0), Shaky)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sample = Sample(
+        tokens=np.array([3, 7], np.int32),
+        mask=np.array([False, True]),
+        logprobs=np.zeros(2, np.float32),
+        versions=np.array([-1, 0], np.int32),
+        advantage=0.0,
+        group=0,
+        episode=0,
+    )
+    try:
+        address = f"http://127.0.0.1:{server.server_port}/v1/completions"
+        assert serving.ServedTeacher(address, words=320).logprobs(sample).tolist() == [-0.5]
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert len(seen) == 4
