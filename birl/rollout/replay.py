@@ -142,17 +142,19 @@ async def resample(steps: list[Step], version: int, engine: Engine, params: Samp
 
 async def replay(
     run: Path,
-    train: Callable[[Recorded], Awaitable[None]],
+    train: Callable[[Step], Awaitable[None]],
+    greedy: dict[int, float],
     metrics: Callable[[], Mapping[str, Any]],
     version: Callable[[], int],
     again: Callable[[list[Step], int], Awaitable[int]] | None,
     finished: int = 0,
     stop: asyncio.Event | None = None,
 ) -> tuple[int, int]:
-    """Train on every recorded step that has figures (one in which the run was killed has none), and compare. `metrics`:
-    those of the step that was just trained; `again`: samples what a version sampled; `finished`: steps that the replay
-    goes on behind; `stop`, once set, ends it after a step. Returns steps and tokens that were compared. Raises
-    `BirlError` where there are none, and at the first difference."""
+    """Train on every recorded step that has figures (one in which the run was killed has none), and compare. `greedy`
+    gets the rewards that `train` takes from there. `metrics`: those of the step that was just trained; `again`: samples
+    what a version sampled; `finished`: steps that the replay goes on behind; `stop`, once set, ends it after a step.
+    Returns steps and tokens that were compared. Raises `BirlError` where there are none, and at the first
+    difference."""
     recorded, figures = list(steps_of(run)), run / "metrics.jsonl"
     before = {row["step"]: row for row in read_jsonl(figures)} if figures.is_file() else {}
     known = [one for one in recorded if one.step.number in before]
@@ -167,7 +169,8 @@ async def replay(
         if again is not None and version() not in done:
             done.add(version())
             tokens += await again(steps, version())
-        await train(one)
+        greedy.update(one.greedy)
+        await train(one.step)
         number, compared = one.step.number, compared + 1
         if result := differences(number, before[number], metrics()):
             raise BirlError(f"The replay of {run} is another run: " + "; ".join(result[:4]) + ".")

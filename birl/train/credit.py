@@ -95,7 +95,8 @@ class Credit:
             kept = [(g, i) for g, i in kept if greedy.get(g.index) is not None]
         apart: dict[tuple[str | None, str], list[Episode]] = {}
         for g, i in kept:
-            apart.setdefault((self._env(g.task), g.trajectories[i].turns[0].policy), []).append((g, i))
+            env = g.task.columns.get("env") if self.mixture else None
+            apart.setdefault((env, g.trajectories[i].turns[0].policy), []).append((g, i))
         each = [self._of(own, greedy, kl_coef, lam) for own in apart.values()]
         order = {group.index: n for n, group in enumerate(groups)}
         samples = sorted((s for own, _ in each for s in own), key=lambda s: order[s.group])
@@ -106,9 +107,6 @@ class Credit:
             kl=torch.cat(kls).mean().item() if kls else float("nan"),
             episodes=len(kept),
         )
-
-    def _env(self, task: Task) -> str | None:
-        return task.columns.get("env") if self.mixture else None
 
     def _of(
         self, kept: Sequence[Episode], greedy: dict[int, float], kl_coef: float, lam: float

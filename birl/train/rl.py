@@ -22,7 +22,7 @@ from birl.rollout.assemble import Usage
 from birl.rollout.evaluate import evaluate, versions_of
 from birl.rollout.ledger import Ledger, settle
 from birl.rollout.records import answers, episode_records
-from birl.rollout.replay import Recorded, replay, resample, row_of, take_pictures
+from birl.rollout.replay import replay, resample, row_of, take_pictures
 from birl.spans import done
 from birl.track.units import counted
 from birl.train.credit import Credited
@@ -202,14 +202,10 @@ class Loop:
         schedule, parts = self.schedule, self.parts
         take_pictures(Path(schedule.replay), parts.run)
         again = partial(resample, engine=parts.engine, params=parts.params, seed=parts.rollout.seed)
-
-        async def train(recorded: Recorded) -> None:
-            self.greedy = recorded.greedy
-            await self.train(recorded.step)
-
         steps, tokens = await replay(
             Path(schedule.replay),
-            train,
+            self.train,
+            self.greedy,
             lambda: self.last_metrics,
             lambda: self.worker.learner.version,
             again if schedule.resample else None,
