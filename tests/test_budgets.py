@@ -78,7 +78,9 @@ def reading_path() -> list[Path]:
     # 35 for the canary after a resume, sums of low-rank additions that are rounded once, files within values of a job
     # 98 for what a row, a folder, a tokenizer or a key says and nothing read
     # 238 and a file for micro-batches that ranks are sent: their bytes, calls with lists that are shared out
-    [("lines", 80_512), ("files", 541), ("lines of train/", 2_800), ("lines to read", 8_500), ("files to read", 40)],
+    # 97, 7 of them to read, for steps that give up refilling, policies normalised apart, servers of rewards and
+    # teachers that are looked for first and asked again, and replays that stop and go on
+    [("lines", 80_609), ("files", 541), ("lines of train/", 2_800), ("lines to read", 8_507), ("files to read", 40)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())
