@@ -66,7 +66,7 @@ class Distillation:
 
 def taught_by(models: Mapping[str, Learner], served: Said | None, crew: RankGroup) -> Said:
     """(rank 0) Frozen models by name, and those behind an address."""
-    ask = crew.each(lambda batch: models[batch.teacher].forward(batch))
+    ask: Callable[[Sequence[Batch]], list[Tensor]] = crew.each(lambda batch: models[batch.teacher].forward(batch))
 
     def teacher(batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor]:
         own = batches if served is None else Shared(b for b in batches if b.teacher in models)
