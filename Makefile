@@ -37,7 +37,7 @@ AXE := axe-core@4.14.1
 help:
 	@echo "make setup   install birl into .venv"
 	@echo "make demo    train SmolLM2-135M-Instruct on arithmetic, on this CPU"
-	@echo "make test    run the quick tests: ten minutes on two cores, with Python and make alone"
+	@echo "make test    run the quick tests: five to seven minutes on two cores, with Python and make alone"
 	@echo "make test-all  install what the other tests need (packages of Debian or Ubuntu as root), run all: half an hour"
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make setup-browser  install BrowserGym into .venv-browser, for env=miniwob and env=webarena"

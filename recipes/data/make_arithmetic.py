@@ -1,9 +1,9 @@
-"""Write the data sets of this folder: `arithmetic/` and `arithmetic_stories/`, each train.jsonl and validation.jsonl.
+"""Write `arithmetic/` and `arithmetic_stories/`: train.jsonl and validation.jsonl each, and solutions.jsonl for SFT.
 
     python recipes/data/make_arithmetic.py            # the committed files, byte for byte
     python recipes/data/make_arithmetic.py --out my_data --suffix " Answer with a number."
 
-No problem (operation and operands, their order aside) is in both files of a set, and no prompt occurs twice. All words
+No problem (operation and operands, their order aside) is in two files of a set, and no prompt occurs twice. All words
 are ours; no data set was copied.
 """
 
@@ -191,20 +191,37 @@ def take_in_turn(kinds: Sequence[list[Row]], n: int) -> list[Row]:
     return taken[:n]
 
 
-def stories(train: int, validation: int, seed: int, suffix: str = "") -> tuple[list[Row], list[Row]]:
-    """Two- and three-term sums and short stories in two steps. Each problem occurs once, in one of the two files."""
+def stories(
+    train: int, validation: int, seed: int, suffix: str = "", solutions: int = 0
+) -> tuple[list[Row], list[Row], list[Row]]:
+    """Two- and three-term sums and short stories in two steps. Each problem occurs once, in one of the files; those of
+    the third come with a worked answer, for `birl sft`."""
     rng = random.Random(seed)
     seen: set[Problem] = set()
     rows: list[Row] = []
-    for story in itertools.cycle(STORIES):
-        if len(rows) == train + validation:
-            break
+    for story in itertools.islice(itertools.cycle(STORIES), train + validation):
         numbers = draw(story, rng, seen)
-        names = dict(zip("abc", numbers, strict=False))
-        prompt = rng.choice(story.wordings).format(**names) + suffix
-        rows.append({"prompt": prompt, "answer": str(story.answer(*numbers))})
+        rows.append({"prompt": asked(story, numbers, rng) + suffix, "answer": str(story.answer(*numbers))})
     rng.shuffle(rows)
-    return rows[validation:], rows[:validation]
+    solved: list[Row] = []
+    for story in itertools.islice(itertools.cycle(STORIES), solutions):
+        numbers = draw(story, rng, seen)
+        solved.append({"prompt": asked(story, numbers, rng) + suffix, "response": worked(story, numbers)})
+    return rows[validation:], rows[:validation], solved
+
+
+def asked(story: Story, numbers: tuple[int, ...], rng: random.Random) -> str:
+    return rng.choice(story.wordings).format(**dict(zip("abc", numbers, strict=False)))
+
+
+def worked(story: Story, numbers: tuple[int, ...]) -> str:
+    """a*b+c of 8, 3 and 25: "8 * 3 = 24, 24 + 25 = 49. The answer is 49." """
+    value, steps = numbers[0], list[str]()
+    for sign, number in zip(story.name[1::2], numbers[1:], strict=True):
+        result = {"+": value + number, "-": value - number, "*": value * number}[sign]
+        steps.append(f"{value} {sign} {number} = {result}")
+        value = result
+    return f"{', '.join(steps)}. The answer is {value}."
 
 
 def draw(story: Story, rng: random.Random, seen: set[Problem]) -> tuple[int, ...]:
@@ -218,9 +235,9 @@ def draw(story: Story, rng: random.Random, seen: set[Problem]) -> tuple[int, ...
             return numbers
 
 
-def write(folder: Path, train: list[Row], validation: list[Row]) -> None:
+def write(folder: Path, **files: list[Row]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", train), ("validation", validation)):
+    for name, rows in files.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8", newline="\n")
 
@@ -230,13 +247,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE, help="folder to write the two sets into")
     parser.add_argument("--train", type=int, default=1000, help="training rows of each set")
     parser.add_argument("--validation", type=int, default=200, help="validation rows of each set")
+    parser.add_argument("--solutions", type=int, default=192, help="worked answers of arithmetic_stories/, for SFT")
     parser.add_argument("--largest", type=int, default=9, help="largest operand of arithmetic/")
     parser.add_argument("--suffix", default="", help="text behind each prompt")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
-    pair = arithmetic(given.train, given.validation, given.seed, given.largest, given.suffix)
-    write(given.out / "arithmetic", *pair)
-    write(given.out / "arithmetic_stories", *stories(given.train, given.validation, given.seed, given.suffix))
+    train, validation = arithmetic(given.train, given.validation, given.seed, given.largest, given.suffix)
+    write(given.out / "arithmetic", train=train, validation=validation)
+    train, validation, solved = stories(given.train, given.validation, given.seed, given.suffix, given.solutions)
+    write(given.out / "arithmetic_stories", train=train, validation=validation, solutions=solved)
 
 
 if __name__ == "__main__":

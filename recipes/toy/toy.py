@@ -298,9 +298,8 @@ TASKS = {  # reward, steps, rollout.max_staleness, words
 
 
 def staleness(data: Path, seeds: list[int]) -> None:
-    """GRPO on answers of old weights: by task, way and rollout.max_staleness the curve of each seed."""
-    import staleness_plot
-
+    """GRPO on answers of old weights: by task, way and rollout.max_staleness the curve of each seed, in staleness.json,
+    which `benchmarks.pictures` draws."""
     start = data / "stages-0" / "sft" / "exported"
     if not start.exists():
         raise SystemExit(f"{start} is missing: run `python recipes/toy/toy.py stages {data} 0` first")
@@ -326,8 +325,6 @@ def staleness(data: Path, seeds: list[int]) -> None:
             print(f"{task}, {way}, {bound}: {told}", flush=True)
             rows = ",\n".join(f"{json.dumps(t)}: {json.dumps(records)}" for t, records in found.items())
             (HERE / "staleness.json").write_text(f"{{{rows}}}\n")
-    for task, table in found.items():
-        (HERE / f"staleness-{task}.svg").write_text(staleness_plot.drawn(table))
 
 
 if __name__ == "__main__":

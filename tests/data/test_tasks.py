@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import random
+import re
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from datasets import Dataset, DatasetDict
 from birl.config.schema import Data
 from birl.data.rows import given
 from birl.data.tasks import Tasks, answer_text, filter_by_length, load_tasks, overlap, prompt_text, split_validation
+from birl.envs.tasks.expression import evaluate
 from birl.errors import BirlError
 from birl.types import Message, Task
 
@@ -383,7 +385,7 @@ FILES = [
 
 def test_shipped_files_are_what_the_generator_writes(maker: ModuleType, tmp_path: Path) -> None:
     maker.main(["--out", str(tmp_path)])
-    for name in FILES:
+    for name in (*FILES, "arithmetic_stories/solutions.jsonl"):
         assert (tmp_path / name).read_bytes() == (RECIPES / name).read_bytes()
 
 
@@ -408,9 +410,23 @@ def test_shipped_sets_do_not_overlap(maker: ModuleType, folder: str) -> None:
     assert not problems["train"] & problems["validation"]
 
 
-def problem_of(maker: ModuleType, folder: str, row: dict[str, str]) -> tuple:
-    import re
+def test_worked_answers_are_right_and_of_other_problems(maker: ModuleType) -> None:
+    rows = lambda name: map(json.loads, (RECIPES / "arithmetic_stories" / name).read_bytes().splitlines())  # noqa: E731
+    asked = {
+        problem_of(maker, "arithmetic_stories", row)
+        for name in ("train", "validation")
+        for row in rows(f"{name}.jsonl")
+    }
+    for row in rows("solutions.jsonl"):
+        steps, answer = row["response"].removesuffix(".").split(". The answer is ")
+        for step in steps.split(", "):
+            left, _, right = step.partition(" = ")
+            assert evaluate(left)[0] == int(right)
+        assert steps.endswith(f" = {answer}")
+        assert problem_of(maker, "arithmetic_stories", {"prompt": row["prompt"], "answer": answer}) not in asked
 
+
+def problem_of(maker: ModuleType, folder: str, row: dict[str, str]) -> tuple:
     numbers = [int(n) for n in re.findall(r"\d+", row["prompt"])]
     kinds = maker.OPERATIONS if folder == "arithmetic" else maker.STORIES
     for kind in kinds:

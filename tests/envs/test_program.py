@@ -187,12 +187,12 @@ import pathlib
 here = pathlib.Path({str(folder.parent / "log")!r}, str(os.getpid()))
 here.write_text("")
 running = len(list(here.parent.iterdir()))
-time.sleep(0.4)
+time.sleep(1.5)
 ask("a")
 here.unlink()
 print(json.dumps({{"reward": running}}))
 """)
-    found = play(command, n=8, processes="2", timeout=2.0)  # eight of them take longer than that
+    found = play(command, n=8, processes="2", timeout=5.0)  # eight of them take longer than that
     assert [t.outcome for t in found] == [Outcome.OK] * 8, found
     assert max(t.reward for t in found) == 2
 
