@@ -7,12 +7,14 @@ RESULTS: folder of benchmarks.tasks, benchmarks/results/<processor>/tasks. Witho
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl  # pyright: ignore[reportMissingImports]
+from cycler import cycler  # pyright: ignore[reportMissingImports]
 
 mpl.use("svg")
 mpl.rcParams.update(
@@ -25,7 +27,7 @@ mpl.rcParams.update(
         "axes.spines.right": False,
         "axes.grid": True,
         "grid.color": "#eceef2",
-        "axes.prop_cycle": mpl.cycler(color=["#2563eb", "#e07b16", "#16925a", "#b8369b"]),
+        "axes.prop_cycle": cycler(color=["#2563eb", "#e07b16", "#16925a", "#b8369b"]),
     }
 )
 from matplotlib import pyplot as plt  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -42,33 +44,59 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [fmean(values[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(values))]
 
 
-def mean_curve(runs: Iterable[dict[str, Any]], x: str) -> tuple[list[float], list[float]]:
-    """Steps that all seeds have: mean of `x` ("seconds" or "tokens", summed up), and mean of the smoothed reward."""
-    curves = [run["curve"] for run in runs]
-    steps = min(map(len, curves))
-    places, rewards = [], []
-    for curve in curves:
-        values = [step[x] for step in curve[:steps]]
-        places.append(values if x == "seconds" else [sum(values[: i + 1]) for i in range(steps)])
-        rewards.append(smoothed([step["reward"] for step in curve[:steps]]))
-    return [fmean(v) for v in zip(*places, strict=True)], [fmean(v) for v in zip(*rewards, strict=True)]
+def averaged(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[list[float], list[float]]:
+    """Means of both coordinates over the seeds, of the points that all have."""
+    points = list(zip(*(curve[: min(map(len, curves))] for curve in curves), strict=True))
+    return [fmean(x for x, _ in each) for each in points], [fmean(y for _, y in each) for each in points]
+
+
+def by_seconds(run: dict[str, Any]) -> list[tuple[float, float]]:
+    curve = run["curve"]
+    return list(zip((step["seconds"] for step in curve), smoothed([step["reward"] for step in curve]), strict=True))
+
+
+def by_tokens(run: dict[str, Any]) -> list[tuple[float, float]]:
+    generated = list(accumulate((step["tokens"] for step in run["curve"]), initial=0))
+    return [(generated[int(step)], score) for step, score in run.get("held_out", {}).items()]
+
+
+def runs_of(folder: Path, task: str, side: str) -> list[tuple[str, dict[str, Any]]]:
+    """Seed and result of each run."""
+    return [(file.stem[-1], json.loads(file.read_text())) for file in sorted(folder.glob(f"{task}-{side}-*.json"))]
+
+
+def rows(folder: Path) -> None:
+    """The table of docs/learning.md: a line for each run."""
+    heads = "task | run, seed | steps | seconds a step | tokens | reward, first 3 and last 5 steps | held out"
+    print(f"| {heads} |\n|{'---|' * (heads.count('|') + 1)}")
+    for task, side in product(TITLES, SIDES):
+        for seed, run in runs_of(folder, task, side):
+            curve, held = run["curve"], list(run.get("held_out", {}).values())
+            rewards = [step["reward"] for step in curve]
+            cells = [
+                TITLES[task],
+                f"{SIDES[side]}, {seed}",
+                str(len(curve)),
+                f"{(curve[-1]['seconds'] - curve[0]['seconds']) / (len(curve) - 1):.1f}",
+                f"{sum(step['tokens'] for step in curve):,.0f}",
+                f"{fmean(rewards[:3]):.3f} → {fmean(rewards[-5:]):.3f}",
+                f"{held[0]:.3f} → {held[-1]:.3f}" if held else "",
+            ]
+            print(f"| {' | '.join(cells)} |")
 
 
 def learning(folder: Path) -> None:
-    """A column for each task; reward over seconds above, over generated tokens below. Means over the seeds."""
-    files = {
-        f.stem.rsplit("-", 1)[0]: sorted(folder.glob(f"{f.stem.rsplit('-', 1)[0]}-*.json")) for f in folder.iterdir()
-    }
-    figure, rows = plt.subplots(2, len(TITLES), figsize=(10.5, 5.6), sharey="col", layout="constrained")
-    for row, (x, label) in zip(
-        rows, (("seconds", "seconds since the start"), ("tokens", "generated tokens")), strict=True
-    ):
-        for axes, (task, title) in zip(row, TITLES.items(), strict=True):
+    """A column for each task: above the reward over seconds, below the held-out score over generated tokens. Means over
+    the seeds."""
+    figure, lines = plt.subplots(2, len(TITLES), figsize=(10.5, 5.6), layout="constrained")
+    ways = (by_seconds, "seconds since the start", "reward of a step"), (by_tokens, "generated tokens", "held out")
+    for line, (points, x, y) in zip(lines, ways, strict=True):
+        for axes, (task, title) in zip(line, TITLES.items(), strict=True):
             for side, name in SIDES.items():
-                runs = [json.loads(f.read_text()) for f in files.get(f"{task}-{side}", [])]
-                if runs:
-                    axes.plot(*mean_curve(runs, x), label=name, linewidth=1.8)
-            finish(axes, title if x == "seconds" else "", label)
+                curves = [found for _, run in runs_of(folder, task, side) if (found := points(run))]
+                if curves:
+                    axes.plot(*averaged(curves), label=name, linewidth=1.8)
+            finish(axes, title, x, y)
     save(figure, ROOT / "docs" / "images" / "learning.svg")
 
 
@@ -82,15 +110,16 @@ def staleness() -> None:
             for record in (fresh, *(r for r in table.values() if r["way"] == way)):
                 means = [fmean(values) for values in zip(*record["curves"], strict=True)]
                 axes.plot(range(1, len(means) + 1), means, label=f"staleness {record['max_staleness']}", linewidth=1.5)
-            finish(axes, way, "step")
+            finish(axes, way, "step", "reward of a step")
         save(figure, ROOT / "recipes" / "toy" / f"staleness-{task}.svg")
 
 
-def finish(axes: Axes, title: str, label: str) -> None:
+def finish(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, fontsize=10, fontweight="bold", loc="left")
-    axes.set_xlabel(label)
-    axes.set_ylabel("reward, mean of a step")
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=8)
 
 
 def save(figure: Any, file: Path) -> None:
@@ -103,3 +132,4 @@ if __name__ == "__main__":
     staleness()
     if len(sys.argv) > 1:
         learning(Path(sys.argv[1]))
+        rows(Path(sys.argv[1]))
