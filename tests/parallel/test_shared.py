@@ -73,11 +73,15 @@ class Counter:
         return len(self.seen)
 
 
+def logprobs(batch: Batch) -> torch.Tensor:
+    return batch.logprobs
+
+
 def calls(ranks: Ranks) -> tuple[list[list[bytes]], int, int]:
     """A list is sent with two calls, and another with the third. What the rank computes in each, the bytes that came to
     it one by one, and how many lists it holds in the end."""
     crew, worker = RankGroup(ranks), Counter()
-    forward = crew.each(lambda batch: batch.logprobs)
+    forward = crew.each(logprobs)
     with Traffic() as traffic:
         if crew.leads:
             first = work(ranks.shares)
