@@ -8,7 +8,7 @@ RESULTS: folder of benchmarks.tasks, benchmarks/results/<processor>/tasks. Witho
 import json
 import sys
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,6 +36,7 @@ from matplotlib.axes import Axes  # noqa: E402  # pyright: ignore[reportMissingI
 ROOT = Path(__file__).resolve().parents[1]
 TITLES = {"countdown": "Countdown", "calculator": "Calculator tool", "stories": "Stories"}
 SIDES = {"grpo": "birl, GRPO", "thompson": "birl, data.order=thompson", "sdpo": "birl, SDPO", "trl": "TRL, GRPO"}
+COLORS = {"grpo": "#2563eb", "thompson": "#16925a", "sdpo": "#b8369b", "rloo": "#626b77", "trl": "#e07b16"}
 SMOOTH = 3  # steps
 
 
@@ -57,7 +58,7 @@ def by_seconds(run: dict[str, Any]) -> list[tuple[float, float]]:
 
 def by_tokens(run: dict[str, Any]) -> list[tuple[float, float]]:
     generated = list(accumulate((step["tokens"] for step in run["curve"]), initial=0))
-    return [(generated[int(step)], score) for step, score in run.get("held_out", {}).items()]
+    return [(generated[int(step)] / 1000, score) for step, score in run.get("held_out", {}).items()]
 
 
 def runs_of(folder: Path, task: str, side: str) -> list[tuple[str, dict[str, Any]]]:
@@ -73,11 +74,12 @@ def rows(folder: Path) -> None:
         for seed, run in runs_of(folder, task, side):
             curve, held = run["curve"], list(run.get("held_out", {}).values())
             rewards = [step["reward"] for step in curve]
+            start = curve[0]["seconds"] if len(curve) > 1 else 0.0  # the first step includes the start of the process
             cells = [
                 TITLES[task],
                 f"{SIDES[side]}, {seed}",
                 str(len(curve)),
-                f"{(curve[-1]['seconds'] - curve[0]['seconds']) / (len(curve) - 1):.1f}",
+                f"{(curve[-1]['seconds'] - start) / max(len(curve) - 1, 1):.1f}",
                 f"{sum(step['tokens'] for step in curve):,.0f}",
                 f"{fmean(rewards[:3]):.3f} → {fmean(rewards[-5:]):.3f}",
                 f"{held[0]:.3f} → {held[-1]:.3f}" if held else "",
@@ -85,17 +87,48 @@ def rows(folder: Path) -> None:
             print(f"| {' | '.join(cells)} |")
 
 
+def tokens_to(points: Sequence[tuple[float, float]], score: float) -> float:
+    """Thousands of generated tokens until the held-out score is reached, on the line between two validations."""
+    for (before, low), (after, high) in pairwise(points):
+        if high >= score:
+            return before + (after - before) * max(0.0, score - low) / max(high - low, score - low)
+    raise ValueError(f"{score} is not reached")
+
+
+def compared(folder: Path) -> None:
+    """Of each preset against GRPO with the same seed: tokens to the highest held-out score that both reach, and the
+    difference of the last scores."""
+    for task, side in product(TITLES, ("thompson", "sdpo", "rloo")):
+        others = dict(runs_of(folder, task, "grpo"))
+        for seed, run in runs_of(folder, task, side):
+            if seed in others:
+                each = by_tokens(run), by_tokens(others[seed])
+                score = min(max(y for _, y in points) for points in each)
+                needs = [tokens_to(points, score) for points in each]
+                gain = each[0][-1][1] - each[1][-1][1]
+                print(
+                    f"{task}, {side}, seed {seed}: {needs[0] / needs[1]:.2f} of the tokens to {score:.3f}, {gain:+.4f}"
+                )
+
+
 def learning(folder: Path) -> None:
     """A column for each task: above the reward over seconds, below the held-out score over generated tokens. Means over
     the seeds."""
     figure, lines = plt.subplots(2, len(TITLES), figsize=(10.5, 5.6), layout="constrained")
-    ways = (by_seconds, "seconds since the start", "reward of a step"), (by_tokens, "generated tokens", "held out")
+    ways = (
+        (by_seconds, "seconds since the start", "reward of a step"),
+        (by_tokens, "generated tokens, thousands", "held out"),
+    )
     for line, (points, x, y) in zip(lines, ways, strict=True):
         for axes, (task, title) in zip(line, TITLES.items(), strict=True):
             for side, name in SIDES.items():
                 curves = [found for _, run in runs_of(folder, task, side) if (found := points(run))]
                 if curves:
-                    axes.plot(*averaged(curves), label=name, linewidth=1.8)
+                    few = max(map(len, curves)) < 10
+                    axes.plot(
+                        *averaged(curves), label=name, linewidth=1.8, marker="o" if few else "", color=COLORS[side]
+                    )
+            axes.set_ylim(0, 1.03)
             finish(axes, title, x, y)
     save(figure, ROOT / "docs" / "images" / "learning.svg")
 
@@ -133,3 +166,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         learning(Path(sys.argv[1]))
         rows(Path(sys.argv[1]))
+        compared(Path(sys.argv[1]))
