@@ -113,7 +113,9 @@ def birl(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def needs_network(words: list[str]) -> bool:
-    """Whether the data or the model is a hub name such as openai/gsm8k."""
+    """Whether the data or the model is a hub name such as openai/gsm8k, or a server judges or teaches."""
+    if any("://" in w for w in words if w.startswith(("reward.", "algorithm."))):
+        return True
     places = [w.partition("=")[2] for w in words if w.startswith(("data.train=", "data.validation=", "model"))]
     values = [value for place in places for value in re.split(r"[\[\],@]", place)]
     return any(re.fullmatch(r"[\w-]+/[\w.-]+", v) and not Path(v).exists() and not Path(v).suffix for v in values)
