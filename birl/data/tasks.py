@@ -161,9 +161,7 @@ def read_sources(
     `text`: see `read`."""
     if given is not None:
         limit = config.max_samples if which == "train" else config.max_validation_samples
-        several = isinstance(given, dict) and not hasattr(
-            given, "column_names"
-        )  # a DatasetDict has the test split, too
+        several = isinstance(given, dict) and not hasattr(given, "column_names")  # a DatasetDict has the test split
         named = given if several else {which: given}
         sources = [handed_over(rows, name, limit) for name, rows in named.items()]
     elif which == "train":
