@@ -6,6 +6,7 @@ What is in the hub's cache counts as there, so that no server is asked without a
 
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from birl.errors import BirlError, first_line
 from birl.regular import read_json
@@ -146,3 +147,18 @@ def missing(name: str, kind: str) -> str:
         if getattr(error, "response", None) is None:  # no answer; a refusal is left to the loader to explain
             return "the Hugging Face hub cannot be reached, nor has it been downloaded before"
     return ""
+
+
+def addressed(name: str) -> bool:
+    """Is a model, a teacher, a judge, a tool or a picture behind an address?"""
+    return name.startswith(("http://", "https://"))
+
+
+def is_address(text: str) -> bool:
+    """http:// or https://, a host, and a port that can be."""
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # half an IPv6 address, or a port beyond 65535
+        return False
+    return known and text.isprintable() and " " not in text

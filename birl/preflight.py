@@ -25,8 +25,7 @@ from birl.data.sources import check_place
 from birl.data.tasks import Tasks, reader_of, teacher_named
 from birl.envs.open import check_world
 from birl.errors import BirlError, did_you_mean
-from birl.hosts import addressed
-from birl.hub import check_model
+from birl.hub import addressed, check_model
 from birl.named import missing
 from birl.text.parts import Finder
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
-from birl.support import SAMPLE, alike, become_arrays
+from birl.columns import SAMPLE, alike, become_arrays
 
 if TYPE_CHECKING:  # numpy is loaded by those that make samples: the process of rewards is light
     import numpy as np

@@ -10,7 +10,7 @@ from torch import nn
 from birl.config import schema
 from birl.config.decided import SELF, teachers_of
 from birl.errors import BirlError
-from birl.hosts import addressed
+from birl.hub import addressed
 from birl.learner.export import resolved
 from birl.learner.learner import Learner, Teacher
 from birl.learner.lora import Lora

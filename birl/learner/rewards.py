@@ -13,7 +13,7 @@ from birl.data.messages import messages_of
 from birl.data.pack import pack
 from birl.data.sequences import Encoder, Tokens, Unfit, scored
 from birl.errors import BirlError
-from birl.hosts import addressed
+from birl.hub import addressed
 from birl.learner.export import resolved
 from birl.learner.learner import Learner
 from birl.learner.policy import DTYPES

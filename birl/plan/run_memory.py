@@ -34,7 +34,7 @@ from birl.engine.open import SHARE
 from birl.engine.pages import pages_for
 from birl.engine.scheduler import PREFILL
 from birl.errors import BirlError
-from birl.hosts import addressed
+from birl.hub import addressed
 from birl.kernels import PAGE
 from birl.learner.adamw8bit import stored as moments_in_8_bits
 from birl.learner.comparison import KEPT

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from birl.errors import BirlError, first_line
-from birl.hosts import addressed
+from birl.hub import addressed
 from birl.regular import open_regular
 from birl.types import PLACE, Picture
 

@@ -32,7 +32,7 @@ from birl.engine.open import check_cache
 from birl.engine.policies import engines_of
 from birl.engine.sampled import Sampled
 from birl.envs.open import World, check_world, open_world
-from birl.hosts import addressed
+from birl.hub import addressed
 from birl.learner.comparison import GAPS, KEPT, Past
 from birl.learner.learner import Learner
 from birl.learner.open import distilled, frozen, local_teachers, make_learner, other_model, own_teacher, replays

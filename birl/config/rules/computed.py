@@ -22,7 +22,7 @@ from birl.config.rules.unread import SINGLE
 from birl.config.schema import RL, SFT, Config, Eval, Stage, reward_functions
 from birl.config.words import capacity_setting, command, needed_setting, setting, value_of
 from birl.errors import did_you_mean
-from birl.hosts import addressed, is_address
+from birl.hub import addressed, is_address
 from birl.support import LISTED, MOST
 
 ADDRESSES = {  # where a tracker's address stands, with track.NAME=online

@@ -8,7 +8,7 @@ from typing import Any
 
 from birl.config.decided import SELF, UNCLIPPED, teachers_of, weights_method
 from birl.config.schema import DPO, RL, SFT, Eval, Serve, Stage, Tinker, reward_functions
-from birl.hosts import addressed
+from birl.hub import addressed
 from birl.named import TEMPLATES, template_file
 
 

@@ -17,7 +17,7 @@ from birl.config.decided import (
 )
 from birl.config.schema import DPO, RL, SFT, SIGHT, Eval, Stage, Tinker, reward_functions
 from birl.config.words import value_of
-from birl.hosts import addressed
+from birl.hub import addressed
 
 ADDRESSES = "engine.attach uses servers that run already"
 LEARNERS = "the embedded engine samples from the learner's own weights; set engine.kind=birl for another process"

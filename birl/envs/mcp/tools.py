@@ -27,7 +27,7 @@ from birl.envs.command import found, path
 from birl.envs.mcp.connection import Connection, Misused
 from birl.envs.mcp.transport import Command, Problem, Streams, over_http, over_pipes
 from birl.errors import BirlError
-from birl.hosts import addressed
+from birl.hub import addressed
 from birl.process import tied
 from birl.sandbox.attach import Confinement, confinement
 from birl.sandbox.command import SYSTEM_PATH
