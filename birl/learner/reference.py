@@ -50,9 +50,11 @@ class Reference:
     known: dict[str, list[float]] = field(default_factory=dict)  # tokens of an example -> the sum of each answer
 
     def sums(self, learner: Learner, samples: Sequence[Sample]) -> Tensor:
-        """Under a learner's weights, [samples] float32, no gradient."""
+        """Under a learner's weights, [samples] float32, no gradient: so one that is longer than a micro-batch (KTO's
+        prompt with the answer of another) has its own."""
         sums = torch.empty(len(samples), dtype=torch.float32)
-        batches = pack(samples, [0.0] * len(samples), self.capacity, learner.ranks.shares, self.pair_cost)
+        capacity = max([self.capacity, *(len(s.tokens) for s in samples)])
+        batches = pack(samples, [0.0] * len(samples), capacity, learner.ranks.shares, self.pair_cost)
         for batch, logp in zip(batches, learner.each(batches, learner.forward), strict=True):
             a = answers(logp.cpu(), batch)
             sums[a.number] = a.total

@@ -86,22 +86,27 @@ def examples(
     config: schema.Stage, policy: Policy, setup: Setup[schema.Stage]
 ) -> tuple[Sequence[Examples], Sequence[Examples]]:
     """The rows of each source, of training and held out."""
-    limit, given = min(config.model.max_length or policy.context, policy.context), setup.given
-    load = partial(COMMANDS[type(config)].load, config.data, chat=policy.chat, limit=limit)
+    given, load = setup.given, partial(COMMANDS[type(config)].load, config.data, chat=policy.chat)
+    load = partial(load, limit=longest(config, policy))
     train, held_out = load("train", given=given.train), load("validation", given=given.validation)
     if config.data.validation_split > 0 and not held_out:
         return split_validation(train, config.data.validation_split, config.seed, key=lambda e: e.key)
     return train, held_out
 
 
+def longest(config: schema.Stage, policy: Policy) -> int:
+    """Most tokens of a sequence."""
+    return min(config.model.max_length or policy.context, policy.context)
+
+
 def check_lengths(config: schema.Stage, rows: Sequence[Any]) -> None:
     """A micro-batch must hold the longest row; what is compared stays in one micro-batch. Raises `BirlError`."""
     what, room = COMMANDS[type(config)].row, max(e.room for e in rows)
-    longest = room - 1 if isinstance(config, schema.SFT) else room
-    if longest > config.capacity:
+    needed = room - 1 if isinstance(config, schema.SFT) else room
+    if needed > config.capacity:
         raise BirlError(
-            f"{capacity_setting(config)} cannot hold the longest {what}, {longest} tokens. Set "
-            f"{needed_setting(config, longest)}, or a smaller model.max_length, beyond which rows are dropped."
+            f"{capacity_setting(config)} cannot hold the longest {what}, {needed} tokens. Set "
+            f"{needed_setting(config, needed)}, or a smaller model.max_length, beyond which rows are dropped."
         )
 
 
@@ -141,6 +146,7 @@ def preferences(config: schema.DPO, policy: Policy, ranks: Ranks) -> tuple[Learn
         nll_coef=keys.nll_coef if row.nll is None else row.nll,
         reference=Reference(trained=trained, frozen=frozen, capacity=config.capacity, pair_cost=policy.pair_cost),
         precompute=config.batch_size if kind == "precomputed" else 0,
+        limit=longest(config, policy),
         **packed(config, policy),
     )
     return trained, objective

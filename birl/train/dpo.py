@@ -24,8 +24,8 @@ from birl.learner.reference import Reference, answers, samples_of
 class Preferences:
     """Each row is a pair, or (KTO) one or two answers that are judged alone. `name`, `alone`, `mean`: of the row of
     `PREFERENCE`; `compare`: its loss with its options; `precompute`: how many rows at a time get their sums under the
-    first weights before training, 0 where that is not wanted; `capacity`: tokens of a micro-batch; `shares`:
-    data-parallel ranks; `pair_cost`: of `pack`."""
+    first weights before training, 0 where that is not wanted; `limit`: tokens of a sequence; `capacity`: of a
+    micro-batch; `shares`: data-parallel ranks; `pair_cost`: of `pack`."""
 
     name: str
     alone: bool
@@ -35,6 +35,7 @@ class Preferences:
     nll_coef: float
     reference: Reference
     precompute: int
+    limit: int
     capacity: int
     shares: int
     pair_cost: float
@@ -79,18 +80,21 @@ class Preferences:
         return torch.tensor([good for pair in pairs for good in pair], dtype=torch.bool)
 
     def _divergence(self, examples: Sequence[Example]) -> float:
-        """KTO's reference point: KL(policy || reference), estimated on prompts with the answers of the next row."""
+        """KTO's reference point max(0, mean log pi(y_{i+1} | x_i) / pi_ref(y_{i+1} | x_i)) (arXiv:2402.01306 section
+        4.1): prompts with the answers of the next row, the last with those of the first; cut at `limit`. 0 for a single
+        row, as the last piece of a validation may be."""
+        if len(examples) == 1:
+            return 0.0
         others = [*examples[1:], *examples[:1]]
         mixed = [
-            _joined(e.sequences[i], o.sequences[min(i, len(o.sequences) - 1)]).sample(group=n)
+            _joined(e.sequences[i], o.sequences[min(i, len(o.sequences) - 1)], self.limit).sample(group=n)
             for n, (e, o) in enumerate(zip(examples, others, strict=True))
             for i in range(len(e.sequences))
         ]
-        mixed = [s for s in mixed if len(s.tokens) <= self.capacity and len(examples) > 1]
         gained = self.reference.sums(self.reference.trained, mixed)
         if self.reference.frozen is not None:
             gained = gained - self.reference.sums(self.reference.frozen, mixed)
-        return max(gained.mean().item(), 0.0) if mixed else 0.0
+        return max(gained.mean().item(), 0.0)
 
     def _kto(self, good: Tensor, divergence: float, reference: Tensor) -> Loss:
         def loss(logp: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -122,7 +126,8 @@ class Preferences:
         return figures["accuracy"]
 
 
-def _joined(prompt: Tokens, answer: Tokens) -> Tokens:
-    """The prompt of one sequence with the answer of another."""
+def _joined(prompt: Tokens, answer: Tokens, limit: int) -> Tokens:
+    """The prompt of one sequence with the answer of another, the first `limit` tokens."""
     before, after = prompt.mask.index(1), answer.mask.index(1)
-    return Tokens(ids=prompt.ids[:before] + answer.ids[after:], mask=bytes(before) + answer.mask[after:])
+    ids, mask = prompt.ids[:before] + answer.ids[after:], bytes(before) + answer.mask[after:]
+    return Tokens(ids=ids[:limit], mask=mask[:limit])
