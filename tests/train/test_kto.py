@@ -1,5 +1,5 @@
 """KTO's reference point z = max(0, 1/m sum_i log pi(y_{i+1} | x_i) / pi_ref(y_{i+1} | x_i)), i + 1 modulo m
-(arXiv:2402.01306 section 4.1; TRL 1.16 pairs with i - 1 within a device's batch), against transformers and Python floats;
+(arXiv:2402.01306 section 4.1; TRL 1.16: i - 1, within the batch of a device), against transformers and Python floats;
 neither micro-batches nor ranks change it."""
 
 from concurrent.futures import ThreadPoolExecutor
