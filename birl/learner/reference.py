@@ -13,6 +13,7 @@ from torch import Tensor
 from birl.algorithms.segments import starts, totals
 from birl.data.examples import Example
 from birl.data.pack import Batch, pack
+from birl.data.sequences import Tokens
 from birl.learner.learner import Learner
 from birl.learner.lora import digest
 from birl.regular import read_json, write_whole
@@ -99,6 +100,19 @@ class Reference:
 def samples_of(examples: Sequence[Example]) -> list[Sample]:
     """One for each answer; those of a row share a group."""
     return [s.sample(group=i) for i, e in enumerate(examples) for s in e.sequences]
+
+
+def mismatched(examples: Sequence[Example], limit: int) -> list[Sample]:
+    """Each prompt with the answer of the next row, the last with that of the first; of each the first `limit`
+    tokens."""
+    result = []
+    for n, (row, other) in enumerate(zip(examples, [*examples[1:], *examples[:1]], strict=True)):
+        for i, own in enumerate(row.sequences):
+            answer = other.sequences[min(i, len(other.sequences) - 1)]
+            before, after = own.mask.index(1), answer.mask.index(1)
+            ids, mask = own.ids[:before] + answer.ids[after:], bytes(before) + answer.mask[after:]
+            result.append(Tokens(ids=ids[:limit], mask=mask[:limit]).sample(group=n))
+    return result
 
 
 def _identity(example: Example) -> str:

@@ -14,10 +14,9 @@ from torch import Tensor
 from birl.algorithms.preference import preferred
 from birl.data.examples import Example
 from birl.data.pack import Batch, pack
-from birl.data.sequences import Tokens
 from birl.errors import BirlError
 from birl.learner.learner import Loss, Stats
-from birl.learner.reference import Reference, answers, samples_of
+from birl.learner.reference import Reference, answers, mismatched, samples_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +84,7 @@ class Preferences:
         row, as the last piece of a validation may be."""
         if len(examples) == 1:
             return 0.0
-        others = [*examples[1:], *examples[:1]]
-        mixed = [
-            _joined(e.sequences[i], o.sequences[min(i, len(o.sequences) - 1)], self.limit).sample(group=n)
-            for n, (e, o) in enumerate(zip(examples, others, strict=True))
-            for i in range(len(e.sequences))
-        ]
+        mixed = mismatched(examples, self.limit)
         gained = self.reference.sums(self.reference.trained, mixed)
         if self.reference.frozen is not None:
             gained = gained - self.reference.sums(self.reference.frozen, mixed)
@@ -124,10 +118,3 @@ class Preferences:
 
     def score(self, figures: Mapping[str, float]) -> float:
         return figures["accuracy"]
-
-
-def _joined(prompt: Tokens, answer: Tokens, limit: int) -> Tokens:
-    """The prompt of one sequence with the answer of another, the first `limit` tokens."""
-    before, after = prompt.mask.index(1), answer.mask.index(1)
-    ids, mask = prompt.ids[:before] + answer.ids[after:], bytes(before) + answer.mask[after:]
-    return Tokens(ids=ids[:limit], mask=mask[:limit])
