@@ -195,9 +195,11 @@ class Session:
         )
         if completion.stop is Stop.ABORT:
             raise Aborted
-        reply = before_stop(self.reply(conversation, prompt, completion.ids, tools), own_stop)
+        whole = self.reply(conversation, prompt, completion.ids, tools)
+        reply = before_stop(whole, own_stop)
+        kept = whole if isinstance(conversation, str) else reply  # a text that goes on has the stop string itself
         self.known.append(
-            Known(key=plain(following(conversation, reply)), talk=following(talk, reply), owner=owner, turn=turn)
+            Known(key=plain(following(conversation, kept)), talk=following(talk, kept), owner=owner, turn=turn)
         )
         return reply, turn
 

@@ -48,10 +48,10 @@ async def completed(service: Service, request: Request, read: Callable[[Body, Se
     if asked.stream:
         return streamed(service, events(service, asked, jobs), len(jobs))  # pyright: ignore[reportReturnType]  what Starlette calls an ASGI app
     with service.gate.enter(len(jobs)):
+        scored = await answered(request, scores(service, asked), service.timeout)  # first: answers find its pages
         result = [EMPTY] * len(jobs)
         if not asked.mute:
             result = await answered(request, service.all(jobs, asked.grammar), service.timeout)
-        scored = await answered(request, scores(service, asked), service.timeout)
     pieces = Pieces(service, asked)
     choices = [pieces.choice(i, c) for i, c in enumerate(result)]
     for i, choice in enumerate(choices):

@@ -15,6 +15,7 @@ import pydantic
 import pytest
 import torch
 
+from birl.kernels import PAGE
 from birl.models.load import load_model
 from birl.server.kept import Kept
 from birl.text.chat import Chat
@@ -325,6 +326,16 @@ def test_prompts_have_their_likeliest_tokens_as_vllm_tells_them(folder: Path) ->
         for wrong in ({"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}):
             reply = post(json={"prompt": "x", **wrong})
             assert reply.status_code == 400 and "prompt_logprobs" in reply.json()["error"]["message"], reply.text
+
+
+def test_a_prompt_whose_tokens_are_scored_is_computed_once(server: Running) -> None:
+    ids = [5 + i % 40 for i in range(90)]
+    counters = server.service.engine.counters
+    before = counters.prefilled + counters.scored
+    sent = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+    reply = server.http.post("/v1/completions", json=sent)
+    assert reply.status_code == 200 and len(reply.json()["choices"][0]["prompt_logprobs"]) == len(ids), reply.text
+    assert len(ids) <= counters.prefilled + counters.scored - before <= len(ids) + PAGE  # a full page is found again
 
 
 def test_text_and_tokens_as_vllm_has_them(server: Running) -> None:

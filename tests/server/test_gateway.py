@@ -165,6 +165,29 @@ def test_stop_strings_of_a_client_end_the_answer_and_not_the_sample() -> None:
     played(Stops(["oneSTOP", "twoSTOP"]), body)
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["the text has the stop string", "the text leaves it out"])
+def test_a_text_that_goes_on_behind_a_stop_string_has_it_once(told: bool) -> None:
+    """As agents of the ReAct kind ask: the answer comes without the stop string, and their next text begins with it."""
+
+    class Stops(Scripted):
+        async def generate(self, prompt_ids: Any, params: Any, session: str = "") -> Completion:
+            whole = await super().generate(prompt_ids, params, session)
+            return Completion.of(whole.ids[:-1], whole.logprobs[:-1], whole.versions[:-1], Stop.STOP)
+
+    engine = Stops(["look\nObs:", "done"])
+
+    async def body(here: Place) -> None:
+        ask = here.openai.completions.create
+        said = (await ask(model="any", prompt="Q", stop=["\nObs:"])).choices[0].text
+        assert said == "look"
+        text = f"Q{said}\n{'Obs:' if told else 'I see'} 7\n"
+        await ask(model="any", prompt=text, stop=["\nObs:"])
+        assert CHAT.decode(engine.prompts[1]) == text
+        assert here.spoken() == (["look\nObs:done"] if told else ["look\nObs:", "done"])
+
+    played(engine, body)
+
+
 def test_several_choices_are_branches() -> None:
     async def body(here: Place) -> None:
         found = await here.chat(n=3, logprobs=True)
