@@ -132,6 +132,33 @@ def test_a_run_goes_on_with_another_number_of_ranks(tiny: Path, tmp_path: Path) 
     same_weights(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("module", "words", "names"),
+    [
+        (rl, ("algorithm.kl_coef=0.05",), ("kl",)),
+        (rl, ("algorithm=sdft", "algorithm.teacher_rate=0"), ("divergence",)),
+        (rl, ("algorithm=sdft", "algorithm.teacher_rate=0.3"), ("divergence",)),
+        (offline, ("preference.reference=live",), ("reward/chosen", "reward/rejected")),
+        (offline, ("preference.reference=precomputed",), ("reward/chosen", "reward/rejected")),
+        (offline, ("preference.loss=kto",), ("kl", "reward/chosen", "reward/rejected")),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
+)
+def test_how_far_the_policy_has_moved_is_the_same_after_a_resume(
+    tiny: Path, tmp_path: Path, module: Any, words: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    """Figures that compare with the weights of the beginning, or their average, on two ranks with parts of both."""
+    command = ("dpo",) if module is offline else ()
+    for folder, ends in (("one", [4]), ("two", [2, 4])):
+        (tmp_path / folder).mkdir()
+        for end in ends:
+            module.run(tiny, tmp_path / folder, *command, f"steps={end}", "optimizer.lr=1e-3", *words, FSDP)
+    one, two = (module.log(tmp_path / f) for f in ("one", "two"))
+    moved = figures(one[2:], *names)
+    assert min(map(abs, moved)) > 1e-6 or ("kl" in names and max(moved) > 1e-6)
+    assert figures(two, "step", "loss", "grad_norm", *names) == figures(one, "step", "loss", "grad_norm", *names)
+
+
 def test_the_rank_that_fails_is_the_one_that_is_told_of(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
