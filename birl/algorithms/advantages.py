@@ -108,11 +108,13 @@ def gdpo(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:
     """A_i = (S_i - mean S) / (std S + EPS), S_i = sum_k w_k (r_ik - mean_k) / (std_k + EPS) with the mean and deviation
     of reward k in i's group (GDPO arXiv:2601.05242: each reward is normalised by itself, then the sum over the batch).
 
-    parts [E, K]: the K rewards of each episode; group [E]; weights [K] -> [E].
+    parts [E, K]: the K rewards of each episode, NaN from one that does not judge it; group [E]; weights [K] -> [E].
     """
     total = torch.zeros_like(group, dtype=parts.dtype)
     for reward, weight in zip(parts.unbind(1), weights.to(parts.dtype).unbind(0), strict=True):
-        total = total + weight * scale(centre(reward, group, "group"), group, "group")
+        judged = (~reward.isnan()).nonzero()[:, 0]
+        of = group[judged]
+        total.index_add_(0, judged, weight * scale(centre(reward[judged], of, "group"), of, "group"))
     return scale(centre(total, group, "batch"), group, "batch")
 
 
@@ -122,8 +124,8 @@ def pass_at_k(rewards: Tensor, group: Tensor, k: int) -> Tensor:
     version: the mean, over all sets of k answers an answer is in, of the set's normalised reward). Where s = 0 all
     advantages of the group are 0.
 
-    rewards [E] of 0 and 1, group [E] -> [E]. Nothing is added to s. Raises ValueError where k is above a group's size
-    or below 1, and for other rewards.
+    rewards [E] of 0 and 1, group [E] -> [E]. Nothing is added to s. A group of fewer than k, of which the others have
+    failed, has no such set: its advantages are 0. Raises ValueError for other rewards.
     """
     if not bool(((rewards == 0) | (rewards == 1)).all()):
         raise ValueError("pass@k training needs rewards of 0 and 1")
@@ -131,9 +133,7 @@ def pass_at_k(rewards: Tensor, group: Tensor, k: int) -> Tensor:
     wrong: list[float] = _group_sum(1 - rewards, group).tolist()  # pyright: ignore
     table: list[tuple[float, float]] = []
     for n, m in zip(sizes, (round(m) for m in wrong), strict=True):
-        if n and not 1 <= k <= n:
-            raise ValueError(f"pass@{k} training needs at least {k} answers to a prompt, there are {n}")
-        miss = comb(m, k) / comb(n, k) if n else 0.0
+        miss = comb(m, k) / comb(n, k) if n >= k else 0.0
         deviation = sqrt(miss * (1 - miss))
         if deviation == 0:
             table.append((0.0, 0.0))

@@ -194,7 +194,7 @@ class Credit:
             "lengths": _lengths(units),
             "greedy": torch.tensor([greedy.get(index, 0.0) for index, _, _ in order], dtype=torch.float32),
             "parts": torch.tensor(
-                [[g.trajectories[i].parts.get(n, 0.0) for n in weights] for g, i, _ in units], dtype=torch.float32
+                [[g.trajectories[i].parts.get(n, np.nan) for n in weights] for g, i, _ in units], dtype=torch.float32
             ),
             "weights": torch.tensor(list(weights.values()), dtype=torch.float32),
             "right": torch.tensor([g.trajectories[i].score >= 1 for g, i, _ in units], dtype=torch.bool),

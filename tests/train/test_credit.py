@@ -253,6 +253,20 @@ def test_lengths_parts_and_pairs_reach_the_estimator() -> None:
     assert [(s.group, s.advantage) for s in paired.samples] == [(0, 1.0), (0, -1.0), (1, 1.0), (1, -1.0)]
 
 
+@pytest.mark.parametrize("advantage", ["gdpo", "pass_at_k", "zero"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["algorithm.overlong_buffer=4"],
+        ["algorithm.length_penalty=0.1"],
+        ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+    ],
+)
+def test_what_changes_the_reward_goes_with_advantages_that_read_it(advantage: str, words: list[str]) -> None:
+    with pytest.raises(BirlError, match="is not made of a reward that"):
+        config(f"algorithm.advantage={advantage}", "algorithm.teacher=t", *words)
+
+
 def test_what_is_masked_still_counts_in_the_baseline() -> None:
     found = credit("algorithm.mask_truncated=true")
     assert found.by_episode[1, 0] == pytest.approx(0.5) and len(found.samples) == 4

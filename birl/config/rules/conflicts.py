@@ -260,6 +260,15 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "a larger rollout.group_size.": lambda c: (
                 c.algorithm.advantage == "pass_at_k" and c.algorithm.pass_k >= c.rollout.group_size
             ),
+            "algorithm.advantage={c.algorithm.advantage}: is not made of a reward that algorithm.overlong_buffer, "
+            "length_penalty or kl_in=reward has changed; leave them out, or take another advantage.": lambda c: (
+                c.algorithm.advantage in ("gdpo", "pass_at_k", "zero")
+                and (
+                    c.algorithm.overlong_buffer
+                    or c.algorithm.length_penalty
+                    or (c.algorithm.kl_coef > 0 and c.algorithm.kl_in == "reward")
+                )
+            ),
             "algorithm.advantage=zero: nothing would be learned without algorithm.teacher; name a model.": lambda c: (
                 c.algorithm.advantage == "zero" and not teachers_of(c)
             ),
