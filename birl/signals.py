@@ -5,9 +5,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 IN_THREADS: list[Callable[[], object]] = []  # stops each run that is not in the main thread, where no signal comes
 
@@ -22,6 +25,23 @@ class Stop(asyncio.Event):
     """Is set when a run is to save and end. `number`: of the signal that asked for it, SIGINT where none did."""
 
     number: int = signal.SIGINT
+
+    async def unless(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives, where nothing is to be saved meanwhile: a signal cancels it, waits for what it closes, and
+        raises `KeyboardInterrupt` or `Terminated`."""
+        task, stopped = asyncio.create_task(work), asyncio.create_task(self.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also where something else ends the run
+            stopped.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if task.cancelled():
+            from birl.exits import Terminated
+
+            raise Terminated if self.number == signal.SIGTERM else KeyboardInterrupt
+        return task.result()
 
 
 @contextmanager

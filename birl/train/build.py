@@ -230,7 +230,7 @@ async def servers_of(setup: Setup[schema.RL], policy: Policy, data: Loaded, open
         total = total_memory(device_of(policy.model))
         fraction = fraction_of(policy.model, config, prompt, longest, total)
     needs = wanted(config, policy, data.context, data.asked, run, fraction)
-    servers = await open_servers(config.engine, needs, ranks_here(config))
+    servers = await setup.stop.unless(open_servers(config.engine, needs, ranks_here(config)))
     opened.push_async_callback(servers.close)
     return servers
 

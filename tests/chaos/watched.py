@@ -143,7 +143,8 @@ class Watched:
         return True
 
     def ended(self) -> None:
-        """Judge how: 0, 2 or 3 with a message, or the signal that was sent from here."""
+        """Judge how: 0, 2 or 3 with a message, as what happens to it may end it before it has saved (without that it is
+        143 exactly, test_signals.py), or the signal that was sent from here."""
         assert self.learner is not None
         code, lines, self.learner = self.learner.code, self.learner.output(), None
         (self.root / f"life-{self.lives}.log").write_text("\n".join(lines) + "\n")
