@@ -123,7 +123,7 @@ class Trace(TorchDispatchMode):
             read = sum(len(query) * self.context * page[0, :, 0].nbytes for page in pages)
             self.add("attention", read + total([query, *given[3:]]))
         elif name == "sample_kernel":
-            self.add("other", 3 * given[0].nbytes)
+            self.add("other", total(given[1:]))  # of the logits one chunk a row
         else:
             self.add("attention" if name == "combine_kernel" else "other", total(given))
 

@@ -5,7 +5,7 @@ noise needs one for each word of the vocabulary, and the number can be counted i
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,9 +61,11 @@ def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels
     temperature = params.temperature or 1.0
     limits = limits_of([params])
     if limits is not None and on_gpu(logits):
+        from birl.models.sample_triton import launch_sample
+
         temperatures = logits.new_full((len(logits),), temperature)
         rows = limits.expand(len(logits), 3).to(logits.device)
-        return launch_sample(logits, temperatures, None, rows, targets).logprobs
+        return launch_sample(logits, temperatures, None, rows, targets)[1]
     if limits is not None:
         logits, temperature = restrict(logits / temperature, limits.to(logits.device)), 1.0
     if kernels is not None:
@@ -92,7 +94,9 @@ def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, limits: Tensor 
     with `room`, as `room_of` gives it, the words that were kept. Never waits for the device. Logits may be
     overwritten."""
     if on_gpu(logits):
-        return launch_sample(logits, temperatures, uniforms, limits, room=room)
+        from birl.models.sample_triton import launch_sample
+
+        return Drawn(*launch_sample(logits, temperatures, uniforms, limits, room=room))
     greedy = temperatures == 0
     logits = logits.float().div_(torch.where(greedy, 1.0, temperatures)[:, None])
     if limits is not None:
@@ -108,25 +112,3 @@ def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, limits: Tensor 
     tokens = torch.minimum(torch.searchsorted(cumulative, uniforms[:, None] * norm, right=True), last)[:, 0]
     tokens = torch.where(greedy, best, tokens).clamp(max=logits.shape[1] - 1)  # of NaN nothing is found
     return Drawn(tokens, shifted.gather(1, tokens[:, None])[:, 0] - shifted.logsumexp(-1), left)
-
-
-def launch_sample(
-    logits: Tensor, temperatures: Tensor, uniforms: Tensor | None, limits: Tensor | None = None,
-    given: Tensor | None = None, room: int = 0,
-) -> Drawn:  # fmt: skip
-    """The same by one kernel that reads the logits three times and writes two numbers a row; with limits once
-    more for each step of the search. Tokens that are `given` [B] are not drawn."""
-    from birl.models import sample_kernels
-
-    kernels: Any = sample_kernels  # type-checked without Triton
-    rows, words = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if given is None else given
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    left = torch.zeros(rows, room + 1, dtype=torch.int32, device=logits.device) if room else None
-    kernels.sample_kernel[(rows,)](
-        logits.contiguous(), temperatures, temperatures if uniforms is None else uniforms,
-        temperatures if limits is None else limits.contiguous(), tokens, logprobs, tokens if left is None else left,
-        words, room, LIMITS=limits is not None, GIVEN=given is not None, KEPT=left is not None,
-        BLOCK=8192 if limits is None else 2048, num_warps=16,  # in larger blocks registers spill
-    )  # fmt: skip
-    return Drawn(tokens, logprobs, left)

@@ -1,13 +1,27 @@
-"""Triton kernel of sampling: one program takes a row of logits to its token and log-prob. `birl/engine/sampler.py` and
-`truncation.py` say what it computes; this file is imported only where Triton is.
+"""Triton kernels of sampling: from a row of logits to its token and log-prob. `birl/engine/sampler.py` and
+`truncation.py` say what they compute; this file is imported only where Triton is.
+
+    chunks   reads all logits, once: of each chunk of `CHUNK` words the highest logit, and the mass
+    bound    with limits: from these alone, which chunks can hold a word that is kept
+    ends     with limits: what is kept, searched within these chunks; and their masses, of what is kept
+    sample   a chunk by the masses, and a word of it
+    tell     which words are kept, where that is asked for
+
+Only `chunks` reads all of the vocabulary, in many programs a row; each of the others is one program a row and looks at
+two numbers a chunk, and at a few chunks. Masses are multiples of the likeliest word's, those of a chunk of its own.
 
 Nothing is sorted. What top-k and top-p keep is the beginning of the ranking of words, so its lowest logit is searched
 by bisection, always between logits that occur: each pass counts and weighs what lies above the middle. Sums of a pass
-have one order whatever the middle, so that they never grow when it rises. Masses are multiples of the likeliest word's.
+have one order whatever the middle, so that they never grow when it rises.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+NEGLIGIBLE = tl.constexpr(104.0)  # e^-104 is 0 in float32
+SLACK = tl.constexpr(1e-5)  # more than float32's sums of a vocabulary are wrong by
+HALVINGS = tl.constexpr(20)
+NOWHERE = tl.constexpr(2**24)  # a chunk behind every vocabulary
 
 
 @triton.jit
@@ -16,48 +30,137 @@ def tempered(logits_ptr, at, words, temperature):
 
 
 @triton.jit
-def above(logits_ptr, words, temperature, peak, middle, BLOCK: tl.constexpr):
-    """Of the words above `middle`: how many, their mass, the lowest; and the highest of the others."""
-    count = tl.zeros([BLOCK], dtype=tl.int32)
-    mass = tl.zeros([BLOCK], dtype=tl.float32)
-    lowest = tl.full([BLOCK], float("inf"), dtype=tl.float32)
-    highest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-    for start in range(0, words, BLOCK):
-        logit = tempered(logits_ptr, start + tl.arange(0, BLOCK), words, temperature)
-        inside = logit > middle
-        count += inside.to(tl.int32)
-        mass += tl.where(inside, tl.exp(logit - peak), 0.0)
-        lowest = tl.minimum(lowest, tl.where(inside, logit, float("inf")))
-        highest = tl.maximum(highest, tl.where(inside, float("-inf"), logit))
-    return tl.sum(count, axis=0), tl.sum(mass, axis=0), tl.min(lowest, axis=0), tl.max(highest, axis=0)
+def temperature_of(temperature_ptr, row):
+    """Of a greedy row 1."""
+    asked = tl.load(temperature_ptr + row)
+    return tl.where(asked == 0.0, 1.0, asked)
 
 
 @triton.jit
-def least_kept(logits_ptr, words, temperature, peak, low, most, most_mass, BLOCK: tl.constexpr):
+def finite(peak):
+    """To subtract from logits of which this is the highest."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def chunks_kernel(
+    logits_ptr, temperature_ptr, peaks_ptr, masses_ptr, words, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """BLOCK words of a row: of each chunk its highest logit after temperature, and its mass."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1) * (BLOCK // CHUNK) + tl.arange(0, BLOCK // CHUNK)
+    at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    logit = tempered(logits_ptr + row * words, at, words, temperature_of(temperature_ptr, row))
+    peak = tl.max(logit, axis=1)
+    mass = tl.sum(tl.exp(logit - finite(peak)[:, None]), axis=1)
+    tl.store(peaks_ptr + row * chunks + chunk, peak, mask=chunk < chunks)
+    tl.store(masses_ptr + row * chunks + chunk, mass, mask=chunk < chunks)
+
+
+@triton.jit
+def bound_kernel(
+    limits_ptr, peaks_ptr, masses_ptr, list_ptr, floats_ptr, counts_ptr, words, chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """`list`: the chunks that can hold a kept word, in rising order, and `counts` how many; others' masses become 0.
+    `floats`: the row's highest logit, its mass, and a logit that is not above any kept word's. A row without limits has
+    none in its list."""
+    row = tl.program_id(0).to(tl.int64)
+    top_k = tl.load(limits_ptr + 3 * row).to(tl.int32)
+    top_p = tl.load(limits_ptr + 3 * row + 1)
+    log_min_p = tl.load(limits_ptr + 3 * row + 2)
+    chunk = tl.arange(0, CHUNKS)
+    peaks = tl.load(peaks_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    masses = tl.load(masses_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
+    peak = tl.max(peaks, axis=0)
+    first = tl.exp(peaks - finite(peak))  # of each chunk the likeliest word's mass
+    total = tl.sum(masses * first, axis=0)
+    counted = (top_k > 0) & (top_k < words)
+    weighed = (top_p < 1.0) & (top_k == 0)  # after top-k, top-p is of another mass
+    low = peak - NEGLIGIBLE
+    if counted | weighed:
+        high = peak
+        for _ in range(HALVINGS):
+            # At least so many words, and so much mass, are above the middle: a chunk's likeliest word, if it is, or all
+            # of the chunk, if each of its other words were the middle.
+            middle = low + (high - low) * 0.5
+            inside = peaks > middle
+            others = (CHUNK - 1) * tl.exp(middle - finite(peak))
+            mass = tl.sum(tl.where(inside, tl.maximum(first, masses * first - others), 0.0), axis=0)
+            enough = (tl.sum(inside.to(tl.int32), axis=0) >= top_k) | ~counted
+            enough = enough & ((mass > top_p * total + SLACK * total) | ~weighed)
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+    elif (top_p == 1.0) & (top_k == 0):
+        low = peak + log_min_p
+    limited = (top_k > 0) | (top_p < 1.0) | (log_min_p > float("-inf"))
+    chosen = (peaks >= low) & (chunk < chunks) & limited
+    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.store(list_ptr + row * chunks + place, chunk, mask=chosen)
+    tl.store(masses_ptr + row * chunks + chunk, 0.0, mask=limited & ~chosen & (chunk < chunks))
+    tl.store(counts_ptr + 2 * row, tl.sum(chosen.to(tl.int32), axis=0))
+    tl.store(floats_ptr + 3 * row, peak)
+    tl.store(floats_ptr + 3 * row + 1, total)
+    tl.store(floats_ptr + 3 * row + 2, low)
+
+
+@triton.jit
+def listed(list_ptr, start, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK words of the chunks in the list, from its word `start` on."""
+    at = start + tl.arange(0, BLOCK)
+    chunk = tl.load(list_ptr + at // CHUNK, mask=at // CHUNK < count, other=NOWHERE)
+    return chunk * CHUNK + at % CHUNK
+
+
+@triton.jit
+def above(logits_ptr, list_ptr, count, words, temperature, peak, middle, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the listed words above `middle`: how many, their mass, the lowest; and the highest of the others."""
+    number = tl.zeros([BLOCK], dtype=tl.int32)
+    mass = tl.zeros([BLOCK], dtype=tl.float32)
+    lowest = tl.full([BLOCK], float("inf"), dtype=tl.float32)
+    highest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    for start in range(0, count * CHUNK, BLOCK):
+        at = listed(list_ptr, start, count, CHUNK, BLOCK)
+        logit = tempered(logits_ptr, at, words, temperature)
+        inside = logit > middle
+        number += inside.to(tl.int32)
+        mass += tl.where(inside, tl.exp(logit - peak), 0.0)
+        lowest = tl.minimum(lowest, tl.where(inside, logit, float("inf")))
+        highest = tl.maximum(highest, tl.where(inside, float("-inf"), logit))
+    return tl.sum(number, axis=0), tl.sum(mass, axis=0), tl.min(lowest, axis=0), tl.max(highest, axis=0)
+
+
+@triton.jit
+def least_kept(
+    logits_ptr, list_ptr, count, words, temperature, peak, low, most, most_mass,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The lowest logit from `low` on above which fewer than `most` words and less than `most_mass` lie; how many and
     how much do. Where even `low` has no more above it: the highest logit that is not above `low`."""
     high = peak
-    count = 0
+    number = 0
     mass = 0.0
     while low < high:
         middle = low + (high - low) * 0.5
         middle = tl.where(middle < high, middle, low)  # they may be neighbours
-        count_here, mass_here, lowest, highest = above(logits_ptr, words, temperature, peak, middle, BLOCK)
-        keeps = (count_here < most) & (mass_here < most_mass)
-        count = tl.where(keeps, count_here, count)
+        number_here, mass_here, lowest, highest = above(
+            logits_ptr, list_ptr, count, words, temperature, peak, middle, CHUNK, BLOCK
+        )
+        keeps = (number_here < most) & (mass_here < most_mass)
+        number = tl.where(keeps, number_here, number)
         mass = tl.where(keeps, mass_here, mass)
         low = tl.where(keeps, low, lowest)
         high = tl.where(keeps, highest, high)
-    return high, count, mass
+    return high, number, mass
 
 
 @triton.jit
-def end_of_ties(logits_ptr, words, temperature, value, ties, BLOCK: tl.constexpr):
+def end_of_ties(logits_ptr, list_ptr, count, words, temperature, value, ties, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """The place behind the first `ties` words with this logit, or `words`."""
     end = words
     before = 0
-    for start in range(0, words, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+    for start in range(0, count * CHUNK, BLOCK):
+        at = listed(list_ptr, start, count, CHUNK, BLOCK)
         tie = (tempered(logits_ptr, at, words, temperature) == value) & (at < words)
         rank = before + tl.cumsum(tie.to(tl.int32), axis=0)
         end = tl.minimum(end, tl.min(tl.where(tie & (rank == ties), at + 1, words), axis=0))
@@ -66,27 +169,32 @@ def end_of_ties(logits_ptr, words, temperature, value, ties, BLOCK: tl.constexpr
 
 
 @triton.jit
-def truncated(logits_ptr, words, temperature, peak, top_k, top_p, log_min_p, BLOCK: tl.constexpr):
+def truncated(
+    logits_ptr, list_ptr, count, words, temperature, peak, total, low, top_k, top_p, log_min_p,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """(least, end): words with logits above `least` are kept, and those with this one in front of `end`."""
     least = float("-inf")
     end = words
     if (top_k > 0) | (top_p < 1.0):
         most = tl.where(top_k > 0, tl.minimum(top_k, words), words)
-        low = peak - 104.0  # e^-104 is 0 in float32
         ties = words
+        mass = total
         if top_k > 0:
-            least, count, mass = least_kept(logits_ptr, words, temperature, peak, low, most, float("inf"), BLOCK)
-            ties = most - count
+            least, number, mass = least_kept(
+                logits_ptr, list_ptr, count, words, temperature, peak, low, most, float("inf"), CHUNK, BLOCK
+            )
+            ties = most - number
             mass += ties * tl.exp(least - peak)
             low = tl.maximum(least, low)
-        else:
-            count, mass, _, _ = above(logits_ptr, words, temperature, peak, float("-inf"), BLOCK)
         if top_p < 1.0:
             most_mass = top_p * mass
-            least, count, mass = least_kept(logits_ptr, words, temperature, peak, low, most, most_mass, BLOCK)
+            least, number, mass = least_kept(
+                logits_ptr, list_ptr, count, words, temperature, peak, low, most, most_mass, CHUNK, BLOCK
+            )
             wanted = tl.ceil((most_mass - mass) / tl.exp(least - peak))
-            ties = tl.minimum(wanted, (most - count).to(tl.float32)).to(tl.int32)
-        end = end_of_ties(logits_ptr, words, temperature, least, ties, BLOCK)
+            ties = tl.minimum(wanted, (most - number).to(tl.float32)).to(tl.int32)
+        end = end_of_ties(logits_ptr, list_ptr, count, words, temperature, least, ties, CHUNK, BLOCK)
     if peak + log_min_p > least:
         least = peak + log_min_p
         end = words
@@ -94,8 +202,8 @@ def truncated(logits_ptr, words, temperature, peak, top_k, top_p, log_min_p, BLO
 
 
 @triton.jit
-def masses(logits_ptr, at, words, temperature, peak, least, end, LIMITS: tl.constexpr):
-    """Of words, 0 of those that are not kept."""
+def masses_of(logits_ptr, at, words, temperature, peak, least, end, LIMITS: tl.constexpr):
+    """Of words, in multiples of that with the logit `peak`; 0 of those that are not kept."""
     logit = tempered(logits_ptr, at, words, temperature)
     p = tl.exp(logit - peak)
     if LIMITS:
@@ -104,73 +212,104 @@ def masses(logits_ptr, at, words, temperature, peak, least, end, LIMITS: tl.cons
 
 
 @triton.jit
-def tell(logits_ptr, kept_ptr, words, room, temperature, peak, least, end, LIMITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write how many words are kept, and which, as far as there is room. In a pass of its own: within another one
-    registers spill."""
-    count = 0
-    for start in range(0, words, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = masses(logits_ptr, at, words, temperature, peak, least, end, LIMITS) > 0.0
-        place = count + tl.cumsum(inside.to(tl.int32), axis=0)
+def ends_kernel(
+    logits_ptr, temperature_ptr, limits_ptr, peaks_ptr, masses_ptr, list_ptr, floats_ptr, counts_ptr, words, chunks,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What is kept of a row, `truncated`, in the places of `floats`' low and behind `counts`; and the masses of its
+    listed chunks, of what is kept."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * words
+    peaks_ptr += row * chunks
+    masses_ptr += row * chunks
+    list_ptr += row * chunks
+    temperature = temperature_of(temperature_ptr, row)
+    count = tl.load(counts_ptr + 2 * row)
+    least = float("-inf")
+    end = words
+    if count > 0:
+        least, end = truncated(
+            logits_ptr, list_ptr, count, words, temperature, tl.load(floats_ptr + 3 * row),
+            tl.load(floats_ptr + 3 * row + 1), tl.load(floats_ptr + 3 * row + 2),
+            tl.load(limits_ptr + 3 * row).to(tl.int32), tl.load(limits_ptr + 3 * row + 1),
+            tl.load(limits_ptr + 3 * row + 2), CHUNK, BLOCK,
+        )  # fmt: skip
+    for start in range(0, count, BLOCK // CHUNK):
+        place = start + tl.arange(0, BLOCK // CHUNK)
+        chunk = tl.load(list_ptr + place, mask=place < count, other=NOWHERE)
+        peak = tl.load(peaks_ptr + chunk, mask=place < count, other=0.0)
+        at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        p = masses_of(logits_ptr, at, words, temperature, peak[:, None], least, end, True)
+        tl.store(masses_ptr + chunk, tl.sum(p, axis=1), mask=place < count)
+    tl.store(floats_ptr + 3 * row + 2, least)
+    tl.store(counts_ptr + 2 * row + 1, end)
+
+
+@triton.jit
+def tell_kernel(
+    logits_ptr, temperature_ptr, list_ptr, floats_ptr, counts_ptr, kept_ptr, words, chunks, room,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write how many words are kept, and which, as far as there is room; of a row without limits all, and none."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * words
+    list_ptr += row * chunks
+    kept_ptr += row * (room + 1)
+    temperature = temperature_of(temperature_ptr, row)
+    peak = tl.load(floats_ptr + 3 * row)
+    least = tl.load(floats_ptr + 3 * row + 2)
+    count = tl.load(counts_ptr + 2 * row)
+    end = tl.load(counts_ptr + 2 * row + 1)
+    number = 0
+    for start in range(0, count * CHUNK, BLOCK):
+        at = listed(list_ptr, start, count, CHUNK, BLOCK)
+        inside = masses_of(logits_ptr, at, words, temperature, peak, least, end, True) > 0.0
+        place = number + tl.cumsum(inside.to(tl.int32), axis=0)
         tl.store(kept_ptr + place, at, mask=inside & (place <= room))
-        count += tl.sum(inside.to(tl.int32), axis=0)
-    tl.store(kept_ptr, count)
+        number += tl.sum(inside.to(tl.int32), axis=0)
+    tl.store(kept_ptr, tl.where(count > 0, number, words))
 
 
 @triton.jit
 def sample_kernel(
-    logits_ptr, temperature_ptr, uniform_ptr, limits_ptr, token_ptr, logprob_ptr, kept_ptr, words, room,
-    LIMITS: tl.constexpr, GIVEN: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, temperature_ptr, uniform_ptr, peaks_ptr, masses_ptr, floats_ptr, counts_ptr, token_ptr, logprob_ptr,
+    words, chunks, LIMITS: tl.constexpr, GIVEN: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """One row: the first word whose cumulative probability exceeds the uniform number, or, at temperature 0, the
-    likeliest; and its log-prob. GIVEN: the log-prob of the token that is there. KEPT: how many words are kept, too, and
-    which, the first `room` of them."""
+    likeliest; and its log-prob. GIVEN: the log-prob of the token that is there."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * words
-    asked = tl.load(temperature_ptr + row)
-    greedy = asked == 0.0
-    temperature = tl.where(greedy, 1.0, asked)
-    peak = float("-inf")
-    best = 0
-    for start in range(0, words, BLOCK):
-        logit = tempered(logits_ptr, start + tl.arange(0, BLOCK), words, temperature)
-        higher = tl.max(logit, axis=0)
-        place = start + tl.argmax(logit, axis=0)
-        best = tl.where(higher > peak, place, best)
-        peak = tl.maximum(higher, peak)
-    least = peak
+    temperature = temperature_of(temperature_ptr, row)
+    chunk = tl.arange(0, CHUNKS)
+    peaks = tl.load(peaks_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    masses = tl.load(masses_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
+    peak = tl.max(peaks, axis=0)
+    masses *= tl.exp(peaks - finite(peak))
+    cumulative = tl.cumsum(masses, axis=0)
+    total = tl.max(cumulative, axis=0)
+    least = float("-inf")
     end = words
     if LIMITS:
-        top_k = tl.load(limits_ptr + 3 * row).to(tl.int32)
-        top_p = tl.load(limits_ptr + 3 * row + 1)
-        log_min_p = tl.load(limits_ptr + 3 * row + 2)
-        least, end = truncated(logits_ptr, words, temperature, peak, top_k, top_p, log_min_p, BLOCK)
-    total = 0.0
-    last = 0
-    for start in range(0, words, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        p = masses(logits_ptr, at, words, temperature, peak, least, end, LIMITS)
-        total += tl.sum(p, axis=0)
-        last = tl.maximum(last, tl.max(tl.where(p > 0.0, at, 0), axis=0))
+        least = tl.load(floats_ptr + 3 * row + 2)
+        end = tl.load(counts_ptr + 2 * row + 1)
     if GIVEN:
         token = tl.load(token_ptr + row).to(tl.int32)
     else:
+        greedy = tl.load(temperature_ptr + row) == 0.0
         point = tl.load(uniform_ptr + row) * total
-        before = 0.0
-        token = words
-        for start in range(0, words, BLOCK):  # block sums once more, in the same order: `before` ends as `total`
-            at = start + tl.arange(0, BLOCK)
-            p = masses(logits_ptr, at, words, temperature, peak, least, end, LIMITS)
-            here = tl.min(tl.where((before + tl.cumsum(p, axis=0) > point) & (p > 0.0), at, words), axis=0)
-            token = tl.minimum(token, here)
-            before += tl.sum(p, axis=0)
-        token = tl.minimum(token, last)  # rounding must not lead past the last possible word
-        token = tl.where(greedy, best, token)
+        here = tl.min(tl.where((cumulative > point) & (masses > 0.0), chunk, CHUNKS), axis=0)
+        here = tl.minimum(here, tl.max(tl.where(masses > 0.0, chunk, 0), axis=0))
+        before = tl.sum(tl.where(chunk == here, cumulative - masses, 0.0), axis=0)
+        best = tl.min(tl.where(peaks == peak, chunk, chunks - 1), axis=0)  # of NaN nothing is the highest
+        at = tl.where(greedy, best, here) * CHUNK + tl.arange(0, CHUNK)
+        p = masses_of(logits_ptr, at, words, temperature, peak, least, end, LIMITS)
+        token = tl.min(tl.where((before + tl.cumsum(p, axis=0) > point) & (p > 0.0), at, words - 1), axis=0)
+        last = tl.max(tl.where(p > 0.0, at, 0), axis=0)  # rounding must not lead past the last possible word
+        likeliest = tl.min(tl.where(tempered(logits_ptr, at, words, temperature) == peak, at, words - 1), axis=0)
+        token = tl.where(greedy, likeliest, tl.minimum(token, last))
         tl.store(token_ptr + row, token.to(tl.int64))
     chosen = tl.load(logits_ptr + token).to(tl.float32) / temperature
     logprob = chosen - peak - tl.log(total)
     if LIMITS:
         logprob = tl.where((chosen > least) | ((chosen == least) & (token < end)), logprob, float("-inf"))
     tl.store(logprob_ptr + row, logprob)
-    if KEPT:
-        tell(logits_ptr, kept_ptr + row * (room + 1), words, room, temperature, peak, least, end, LIMITS, BLOCK)

@@ -23,6 +23,8 @@ CUDA = torch.device("cuda", 0)
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 NO_KERNEL = {"device", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "lift_fresh"}
 
+WIDE = ("combine_kernel", *(f"{name}_kernel" for name in ("chunks", "bound", "ends", "sample")))  # read float32
+
 
 def launches(func: Any) -> bool:
     """Does this operation launch a kernel? Views and allocations do not."""
@@ -75,12 +77,12 @@ class Step(Watch):
         return result
 
     def launched(self, name: str, args: tuple[Any, ...]) -> None:
-        """A kernel of birl's: all but two read bfloat16 first."""
+        """A kernel of birl's: all but these read bfloat16 first."""
         tensors = [t for t in args if isinstance(t, Tensor)]
         assert all(t.device == CUDA and t.dtype != torch.float64 for t in tensors), (
             f"{name} has another device's tensor"
         )
-        bf16 = name in ("combine_kernel", "sample_kernel") or all(t.dtype == torch.bfloat16 for t in tensors[:2])
+        bf16 = name in WIDE or all(t.dtype == torch.bfloat16 for t in tensors[:2])
         assert bf16, f"{name} has float32"
         self.launches[name] += 1
 

@@ -54,8 +54,8 @@ def test_a_step_can_be_captured(kind: str, top_p: bool, monkeypatch: pytest.Monk
     step = Step(ROUTERS.get(kind, 0))
     with card(monkeypatch, step.launched):
         decoded(step, kind, top_p=top_p)
-    layers = 3
-    assert [step.launches[f"{name}_kernel"] for name in ("write", "attend", "combine", "sample")] == [*[layers] * 3, 1]
+    layers, names = 3, ("write", "attend", "combine", "chunks", "bound", "ends", "sample")
+    assert [step.launches[f"{name}_kernel"] for name in names] == [*[layers] * 3, 1, top_p, top_p, 1]
 
 
 def waits(x: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def test_the_engine_samples_from_float32(launched: dict[str, list[torch.dtype]])
     with products:
         assert logits(model, hidden).dtype == torch.float32
         tokens, logps, _ = Runner(model).sample(hidden, [SamplingParams(max_tokens=1)] * 3, [0.5] * 3)
-    assert products.types == [WIDE, WIDE] and launched["sample_kernel"][0] == torch.float32
+    assert products.types == [WIDE, WIDE] and launched["chunks_kernel"][0] == torch.float32
     assert (tokens.dtype, logps.dtype, logps.device) == (torch.int64, torch.float32, CUDA)
 
 

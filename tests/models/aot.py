@@ -21,9 +21,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
 from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
-from birl.engine import sampler
 from birl.kernels import PAGE
-from birl.models import fused, fused_kernels, logprobs, paged_kernels, paged_triton, sample_kernels
+from birl.models import fused, fused_kernels, logprobs, paged_kernels, paged_triton, sample_kernels, sample_triton
 
 #: H, K, width of a key and of a value: Qwen2.5 0.5B, Qwen2.5 7B, Llama 8B, Gemma, one key head for all, Phi-2, Phi-3,
 #: DeepSeek-V3
@@ -91,8 +90,10 @@ def launches(kind: torch.dtype) -> Iterator[Callable[[], Any]]:
             logits, grad, targets, one, one, a, b, 0, 1.0
         )
     three = tensor(single, rows, 3)
-    for limits, given, room in ((None, None, 0), (three, None, 0), (three, targets, 0), (three, None, 1024)):
-        yield lambda a=limits, b=given, c=room: sampler.launch_sample(logits, one, one, a, b, c)
+    for words in (50_257, 151_936, 262_144):
+        every = tensor(single, rows, words)
+        for limits, given, room in ((None, None, 0), (three, None, 0), (three, targets, 0), (three, None, 1024)):
+            yield lambda e=every, a=limits, b=given, c=room: sample_triton.launch_sample(e, one, one, a, b, c)
 
 
 def attention(kind: torch.dtype, heads: int, kv_heads: int, size: int, wide: int) -> None:

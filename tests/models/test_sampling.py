@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from birl.engine.sampler import draw, given, launch_sample
+from birl.engine.sampler import draw, given
 from birl.engine.truncation import limits_of, restrict
 from birl.models import fused
+from birl.models.sample_triton import BLOCK, CHUNK, launch_sample
 from birl.types import SamplingParams
 
 CUDA = torch.cuda.is_available()
@@ -62,14 +63,13 @@ LIMITS: list[dict[str, float]] = [
 
 
 def kept(logits: Tensor, options: dict[str, float]) -> Tensor:
-    """Which words the kernel keeps, [V]."""
-    from tests.models.ends import ends_kernel
-
-    result = torch.empty(2, device=DEVICE)
-    limits = limited(1, **options)
-    ends_kernel[(1,)](logits.to(DEVICE), limits, result, logits.shape[1], BLOCK=2048, num_warps=16)
-    (least, end), row = result.tolist(), logits[0]
-    return (row > least) | ((row == least) & (torch.arange(len(row)) < end))
+    """Which words the kernels keep, [V]."""
+    words, one = logits.shape[1], torch.ones(1, device=DEVICE)
+    _, _, told = launch_sample(logits.to(DEVICE), one, one / 2, limited(1, **options), room=words)
+    assert told is not None
+    result = torch.zeros(words, dtype=torch.bool)
+    result[told[0, 1 : 1 + told[0, 0]].cpu().long()] = True
+    return result
 
 
 CASES = [(name, options) for name in ROWS for options in LIMITS if ROWS[name].shape[1] < 2**18 or len(options) > 2]
@@ -128,3 +128,41 @@ def test_given_tokens_get_the_log_probs_of_drawn_ones(monkeypatch: pytest.Monkey
     )
     assert torch.equal(given(logits.repeat(9, 1), drawn.tolist(), asked), logps)
     assert given(logits, [int(logits.argmin())], asked).tolist() == [-math.inf]
+
+
+def test_a_rows_bits_do_not_depend_on_the_others() -> None:
+    """Nor on whether the batch has limits; and a token that is given has the log-prob with which it is drawn."""
+    words, generator = 10_007, torch.Generator().manual_seed(1)
+    logits = (3 * torch.randn(6, words, generator=generator)).to(DEVICE)
+    asked = [params(), params(top_p=0.9), params(top_k=30, top_p=0.8), params(min_p=0.01), params(), params(top_k=9000)]
+    limits, uniforms = limits_of(asked), torch.rand(6, generator=generator).to(DEVICE)
+    assert limits is not None
+    limits, ones = limits.to(DEVICE), torch.full((6,), 0.7, device=DEVICE)
+    tokens, logps, _ = launch_sample(logits, ones, uniforms, limits)
+    for row, each in enumerate(asked):
+        here, own = slice(row, row + 1), None if each.plain else limits[row : row + 1]
+        token, logp, _ = launch_sample(logits[here], ones[here], uniforms[here], own)
+        assert torch.equal(token, tokens[here]) and torch.equal(logp, logps[here])
+    assert torch.equal(launch_sample(logits, ones, None, limits, tokens)[1], logps)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({"top_k": 50}, 60), ({"top_p": 0.5}, 30), ({"min_p": 0.05}, 60), ({}, 0)], ids=str
+)
+def test_few_chunks_are_searched(options: dict[str, float], most: int) -> None:
+    """Of a distribution as sharp as a model's; and all that is kept is in them."""
+    from birl.models import sample_kernels
+
+    logits, words = normal(151_936, scale=4.0).to(DEVICE), 151_936
+    chunks, one = -(-words // CHUNK), torch.ones(1, device=DEVICE)
+    peaks, masses, floats = (torch.zeros(1, n, device=DEVICE) for n in (chunks, chunks, 3))
+    own, counts = (torch.zeros(1, n, dtype=torch.int32, device=DEVICE) for n in (chunks, 2))
+    limits = limited(1, **options) if options else torch.tensor([[0.0, 1.0, -math.inf]], device=DEVICE)
+    kernels: Any = sample_kernels
+    kernels.chunks_kernel[(1, -(-words // BLOCK))](logits, one, peaks, masses, words, chunks, CHUNK=CHUNK, BLOCK=BLOCK)
+    kernels.bound_kernel[(1,)](limits, peaks, masses, own, floats, counts, words, chunks, CHUNK=CHUNK, CHUNKS=4096)
+    listed = set(own[0, : counts[0, 0]].tolist())
+    assert len(listed) <= most
+    if options:
+        where = (restrict(logits.double(), limits.double())[0] > -math.inf).nonzero()[:, 0] // CHUNK
+        assert set(where.tolist()) <= listed
