@@ -14,6 +14,7 @@ from birl.rollout.session import Limits, Session
 from birl.server.gateway import Gateway
 from birl.types import Message, Outcome, SamplingParams, Task, ToolCall, Trajectory
 from tests.rollout.scripted import CHAT, Scripted
+from tests.scenario import scenario
 
 AGENTS = """
 import sys
@@ -99,7 +100,7 @@ def play(name: str, engine: Any = None, n: int = 1, timeout: float = 20.0, **opt
         await gateway.close()
         return found
 
-    return asyncio.run(asyncio.wait_for(main(), 60))
+    return scenario(main)
 
 
 ENDS = {

@@ -28,6 +28,7 @@ from birl.rollout.session import Limits, Session
 from birl.server.gateway import Gateway
 from birl.types import Message, Outcome, SamplingParams, Task, Trajectory
 from tests.rollout.scripted import CHAT, Scripted
+from tests.scenario import scenario
 
 TASK = Task(id="t", prompt=(Message(role="user", content="What is 3 + 4?"),), answer="7", columns={"level": 2})
 
@@ -92,7 +93,7 @@ def play(
             assert isinstance(one_, Trajectory | asyncio.CancelledError), one_
         return [t for t in found if isinstance(t, Trajectory)]
 
-    return asyncio.run(asyncio.wait_for(main(), 60))
+    return scenario(main)
 
 
 def test_it_finds_its_task_and_the_model(folder: Path) -> None:

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from birl.weights.gathered import Gathered
 from birl.weights.live import Live
 from birl.weights.publish import Sender
 from birl.weights.publisher import published
+from tests.scenario import scenario
 from tests.server.running import running
 from tests.weights.test_weights import PROMPTS, train
 
@@ -99,10 +100,6 @@ class Whole(dict[str, torch.Tensor]):
 
     def flat(self, names: Sequence[str]) -> torch.Tensor:
         return torch.cat([self[name].reshape(-1) for name in names])
-
-
-def scenario(main: Callable[[], Coroutine[None, None, None]], seconds: float = 40.0) -> None:
-    asyncio.run(asyncio.wait_for(main(), seconds))
 
 
 def broadcast(there: list[There], timeout: float = 30.0, bucket_mb: float = 1) -> tuple[Broadcast, list[Joined]]:

@@ -15,6 +15,7 @@ from birl.learner.learner import Learner
 from birl.models.load import load_model
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 from birl.weights.canary import Canary
+from tests.scenario import scenario
 from tests.weights.test_weights import sender, train
 
 
@@ -38,7 +39,7 @@ def test_the_canary_finds_an_engine_that_computes_with_something_else(tiny: Path
         assert caught.value.cause == "numbers"
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 SPOKEN = {
@@ -68,7 +69,7 @@ def test_a_canary_that_is_not_answered_rightly_stops_at_once(tiny: Path, tmp_pat
         assert caught.value.cause == "mismatch"
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 @pytest.mark.parametrize("lie", SPOKEN)
@@ -91,7 +92,7 @@ def test_the_canary_samples_too(tiny: Path, tmp_path: Path, compute, lie: str) -
         assert caught.value.cause == "numbers"
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 @pytest.mark.parametrize(("noise", "ago"), [(0.0, 1), (0.0, 3), (0.004, 1)])

@@ -1,6 +1,5 @@
 """Servers and the learner have one GPU in turns: each gives it back before the other needs it."""
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -9,6 +8,7 @@ import pytest
 
 from birl.errors import BirlError
 from birl.weights import publish
+from tests.scenario import scenario
 from tests.weights.test_weights import sender, train
 
 
@@ -36,7 +36,7 @@ def test_servers_that_sleep_and_keep_their_memory_stop_the_run(
         await found.rest()
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 def test_what_the_learner_does_not_need_is_there_before_a_server_wakes(
@@ -59,4 +59,4 @@ def test_what_the_learner_does_not_need_is_there_before_a_server_wakes(
         assert order == ["give back", "wake"]
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)

@@ -22,6 +22,7 @@ from birl.weights import folder
 from birl.weights.canary import Canary
 from birl.weights.publish import Sender, Volume, shared_memory
 from birl.weights.publisher import published
+from tests.scenario import scenario
 
 PROMPTS = [tuple(range(5, 5 + n)) for n in (2, 9, 30)]
 
@@ -109,7 +110,7 @@ def test_the_engine_has_what_was_trained(tiny: Path, tmp_path: Path, compute, me
         assert len(set(map(str, (tmp_path / "weights").glob("v*")))) == (2 if method == "reload" else 0)
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 @pytest.mark.parametrize("way", ["refuses", "hangs"])
@@ -141,7 +142,7 @@ def test_an_engine_that_is_lost_before_its_canary_stops_nothing(tiny: Path, tmp_
         assert caught.value.cause == "unreachable" and (way == "hangs" or "connection refused" in str(caught.value))
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 def test_weights_that_did_not_change_are_not_sent_again(tiny: Path, tmp_path: Path, compute) -> None:
@@ -152,7 +153,7 @@ def test_weights_that_did_not_change_are_not_sent_again(tiny: Path, tmp_path: Pa
         assert len(local.loads) == 1 and again.bytes == 0
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 def test_what_is_sent_is_a_model_that_transformers_loads(tiny: Path, tmp_path: Path, compute) -> None:
@@ -170,7 +171,7 @@ def test_what_is_sent_is_a_model_that_transformers_loads(tiny: Path, tmp_path: P
         assert len(AutoTokenizer.from_pretrained(path)) == len(load_tokenizer(tiny))
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 def test_a_sleeping_engine_wakes_with_the_new_weights(tiny: Path, tmp_path: Path, compute) -> None:
@@ -185,7 +186,7 @@ def test_a_sleeping_engine_wakes_with_the_new_weights(tiny: Path, tmp_path: Path
         assert sent.gap == 0 and local.engine.version == 1 and not local.engine.paused
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 def test_engines_that_slept_wake_after_a_step_that_moved_nothing(tiny: Path, tmp_path: Path, compute) -> None:
@@ -202,7 +203,7 @@ def test_engines_that_slept_wake_after_a_step_that_moved_nothing(tiny: Path, tmp
         assert (await found.publish()).bytes == 0  # awake, and up to date
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 def test_one_that_is_lost_does_not_keep_the_others_from_sleeping(tiny: Path, tmp_path: Path, compute) -> None:
@@ -222,7 +223,7 @@ def test_one_that_is_lost_does_not_keep_the_others_from_sleeping(tiny: Path, tmp
         assert (await found.publish()).gap == 0 and not local.engine.paused
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 @pytest.mark.parametrize("damage", ["bytes", "truncated", "gone", "adapter", "stale"])
@@ -261,7 +262,7 @@ def test_damage_on_the_way_stops_the_run_with_its_cause(tiny: Path, tmp_path: Pa
         assert await local.engine.digests() == before
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 def test_one_engine_of_several_that_refuses_stops_the_run(tiny: Path, tmp_path: Path, compute) -> None:
@@ -274,7 +275,7 @@ def test_one_engine_of_several_that_refuses_stops_the_run(tiny: Path, tmp_path: 
             await found.publish()
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 def test_an_engine_that_hangs_does_not_hang_the_run(tiny: Path, tmp_path: Path, compute) -> None:
@@ -292,7 +293,7 @@ def test_an_engine_that_hangs_does_not_hang_the_run(tiny: Path, tmp_path: Path, 
         assert caught.value.cause == "unreachable"
         await local.engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    scenario(main)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError()], ids=repr)
