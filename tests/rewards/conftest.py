@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.rewards.hostile import Hostile, hostile
+from tests.rewards.mine import FUNCTIONS
 
 
 @pytest.fixture
@@ -17,3 +18,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def server() -> Iterator[Hostile]:
     with hostile() as result:
         yield result
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a user's functions in mine.py."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    return tmp_path
