@@ -14,10 +14,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from birl.config.schema.kinds import Count, Positive, Whole
 from birl.envs.harbor_folder import Folder, packed, read, read_all
-from birl.envs.tasks.rows import Row, at_least, check_keys, one_of
+from birl.envs.tasks.rows import Row
+from birl.envs.tasks.sandboxed import Memory
 from birl.errors import BirlError
 from birl.sandbox import archive
 from birl.sandbox.open import open_sandbox
@@ -46,38 +50,25 @@ class Config:
     """Folder of task folders for training, or one of them."""
     validation_tasks: str = ""
     """The same, held out."""
-    turns: int = 8
+    turns: Count = 8
     """Replies; then the tests run. At most env.max_turns count."""
-    build: str = "refuse"
+    build: Literal["refuse", "skip", "run"] = "refuse"
     """What becomes of RUN lines of a Dockerfile, which are commands of a container's build: refuse (the task) | skip
     (what they install must be on this machine) | run (in the sandbox, as an episode begins, without a network)."""
     prove: bool = True
     """Play each task's own solution before the run; a task whose tests reward it no more than no work is refused."""
-    seconds: float = 30.0
+    seconds: Positive = 30.0
     """Longest a command may run [s]. The tests have what task.toml says."""
-    memory_mb: int = 1024
+    memory_mb: Memory = 1024
     """Memory of a command [MiB]."""
-    storage_mb: int = 64
+    storage_mb: Count = 64
     """Files of a task, all together [MiB]."""
-    longest: int = 4000
+    longest: Annotated[int, Field(ge=100)] = 4000
     """Characters of what a command prints that the model sees."""
-    sandbox: str = "auto"
-    """Where commands run: auto (the first that works here) | zygote | bubblewrap."""
-    workers: int = 0
+    sandbox: Literal["auto", "zygote", "bubblewrap"] = "auto"
+    """Where commands run. auto: the first that works here."""
+    workers: Whole = 0
     """Commands that run at once. 0: one for each core."""
-
-    def __post_init__(self) -> None:
-        check_keys(
-            "harbor",
-            turns=at_least(self.turns, 1),
-            build=one_of([self.build], ("refuse", "skip", "run")),
-            seconds="" if self.seconds > 0 else "must be above 0",
-            memory_mb=at_least(self.memory_mb, 32),
-            storage_mb=at_least(self.storage_mb, 1),
-            longest=at_least(self.longest, 100),
-            sandbox=one_of([self.sandbox], ("auto", "zygote", "bubblewrap")),
-            workers=at_least(self.workers, 0),
-        )
 
 
 class Place:

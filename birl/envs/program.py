@@ -19,8 +19,9 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from birl.config.schema.kinds import Count
 from birl.envs.calls import CLOSING, called
 from birl.envs.command import found, path
 from birl.envs.functions import KEY, prompt, row
@@ -40,9 +41,9 @@ class Config:
     command: str = ""
     """What starts the agent, as in a shell: words with quotes, but no variables and no pipes. Files that are named
     relative to the current folder are found."""
-    processes: int = 16
+    processes: Count = 16
     """Agents that run at once; the clock of env.timeout starts with the process."""
-    reward: str = "any"
+    reward: Literal["any", "printed"] = "any"
     """Where the reward comes from: any (what was sent to the address, else the last line) | printed (only the last
     line that the program itself prints: for agents that let the model run commands, which could send a reward)."""
     pass_environment: list[str] = field(default_factory=list)
@@ -174,10 +175,6 @@ def words(config: Config) -> list[str]:
         raise BirlError(f"env.command={config.command}: {error}.") from error
     if not result:
         raise BirlError('env.command is empty: say what starts the agent, as in env.command="python my_agent.py".')
-    if config.processes < 1:
-        raise BirlError(f"env.processes={config.processes}: must be at least 1.")
-    if config.reward not in ("any", "printed"):
-        raise BirlError(f"env.reward={config.reward}: must be any | printed.")
     if own := sorted(set(config.pass_environment) & set(OWN)):
         raise BirlError(f"env.pass_environment={own[0]}: agents have their own.")
     if absent := [name for name in config.pass_environment if name not in os.environ]:

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 from birl.config import schema
+from birl.config.schema.kinds import Count
 from birl.envs.calls import called
 from birl.envs.open import World, open_world
 from birl.errors import BirlError, first_line
@@ -31,7 +32,7 @@ class Config:
     """Actors that are always there."""
     most: int = 4
     """Most actors at once."""
-    episodes: int = 8
+    episodes: Count = 8
     """Episodes that one actor holds at once."""
     idle: float = 60.0
     """An actor that had no episode for so long is ended, unless it is one of env.least [s]."""

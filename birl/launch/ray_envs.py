@@ -36,8 +36,6 @@ class RayEnv:
             )
         if not 1 <= config.least <= config.most:
             raise BirlError(f"env.least={config.least} must be at least 1 and at most env.most={config.most}.")
-        if config.episodes < 1:
-            raise BirlError(f"env.episodes={config.episodes} must be at least 1.")
         options: dict[str, str] = {}
         for word in config.keys:
             name, equals, value = word.partition("=")

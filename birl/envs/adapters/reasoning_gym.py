@@ -6,6 +6,7 @@ birl rl env=reasoning_gym env.task=chain_sum env.parameters=[max_terms=3]
 from dataclasses import dataclass, field
 from typing import Any
 
+from birl.config.schema.kinds import Whole
 from birl.envs.adapters.package import arguments, imported, unknown
 from birl.envs.tasks.rows import Drawn
 from birl.errors import BirlError
@@ -21,7 +22,7 @@ class ReasoningGym:
         """Which kind of problem, as reasoning-gym calls it."""
         parameters: list[str] = field(default_factory=list[str])
         """What its configuration takes: [max_terms=3]."""
-        validation_rows: int = 100
+        validation_rows: Whole = 100
         """Held-out problems: those that come after the training problems."""
         seed: int = 0
         """Of all problems. A seed and the next one have nearly all problems in common."""

@@ -9,8 +9,9 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from birl.config.schema.kinds import Amount, Count, Positive, Whole
 from birl.envs.browser.pool import Page, Pool
 from birl.envs.tasks.rows import where
 from birl.errors import BirlError
@@ -18,8 +19,6 @@ from birl.types import Feedback, Message, Task
 
 SHELL = "/usr/lib/chromium/chromium-headless-shell"  # Debian's, without the script around it
 BROWSERS = (SHELL, "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-PAGES = ("tree", "list")
-DESCRIPTIONS = ("examples", "signatures", "full", "none")
 VALIDATION = 1_000_000  # first seed of validation: no training page is validated on
 # what stands behind ``` or ~~~ is a language where a line ends behind it, or a call follows: ```python click("1")```
 FENCE = re.compile(r"(`{3,}+|~{3,}+)(?:[\w+#.-]*[ \t]*\r?\n|[\w+#.-]+[ \t]+(?=\w+\())?(.*?)\1", re.DOTALL)
@@ -35,30 +34,30 @@ class Keys:
     """Names or numbers of tasks. Empty: all."""
     validation_tasks: list[str] = field(default_factory=list)
     """The same for validation. Empty: those of training."""
-    seeds: int = 100
+    seeds: Count = 100
     """Different pages of each task in training."""
-    validation_seeds: int = 5
+    validation_seeds: Count = 5
     """Different pages of each task in validation, none of which training has."""
     actions: list[str] = field(default_factory=list)
     """BrowserGym's action sets, such as miniwob_liu18. Empty: the one that fits the benchmark."""
-    describe: str = "examples"
+    describe: Literal["examples", "signatures", "full", "none"] = "examples"
     """How the prompt lists the actions: examples (one each) | signatures | full (with descriptions) | none."""
-    page: str = "tree"
+    page: Literal["tree", "list"] = "tree"
     """How a page is shown: tree (BrowserGym's accessibility tree) | list (shorter: one line for each text and each
     element that reacts, its number right behind its text)."""
-    max_observation: int = 4000
+    max_observation: Count = 4000
     """Longest page in a prompt [characters]; whole lines are left out at its end."""
-    history: int = 0
+    history: Whole = 0
     """Newest pages that a prompt shows; older ones are left out, which starts a new Sample each turn. 0: all."""
-    workers: int = 2
+    workers: Count = 2
     """Browsers, each in a process of its own."""
-    contexts: int = 8
+    contexts: Count = 8
     """Episodes that one browser holds at once, each with its own cookies and pages."""
-    restart_every: int = 500
+    restart_every: Count = 500
     """Episodes after which a browser is replaced by a new one."""
-    call_timeout: float = 60.0
+    call_timeout: Positive = 60.0
     """Longest one action, or the opening of a page, may take before the browser is killed [s]."""
-    pre_observation_delay: float = 0.02
+    pre_observation_delay: Amount = 0.02
     """Wait after an action until the page is looked at [s]. BrowserGym's own is 0.5."""
     screenshots: bool = False
     """Save a picture of every page that is looked at."""
@@ -79,7 +78,6 @@ class Web:
 
     @classmethod
     async def shared(cls, config: Any, folder: Path | None = None) -> Pool:
-        check(config)
         pictures = Path(config.screenshot_folder or (folder or Path()) / "screenshots").absolute()
         settings = {
             "benchmark": cls.benchmark_of(config),
@@ -190,13 +188,13 @@ class WebArena(Web):
 
     @dataclass
     class Config(Keys):
-        seeds: int = 1
+        seeds: Count = 1
         """Times that each task is in the training rows; its page is always the same."""
-        validation_seeds: int = 1
+        validation_seeds: Count = 1
         """The same for validation."""
-        max_observation: int = 16000
+        max_observation: Count = 16000
         """Longest page in a prompt [characters]; whole lines are left out at its end."""
-        pre_observation_delay: float = 0.5
+        pre_observation_delay: Amount = 0.5
         """Wait after an action until the page is looked at [s]."""
         verified: bool = False
         """WebArena-Verified's tasks and evaluators, which need no language model, instead of WebArena's."""
@@ -218,23 +216,6 @@ def action_of(text: str) -> str:
         return fences[-1][1].strip()
     lines = [line.strip().strip("`") for line in text.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if CALL.search(line)), lines[-1] if lines else "")
-
-
-def check(config: Keys) -> None:
-    """Raises `BirlError` where a key has a value that cannot work."""
-    if config.describe not in DESCRIPTIONS:
-        raise BirlError(f"env.describe={config.describe}: must be {' | '.join(DESCRIPTIONS)}.")
-    if config.page not in PAGES:
-        raise BirlError(f"env.page={config.page}: must be {' | '.join(PAGES)}.")
-    least = {"seeds": 1, "validation_seeds": 1, "max_observation": 1, "history": 0}
-    for name, value in {**least, "workers": 1, "contexts": 1, "restart_every": 1}.items():
-        if getattr(config, name) < value:
-            raise BirlError(f"env.{name}={getattr(config, name)}: must be at least {value}.")
-    if config.call_timeout <= 0 or config.pre_observation_delay < 0:
-        raise BirlError(
-            f"env.call_timeout={config.call_timeout:g} must be above 0, and env.pre_observation_delay="
-            f"{config.pre_observation_delay:g} at least 0."
-        )
 
 
 def interpreter(named: str) -> str:

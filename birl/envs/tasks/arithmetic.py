@@ -2,10 +2,15 @@
 
 import random
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from birl.config.schema.kinds import Count, Whole
+from birl.envs.single_turn import SingleTurn
 from birl.envs.tasks.answer import number
-from birl.envs.tasks.rows import Drawn, Row, answered_number, at_least, drawn, one_of
-from birl.types import Conversation, Feedback, Message, Task
+from birl.envs.tasks.rows import Drawn, Row, answered_number, drawn
+from birl.types import Feedback, Message
 
 WORDINGS = {
     "+": ("What is {a} + {b}?", "{a} + {b} = ?", "Add {a} and {b}.", "What is {a} plus {b}?",
@@ -15,28 +20,22 @@ WORDINGS = {
     "*": ("What is {a} * {b}?", "{a} * {b} = ?", "Multiply {a} by {b}.", "What is {a} times {b}?",
           "What is the product of {a} and {b}?", "Calculate {a} * {b}.", "How much is {a} times {b}?"),
 }  # fmt: skip
+Signs = Annotated[list[Literal["+", "-", "*"]], Field(min_length=1)]
 
 
-class Arithmetic:
+class Arithmetic(SingleTurn):
     """The reward is 1 where the last number of the answer is the result, else 0."""
 
     @dataclass(kw_only=True)
     class Config(Drawn):
-        largest: int = 9
+        largest: Annotated[int, Field(ge=2)] = 9
         """Largest operand; the smallest is 1."""
-        operations: list[str] = field(default_factory=lambda: ["+", "*"])
+        operations: Signs = field(default_factory=lambda: ["+", "*"])
         """Which of + - * are asked for. Differences are never negative."""
-        rows: int = 800
+        rows: Count = 800
         """Training tasks."""
-        validation_rows: int = 100
+        validation_rows: Whole = 100
         """Held-out tasks. No problem is in both, whatever its wording and the order of its operands."""
-
-        def __post_init__(self) -> None:
-            self.check(
-                "arithmetic",
-                largest=at_least(self.largest, 2),
-                operations=one_of(self.operations, WORDINGS) or ("" if self.operations else "is empty"),
-            )
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:
@@ -51,14 +50,5 @@ class Arithmetic:
 
         return drawn(draw, config, split, "arithmetic")
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    async def start(self) -> Conversation:
-        return self.task.prompt
-
     async def step(self, reply: Message) -> Feedback:
         return Feedback(reward=float(number(reply.content) == answered_number(self.task)))
-
-    async def close(self) -> None:
-        pass

@@ -4,6 +4,9 @@ template."""
 import random
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated
+
+from pydantic import Field
 
 from birl.envs.tasks.expression import NoExpression, evaluate
 from birl.envs.tasks.rows import Row, drawn
@@ -33,14 +36,8 @@ class Calculator(Tooled):
 
     @dataclass(kw_only=True)
     class Config(Turns):
-        digits: int = 4
+        digits: Annotated[int, Field(ge=1, le=12)] = 4
         """Digits of the largest operands."""
-
-        def __post_init__(self) -> None:
-            self.check(
-                "calculator",
-                digits="" if 1 <= self.digits <= 12 else f"is {self.digits}, must be from 1 to 12",
-            )
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:

@@ -3,16 +3,18 @@
 import random
 from dataclasses import dataclass
 
+from birl.config.schema.kinds import Count, Positive, Whole
+from birl.envs.single_turn import SingleTurn
 from birl.envs.tasks.problems import problems
 from birl.envs.tasks.problems import row as problem_row
-from birl.envs.tasks.rows import Row, at_least, column, drawn
+from birl.envs.tasks.rows import Row, column, drawn
 from birl.envs.tasks.sandboxed import Sandboxed, shared_sandbox
 from birl.sandbox.code import cases, last_block, run_tests
 from birl.sandbox.protocol import Sandbox
-from birl.types import Conversation, Feedback, Message, Task
+from birl.types import Feedback, Message, Task
 
 
-class Code:
+class Code(SingleTurn):
     """The reward is 1 where the last ```python block of the answer passes all tests. With `partial` it is the share of
     the tests that pass; the score is 1 or 0 all the same. What the tests are: docs/sandbox.md."""
 
@@ -20,20 +22,14 @@ class Code:
     class Config(Sandboxed):
         partial: bool = False
         """Whether the reward is the share of tests that pass."""
-        tests: int = 5
+        tests: Count = 5
         """Tests of each problem."""
-        seconds: float = 2.0
+        seconds: Positive = 2.0
         """Longest a test may run [s]."""
-        rows: int = 100
+        rows: Count = 100
         """Training tasks; there are about 120."""
-        validation_rows: int = 20
+        validation_rows: Whole = 20
         """Held-out tasks. No problem with its numbers and letters is in both."""
-
-        def __post_init__(self) -> None:
-            self.check(
-                "code",
-                tests=at_least(self.tests, 1),
-            )
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:
@@ -54,10 +50,8 @@ class Code:
         return [f"```python\n{task.answer}\n```"]
 
     def __init__(self, task: Task, config: Config, shared: Sandbox) -> None:
-        self.task, self.config, self.sandbox = task, config, shared
-
-    async def start(self) -> Conversation:
-        return self.task.prompt
+        super().__init__(task)
+        self.config, self.sandbox = config, shared
 
     async def step(self, reply: Message) -> Feedback:
         tests, solution = cases(column(self.task, "tests")), last_block(reply.content)
@@ -73,6 +67,3 @@ class Code:
             score=float(passed),
             info={"code/passed": report.share},
         )
-
-    async def close(self) -> None:
-        pass

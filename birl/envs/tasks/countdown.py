@@ -4,45 +4,38 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from birl.config.schema.kinds import Count, Decay, Whole
+from birl.envs.single_turn import SingleTurn
 from birl.envs.tasks.answer import final
 from birl.envs.tasks.expression import NoExpression, evaluate
-from birl.envs.tasks.rows import Drawn, Row, at_least, column, drawn, one_of
-from birl.types import Conversation, Feedback, Message, Task
-
-USES = ("exactly_once", "at_most_once")
+from birl.envs.tasks.rows import Drawn, Row, column, drawn
+from birl.types import Feedback, Message, Task
 
 
-class Countdown:
+class Countdown(SingleTurn):
     """The reward is 1 where the expression has the target as its exact value and uses the numbers as asked, `partial`
     where only the numbers are right, else 0. The score is 1 or 0."""
 
     @dataclass(kw_only=True)
     class Config(Drawn):
-        count: int = 3
+        count: Annotated[int, Field(ge=2, le=8)] = 3
         """How many numbers are given."""
-        largest: int = 20
+        largest: Annotated[int, Field(ge=2)] = 20
         """Largest of them; the smallest is 1."""
-        target: int = 100
+        target: Count = 100
         """Largest target."""
-        use: str = "exactly_once"
-        """How often each number is used: exactly_once | at_most_once."""
-        partial: float = 0.0
+        use: Literal["exactly_once", "at_most_once"] = "exactly_once"
+        """How often each number is used."""
+        partial: Decay = 0.0
         """Reward of an expression that uses the numbers as asked and misses the target."""
-        rows: int = 2000
+        rows: Count = 2000
         """Training tasks."""
-        validation_rows: int = 100
+        validation_rows: Whole = 100
         """Held-out tasks. No numbers with their target are in both, in whatever order."""
-
-        def __post_init__(self) -> None:
-            self.check(
-                "countdown",
-                count="" if 2 <= self.count <= 8 else f"is {self.count}, must be from 2 to 8",
-                largest=at_least(self.largest, 2),
-                target=at_least(self.target, 1),
-                use=one_of([self.use], USES),
-                partial="" if 0 <= self.partial < 1 else f"is {self.partial:g}, must be at least 0 and below 1",
-            )
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:
@@ -63,10 +56,8 @@ class Countdown:
         return [f"<answer>{task.answer}</answer>"]
 
     def __init__(self, task: Task, config: Config) -> None:
-        self.task, self.config = task, config
-
-    async def start(self) -> Conversation:
-        return self.task.prompt
+        super().__init__(task)
+        self.config = config
 
     async def step(self, reply: Message) -> Feedback:
         numbers, target = column(self.task, "numbers"), column(self.task, "target")
@@ -83,9 +74,6 @@ class Countdown:
             score=float(right),
             info={"countdown/valid": float(valid)},
         )
-
-    async def close(self) -> None:
-        pass
 
 
 def asked(numbers: list[int], target: int, use: str) -> str:

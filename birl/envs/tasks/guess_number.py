@@ -4,7 +4,9 @@ import random
 import re
 from dataclasses import dataclass, replace
 
-from birl.envs.tasks.rows import Drawn, Row, answered, at_least, user_message
+from birl.config.schema.kinds import Amount, Count, Whole
+from birl.envs.tasks.rows import Drawn, Row, answered, user_message
+from birl.errors import BirlError
 from birl.types import Conversation, Feedback, Message, Task
 
 GUESS = "\nGuess: "  # what a model without a chat template goes on from
@@ -17,33 +19,29 @@ class GuessNumber:
 
     @dataclass(kw_only=True)
     class Config(Drawn):
-        low: int = 1
+        low: Whole = 1
         """Smallest number."""
         high: int = 16
         """Largest number."""
-        turns: int = 5
+        turns: Count = 5
         """Guesses; enough of them to halve the range each time. At most env.max_turns count."""
-        wasted: float = 0.1
+        wasted: Amount = 0.1
         """Penalty of a guess that contradicts earlier hints, or is no number."""
         example: bool = True
         """Show one game before. A small model then answers with a number and nothing else from the start."""
         remind: bool = True
         """Say with each answer which numbers are left."""
-        rows: int = 240
+        rows: Count = 240
         """Training tasks."""
-        validation_rows: int = 40
+        validation_rows: Whole = 40
         """Held-out tasks, evenly through the range."""
 
         def __post_init__(self) -> None:
             size = self.high - self.low + 1
-            enough = 2**self.turns > size if 0 < self.turns < 64 else self.turns >= 64
-            self.check(
-                "guess_number",
-                low="" if self.low >= 0 else f"is {self.low}, must be at least 0",
-                high="" if size >= 4 else f"is {self.high}, must be at least low + 3",
-                turns="" if enough else f"is {self.turns}, too few to find one of {size} numbers by halving",
-                wasted=at_least(self.wasted, 0),
-            )
+            if size < 4:
+                raise BirlError(f"env.high={self.high}: must be at least env.low + 3.")
+            if size.bit_length() > self.turns:
+                raise BirlError(f"env.turns={self.turns}: too few to find one of {size} numbers by halving.")
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:

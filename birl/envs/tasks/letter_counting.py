@@ -2,37 +2,35 @@
 
 import random
 from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
+
+from birl.config.schema.kinds import Count, Share, Whole
+from birl.envs.single_turn import SingleTurn
 from birl.envs.tasks.answer import number
 from birl.envs.tasks.dictionary import WORDS
-from birl.envs.tasks.rows import Drawn, Row, answered, at_least, drawn
-from birl.types import Conversation, Feedback, Message, Task
+from birl.envs.tasks.rows import Drawn, Row, answered, drawn
+from birl.types import Feedback, Message
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-class LetterCounting:
+class LetterCounting(SingleTurn):
     """The reward is 1 where the last number of the answer, in digits or as a word, is the count, else 0."""
 
     @dataclass(kw_only=True)
     class Config(Drawn):
-        longest: int = 12
+        longest: Annotated[int, Field(ge=5)] = 12
         """Longest word [letters]."""
-        absent: float = 0.1
-        """Share of questions about a letter that the word does not have [0 to 1]."""
+        absent: Share = 0.1
+        """Share of questions about a letter that the word does not have."""
         spelled: bool = False
         """Whether the word is shown letter by letter too. Tokens hide letters, and few small models can spell."""
-        rows: int = 300
+        rows: Count = 300
         """Training tasks."""
-        validation_rows: int = 100
+        validation_rows: Whole = 100
         """Held-out tasks. No word is in both."""
-
-        def __post_init__(self) -> None:
-            self.check(
-                "letter_counting",
-                longest=at_least(self.longest, 5),
-                absent="" if 0 <= self.absent <= 1 else f"is {self.absent:g}, must be from 0 to 1",
-            )
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:
@@ -55,14 +53,5 @@ class LetterCounting:
 
         return drawn(draw, config, split, "letter_counting")
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    async def start(self) -> Conversation:
-        return self.task.prompt
-
     async def step(self, reply: Message) -> Feedback:
         return Feedback(reward=float(number(reply.content, words=True) == int(answered(self.task))))
-
-    async def close(self) -> None:
-        pass

@@ -32,8 +32,7 @@ class PythonTool(Tooled):
 
     @dataclass(kw_only=True)
     class Config(Sandboxed, Turns):
-        def __post_init__(self) -> None:
-            self.check("python_tool")
+        pass
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:

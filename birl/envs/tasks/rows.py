@@ -2,32 +2,32 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from birl.config.schema.kinds import Count, Whole
 from birl.envs.tasks.answer import number
 from birl.errors import BirlError
 from birl.types import Message, Task
 
 Row = dict[str, Any]
+Replies = Annotated[int, Field(ge=2)]  # the last one answers
 
 
 @dataclass(kw_only=True)
 class Drawn:
     """The keys that all tasks have whose rows are drawn."""
 
-    rows: int = 1000
+    rows: Count = 1000
     """Training tasks."""
-    validation_rows: int = 100
+    validation_rows: Whole = 100
     """Held-out tasks. No problem is in both."""
     seed: int = 0
     """Seed of the tasks."""
-
-    def check(self, kind: str, **wrong: bool | str) -> None:
-        """Raises `BirlError` with every key that has a reason beside it, and with what is wrong with those above."""
-        check_keys(kind, **wrong, rows=at_least(self.rows, 1), validation_rows=at_least(self.validation_rows, 0))
 
     def size(self, split: str) -> int:
         return self.rows if split == "train" else self.validation_rows
@@ -86,19 +86,3 @@ def answered_number(task: Task) -> Fraction:
 def user_message(text: str) -> tuple[Message, ...]:
     """What the environment says, as messages."""
     return (Message(role="user", content=text),)
-
-
-def check_keys(kind: str, **wrong: bool | str) -> None:
-    """Raises `BirlError` with every key that has a reason beside it."""
-    problems = [f"env.{key}: {reason}." for key, reason in wrong.items() if reason]
-    if problems:
-        raise BirlError("\n".join(f"env.kind={kind}: {p}" for p in problems))
-
-
-def at_least(value: float, least: float) -> str:
-    return "" if value >= least else f"is {value:g}, must be at least {least:g}"
-
-
-def one_of(values: Iterable[str], allowed: Iterable[str]) -> str:
-    bad = [v for v in values if v not in tuple(allowed)]
-    return f"has {bad[0]!r}, must be of {' | '.join(allowed)}" if bad else ""

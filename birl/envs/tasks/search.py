@@ -8,10 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from birl.config.schema.kinds import Count
 from birl.data.parse import parse_json
 from birl.envs.tasks.answer import normal
 from birl.envs.tasks.invented import passages, questions
-from birl.envs.tasks.rows import Row, answered, at_least, check_keys, held_out, user_message
+from birl.envs.tasks.rows import Replies, Row, answered, held_out, user_message
 from birl.errors import BirlError
 from birl.types import Conversation, Feedback, Message, Task
 
@@ -55,13 +56,10 @@ class Search:
         corpus: str = ""
         """JSON Lines file of passages, each with `title` and `text`. Empty: about 150 on an invented country, which
         come with questions of their own; for another file data.train has the questions."""
-        passages: int = 3
+        passages: Count = 3
         """How many passages a search gives at most."""
-        turns: int = 6
+        turns: Replies = 6
         """Replies; then the episode ends without an answer. At most env.max_turns count."""
-
-        def __post_init__(self) -> None:
-            check_keys("search", passages=at_least(self.passages, 1), turns=at_least(self.turns, 2))
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:

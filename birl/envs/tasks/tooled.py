@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from birl.envs.tasks.answer import number
-from birl.envs.tasks.rows import Drawn, answered_number, at_least
+from birl.envs.tasks.rows import Drawn, Replies, answered_number
 from birl.types import Conversation, Feedback, Message, Task, ToolCall
 
 
 @dataclass(kw_only=True)
 class Turns(Drawn):
-    turns: int = 4
+    turns: Replies = 4
     """Replies; then the episode ends without an answer. At most env.max_turns count."""
-
-    def check(self, kind: str, **wrong: bool | str) -> None:
-        super().check(kind, **wrong, turns=at_least(self.turns, 2))
 
 
 class Tooled:

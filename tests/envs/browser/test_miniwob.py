@@ -180,7 +180,7 @@ def test_what_is_not_there_is_told(options: dict[str, str], told: str) -> None:
         ({"page": "html"}, r"env\.page=html: must be tree \| list"),
         ({"describe": "all"}, r"env\.describe=all: must be examples"),
         ({"workers": "0"}, r"env\.workers=0: must be at least 1"),
-        ({"call_timeout": "0"}, r"env\.call_timeout=0 must be above 0"),
+        ({"call_timeout": "0"}, r"env\.call_timeout=0: must be more than 0"),
         ({"wokers": "1"}, r"env\.wokers=1: there is no such key\. Did you mean env\.workers"),
     ],
 )

@@ -125,5 +125,5 @@ def test_a_broken_sandbox_is_an_error_and_no_reward() -> None:
 
 @pytest.mark.parametrize("kind", ["code", "python_tool"])
 def test_a_sandbox_that_there_is_not_is_told(kind: str) -> None:
-    with pytest.raises(BirlError, match=r"env\.sandbox: has 'box', must be of auto \| zygote"):
+    with pytest.raises(BirlError, match=r"env\.sandbox=box: must be auto \| zygote"):
         asyncio.run(open_world(Keys(kind=kind, options={"sandbox": "box"}), lambda said: "x"))
