@@ -140,6 +140,32 @@ def pack(
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packer:
+    """`pack` for the micro-batches of a run. `capacity`: tokens of one; `shares`: data-parallel ranks; `pair_cost`: of
+    `pack`."""
+
+    capacity: int
+    shares: int = 1
+    pair_cost: float = 0.0
+
+    def __call__(
+        self, samples: Sequence[Sample], weights: Sequence[float], observed: Sequence[float] = ()
+    ) -> list[Batch]:
+        return pack(samples, weights, self.capacity, self.shares, self.pair_cost, observed)
+
+    def figures(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """imbalance: time that shares wait for one another in a round, by their work; padding: share of the computed
+        tokens that no sample has; filled: of the room for tokens."""
+        costs = [sum(len(tree) + self.pair_cost * tree.pairs() for tree in b.trees) for b in batches]
+        tokens, empty = sum(len(b.tokens) for b in batches), sum(b.trees == NOTHING for b in batches)
+        return {
+            "packing/imbalance": imbalance(costs, self.shares),
+            "packing/padding": empty / tokens,
+            "packing/filled": (tokens - empty) / (len(batches) * self.capacity),
+        }
+
+
 def owners(samples: Sequence[Sample]) -> list[tuple[str, str]]:
     """Policy and teacher of samples, each pair once, those of a policy together."""
     pairs = dict.fromkeys((s.policy, s.teacher) for s in samples)
@@ -185,18 +211,6 @@ def sequences(samples: Sequence[Sample]) -> list[np.ndarray]:
         rows = np.concatenate([s.tokens[:, None].view(np.uint8), routes], 1)
         result.append(rows.view(np.dtype((np.void, rows.shape[1])))[:, 0])
     return result
-
-
-def packing(batches: Sequence[Batch], max_tokens: int, parts: int, pair_cost: float) -> dict[str, float]:
-    """Figures of what `pack` gave. imbalance: time that shares wait for one another in a round, by their work; padding:
-    share of the computed tokens that no sample has; filled: of the room for tokens."""
-    costs = [sum(len(tree) + pair_cost * tree.pairs() for tree in b.trees) for b in batches]
-    tokens, empty = sum(len(b.tokens) for b in batches), sum(b.trees == NOTHING for b in batches)
-    return {
-        "packing/imbalance": imbalance(costs, parts),
-        "packing/padding": empty / tokens,
-        "packing/filled": (tokens - empty) / (len(batches) * max_tokens),
-    }
 
 
 @dataclass(slots=True)

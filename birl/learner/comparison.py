@@ -18,7 +18,7 @@ from birl.learner.learner import Learner, Stats
 from birl.models.forward import weights_changed
 from birl.parallel.crew import RankGroup
 from birl.parallel.layout import drop_gathered
-from birl.parallel.shared import Shared
+from birl.parallel.ranks import Shared
 from birl.types import Sample
 
 KEPT = 4  # versions before the current one whose weights stay in memory

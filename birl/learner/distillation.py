@@ -23,7 +23,7 @@ from birl.models.divergence import Everything, Head, Likeliest, likeliest, token
 from birl.models.forward import head
 from birl.models.vision import pictures_of
 from birl.parallel.crew import RankGroup
-from birl.parallel.shared import Shared
+from birl.parallel.ranks import Shared
 from birl.text.pictures import FIRST
 from birl.types import Sample
 

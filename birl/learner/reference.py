@@ -3,19 +3,20 @@ first weights, or what they gave before the first step (preference.reference=liv
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from birl.algorithms.segments import starts, totals
 from birl.data.examples import Example
-from birl.data.pack import Batch, pack
+from birl.data.pack import Batch, Packer
 from birl.data.sequences import Tokens
-from birl.learner.learner import Learner
 from birl.learner.lora import digest
+from birl.parallel.ranks import Shared
 from birl.regular import read_json, write_whole
 from birl.types import Sample
 
@@ -40,31 +41,31 @@ def answers(logp: Tensor, batch: Batch) -> Answers:
     return Answers(batch.sample[first], totals(logp, batch.sample), length, batch.weights[first])
 
 
+#: micro-batches -> log-probs of their trained tokens
+Says = Callable[[Sequence[Batch]], list[Tensor]]
+
+
 @dataclass(slots=True, kw_only=True)
 class Reference:
-    """Sums of log-probs, of each answer. Zeros where there is neither `frozen` nor anything `known`."""
+    """(rank 0) Sums of log-probs, of each answer, under the weights of `now` and those at `first`. Zeros where there is
+    neither `first` nor anything `known`."""
 
-    trained: Learner
-    frozen: Learner | None
-    capacity: int  # tokens of a micro-batch
-    pair_cost: float
+    pack: Packer
+    now: Says
+    first: Says | None
+    weights: Callable[[Sequence[Any]], list[Tensor]]  # the digest of those of now
     known: dict[str, list[float]] = field(default_factory=dict)  # tokens of an example -> the sum of each answer
 
-    def sums(self, learner: Learner, samples: Sequence[Sample]) -> Tensor:
-        """Under a learner's weights, [samples] float32, no gradient: so one that is longer than a micro-batch (KTO's
-        prompt with the answer of another) has its own."""
-        sums = torch.empty(len(samples), dtype=torch.float32)
-        capacity = max([self.capacity, *(len(s.tokens) for s in samples)])
-        batches = pack(samples, [0.0] * len(samples), capacity, learner.ranks.shares, self.pair_cost)
-        for batch, logp in zip(batches, learner.each(batches, learner.forward), strict=True):
-            a = answers(logp.cpu(), batch)
-            sums[a.number] = a.total
-        return sums
+    def gains(self, samples: Sequence[Sample]) -> Tensor:
+        """[samples] float32: their sums now over those at first, no gradient."""
+        batches = self._packed(samples)
+        gained = _sums(batches, self.now(batches), len(samples))
+        return gained if self.first is None else gained - _sums(batches, self.first(batches), len(samples))
 
     def of(self, batches: Sequence[Batch], examples: Sequence[Example]) -> list[Tensor]:
         """[A] for each micro-batch: the sum of each of its answers."""
-        if self.frozen is not None:
-            logps = self.frozen.each(batches, self.frozen.forward)
+        if self.first is not None:
+            logps = self.first(batches)
             return [answers(logp.cpu(), batch).total for batch, logp in zip(batches, logps, strict=True)]
         each = [answers(batch.logprobs, batch) for batch in batches]
         if self.known:
@@ -73,28 +74,50 @@ class Reference:
         return [torch.zeros_like(a.total) for a in each]
 
     def precompute(self, examples: Sequence[Example], rows: int, run: Path | None) -> None:
-        """The sums of all answers under the weights of now, `rows` at a time; once for a run: they are in its folder.
-        (every rank)"""
-        by_name, ranks = {_identity(e): e for e in examples}, self.trained.ranks
+        """The sums of all answers under the weights of now, `rows` at a time; once for a run: they are in its
+        folder."""
+        by_name = {_identity(e): e for e in examples}
         file, mark = None if run is None else run / "reference.json", self._mark(by_name)
-        stored = read_json(file) if ranks.rank == 0 and file is not None and file.is_file() else {}
-        self.known = ranks.told(stored["sums"] if stored.get("of") == mark else {})
+        stored = read_json(file) if file is not None and file.is_file() else {}
+        self.known = stored["sums"] if stored.get("of") == mark else {}
         if not self.known:
             names, different = list(by_name), list(by_name.values())
             for start in range(0, len(different), rows):
                 part = different[start : start + rows]
-                sums = iter(self.sums(self.trained, samples_of(part)).tolist())
+                samples = samples_of(part)
+                batches = self._packed(samples)
+                sums = iter(_sums(batches, self.now(batches), len(samples)).tolist())
                 for name, example in zip(names[start:], part, strict=False):
                     self.known[name] = [next(sums) for _ in example.sequences]
-            if file is not None and ranks.rank == 0:
+            if file is not None:
                 write_whole(file, json.dumps({"of": mark, "sums": self.known}).encode())
+
+    def _packed(self, samples: Sequence[Sample]) -> Shared[Batch]:
+        """For sums without a gradient: so one that is longer than a micro-batch (KTO's prompt with the answer of
+        another) has its own."""
+        capacity = max([self.pack.capacity, *(len(s.tokens) for s in samples)])
+        return Shared(replace(self.pack, capacity=capacity)(samples, [0.0] * len(samples)))
 
     def _mark(self, names: Iterable[str]) -> str:
         """What the sums belong to: these weights and these rows."""
-        mark = hashlib.sha256(digest(self.trained.model))
+        mark = hashlib.sha256(bytes(self.weights(())[0].tolist()))
         for name in names:
             mark.update(name.encode())
         return mark.hexdigest()
+
+
+def _sums(batches: Sequence[Batch], logprobs: Sequence[Tensor], count: int) -> Tensor:
+    """Of each of `count` answers, [count] float32."""
+    sums = torch.empty(count, dtype=torch.float32)
+    for batch, logp in zip(batches, logprobs, strict=True):
+        a = answers(logp.cpu(), batch)
+        sums[a.number] = a.total
+    return sums
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """(every rank) [32] uint8, the digest of its weights."""
+    return [torch.tensor([*digest(model)], dtype=torch.uint8)]
 
 
 def samples_of(examples: Sequence[Example]) -> list[Sample]:

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from birl.errors import BirlError
 from birl.parallel import flight
-from birl.parallel.ranks import Ranks
-from birl.parallel.shared import Number, Shared, hand_out, handed
+from birl.parallel.ranks import Ranks, Shared
+from birl.parallel.shared import Number, hand_out, handed
 from birl.spans import done
 from birl.waits import waiting
 

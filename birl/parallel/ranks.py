@@ -55,6 +55,13 @@ class Grid:
         return " x ".join(f"{axis}={n}" for axis in (*AXES, "ep") if (n := getattr(self, axis)) > 1) or "one rank"
 
 
+class Shared(list[T]):
+    """A list, as many items for each share of the ranks: item i is for share i % shares, which is sent it alone
+    (`shared.py`). It is not changed once it has been sent. `number`: what the ranks know it by; 0 before."""
+
+    number = 0
+
+
 class Ranks:
     """This process among its like. `Ranks()` is one process alone."""
 

@@ -11,7 +11,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,17 +19,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from birl.parallel.ranks import Ranks
+from birl.parallel.ranks import Ranks, Shared
 
-T = TypeVar("T")
 FEW = 4  # a column is sent as runs where these are fewer than 1 / FEW of its numbers
-
-
-class Shared(list[T]):
-    """A list, as many items for each share of the ranks: item i is for share i % shares. It is not changed once it has
-    been sent. `number`: what the ranks know it by; 0 before."""
-
-    number = 0
 
 
 @dataclass(frozen=True, slots=True)

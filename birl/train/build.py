@@ -56,7 +56,7 @@ from birl.train.credit import Credit
 from birl.train.objective import Objective, keeps_reference, surrogate_of
 from birl.train.parts import Parts
 from birl.train.rl import Loop, Schedule
-from birl.train.setup import Setup, kept
+from birl.train.setup import Setup, kept, packer_of
 from birl.train.step import RLWorker, Updates
 from birl.types import SamplingParams, Task
 from birl.waits import Watchdog, exit_at_once
@@ -328,7 +328,7 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
     target, sampled = keys.kl_target, Sampled(policy=policy, learner=learner, dtype=config.model.dtype)
     return RLWorker(
         **kept(config, crew.ranks, run),
-        updates=updates_of(config),
+        updates=updates_of(config, policy.pair_cost),
         policy=policy,
         dtype=config.model.dtype,
         engine_of=partial(sampled.engine, config.engine, routes=replays(config)),
@@ -380,7 +380,7 @@ def hints_of(config: schema.RL, policy: Policy) -> "Hints | None":
     return Hints(texts=config.algorithm.hint, chat=policy.chat, context=policy.context)
 
 
-def updates_of(config: schema.RL) -> Updates:
+def updates_of(config: schema.RL, pair_cost: float) -> Updates:
     keys, critic = config.algorithm, config.critic
     # all tokens are compared, or each has a loss of its own
     everything = keys.entropy_control != "none" or keys.advantage in CRITIC or keys.entropy_coef > 0
@@ -393,8 +393,7 @@ def updates_of(config: schema.RL) -> Updates:
         passes=keys.passes,
         denominator=keys.denominator,
         max_tokens=config.rollout.max_tokens,
-        capacity=config.capacity,
-        shares=config.parallel.shares,
+        pack=packer_of(config, pair_cost),
         everything=everything,
         observations=keys.observation_coef > 0,
         max_staleness=config.rollout.max_staleness,
@@ -428,10 +427,8 @@ def credit_of(config: schema.RL, pair_cost: float = 0.0, **models: Any) -> Credi
         keys=config.algorithm,
         critic_keys=config.critic,
         max_tokens=config.rollout.max_tokens,
-        capacity=config.capacity,
-        shares=config.parallel.shares,
+        pack=packer_of(config, pair_cost),
         usage=Usage(failed=config.rollout.failed, truncated=config.rollout.truncated),
-        pair_cost=pair_cost,
         mixture=config.env.kind == "mixture",
         **models,
     )

@@ -19,15 +19,14 @@ from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.open import distilled, make_learner
 from birl.learner.policy import DTYPES, Policy, load_policy
-from birl.learner.reference import Reference
+from birl.learner.reference import Reference, weights_of
 from birl.models.heads import add_score_head
 from birl.parallel.crew import RankGroup
-from birl.parallel.ranks import Ranks
 from birl.run_folder import find_checkpoint
 from birl.train.dpo import Preferences
 from birl.train.offline import Loop, Objective, Rows, RowsWorker
 from birl.train.rm import Ranking
-from birl.train.setup import Setup, kept
+from birl.train.setup import Setup, kept, packer_of
 from birl.train.sft import Likelihood, imitation, negative_log_likelihood
 
 
@@ -71,14 +70,12 @@ def assembled(setup: Setup[schema.Stage]) -> Loop:
 
 
 def worker_of(config: schema.Stage, policy: Policy, crew: RankGroup, folder: Path) -> RowsWorker:
-    learner, objective = COMMANDS[type(config)].make(config, policy, crew.ranks)
+    learner, objective = COMMANDS[type(config)].make(config, policy, crew)
     return RowsWorker(
         **kept(config, crew.ranks, folder),
         learner=learner,
         crew=crew,
         objective=objective,
-        shares=config.parallel.shares,
-        pair_cost=policy.pair_cost,
     )
 
 
@@ -110,51 +107,52 @@ def check_lengths(config: schema.Stage, rows: Sequence[Any]) -> None:
         )
 
 
-def likelihood(config: schema.SFT, policy: Policy, ranks: Ranks) -> tuple[Learner, Objective]:
-    teacher, loss = distilled(config, policy, ranks), negative_log_likelihood
+def likelihood(config: schema.SFT, policy: Policy, crew: RankGroup) -> tuple[Learner, Objective]:
+    teacher, loss = distilled(config, policy, crew.ranks), negative_log_likelihood
     if teacher is not None:
         loss = partial(imitation, nll_coef=config.distill.nll_coef)
-    objective = Likelihood(denominator=config.denominator, loss=loss, **packed(config, policy))
-    return make_learner(config, policy.model, ranks, teacher=teacher), objective
+    objective = Likelihood(pack=packer_of(config, policy.pair_cost), denominator=config.denominator, loss=loss)
+    return make_learner(config, policy.model, crew.ranks, teacher=teacher), objective
 
 
-def ranking(config: schema.RM, policy: Policy, ranks: Ranks) -> tuple[Learner, Objective]:
+def ranking(config: schema.RM, policy: Policy, crew: RankGroup) -> tuple[Learner, Objective]:
     add_score_head(policy.model, config.seed)
-    objective = Ranking(centering=config.ranking.centering, **packed(config, policy))
-    return make_learner(config, policy.model, ranks), objective
+    objective = Ranking(pack=packer_of(config, policy.pair_cost), centering=config.ranking.centering)
+    return make_learner(config, policy.model, crew.ranks), objective
 
 
-def preferences(config: schema.DPO, policy: Policy, ranks: Ranks) -> tuple[Learner, Objective]:
+def preferences(config: schema.DPO, policy: Policy, crew: RankGroup) -> tuple[Learner, Objective]:
     keys = config.preference
     row = preference.PREFERENCE[keys.loss]
     kind = "none" if row.mean else keys.reference
     frozen = None
     if kind == "live":
-        frozen = Learner(deepcopy(policy.model), dtype=DTYPES[config.model.dtype], trainable=False, ranks=ranks)
-    trained = make_learner(config, policy.model, ranks)
+        frozen = Learner(deepcopy(policy.model), dtype=DTYPES[config.model.dtype], trainable=False, ranks=crew.ranks)
+    trained = make_learner(config, policy.model, crew.ranks)
     if row.alone:
         weights = {"desirable_weight": keys.desirable_weight, "undesirable_weight": keys.undesirable_weight}
         compare = partial(row.loss, beta=keys.beta, **weights)
     else:
         compare = part("preference.loss", keys.loss, {keys.loss: row.loss}, keys, (), ()).bound({})
+    pack = packer_of(config, policy.pair_cost)
     objective = Preferences(
+        pack=pack,
         name=keys.loss,
         alone=row.alone,
         mean=row.mean,
         compare=compare,
         beta=keys.beta,
         nll_coef=keys.nll_coef if row.nll is None else row.nll,
-        reference=Reference(trained=trained, frozen=frozen, capacity=config.capacity, pair_cost=policy.pair_cost),
+        reference=Reference(
+            pack=pack,
+            now=crew.each(trained.forward),
+            first=None if frozen is None else crew.each(frozen.forward),
+            weights=crew.everywhere(lambda _: weights_of(trained.model)),
+        ),
         precompute=config.batch_size if kind == "precomputed" else 0,
         limit=longest(config, policy),
-        **packed(config, policy),
     )
     return trained, objective
-
-
-def packed(config: schema.Stage, policy: Policy) -> dict[str, Any]:
-    """How rows are packed into micro-batches."""
-    return {"capacity": config.capacity, "shares": config.parallel.shares, "pair_cost": policy.pair_cost}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +161,7 @@ class Command:
     it minimises; `row`: what a row is called."""
 
     load: Callable[..., Sequence[Examples]]
-    make: Callable[[Any, Policy, Ranks], tuple[Learner, Objective]]
+    make: Callable[[Any, Policy, RankGroup], tuple[Learner, Objective]]
     row: str
 
 

@@ -25,9 +25,9 @@ from birl.algorithms import values as critics
 from birl.algorithms.custom import NamedFunction, part
 from birl.algorithms.estimators import ADVANTAGES, BY_TOKEN, TENSORS
 from birl.data.columns import behaviour, by_sample, per_token, spread
-from birl.data.pack import Batch, hinted, pack
+from birl.data.pack import Batch, Packer, hinted
 from birl.errors import BirlError
-from birl.parallel.shared import Shared
+from birl.parallel.ranks import Shared
 from birl.rollout import assemble
 from birl.rollout.assemble import Unit
 from birl.types import Group, Outcome, Sample, Task
@@ -56,13 +56,12 @@ class Credited:
 
 @dataclass(slots=True, kw_only=True)
 class Credit:
-    """Makes advantages, on rank 0. `max_tokens`: of an answer; `capacity`: of a micro-batch; `shares`: of ranks."""
+    """Makes advantages, on rank 0. `max_tokens`: of an answer."""
 
     keys: "schema.Algorithm"
     critic_keys: "schema.Critic"
     max_tokens: int
-    capacity: int
-    shares: int = 1
+    pack: Packer
     usage: assemble.Usage
     reference: Says | None = None
     critic: Says | None = None
@@ -72,7 +71,6 @@ class Credit:
     whose: Callable[[Task], str] | None = None  # of several teachers, which a row names
     learner: Says | None = None  # where its log-probs before the first update are wanted
     weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of each reward function
-    pair_cost: float = 0.0  # of `pack`
     mixture: bool = False  # each environment by itself: means and deviations over a batch are over its own episodes
     estimator: NamedFunction | None = field(init=False)
 
@@ -119,7 +117,7 @@ class Credit:
         plain = [[self._hinted(s, g, i) for s in assemble.samples(g.trajectories[i], 0.0, g.index, i)] for g, i in kept]
         samples = [s for own in plain for s in own]
         owner = torch.tensor([e for e, own in enumerate(plain) for _ in own], dtype=torch.int64)
-        batches = self._packed(samples) if self._needs_models() else []
+        batches = Shared(self.pack(samples, [0.0] * len(samples))) if self._needs_models() else []
         kl, episode_kl = self._kl(batches, samples), torch.zeros(len(kept), dtype=torch.float32)
         if kl is not None:
             episode_kl.index_add_(0, owner, torch.stack([k.sum() for k in kl]))
@@ -216,9 +214,6 @@ class Credit:
 
     def _kl_in_reward(self) -> bool:
         return self.keys.kl_coef > 0 and self.keys.kl_in == "reward"
-
-    def _packed(self, samples: Sequence[Sample]) -> list[Batch]:
-        return Shared(pack(samples, [0.0] * len(samples), self.capacity, self.shares, self.pair_cost))
 
     def _kl(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor] | None:
         """The KL's estimate for each trained token, sample by sample; under the weights that sampled."""

@@ -7,25 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from birl.algorithms.preference import preferred
 from birl.data.examples import Example
-from birl.data.pack import Batch, pack
+from birl.data.pack import Batch, Packer
 from birl.errors import BirlError
 from birl.learner.learner import Loss, Stats
 from birl.learner.reference import Reference, answers, mismatched, samples_of
+from birl.parallel.ranks import Shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preferences:
     """Each row is a pair, or (KTO) one or two answers that are judged alone. `name`, `alone`, `mean`: of the row of
     `PREFERENCE`; `compare`: its loss with its options; `precompute`: how many rows at a time get their sums under the
-    first weights before training, 0 where that is not wanted; `limit`: tokens of a sequence; `capacity`: of a
-    micro-batch; `shares`: data-parallel ranks; `pair_cost`: of `pack`."""
+    first weights before training, 0 where that is not wanted; `limit`: tokens of a sequence."""
 
+    pack: Packer
     name: str
     alone: bool
     mean: bool
@@ -35,9 +37,6 @@ class Preferences:
     reference: Reference
     precompute: int
     limit: int
-    capacity: int
-    shares: int
-    pair_cost: float
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
         if not self.alone and any(len(e.sequences) == 1 for e in examples):
@@ -48,30 +47,32 @@ class Preferences:
         if self.precompute:
             self.reference.precompute(examples, self.precompute, run)
 
-    def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
+    def work(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[Any]]:
         samples = samples_of(examples)
         weight = 1 / len(samples) if self.alone else 1 / len(examples)
-        batches = pack(samples, [weight] * len(samples), self.capacity, self.shares, self.pair_cost)
-        make = self._paired
-        if self.alone:
-            make = partial(self._kto, self._good(examples), self._divergence(examples))
-        return [(b, make(r)) for b, r in zip(batches, self.reference.of(batches, examples), strict=True)]
+        batches = Shared(self.pack(samples, [weight] * len(samples)))
+        sums = self.reference.of(batches, examples)
+        if not self.alone:
+            return batches, Shared(sums)
+        good, divergence = self._good(examples), self._divergence(examples)
+        mine = [good[batch.sample.unique_consecutive()] for batch in batches]
+        return batches, Shared((m, divergence, r) for m, r in zip(mine, sums, strict=True))
 
-    def _paired(self, reference: Tensor) -> Loss:
-        def loss(logp: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            """Answers 2i and 2i + 1 are the chosen and the rejected one of row i."""
-            a = answers(logp, batch)
-            gained = (a.mean if self.mean else a.total) - reference.to(logp.device)
-            chosen, rejected = gained[0::2], gained[1::2]
-            each = self.compare(chosen, rejected)
-            nll = -a.mean[0::2]
-            if self.nll_coef:
-                each = each + self.nll_coef * nll
-            figures = {"loss": each, "nll": nll, "accuracy": preferred(chosen, rejected)}
-            figures |= {"chosen": self.beta * chosen, "rejected": self.beta * rejected}
-            return (each * a.weight[0::2]).sum(), {n: v.detach() for n, v in figures.items()}
+    def loss_of(self, known: Any) -> Loss:
+        return partial(self._kto, *known) if self.alone else partial(self._paired, known)
 
-        return loss
+    def _paired(self, reference: Tensor, logp: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Answers 2i and 2i + 1 are the chosen and the rejected one of a row."""
+        a = answers(logp, batch)
+        gained = (a.mean if self.mean else a.total) - reference.to(logp.device)
+        chosen, rejected = gained[0::2], gained[1::2]
+        each = self.compare(chosen, rejected)
+        nll = -a.mean[0::2]
+        if self.nll_coef:
+            each = each + self.nll_coef * nll
+        figures = {"loss": each, "nll": nll, "accuracy": preferred(chosen, rejected)}
+        figures |= {"chosen": self.beta * chosen, "rejected": self.beta * rejected}
+        return (each * a.weight[0::2]).sum(), {n: v.detach() for n, v in figures.items()}
 
     def _good(self, examples: Sequence[Example]) -> Tensor:
         """[answers of the step]: a pair has a good and a bad one."""
@@ -84,26 +85,20 @@ class Preferences:
         row, as the last piece of a validation may be."""
         if len(examples) == 1:
             return 0.0
-        mixed = mismatched(examples, self.limit)
-        gained = self.reference.sums(self.reference.trained, mixed)
-        if self.reference.frozen is not None:
-            gained = gained - self.reference.sums(self.reference.frozen, mixed)
-        return max(gained.mean().item(), 0.0)
+        return max(self.reference.gains(mismatched(examples, self.limit)).mean().item(), 0.0)
 
-    def _kto(self, good: Tensor, divergence: float, reference: Tensor) -> Loss:
-        def loss(logp: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            a = answers(logp, batch)
-            gained = a.total - reference.to(logp.device)
-            mine = good.to(logp.device)[a.number]
-            each = self.compare(gained, mine, torch.tensor(divergence, dtype=torch.float32))
-            reward = self.beta * gained.detach()
-            right = torch.where(mine, gained > divergence, gained < divergence).float()
-            figures = {"loss": each.detach(), "accuracy": right, "kl": torch.full_like(reward, divergence)}
-            figures |= {"nll": -a.mean.detach(), "good": mine.float()}
-            figures |= {"chosen": reward * mine, "rejected": reward * ~mine}
-            return (each * a.weight).sum(), figures
-
-        return loss
+    def _kto(
+        self, good: Tensor, divergence: float, reference: Tensor, logp: Tensor, _: Tensor, batch: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        a = answers(logp, batch)
+        gained, mine = a.total - reference.to(logp.device), good.to(logp.device)
+        each = self.compare(gained, mine, torch.tensor(divergence, dtype=torch.float32))
+        reward = self.beta * gained.detach()
+        right = torch.where(mine, gained > divergence, gained < divergence).float()
+        figures = {"loss": each.detach(), "accuracy": right, "kl": torch.full_like(reward, divergence)}
+        figures |= {"nll": -a.mean.detach(), "good": mine.float()}
+        figures |= {"chosen": reward * mine, "rejected": reward * ~mine}
+        return (each * a.weight).sum(), figures
 
     def figures(self, stats: Stats) -> dict[str, float]:
         """`reward/...`: beta times the gain in log-prob over the reference, of the chosen and of the rejected answers;

@@ -1,6 +1,7 @@
 """The loop of SFT, reward models and preference losses: rows -> micro-batches with a loss -> update.
 
-What is learned from the rows is an `Objective`: `sft.py`, `rm.py` and `dpo.py` have one each.
+What is learned from the rows is an `Objective`: `sft.py`, `rm.py` and `dpo.py` have one each. Rank 0 alone has rows
+and packs them; each rank is sent the micro-batches of its share.
 """
 
 import math
@@ -12,29 +13,35 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from birl.data.examples import Example
-from birl.data.pack import Batch, packing
+from birl.data.pack import Batch, Packer
 from birl.learner.learner import Loss, Stats
 from birl.parallel.machine import peak_memory
+from birl.parallel.ranks import Ranks, Shared
 from birl.spans import done
 from birl.train.run import Run
 from birl.train.worker import Worker
+
+#: micro-batches, and for each what its loss must know beside it
+Work = tuple[Shared[Batch], Shared[Any]]
 
 
 class Objective(Protocol):
     """What is minimised, and its metrics."""
 
     @property
-    def capacity(self) -> int:
-        """Of a micro-batch [tokens]."""
-        ...
+    def pack(self) -> Packer: ...
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
-        """Called once on all rows, training and held-out, before anything is trained or resumed; on every rank. `run`:
-        the folder where something may be kept; None for --dry-run."""
+        """(rank 0) Called once on all rows, training and held-out, before anything is trained or resumed. `run`: the
+        folder where something may be kept; None for --dry-run."""
         ...
 
-    def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
-        """The micro-batches of one optimizer step, each with its loss; the weights hold the step's denominator."""
+    def work(self, examples: Sequence[Example]) -> Work:
+        """(rank 0) The micro-batches of one optimizer step; the weights hold the step's denominator."""
+        ...
+
+    def loss_of(self, known: Any) -> Loss:
+        """(every rank) Of one micro-batch."""
         ...
 
     def figures(self, stats: Stats) -> dict[str, float]:
@@ -59,34 +66,38 @@ class Rows:
 
 @dataclass(slots=True, kw_only=True)
 class RowsWorker(Worker):
-    """What every rank does with the rows that rank 0 hands out."""
+    """What rank 0 makes of rows, and what every rank does with its share of that."""
 
     objective: Objective
-    shares: int
-    pair_cost: float
 
-    def begin(self, folder: Path | None, examples: Sequence[Example], total_updates: int) -> None:
-        """`folder`: of the run; None where nothing may be written."""
-        self.checkpoints.run, self.total_updates = folder or self.checkpoints.run, total_updates
-        self.objective.before(folder, examples)
+    def begin(self, folder: Path, total_updates: int) -> None:
+        self.checkpoints.run, self.total_updates = folder, total_updates
 
-    def update(self, rows: Sequence[Example]) -> Stats:
-        """One optimizer step."""
-        self.rate = self.learning_rate()
-        stats = self.gradients(rows)
-        stats.grad_norm = self.learner.optim_step(self.rate)
+    def learn(self, rows: Sequence[Example], moves: bool = True) -> Stats:
+        """(rank 0) One optimizer step; without `moves` its gradients alone."""
+        self.rate, work = self.learning_rate(), self.objective.work(rows)
+        stats = self.crew.call(self, RowsWorker.update, *work, self.rate if moves else None)
+        stats.other = self.objective.pack.figures(work[0]) | stats.other
         self.check_finite(stats, stats.grad_norm)
         return stats
 
-    def gradients(self, rows: Sequence[Example]) -> Stats:
-        stats = Stats()
-        work = self.objective.work(rows)
-        stats.other = packing([batch for batch, _ in work], self.objective.capacity, self.shares, self.pair_cost)
-        self.learner.learn(work, stats)
+    def survey(self, rows: Sequence[Example]) -> Stats:
+        """(rank 0) The figures of some rows, and no gradient."""
+        return self.crew.call(self, RowsWorker.measure, *self.objective.work(rows))
+
+    def update(self, batches: Sequence[Batch], known: Sequence[Any], rate: float | None) -> Stats:
+        """(every rank) Of its share; the figures are of all."""
+        stats = self._figures(self.learner.learn, batches, known)
+        stats.grad_norm = 0.0 if rate is None else self.learner.optim_step(rate)
         return stats
 
-    def measure(self, rows: Sequence[Example], stats: Stats) -> None:
-        self.learner.survey(self.objective.work(rows), stats)
+    def measure(self, batches: Sequence[Batch], known: Sequence[Any]) -> Stats:
+        return self._figures(self.learner.survey, batches, known)
+
+    def _figures(self, verb: Callable[..., None], batches: Sequence[Batch], known: Sequence[Any]) -> Stats:
+        stats = Stats()
+        verb(list(zip(batches, map(self.objective.loss_of, known), strict=True)), stats)
+        return stats
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,9 +110,9 @@ class Loop:
     at_start: bool
 
     async def to_the_end(self) -> dict[str, Any]:
-        run, total = self.run, self.rows.total_steps
-        every = [*self.rows.train, *self.rows.held_out]
-        await run.ranks(RowsWorker.begin, self.worker.checkpoints.run, every, total)
+        run, total, folder = self.run, self.rows.total_steps, self.worker.checkpoints.run
+        await run.ranks(RowsWorker.begin, folder, total)
+        await run.on_compute_thread(self.worker.objective.before, folder, [*self.rows.train, *self.rows.held_out])
         await run.resume()
         if run.validation_due() and (run.step > 0 or self.at_start):
             await self.validate()
@@ -128,8 +139,8 @@ class Loop:
             "longest": max(sizes),
             "steps": every.total_steps,
         }
-        await self.run.ranks(RowsWorker.begin, None, rows, every.total_steps)
-        stats = await self.run.ranks(RowsWorker.gradients, rows)
+        await self.run.on_compute_thread(self.worker.objective.before, None, rows)
+        stats = await self.run.on_compute_thread(self.worker.learn, rows, False)
         result |= {
             **self.worker.objective.figures(stats),
             "seconds": time.perf_counter() - before,
@@ -143,7 +154,7 @@ class Loop:
         """One optimizer step on some rows, then its report."""
         run, worker, began = self.run, self.worker, time.perf_counter()
         run.tracker.phase("training")
-        stats = await run.ranks(RowsWorker.update, rows)
+        stats = await run.on_compute_thread(worker.learn, rows)
         run.step, run.position = run.step + 1, run.position + len(rows)
         trained, tokens = time.perf_counter(), sum(len(s) for e in rows for s in e.sequences)
         done("train", began, ended=trained, version=worker.learner.version, tokens=tokens)
@@ -177,9 +188,9 @@ class Loop:
         for piece in pieces:
             if run.stop.is_set():
                 return False
-            stats.loss = 0.0  # the mean over one piece, which may be smaller than the others
-            await run.ranks(RowsWorker.measure, piece, stats)
-            total += stats.loss * len(piece)
+            own = await run.on_compute_thread(self.worker.survey, piece)
+            stats.merge(own, Ranks())
+            total += own.loss * len(piece)  # the mean over one piece, which may be smaller than the others
         stats.loss = total / len(rows)
         done("validate", began, version=self.worker.learner.version)
         figures = objective.figures(stats)

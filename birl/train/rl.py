@@ -170,8 +170,7 @@ class Loop:
         await self.parts.publisher.rest()
         sampling = self.parts.engine.version == self.worker.learner.version
         greedy = self.take_greedy(step.groups)
-        learn = partial(self.worker.learn, run.step, step.groups, greedy, sampling)
-        credited, stats = await run.on_compute_thread(learn)
+        credited, stats = await run.on_compute_thread(self.worker.learn, run.step, step.groups, greedy, sampling)
         self.parts.tracker.record(row_of(step, greedy))
         self.run.step, self.run.position, self.run.ahead = step.number, step.position, step.ahead
         chosen = self.observe(step)
@@ -273,7 +272,7 @@ class Loop:
             (why, n), asked = failed.most_common(1)[0], sum(len(g.trajectories) for g in groups)
             self.parts.tracker.message(f"Validation: {failed.total()} of {asked} answers failed, {n} of them: {why}")
         samples = answers(groups, self.parts.rollout, 32)
-        about = await self.run.on_compute_thread(partial(self.measured, groups))
+        about = await self.run.on_compute_thread(self.measured, groups)
         done("validate", began, version=self.worker.learner.version)
         return self.run.validated(metrics, samples, metrics["validation/all/score"], about)
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -61,13 +62,12 @@ class Run:
     started: float = field(default_factory=time.perf_counter)
     spent: float = 0.0  # seconds in earlier processes of this run
 
-    async def on_compute_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.compute, work)
+    async def on_compute_thread(self, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.compute, partial(work, *arguments, **options))
 
     async def ranks(self, verb: Callable[Concatenate[Any, P], T], *arguments: P.args, **options: P.kwargs) -> T:
         """Call a method of the worker on every rank, each on its compute thread; what rank 0's gives."""
-        crew = self.worker.crew
-        return await self.on_compute_thread(lambda: crew.call(self.worker, verb, *arguments, **options))
+        return await self.on_compute_thread(self.worker.crew.call, self.worker, verb, *arguments, **options)
 
     def validation_due(self) -> bool:
         """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from birl import run_folder
 from birl.config import schema
 from birl.config.load import flatten
+from birl.data.pack import Packer
 from birl.data.stream import Source, Stream
 from birl.given import Given
 from birl.learner.checkpoints import Checkpoints
@@ -82,6 +83,10 @@ class Setup(Generic[C]):
                 tensorboard=config.track.tensorboard,
             ),
         )
+
+
+def packer_of(config: schema.RL | schema.Stage, pair_cost: float = 0.0) -> Packer:
+    return Packer(capacity=config.capacity, shares=config.parallel.shares, pair_cost=pair_cost)
 
 
 def kept(config: schema.RL | schema.Stage, ranks: Ranks, folder: Path) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from birl.algorithms.reduce import DENOMINATORS
 from birl.data.examples import Example
-from birl.data.pack import Batch, pack
+from birl.data.pack import Batch, Packer
 from birl.learner.learner import Loss, Stats
+from birl.parallel.ranks import Shared
 
 
 def negative_log_likelihood(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -29,24 +30,24 @@ def imitation(logp: Tensor, entropy: Tensor, batch: Batch, *, nll_coef: float) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likelihood:
-    """Each row is one sequence. `denominator`: row of `DENOMINATORS`; `capacity`: tokens of a micro-batch; `shares`:
-    data-parallel ranks; `pair_cost`: of `pack`; `loss`: of a micro-batch."""
+    """Each row is one sequence. `denominator`: row of `DENOMINATORS`; `loss`: of a micro-batch."""
 
+    pack: Packer
     denominator: str
-    capacity: int
-    shares: int
-    pair_cost: float
     loss: Loss
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
         pass
 
-    def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
+    def work(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[None]]:
         samples = [e.sequences[0].sample(group=i) for i, e in enumerate(examples)]
         lengths = [sum(s.mask) for s in samples]
         weights = DENOMINATORS[self.denominator](lengths, [*range(len(samples))], 0)
-        batches = pack(samples, weights, self.capacity, self.shares, self.pair_cost)
-        return [(batch, self.loss) for batch in batches]
+        batches = Shared(self.pack(samples, weights))
+        return batches, Shared([None] * len(batches))
+
+    def loss_of(self, known: None) -> Loss:
+        return self.loss
 
     def figures(self, stats: Stats) -> dict[str, float]:
         """`nll`: mean over tokens, whatever the loss's denominator is; `perplexity` is its exponential."""

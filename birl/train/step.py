@@ -14,7 +14,7 @@ from torch import Tensor
 
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.algorithms.reduce import DENOMINATORS
-from birl.data.pack import Batch, pack, packing
+from birl.data.pack import Batch, Packer
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.sampled import Sampled
 from birl.learner.comparison import Past, check, compare
@@ -22,7 +22,7 @@ from birl.learner.critic import critic_loss, fit
 from birl.learner.learner import Stats
 from birl.learner.policy import DTYPES, Policy
 from birl.learner.token_figures import Key, Watch, figures_of
-from birl.parallel.shared import Shared
+from birl.parallel.ranks import Shared
 from birl.rollout import assemble
 from birl.rollout.ages import Ages
 from birl.seeds import derive_seed
@@ -37,7 +37,7 @@ from birl.weights.gathered import gathered
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
     """How a batch of rollouts becomes optimizer steps: `parts` of the batch, one step each, `passes` times over.
-    `capacity`: tokens of a micro-batch; `shares`: data-parallel ranks; `everything`: samples with advantage 0 have a
+    `everything`: samples with advantage 0 have a
     gradient, too; `observations`: what an environment wrote is predicted; `max_gap`: between the log-probs of engine
     and learner [nats]; `critic_only`: the first steps, in which the policy stays; `rollouts_only`: nothing is trained;
     `league`: steps between versions that are kept."""
@@ -47,8 +47,7 @@ class Updates:
     passes: int
     denominator: str
     max_tokens: int
-    capacity: int
-    shares: int
+    pack: Packer
     everything: bool
     observations: bool
     max_staleness: int
@@ -126,10 +125,9 @@ class RLWorker(Worker):
             stats.skipped += 1
             return
         self.rate = self.learning_rate()
-        size, shares, pair_cost = keys.capacity, keys.shares, self.policy.pair_cost
         trained, weights, others = map(list, zip(*useful, strict=True))
-        batches = Shared(pack(trained, weights, size, shares, pair_cost, others if keys.observations else ()))
-        stats.other |= packing(batches, size, shares, pair_cost)
+        batches = Shared(keys.pack(trained, weights, others if keys.observations else ()))
+        stats.other |= keys.pack.figures(batches)
         value_weight = 1 / max(sum(assemble.trained_lengths(samples)), 1)
         fitted = None if critic is None else self.crew.call(self, RLWorker.update_critic, batches, value_weight)
         norms = [] if fitted is None else [fitted.grad_norm]
@@ -160,7 +158,7 @@ class RLWorker(Worker):
         fresh = stats.sums["fresh"]
         gaps = {self.learner.version: (stats.sums["gap"] / fresh, int(fresh))} if fresh else {}
         if self.updates.max_staleness > 0:
-            result = compare(self.past, samples, computed, gaps, self.updates.capacity)
+            result = compare(self.past, samples, computed, gaps, self.updates.pack.capacity)
             gaps |= result.gaps
             stats.other["mismatch/unheld"] = result.unheld / max(sum(assemble.trained_lengths(samples)), 1)
         check(stats, gaps, self.learner.version, self.updates.max_gap)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birl.data.balance import balance, cost, first_fit, imbalance, in_rounds, largest_differencing
-from birl.data.pack import pack, packing
+from birl.data.pack import Packer, pack
 from tests.data.test_pack import groups
 
 PAIR_COST = 4e-5  # of a model of seven billion parameters
@@ -99,7 +99,7 @@ def test_imbalance_is_what_waits() -> None:
 def test_figures_of_packing() -> None:
     samples = groups(0, count=2, size=1)
     batches = pack(samples, [1.0] * 2, 40, parts=4, pair_cost=0.1)
-    found = packing(batches, 40, 4, 0.1)
+    found = Packer(capacity=40, shares=4, pair_cost=0.1).figures(batches)
     tokens = sum(len(s.tokens) for s in samples)
     assert found["packing/padding"] == pytest.approx(2 / (tokens + 2))
     assert found["packing/filled"] == pytest.approx(tokens / 160)

@@ -5,6 +5,8 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,19 @@ import pytest
 import torch
 
 from benchmarks.traffic import Traffic
+from birl.config import schema
+from birl.config.load import load
 from birl.data.pack import Batch, pack
+from birl.learner.policy import load_policy
 from birl.parallel.crew import RankGroup
-from birl.parallel.ranks import Grid, Ranks
-from birl.parallel.shared import FEW, Shared, columns, restored, written
+from birl.parallel.ranks import Grid, Ranks, Shared
+from birl.parallel.shared import FEW, columns, restored, written
 from birl.rollout import assemble
+from birl.train import build_rows
 from birl.types import Completion, Group, Message, Outcome, Stop, Task, Trajectory, Turn
 from tests.data.test_pack import groups
 from tests.parallel.processes import on_ranks
+from tests.train import test_offline as offline
 
 COLUMNS = {
     "rising": torch.arange(5, 900),
@@ -162,3 +169,42 @@ def test_a_step_takes_less_than_its_groups(shares: int) -> None:
 def test_few_runs_are_short() -> None:
     x = torch.arange(1000).repeat_interleave(FEW + 1)
     assert len(written([x])) < 3000 + 300 and len(written([x[:: FEW + 1] % 7])) < 1300
+
+
+def steps_on_rows(ranks: Ranks, model: Path, command: str, folder: Path) -> tuple[int, list[int], list[float]]:
+    """Two optimizer steps and a validation of a run that has 480 rows. The bytes that rank 0 sent to this rank; of
+    each verb those of its own micro-batches; the losses that rank 0 tells."""
+    rows = offline.TEXTS if command == "sft" else offline.PAIRS
+    words = [f"model.path={model}", "model.dtype=float32", "data.train=[given]", f"run={folder}", "threads=1"]
+    config: Any = load(schema.TRAINING[command], [*words, f"parallel.ddp={ranks.shares}"])
+    crew, own, losses = RankGroup(ranks), list[int](), list[float]()
+    with Traffic() as traffic, ThreadPoolExecutor(1) as compute:
+        policy = load_policy(config.model, compute, ranks)
+        worker = build_rows.worker_of(config, policy, crew, folder)
+
+        def noted(verb: Any, work: list[tuple[Batch, Any]], stats: Any) -> None:
+            own.append(len(written([batch for batch, _ in ranks.mine(work)])))
+            verb(work, stats)
+
+        learner: Any = worker.learner
+        learner.learn, learner.survey = partial(noted, learner.learn), partial(noted, learner.survey)
+        if crew.leads:
+            read = build_rows.COMMANDS[type(config)].load
+            examples = list(read(config.data, "train", chat=policy.chat, limit=512, given=rows * 40)[0])
+            crew.call(worker, build_rows.RowsWorker.begin, folder, 2)
+            worker.objective.before(None, examples)
+            losses = [worker.learn(examples[start : start + 6]).loss for start in (0, 6)]
+            losses.append(worker.survey(examples[:6]).loss)
+            crew.close()
+        else:
+            crew.follow(worker, compute)
+    return traffic.bytes["receive"] + traffic.bytes["broadcast"], own, losses
+
+
+@pytest.mark.parametrize("command", ["sft", "rm", "dpo"])
+def test_rows_stay_with_rank_0(tiny: Path, tmp_path: Path, command: str) -> None:
+    """Every rank was sent all rows of the run and those of each step, and packed these: 30 times as many bytes here."""
+    (_, _, losses), (came, own, _) = on_ranks(Grid(ddp=2), steps_on_rows, tiny, command, tmp_path)
+    assert len(own) == len(losses) == 3
+    print(f"\n{command}: {came:,} bytes came, {sum(own):,} of them micro-batches")
+    assert 0 < came - sum(own) < 3 * 2000  # what is called, and what a loss must know

@@ -19,6 +19,7 @@ from birl.learner.policy import load_policy
 from birl.text.chat import Chat
 from birl.train.command import train
 from birl.train.rm import Ranking
+from birl.train.setup import packer_of
 
 TEXTS = [{"prompt": f"What is {i} + 2?", "response": f"The answer is {i + 2}."} for i in range(12)]
 PAIRS = [
@@ -314,9 +315,9 @@ def test_packing_shares_the_prompt_of_a_pair(tiny: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         policy = load_policy(schema.Model(path=str(tiny), dtype="float32"), pool)
     config = load(schema.RM, [f"model.path={tiny}", "data.train=[given]"])
-    objective = Ranking(centering=0.0, capacity=config.capacity, shares=1, pair_cost=policy.pair_cost)
+    objective = Ranking(pack=packer_of(config, policy.pair_cost), centering=0.0)
     examples = list(load_pairs(config.data, "train", policy.chat, 512, PAIRS)[0])
-    ((batch, _),) = objective.work(examples)
+    ((batch,), _) = objective.work(examples)
     separate = sum(len(s) + 1 for e in examples for s in e.sequences)
     assert len(batch.tokens) < 0.7 * separate and len(batch.source) == 2 * len(examples)
     assert isinstance(policy.chat, Chat)
