@@ -50,7 +50,7 @@ MAGIC = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Picture:
     """An image file's bytes, as they were given; `digest` is their SHA-256, in hexadecimal digits.
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from birl.data.trees import Tree
+from birl.text.pictures import FIRST
 
 SHARED = 16  # tokens: a shorter beginning in common is computed again
 
@@ -59,6 +60,8 @@ def beginning(rows: Sequence[TargetRow]) -> tuple[int, int]:
         size = min(common, len(row.tokens) - 1)
         apart = (row.tokens[:size] != first[:size]).nonzero()
         size = int(apart[0]) if len(apart) else size
+        while size and first[size] >= FIRST and first[size - 1] >= FIRST:  # no picture is cut
+            size -= 1
         if size < SHARED or 2 * size < common:
             break
         common, count = size, count + 1

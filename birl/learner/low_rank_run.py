@@ -18,7 +18,7 @@ from birl.data.trees import Tree
 from birl.errors import BirlError
 from birl.learner.forest import Forest, TargetRow, plant
 from birl.learner.lora import Lora, first_a
-from birl.models import fused_decoder
+from birl.models import fused_decoder, vision
 from birl.models.after_head import after_head
 from birl.models.attention import Packed
 from birl.models.decoder import decoder_for
@@ -212,9 +212,8 @@ class SharedBase:
 
     def hidden(self, tokens: Sequence[Tensor]) -> Tensor:
         """Of sequences behind one another, [T, H]; within `adapted`."""
-        positions = torch.cat([torch.arange(len(t), dtype=torch.int64) for t in tokens]).to(self.device)
-        layout = Packed([Tree.of(len(t)) for t in tokens], self.device)
-        return hidden_states(self.model, torch.cat(list(tokens)).to(self.device), positions, layout)
+        positions = torch.cat([torch.arange(len(t), dtype=torch.int64) for t in tokens])
+        return self._hidden(torch.cat(list(tokens)), positions, [Tree.of(len(t)) for t in tokens])
 
     def learn(
         self,
@@ -258,11 +257,12 @@ class SharedBase:
 
     def forest(self, forests: Sequence[Forest]) -> Tensor:
         """Hidden states of all tokens, [T, H]; within `adapted`."""
-        layout = Packed([tree for f in forests for tree in f.trees], self.device)
-        tokens, positions = (
-            torch.cat(x).to(self.device) for x in zip(*((f.tokens, f.positions) for f in forests), strict=True)
-        )
-        return hidden_states(self.model, tokens, positions, layout)
+        tokens, positions = (torch.cat(x) for x in zip(*((f.tokens, f.positions) for f in forests), strict=True))
+        return self._hidden(tokens, positions, [tree for f in forests for tree in f.trees])
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, trees: list[Tree]) -> Tensor:
+        row = vision.row(self.model, tokens.to(self.device), positions.to(self.device), trees)
+        return hidden_states(self.model, *row[:2], Packed(trees, self.device), row[2])
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -270,6 +270,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     output = head(model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in HEADS and m is not output}
     seeing = {n for n in layers if not SEEING.isdisjoint(n.split("."))}
+    seeing |= {name.rpartition(".")[0] for name in vision.tower(model)}  # their rows are patches
     return {n: m for n, m in layers.items() if n not in seeing and not m.weight.is_meta} | {HEAD: output}
 
 

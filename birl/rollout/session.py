@@ -336,9 +336,9 @@ def following(conversation: Conversation, reply: Message, messages: tuple[Messag
 
 
 def before_stop(reply: Message, stop: Sequence[str]) -> Message:
-    """The reply up to the first of these strings."""
-    cut = min((at for s in stop if (at := reply.content.find(s)) >= 0), default=None)
-    return reply if cut is None else replace(reply, content=reply.content[:cut])
+    """The reply up to the first of these strings, which may be in its thinking."""
+    told = (min((t.partition(s)[0] for s in stop), key=len, default=t) for t in (reply.thinking, reply.content))
+    return replace(reply, **dict(zip(("thinking", "content"), told, strict=True)))
 
 
 def plain(conversation: Conversation) -> tuple[Any, ...] | str:

@@ -1,7 +1,7 @@
 """Anthropic's dialect on a server: POST /v1/messages and /v1/messages/count_tokens, by the code of the agents'
 gateway."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from birl.server.gateway import answered as replied
 from birl.server.limits import answered, json_object
 from birl.server.service import Service
 from birl.text.grammar import whole
+from birl.text.visible import Visible
 from birl.types import Message, SamplingParams, Turn
 
 
@@ -55,9 +56,9 @@ class Direct(Visit):
         (params,) = service.seeded(reply.params)
         with service.gate.enter(1):
             result = await service.answering(grammar)(prompt, params)
-        message = service.chat.parse(result.ids, reply.tools, prompt)
-        cut = min((at for s in params.stop if (at := message.content.find(s)) >= 0), default=None)
-        message = message if cut is None else replace(message, content=message.content[:cut])
+        shown = Visible(service.chat.tokenizer, service.end_ids | frozenset(params.stop_ids), params.stop)
+        shown.feed(result.ids)
+        message = service.chat.parts(shown.whole(), reply.tools, service.chat.thinks(prompt)).message()
         return message, Turn(prompt=np.array(prompt, np.int32), completion=result)
 
 

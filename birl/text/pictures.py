@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -98,7 +99,8 @@ class Pictures:
         self.known: defaultdict[str, list[str]] = defaultdict(list)  # digests by their first digits
         self.processed: OrderedDict[str, Processed] = OrderedDict()
         self.pixels = 0  # of all of them [bytes]
-        self.lock = threading.RLock()
+        self.given: WeakValueDictionary[str, Picture] = WeakValueDictionary()  # by digest
+        self.lock, self.decoding = threading.RLock(), threading.Lock()
 
     def __deepcopy__(self, memo: Any) -> "Pictures":
         return self
@@ -121,10 +123,20 @@ class Pictures:
                 for digest, data in self.files.items():
                     self._write(digest, data)
 
-    def add(self, picture: Picture) -> Processed:
-        """Raises `BirlError` for what is no picture, or one beyond the bounds."""
+    def held(self, picture: Picture) -> Picture:
+        """The one of its digest whose file stays here, whatever is forgotten, while a reference to it exists."""
         with self.lock:
-            result = self._process(picture.digest, picture.data)
+            return self.given.setdefault(picture.digest, picture)
+
+    def add(self, picture: Picture) -> Processed:
+        """Raises `BirlError` for what is no picture, or one beyond the bounds. It is decoded outside of
+        `lock`, so that passes with other pictures go on."""
+        with self.decoding:
+            fresh = self.processed.get(picture.digest) or processed(
+                self.processor, picture.digest, picture.data, self.bounds
+            )
+        with self.lock:
+            result = self._process(picture.digest, picture.data, fresh)
             if picture.digest not in self.files:
                 self.files[picture.digest] = picture.data
                 self.size += len(picture.data)
@@ -209,11 +221,12 @@ class Pictures:
         if digest not in (own := self.known[digest[:DIGITS]]):
             own.append(digest)
 
-    def _process(self, digest: str, data: bytes | None = None) -> Processed:
+    def _process(self, digest: str, data: bytes | None = None, fresh: Processed | None = None) -> Processed:
         if digest in self.processed:
             self.processed.move_to_end(digest)
             return self.processed[digest]
-        result = self.processed[digest] = processed(self.processor, digest, data or self._data(digest), self.bounds)
+        result = fresh or processed(self.processor, digest, data or self._data(digest), self.bounds)
+        self.processed[digest] = result
         self.pixels += result.nbytes
         while len(self.processed) > 1 and self.pixels > PIXELS:
             self.pixels -= self.processed.popitem(last=False)[1].nbytes
@@ -223,6 +236,8 @@ class Pictures:
         if digest in self.files:
             self.files.move_to_end(digest)
             return self.files[digest]
+        if (given := self.given.get(digest)) is not None:
+            return given.data
         if self.folder is not None and (path := self.folder / digest).is_file():
             data = path.read_bytes()
             if Picture.of(data).digest == digest:

@@ -6,14 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from birl import kernels
 from birl.engine.engine import EmbeddedEngine
 from birl.learner.forest import TargetRow, plant
-from birl.learner.low_rank_run import ALPHA, AdamStep, LowRankConfig, LowRankRun, SharedBase
-from birl.models import attention
+from birl.learner.low_rank_run import ALPHA, AdamStep, LowRankConfig, LowRankRun, SharedBase, linear_layers
+from birl.models import attention, vision
 from birl.models.low_rank import HEAD
+from birl.text.pictures import placeholders
 from birl.types import SamplingParams
+from tests import sights
 from tests.tiny import tiny_model, tiny_tokenizer
 
 STEP = AdamStep(learning_rate=1e-2)
@@ -214,3 +217,21 @@ def test_a_gradient_that_is_no_number_changes_nothing() -> None:
         run.step(STEP)
     assert all(torch.equal(before[n], t) for n, t in run.state().items())
     assert run.steps == 0
+
+
+def test_no_beginning_in_common_cuts_a_picture() -> None:
+    picture, text = torch.tensor(placeholders("0123456789abcdef" * 4, 12)), torch.arange(3, 23)
+    ends, goes_on = torch.cat([text, picture]), torch.cat([text, picture, text])
+    forest = plant([TargetRow(ids, ids[:, None]) for ids in (ends, goes_on)])
+    assert [tree.sizes for tree in forest.trees] == [(20, 12, 32)]
+    assert all(torch.equal(forest.tokens[p], ids) for p, ids in zip(forest.places, (ends, goes_on), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "smolvlm", "gemma4", "gemma4_unified", "internvl"])
+def test_what_is_computed_of_pictures_has_no_factors(kind: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(sights.config(kind, sights.tokenizer(kind)))
+    model.lm_head = torch.nn.Linear(48, 352, bias=False)
+    model.to_empty(device="cpu")
+    layers = linear_layers(model)
+    assert layers and not {f"{name}.weight" for name in layers} & vision.tower(model).keys()

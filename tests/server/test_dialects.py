@@ -391,6 +391,15 @@ def test_guided_answers_do_not_change_others(server: Running) -> None:
         assert all(json.loads(o.result().json()["choices"][0]["message"]["content"])["a"] in (3, 4) for o in others)
 
 
+def test_what_ended_an_answer_is_text_in_no_dialect(server: Running) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "temperature": 0}
+    whole = server.http.post("/v1/chat/completions", json={**asked, "return_token_ids": True}).json()["choices"][0]
+    asked["stop_token_ids"] = whole["token_ids"][3:4]
+    chat, message = (server.http.post(f"/v1/{p}", json=asked).json() for p in ("chat/completions", "messages"))
+    (said,) = (block["text"] for block in message["content"] if block["type"] == "text")
+    assert message["usage"]["output_tokens"] <= 4 and said == chat["choices"][0]["message"]["content"]
+
+
 def test_a_thread_of_anthropics_on_a_server(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     with anthropic.Anthropic(base_url=server.url, api_key="s3cret", max_retries=0) as client:
         tool: Any = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}

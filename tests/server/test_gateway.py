@@ -188,6 +188,19 @@ def test_a_text_that_goes_on_behind_a_stop_string_has_it_once(told: bool) -> Non
     played(engine, body)
 
 
+def test_a_stop_string_within_the_thinking_is_not_shown() -> None:
+    class Stops(Scripted):
+        async def generate(self, prompt_ids: Any, params: Any, session: str = "") -> Completion:
+            whole = await super().generate(prompt_ids, params, session)
+            return Completion.of(whole.ids[:-1], whole.logprobs[:-1], whole.versions[:-1], Stop.STOP)
+
+    async def body(here: Place) -> None:
+        said = (await here.chat(stop=["STOP", "TOP"])).choices[0].message
+        assert (said.content, said.reasoning_content) == ("", "hm ")
+
+    played(Stops(["<think>\nhm STOP"], THINKING), body)
+
+
 def test_several_choices_are_branches() -> None:
     async def body(here: Place) -> None:
         found = await here.chat(n=3, logprobs=True)

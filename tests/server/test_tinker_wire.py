@@ -5,6 +5,7 @@ import pytest
 
 from birl.errors import BirlError
 from birl.server.tinker import requests, wire
+from birl.server.tinker.inputs import Reader
 from birl.server.tinker.passes import cut
 from tests.server.tinker_server import encoded, text
 
@@ -87,13 +88,13 @@ def test_indices_of_a_sparse_tensor_that_lead_elsewhere_are_refused(
 
 def test_a_request_is_read_as_it_was_sent_and_addressed_though_it_is_wrong() -> None:
     body = encoded("run", 7, [text([5, 6, 7]), text([5, 6, 7, 8])], "cross_entropy", True)
-    asked = requests.forward_backward(body, 320, 512)
+    asked = requests.forward_backward(body, Reader(320, 512))
     assert (asked.tokens, asked.loss, asked.forward_only) == (5, "cross_entropy", True)
     np.testing.assert_array_equal(asked.data[1].targets, [[6], [7], [8]])
     wrong = encoded("run", 8, [text([5, 600])], "cross_entropy", False)
     assert requests.address(wrong) == requests.Address("run", 8, 1)
     with pytest.raises(BirlError, match="600 is no token"):
-        requests.forward_backward(wrong, 320, 512)
+        requests.forward_backward(wrong, Reader(320, 512))
 
 
 def test_pieces_hold_whole_data_in_order() -> None:

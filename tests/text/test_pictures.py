@@ -187,3 +187,22 @@ def test_pixel_values_are_held_up_to_a_bound(chat: Chat, monkeypatch: pytest.Mon
         own.add(Picture.of(sights.drawn(str(number))))
         assert own.pixels == sum(one.nbytes for one in own.processed.values()) <= 3 * size
     assert len(own.processed) == 3
+
+
+def test_a_file_that_is_used_stays_when_others_need_its_room(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chat.pictures is not None
+    own = Pictures(chat.pictures.processor, chat.tokenizer)
+    own.forgets = True
+    monkeypatch.setattr(pictures, "FILES", 1)
+    monkeypatch.setattr(pictures, "PIXELS", 1)
+    used = own.held(Picture.of(sights.drawn("held")))
+    ids = own.add(used).ids
+    lost = own.add(ONE).ids
+    own.add(OTHER)
+    assert list(own.files) == [OTHER.digest] and own.spans(ids)[0].picture.digest == used.digest
+    with pytest.raises(BirlError, match="is gone"):
+        own.spans(lost)
+    del used
+    own.add(OTHER)
+    with pytest.raises(BirlError, match="is gone"):
+        own.spans(ids)

@@ -15,7 +15,7 @@ from birl.config.decided import (
     teachers_of,
     weights_method,
 )
-from birl.config.schema import DPO, RL, SFT, SIGHT, Eval, Stage, Tinker, reward_functions
+from birl.config.schema import DPO, RL, SFT, Eval, Stage, Tinker, reward_functions
 from birl.config.words import value_of
 from birl.hub import addressed
 
@@ -85,9 +85,9 @@ def _started(config: RL | Eval) -> bool:
 UNREAD: tuple[Row, ...] = (
     _row(
         Tinker,
-        " ".join(f"model.{key}" for key in SIGHT),
+        "model.picture_hosts model.freeze_vision",
         lambda c: False,
-        "Tinker's clients send texts alone to birl tinker",
+        "Tinker's clients send pictures as files, and what computes them is never trained",
     ),
     _by("algorithm.advantage", "algorithm.baseline algorithm.scale_rewards", "relative"),
     _by("algorithm.advantage", "algorithm.pass_k", "pass_at_k"),

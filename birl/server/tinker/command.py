@@ -25,6 +25,7 @@ from birl.server.serve import address, bind, listen, short_name, uvicorn_server
 from birl.server.tinker import tenants
 from birl.server.tinker.checkpoints import Checkpoints
 from birl.server.tinker.futures import Promises
+from birl.server.tinker.inputs import Reader
 from birl.server.tinker.passes import Passes
 from birl.server.tinker.routes import app
 from birl.server.tinker.runs import Runs
@@ -133,8 +134,10 @@ def service_of(config: schema.Tinker, policy: Policy, known: Tenants, store: Sto
     )  # fmt: skip
     sessions = Sessions(store)
     checkpoints = Checkpoints(store, base, memory, quota, sessions)
-    words = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
-    work = Work(runs, passes, checkpoints, known, compute, words, engine.context)
+    words, seen = model.get_input_embeddings().weight.shape[0], policy.chat.pictures  # pyright: ignore
+    if seen is not None:
+        seen.forgets = True
+    work = Work(runs, passes, checkpoints, known, compute, Reader(words, engine.context, seen))
     own = config.names or [short_name(str(policy.folder))]
     return TinkerService(
         names=tuple(dict.fromkeys([*own, short_name(str(policy.folder)), config.model.path])),

@@ -1,6 +1,6 @@
 """What a client asks, as types: made of JSON or protobuf once, where it comes in, and checked there.
 
-Example: forward_backward(body, vocabulary=49152, context=8192).data[0].tokens
+Example: forward_backward(body, Reader(vocabulary=49152, context=8192)).data[0].tokens
 """
 
 from collections.abc import Mapping
@@ -11,21 +11,23 @@ import numpy as np
 
 from birl.errors import BirlError
 from birl.server.tinker import wire
-from birl.types import SamplingParams
+from birl.server.tinker.inputs import Reader
+from birl.text.pictures import is_picture
+from birl.types import Picture, SamplingParams
 
 MOST_TARGETS = 256  # tokens in each place: top-k distillation takes 20 or so
 MOST_SAMPLES = 1024
 MOST_CELLS = 50_000_000  # of tables of likeliest tokens in one answer: 8 bytes each
-NO_PICTURES = "This model takes text alone: images and audio are not offered by this server."
+BYTES = 64  # of a training request, or of a prompt's pictures, that count as a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """tokens [T] int64; inputs: arrays by name, [T] or [T, K]; origins: for each token the sampled sequence that it
-    comes from, as (id, place, length) runs, where the client says so."""
+    """tokens [T] int64; inputs: arrays by name, [T] or [T, K]; `pictures` among the tokens."""
 
     tokens: np.ndarray
     inputs: dict[str, np.ndarray]
+    pictures: tuple[Picture, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -74,7 +76,7 @@ def address(body: bytes) -> Address:
     return Address(model, seq, tokens)
 
 
-def forward_backward(body: bytes, vocabulary: int, context: int) -> ForwardBackward:
+def forward_backward(body: bytes, reader: Reader) -> ForwardBackward:
     """Raises `BirlError` that names the datum, the field and what is wrong with it."""
     data: list[bytes] = []
     loss, forward_only, old, new, room = "", False, {}, {}, wire.Room()
@@ -93,7 +95,7 @@ def forward_backward(body: bytes, vocabulary: int, context: int) -> ForwardBackw
             new[key] = _config_value(wire.raw(entry), room)
     if not data:
         raise BirlError("The request has no data.")
-    read = [_datum(d, f"data[{i}]", (vocabulary, context), room) for i, d in enumerate(data)]
+    read = [_datum(d, f"data[{i}]", reader, room) for i, d in enumerate(data)]
     return ForwardBackward(data=read, loss=loss, config=new or old, forward_only=forward_only)
 
 
@@ -109,29 +111,24 @@ def _config_value(value: bytes, room: wire.Room) -> float | str:
     return 0.0
 
 
-def _datum(body: bytes, what: str, bounds: tuple[int, int], room: wire.Room) -> Datum:
-    chunks: list[np.ndarray] = []
+def _datum(body: bytes, what: str, reader: Reader, room: wire.Room) -> Datum:
+    chunks: list[wire.Value] = []
     inputs: dict[str, np.ndarray] = {}
     for number, value in wire.fields(body, room):
         if number == 1:
-            for kind, chunk in wire.fields(wire.raw(value), room):
-                if kind != 1:
-                    raise BirlError(f"{what}.model_input: {NO_PICTURES}")
-                tokens = dict(wire.fields(wire.raw(chunk), room)).get(1, b"")
-                chunks.append(wire.array(tokens, np.dtype("<i4"), f"{what}.model_input"))
+            chunks.append(value)
         elif number == 2:
             name, entry = _entry(value, room)
             inputs[name] = wire.tensor(wire.raw(entry), f"{what}.{name}", room)
-    tokens = np.concatenate(chunks).astype(np.int64) if chunks else np.empty(0, np.int64)
-    return checked(Datum(tokens=tokens, inputs=inputs), what, *bounds)
+    row = reader.of_wire(chunks, f"{what}.model_input", room)
+    return checked(Datum(tokens=row.tokens, inputs=inputs, pictures=tuple(row.pictures)), what, reader)
 
 
-def checked(datum: Datum, what: str, vocabulary: int, context: int) -> Datum:
+def checked(datum: Datum, what: str, reader: Reader) -> Datum:
     """Raises `BirlError` where a pass could not be made of it, or where a number is none."""
     count = len(datum)
-    if not 0 < count <= context:
-        raise BirlError(f"{what}: has {count} tokens; a sequence has 1 to {context}.")
-    _tokens(datum.tokens, f"{what}.model_input", vocabulary)
+    if not count:
+        raise BirlError(f"{what}: has 0 tokens; a sequence has 1 to {reader.context}.")
     if "target_tokens" not in datum.inputs:
         raise BirlError(f"{what}: target_tokens is missing.")
     for name, values in datum.inputs.items():
@@ -142,14 +139,8 @@ def checked(datum: Datum, what: str, vocabulary: int, context: int) -> Datum:
     targets = datum.targets
     if targets.dtype.kind != "i" or not 0 < targets.shape[1] <= MOST_TARGETS:
         raise BirlError(f"{what}.target_tokens: must be 1 to {MOST_TARGETS} whole numbers for each token.")
-    _tokens(targets, f"{what}.target_tokens", vocabulary)
+    reader.within(targets, f"{what}.target_tokens")
     return datum
-
-
-def _tokens(ids: np.ndarray, what: str, vocabulary: int) -> None:
-    wrong = (ids < 0) | (ids >= vocabulary)
-    if wrong.any():
-        raise BirlError(f"{what}: {int(ids[wrong][0])} is no token; the model has {vocabulary}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,16 +157,25 @@ class Sample:
     top_sampled: int = 0
     targets: np.ndarray | None = None
     alternatives: int = 0
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """That may be computed for it."""
-        return len(self.prompt) + self.count * self.params.max_tokens
+        """That may be computed for it, with what its pictures count as."""
+        files = sum(len(p.data) for p in self.pictures)
+        return len(self.prompt) + self.count * self.params.max_tokens + files // BYTES
+
+    @property
+    def shown(self) -> np.ndarray:
+        """[T] bool: where a picture's tokens are."""
+        return np.array([is_picture(t) for t in self.prompt], bool)
 
 
-def sample(data: Mapping[str, Any], vocabulary: int, context: int) -> Sample:
+def sample(data: Mapping[str, Any], reader: Reader) -> Sample:
     """Of an `asample` body. Raises `BirlError`."""
-    prompt = _chunks(mapping(data.get("prompt"), "prompt").get("chunks"), vocabulary)
+    vocabulary, context = reader.vocabulary, reader.context
+    row = reader.of_json(mapping(data.get("prompt"), "prompt").get("chunks"), "prompt")
+    prompt = tuple(row.tokens.tolist())
     count = whole(data, "num_samples", 1, 1, MOST_SAMPLES)
     if not 0 < len(prompt) < context:
         raise BirlError(
@@ -197,6 +197,7 @@ def sample(data: Mapping[str, Any], vocabulary: int, context: int) -> Sample:
         top_sampled=whole(data, "topk_sample_logprobs", 0, 0, min(1000, vocabulary)),
         targets=_targets(data.get("target_prompt_logprobs"), len(prompt) - 1, vocabulary),
         alternatives=whole(data, "prompt_alt_tokens_k", 0, 0, 256),
+        pictures=tuple(row.pictures),
     )
     cells = len(prompt) * (result.top + result.alternatives) + count * result.params.max_tokens * result.top_sampled
     if cells > MOST_CELLS:
@@ -207,24 +208,6 @@ def sample(data: Mapping[str, Any], vocabulary: int, context: int) -> Sample:
     if result.params.temperature and not 0.001 <= result.params.temperature <= 1000:
         raise BirlError(f"temperature: must be 0, or 0.001 to 1000, not {result.params.temperature}.")
     return result
-
-
-def _chunks(chunks: Any, vocabulary: int) -> tuple[int, ...]:
-    result: list[int] = []
-    if not isinstance(chunks, list):
-        raise BirlError("prompt.chunks must be a list.")
-    for chunk in chunks:
-        chunk = mapping(chunk, "prompt.chunks")
-        if chunk.get("type", "encoded_text") != "encoded_text":
-            raise BirlError(f"prompt: {NO_PICTURES}")
-        tokens = chunk.get("tokens")
-        if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
-            raise BirlError("prompt: tokens must be a list of token ids.")
-        result += tokens
-    wrong = next((t for t in result if not 0 <= t < vocabulary), None)
-    if wrong is not None:
-        raise BirlError(f"prompt: {wrong} is no token; the model has {vocabulary}.")
-    return tuple(result)
 
 
 def _params(data: Mapping[str, Any], vocabulary: int, room: int) -> SamplingParams:

@@ -51,7 +51,7 @@ async def telemetry(service: TinkerService, tenant: Tenant, request: Request) ->
 
 
 async def capabilities(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    context = service.work.context
+    context = service.work.reader.context
     models = [
         {"model_name": n, "max_context_length": context, "trainable": True, "sampleable": True} for n in service.names
     ]
@@ -152,7 +152,7 @@ async def sample(service: TinkerService, tenant: Tenant, request: Request) -> Re
         raise Refused(400, "sampling_session_id is missing: make one with create_sampling_session.", "user")
     sampler = service.sampler(requests.words(data, "sampling_session_id"), tenant)
     seq = requests.whole(data, "seq_id", 0, 0, CLONES * CLONES)
-    promise, ids = service.sample(tenant, sampler, seq, data)
+    promise, ids = await service.sample(tenant, sampler, seq, data)
     return JSONResponse({"request_id": promise.id, "sample_sequence_ids": ids})
 
 

@@ -12,6 +12,7 @@ from birl.engine.engine import EmbeddedEngine
 from birl.learner.low_rank_run import SharedBase
 from birl.models.low_rank import AdapterWeights, RowGroup, adapted
 from birl.models.target_logprobs import Top, drawn, likeliest, target_logprobs
+from birl.models.vision import plain
 from birl.seeds import derive_seed
 from birl.server.tinker import wire
 from birl.server.tinker.requests import Sample
@@ -67,9 +68,10 @@ class Sampling:
         if sample.scored_from is not None:
             first = sample.scored_from - 1
             part, own = hidden[first:], [RowGroup(0, size - 1 - first, g.adapter) for g in groups]
-            actual = torch.tensor(sample.prompt[first + 1 :], dtype=torch.int64, device=hidden.device)[:, None]
+            actual = plain(torch.tensor(sample.prompt[first + 1 :], dtype=torch.int64, device=hidden.device))[:, None]
             result.logprobs = np.full(size, np.nan, np.float32)
             result.logprobs[first + 1 :] = target_logprobs(self.base.model, part, actual, own)[:, 0].cpu().numpy()
+            result.logprobs[sample.shown] = np.nan  # nobody predicts a picture
             if sample.top:
                 top = likeliest(self.base.model, part, sample.top, own)
                 result.top = table(top, size, first + 1)

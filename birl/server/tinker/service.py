@@ -23,7 +23,6 @@ from birl.server.tinker.store import Record, Store
 from birl.server.tinker.tenants import Quota, Tenant, Tenants
 from birl.server.tinker.work import Work
 
-BYTES = 64  # of a training request that count as a token
 CLONES = 1_000_000_000  # requests of a copy of a sampling session begin at a multiple of it
 
 
@@ -153,11 +152,11 @@ class TinkerService:
             raise Refused(503, "The server is shutting down; it goes on when it is started again.", "overloaded", 1)
         if record.seq in run.promises:
             return run.promises[record.seq]
-        tokens = max(tokens, len(record.body) // BYTES)  # bodies wait in memory
+        tokens = max(tokens, len(record.body) // requests.BYTES)  # bodies wait in memory
         if tokens > self.quota.tokens:  # refused in its turn: a number that is missing would stop the run
             reason = (
-                f"The request has {tokens} tokens, counting its {len(record.body)} bytes as one for {BYTES} at least, "
-                f"and a tenant may have {self.quota.tokens} at once."
+                f"The request has {tokens} tokens, counting its {len(record.body)} bytes as one for {requests.BYTES} "
+                f"at least, and a tenant may have {self.quota.tokens} at once."
             )
             record, tokens = refusal(record.seq, reason), 0
         with tenant.holding(self.quota, tokens):
@@ -207,7 +206,9 @@ class TinkerService:
         run = self.runs.by_id[id]
         return run, self.submit(tenant, run, Record(0, "load_weights", body))
 
-    def sample(self, tenant: Tenant, sampler: Sampler, seq: int, data: Mapping[str, Any]) -> tuple[Promise, list[str]]:
+    async def sample(
+        self, tenant: Tenant, sampler: Sampler, seq: int, data: Mapping[str, Any]
+    ) -> tuple[Promise, list[str]]:
         """The promise of an answer, and an id of each sequence."""
         id = f"{sampler.id}#{seq}"
         count = data.get("num_samples", 1)
@@ -217,7 +218,10 @@ class TinkerService:
         if self.ending:
             raise Refused(503, "The server is shutting down; it goes on when it is started again.", "overloaded", 1)
         try:
-            asked = requests.sample(data, self.work.words, self.work.context)
+            async with tenant.reading:
+                if (promise := self.promises.find(id, tenant.name)) is not None:  # it was sent again meanwhile
+                    return promise, ids
+                asked = await asyncio.to_thread(requests.sample, data, self.work.reader)
             with tenant.holding(self.quota, asked.tokens):
                 pass
         except BirlError as error:

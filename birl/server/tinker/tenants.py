@@ -4,6 +4,7 @@ A key is compared by its digest, in constant time, and neither kept nor printed.
 machine is the tenant `local`.
 """
 
+import asyncio
 import hashlib
 import hmac
 import os
@@ -39,12 +40,14 @@ class Quota:
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """`served`: tokens computed for it, by which the next one is chosen."""
+    """`served`: tokens computed for it, by which the next one is chosen. `reading`: one of its requests is read,
+    and its pictures decoded, at a time, so that threads are left for other tenants."""
 
     name: str
     tokens: int = 0
     requests: int = 0
     served: float = 0.0
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def urn(self) -> str:

@@ -19,6 +19,7 @@ from birl.learner.low_rank_run import AdamStep, LowRankConfig
 from birl.server.tinker import losses, requests, wire
 from birl.server.tinker.checkpoints import Checkpoints
 from birl.server.tinker.futures import PROTO, Answer
+from birl.server.tinker.inputs import Reader
 from birl.server.tinker.passes import Passes, cut
 from birl.server.tinker.requests import Datum, ForwardBackward
 from birl.server.tinker.runs import Request, Run, Runs
@@ -30,15 +31,14 @@ MOST_JOURNALED = 256  # requests
 
 @dataclass(slots=True)
 class Work:
-    """`words`: size of the model's vocabulary. `context`: longest sequence [tokens]."""
+    """`reader`: of what the model takes."""
 
     runs: Runs
     passes: Passes
     checkpoints: Checkpoints
     tenants: Tenants
     compute: Executor
-    words: int
-    context: int
+    reader: Reader
     ending: bool = False  # no more requests are begun
 
     def start(self, run: Run) -> None:
@@ -79,7 +79,9 @@ class Work:
             return Answer.failure(f"{type(error).__name__}: {first_line(error)}", "server")
 
     async def _forward_backward(self, run: Run, body: bytes) -> Answer:
-        request = await asyncio.to_thread(requests.forward_backward, body, self.words, self.context)
+        tenant = self.tenants.named(run.owner)
+        async with tenant.reading:
+            request = await asyncio.to_thread(requests.forward_backward, body, self.reader)
         losses.check(request)
         adapter = await asyncio.to_thread(self.runs.load, run)
         learns = not request.forward_only
@@ -87,8 +89,7 @@ class Work:
             raise BirlError(run.broken)
         if learns:
             adapter.collect()
-        tenant, total, logp = self.tenants.named(run.owner), 0.0, []
-        values: list[Tensor] = []
+        total, logp, values = 0.0, list[Tensor](), list[Tensor]()
         try:
             for piece in cut([len(d) for d in request.data], self.passes.base.max_tokens):
                 data = request.data[piece]
