@@ -53,6 +53,8 @@ ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
         ("launch local", ["Name what to start", "Commands: sft, rm, dpo, rl;"]),
         ("chat folder/seed=1", ["folder/seed=1"]),
         ("chat model=folder", ["folder"]),
+        ("chat temperature=-1 folder", ["temperature=-1: must be at least 0."]),
+        ("chat folder temprature=1", ["temprature=1: there is no such key. Did you mean temperature?"]),
         ("chat folder nowhere", ["birl chat takes one model or run, not 2: folder nowhere."]),
     ],
 )

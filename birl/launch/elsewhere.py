@@ -59,8 +59,6 @@ class Keys(jobs.Keys):
 
 def check(job: Job, keys: Keys) -> None:
     """Raises `BirlError` for what would not work on any machine but this one."""
-    if keys.nodes < 1:
-        raise BirlError(f"launch.nodes={keys.nodes}: at least one machine is needed.")
     if job.run.is_absolute() or ".." in job.run.parts:
         raise BirlError(f"run={job.run}: must be a relative path here, as in run=runs/{job.run.name}.")
     if isinstance(job.config, RL):

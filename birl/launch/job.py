@@ -14,6 +14,7 @@ from birl.config import schema
 from birl.config.decided import LAUNCHED, SERVERS
 from birl.config.load import load, load_with_choices, run_folder
 from birl.config.schema import TRAINING
+from birl.config.schema.kinds import Count
 from birl.errors import BirlError
 
 
@@ -23,7 +24,7 @@ class Keys:
 
     name: str = ""
     """Of the job. Empty: the name of the run folder."""
-    nodes: int = 1
+    nodes: Count = 1
     """Machines. The ranks of the learner and the engines are spread over them evenly."""
     gpus: float = 0.0
     """GPUs of each rank of the learner, and of each engine for each of its tensor and pipeline parallel ranks."""

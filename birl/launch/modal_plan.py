@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from birl.config.decided import weights_method
 from birl.errors import BirlError
@@ -37,10 +39,10 @@ class Keys(jobs.Keys):
     """Kind of the learner's GPUs, in Modal's words: T4, L4, A10G, L40S, A100, A100-80GB, H100, H200, B200."""
     engine_gpu: str = "A10G"
     """Kind of the engines' GPUs."""
-    learner: str = "modal"
+    learner: Literal["modal", "here"] = "modal"
     """Where the learner runs: modal | here (only the engines are in the cloud; then `birl rl` runs on this machine with
     their addresses, and rewards are computed here)."""
-    engines: str = "apart"
+    engines: Literal["apart", "inside"] = "apart"
     """Where engines run: apart (each in a container of its own; engine.kind=birl) | inside (in the learner's container,
     on its GPUs, as `birl rl` starts them)."""
     volume: str = "birl"
@@ -55,8 +57,8 @@ class Keys(jobs.Keys):
     """Further packages for pip, such as reasoning-gym."""
     vllm: str = ""
     """vLLM for an environment of its own in the image, as pip takes it: vllm==0.32.0. For launch.engines=inside."""
-    hours: float = 23.0
-    """Longest life of a container [h], at most 23; then the run saves and goes on in the next (launch.restarts)."""
+    hours: Annotated[float, Field(gt=0, le=(LONGEST - SAVING) // 3600)] = 23.0
+    """Longest life of a container [h]; then the run saves and goes on in the next (launch.restarts)."""
     idle: float = 30.0
     """An engine without requests for so long ends [min]."""
     stop_timeout: float = 900.0
@@ -193,9 +195,6 @@ def prepare(job: Job, keys: Keys) -> ModalPlan:
 
 
 def check(keys: Keys) -> None:
-    for name, values in (("learner", ("modal", "here")), ("engines", ("apart", "inside"))):
-        if getattr(keys, name) not in values:
-            raise BirlError(f"launch.{name}={getattr(keys, name)}: must be {' or '.join(values)}")
     if keys.nodes != 1:
         raise BirlError(
             f"launch.nodes={keys.nodes}: all ranks of a learner are in one container, with at most {LARGEST} GPUs; "
@@ -203,8 +202,6 @@ def check(keys: Keys) -> None:
         )
     if keys.learner == "here" and keys.engines == "inside":
         raise BirlError("launch.learner=here: engines cannot be inside of its container then; set launch.engines=apart")
-    if not 0 < keys.hours <= (LONGEST - SAVING) // 3600:
-        raise BirlError(f"launch.hours={keys.hours:g}: must be above 0, and at most {(LONGEST - SAVING) // 3600}")
     if keys.vllm and keys.engines != "inside":
         raise BirlError(f"launch.vllm={keys.vllm}: only launch.engines=inside reads it")
 

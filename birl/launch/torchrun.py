@@ -42,7 +42,7 @@ def submit(job: Job, keys: Keys) -> Handle:
 def command(job: Job, keys: Keys) -> list[str]:
     """torchrun's own. Raises `BirlError`."""
     ranks, nodes = job.learner.count, keys.nodes
-    if nodes < 1 or ranks % nodes:
+    if ranks % nodes:
         raise BirlError(f"launch.nodes={nodes}: the {ranks} ranks of parallel.* cannot be spread evenly over them")
     if nodes > 1 and not (keys.rendezvous.rpartition(":")[0] and keys.rendezvous.rpartition(":")[2].isdigit()):
         raise BirlError(f"launch.rendezvous={keys.rendezvous}: name HOST:PORT of the first of {nodes} machines")

@@ -25,6 +25,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from birl.errors import BirlError, first_line
+from birl.regular import write_whole
 from birl.types import Picture
 
 FIRST = 2**30  # above every token id of a vocabulary, and below 2**31
@@ -248,9 +249,7 @@ class Pictures:
         if self.folder is None or (path := self.folder / digest).exists():
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_bytes(data)
-        part.replace(path)
+        write_whole(path, data)
 
     def _trim(self) -> None:
         while (self.forgets or self.folder is not None) and len(self.files) > 1 and self.size > FILES:

@@ -17,6 +17,7 @@ import pytest
 
 from birl.cli import main
 from birl.errors import BirlError
+from birl.launch.command import keys_of
 from birl.launch.job import derive
 from birl.launch.modal import Keys
 from birl.launch.modal_plan import ModalPlan, prepare
@@ -103,8 +104,6 @@ def test_what_the_configuration_names_is_uploaded(here: Path) -> None:
         (["engine.kind=vllm"], {}, r"engine\.kind=vllm: takes weights from a folder .*launch\.engines=inside"),
         (["engine.kind=birl", "weights.method=reload"], {}, r"weights\.method=reload: .* leave it at auto"),
         ([], {"learner": "here"}, r"launch\.learner=here: the job has no engines"),
-        ([], {"engines": "beside"}, r"launch\.engines=beside: must be apart or inside"),
-        ([], {"hours": 24}, r"launch\.hours=24: must be above 0, and at most 23"),
         ([], {"files": ["nowhere"]}, r"launch\.files: there is no nowhere here"),
         (["data.validation=runs/demo/test.jsonl"], {}, "is in the run folder, which is on the volume there"),
         (["reward.functions=[../here/mine.py:score]"], {}, "is outside of this folder"),
@@ -116,6 +115,19 @@ def test_what_cannot_be_is_refused(here: Path, words: list[str], keys: dict[str,
     (here / "runs" / "demo" / "test.jsonl").write_text("{}")
     with pytest.raises(BirlError, match=said):
         plan(*words, **keys)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("launch.engines=beside", r"launch\.engines=beside: must be apart \| inside"),
+        ("launch.hours=24", r"launch\.hours=24: must be more than 0 and at most 23"),
+        ("launch.nodes=0", r"launch\.nodes=0: must be at least 1"),
+    ],
+)
+def test_a_key_out_of_its_range_is_refused(word: str, said: str) -> None:
+    with pytest.raises(BirlError, match=said):
+        keys_of(Keys, [word])
 
 
 def test_a_dry_run_shows_the_app_and_no_secret(
