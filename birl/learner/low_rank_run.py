@@ -6,7 +6,8 @@ Shapes: of a layer [N, K]: A [r, K], B [N, r].
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, count
 
@@ -223,6 +224,16 @@ class SharedBase:
         """One pass for several adapters, each with sequences of its own: the log-probs of their targets, [T, K] each.
         With a `loss` (of the number of the work, and the log-probs of its sequences, which have a gradient) its
         gradients are added to those that the adapters collect."""
+        with self.passed(work, trained=loss is not None) as rows:
+            if loss is not None:
+                backward(sum(loss(number, own) for number, own in enumerate(rows)))
+        return [[p.detach() for p in own] for own in rows]
+
+    @contextmanager
+    def passed(
+        self, work: Sequence[tuple[AdapterWeights | None, Sequence[TargetRow]]], trained: bool
+    ) -> Iterator[list[list[Tensor]]]:
+        """The log-probs; a backward pass belongs within."""
         forests = [plant(rows) for _, rows in work]
         starts = [0, *accumulate(len(f.tokens) for f in forests)]
         groups = [
@@ -238,22 +249,12 @@ class SharedBase:
         own = asked[:, 0].contiguous()
         bounds = [torch.searchsorted(own, torch.tensor((g.start, g.stop), dtype=torch.int64)).tolist() for g in groups]
         at_head = [RowGroup(low, high, g.adapter) for (low, high), g in zip(bounds, groups, strict=True)]
-        with torch.set_grad_enabled(loss is not None), adapted(self.model, groups, trained=loss is not None):
+        with torch.set_grad_enabled(trained), adapted(self.model, groups, trained=trained):
             hidden = self.forest(forests)[own.to(self.device)]
             logp = target_logprobs(self.model, hidden, asked[:, 1:].contiguous().to(self.device), at_head)
             each = logp[where.to(self.device)].split([len(row.tokens) for row in rows])
-            pieces = [p[:, : row.targets.shape[1]] for p, row in zip(each, rows, strict=True)]
-            result, start = [], 0
-            total = logp.new_zeros(())
-            for number, (_, sequences) in enumerate(work):
-                part = pieces[start : start + len(sequences)]
-                start += len(sequences)
-                if loss is not None:
-                    total = total + loss(number, part)
-                result.append([p.detach() for p in part])
-            if loss is not None and total.requires_grad:
-                total.backward()
-        return result
+            pieces = iter([p[:, : row.targets.shape[1]] for p, row in zip(each, rows, strict=True)])
+            yield [[next(pieces) for _ in sequences] for _, sequences in work]
 
     def forest(self, forests: Sequence[Forest]) -> Tensor:
         """Hidden states of all tokens, [T, H]; within `adapted`."""
@@ -263,6 +264,12 @@ class SharedBase:
     def _hidden(self, tokens: Tensor, positions: Tensor, trees: list[Tree]) -> Tensor:
         row = vision.row(self.model, tokens.to(self.device), positions.to(self.device), trees)
         return hidden_states(self.model, *row[:2], Packed(trees, self.device), row[2])
+
+
+def backward(total: Tensor | int) -> None:
+    """From the sum of some losses, of which there may be none that depend on anything."""
+    if isinstance(total, Tensor) and total.requires_grad:
+        total.backward()
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:

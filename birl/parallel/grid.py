@@ -12,7 +12,7 @@ from birl.config import schema
 from birl.parallel.ranks import Grid
 
 
-def grid_of(config: schema.RL | schema.Stage) -> Grid:
+def grid_of(config: schema.RL | schema.Stage | schema.Tinker) -> Grid:
     keys = config.parallel
     names = ("ddp", "fsdp", "cp", "tp", "ep", "sequence", "context")
     return Grid(**{name: getattr(keys, name) for name in names})
@@ -28,12 +28,12 @@ def started() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def ranks_here(config: schema.RL | schema.Stage) -> int:
+def ranks_here(config: schema.RL | schema.Stage | schema.Tinker) -> int:
     """Ranks of the learner on this machine, as their launcher says; all of them where it does not."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", grid_of(config).size))
 
 
-def rank_threads(config: schema.RL | schema.Stage) -> int:
+def rank_threads(config: schema.RL | schema.Stage | schema.Tinker) -> int:
     """CPU threads of each rank, its share of this machine's cores; 0: what PyTorch would take."""
     return config.threads or (max(1, cores() // ranks_here(config)) if grid_of(config).size > 1 else 0)
 

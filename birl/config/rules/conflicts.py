@@ -135,6 +135,13 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
         },
     ),
     (
+        RL | Stage | Tinker,
+        {
+            "model.device={c.model.device}: is one GPU, and each of the {c.parallel.size} processes computes on a GPU "
+            "of its own; set model.device=cuda.": lambda c: c.model.device[-1:].isdigit() and c.parallel.size > 1,
+        },
+    ),
+    (
         RL | Stage,
         {
             "data.validation_split={c.data.validation_split:g}: data.validation names a held-out set already; drop "
@@ -144,8 +151,6 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             " are shared out among.": lambda c: c.parallel.ep > 1 and c.parallel.fsdp * c.parallel.cp % c.parallel.ep,
             "parallel.ep={c.parallel.ep}: does not go together with parallel.tp={c.parallel.tp}; set one of them to"
             " 1.": lambda c: c.parallel.ep > 1 and c.parallel.tp > 1,
-            "model.device={c.model.device}: is one GPU, and each of the {c.parallel.size} processes computes on a GPU "
-            "of its own; set model.device=cuda.": lambda c: c.model.device[-1:].isdigit() and c.parallel.size > 1,
             "lora.targets is empty, so nothing would be trained; set lora.targets=[all-linear].": lambda c: (
                 c.lora.rank and not c.lora.targets
             ),

@@ -89,6 +89,13 @@ UNREAD: tuple[Row, ...] = (
         lambda c: False,
         "Tinker's clients send pictures as files, and what computes them is never trained",
     ),
+    _row(
+        Tinker,
+        "parallel.fsdp parallel.cp parallel.tp parallel.ep parallel.sequence parallel.context",
+        lambda c: False,
+        "each process of birl tinker has a whole copy of the model; set parallel.ddp",
+    ),
+    _row(Tinker, "parallel.timeout", lambda c: c.parallel.ddp > 1, "there is only one process; set parallel.ddp"),
     _by("algorithm.advantage", "algorithm.baseline algorithm.scale_rewards", "relative"),
     _by("algorithm.advantage", "algorithm.pass_k", "pass_at_k"),
     _by("algorithm.entropy_control", "algorithm.entropy_share", "top_entropy", "clip_cov", "kl_cov"),

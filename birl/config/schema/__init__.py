@@ -215,6 +215,7 @@ class Tinker(Section):
     """Training as a service for Tinker's client, many tenants over one model: `birl tinker`."""
 
     model: Model = field(default_factory=Model)
+    parallel: Parallel = field(default_factory=Parallel)
     folder: str = "tinker"
     """Folder of sessions, adapters, optimizers, checkpoints and the audit."""
     names: list[str] = field(default_factory=list)

@@ -1,25 +1,37 @@
-"""`birl tinker`: training as a service, in one process."""
+"""`birl tinker`: training as a service, in one process, or with ranks that share out each pass (`parallel.ddp`)."""
 
 import asyncio
 import os
 import signal
+import sys
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import socket
+from typing import Any
 
 from birl.config import schema
+from birl.config.load import load as load_config
+from birl.config.load import to_yaml
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import cache_bytes
 from birl.errors import BirlError
 from birl.hosts import is_loopback
 from birl.kernels import PAGE
+from birl.learner.low_rank_ranks import Copy, RankedBase
 from birl.learner.low_rank_run import SharedBase
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.models.decoder import decoder_for
 from birl.models.device import choose
 from birl.models.load import cast, end_ids
+from birl.parallel import processes
+from birl.parallel.crew import RankGroup
+from birl.parallel.grid import end_with_torchrun, grid_of, leads, rank_threads, started
 from birl.parallel.machine import compute_thread
+from birl.parallel.processes import rank_processes
+from birl.parallel.ranks import Ranks
 from birl.regular import check_target
 from birl.server.serve import address, bind, listen, short_name, uvicorn_server
 from birl.server.tinker import tenants
@@ -45,10 +57,53 @@ def run(config: schema.Tinker) -> int:
             f"host={config.host}: others could reach the server, so it needs keys: name a file (keys=FILE), or set the "
             f"environment variable {VARIABLE}, or leave host at 127.0.0.1."
         )
-    device = choose(config.model.device)
+    end_with_torchrun()
+    if (count := started()) > 1 and grid_of(config).size == 1:
+        raise BirlError(f"parallel.ddp=1: {count} processes were started; set it to {count}.")
+    if not leads():
+        return follow(config)
+    device, threads = choose(config.model.device), rank_threads(config)
     root = Path(config.folder).expanduser().resolve()
-    with alone(root), bind(config.host, config.port) as sock, compute_thread(config.threads, device) as compute:
-        return asyncio.run(_serve(config, known, root, sock, compute))
+    with (
+        alone(root),
+        bind(config.host, config.port) as sock,
+        ranks(config, root) as crew,
+        compute_thread(threads, device) as compute,
+    ):
+        return asyncio.run(_serve(config, known, root, sock, compute, crew))
+
+
+@contextmanager
+def ranks(config: schema.Tinker, root: Path) -> Iterator[RankGroup]:
+    """Rank 0's; the others are started unless a launcher did. What they print goes to rank-N.log in the folder."""
+    grid = grid_of(config)
+    if grid.size == 1:
+        yield RankGroup(Ranks())
+        return
+    words = [sys.executable, "-m", "birl.server.tinker.command"]
+    how = choose(config.model.device), config.parallel.timeout, words, to_yaml(config), rank_threads(config), root
+    with rank_processes(grid, *how) as crew:
+        yield crew
+
+
+def follow(config: schema.Tinker) -> int:
+    """A rank other than 0: its copy of the base, which computes what rank 0 calls until that ends."""
+
+    def make(crew: RankGroup, compute: Executor) -> Copy:
+        return Copy(base_of(config, loaded(config, compute), crew), crew.ranks)
+
+    device = choose(config.model.device)
+    processes.follow(grid_of(config), device, config.parallel.timeout, rank_threads(config), make)
+    return 0
+
+
+def main() -> None:
+    """python -m birl.server.tinker.command < the configuration"""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(sys.stdin.read())
+        file.flush()
+        config: Any = load_config(schema.Tinker, [file.name])
+    follow(config)
 
 
 class alone:
@@ -75,9 +130,11 @@ class alone:
         self.file.close()
 
 
-async def _serve(config: schema.Tinker, known: Tenants, root: Path, sock: socket, compute: Executor) -> int:
+async def _serve(
+    config: schema.Tinker, known: Tenants, root: Path, sock: socket, compute: Executor, crew: RankGroup
+) -> int:
     loop = asyncio.get_running_loop()
-    service = await loop.run_in_executor(compute, load, config, known, root, compute)
+    service = await loop.run_in_executor(compute, load, config, known, root, compute, crew)
     server = uvicorn_server(app(service))
     listen(sock)
     told: list[int] = []
@@ -105,18 +162,34 @@ async def _serve(config: schema.Tinker, known: Tenants, root: Path, sock: socket
     return 128 + told[0] if told else 0
 
 
-def load(config: schema.Tinker, known: Tenants, root: Path, compute: Executor) -> TinkerService:
+def load(
+    config: schema.Tinker, known: Tenants, root: Path, compute: Executor, crew: RankGroup | None = None
+) -> TinkerService:
     """Everything but the sockets."""
-    policy = load_policy(config.model, compute)
-    dtype = DTYPES[config.model.dtype]
-    cast(policy.model, dtype).requires_grad_(False)
+    policy = loaded(config, compute)
     context = min(config.model.max_length or policy.context, policy.context)
-    return service_of(config, policy, known, Store(root), context)
+    base = base_of(config, policy, crew or RankGroup(Ranks()))
+    return service_of(config, policy, base, known, Store(root), context)
 
 
-def service_of(config: schema.Tinker, policy: Policy, known: Tenants, store: Store, context: int) -> TinkerService:
+def loaded(config: schema.Tinker, compute: Executor) -> Policy:
+    policy = load_policy(config.model, compute)
+    cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
+    if policy.chat.pictures is not None:
+        policy.chat.pictures.forgets = True
+    return policy
+
+
+def base_of(config: schema.Tinker, policy: Policy, crew: RankGroup) -> SharedBase:
+    """Of this rank; rank 0's is the view of all where there are others."""
+    parts = policy.model, DTYPES[config.model.dtype], config.tokens_per_pass
+    return SharedBase(*parts) if crew.ranks.alone or not crew.leads else RankedBase(*parts, crew)
+
+
+def service_of(
+    config: schema.Tinker, policy: Policy, base: SharedBase, known: Tenants, store: Store, context: int
+) -> TinkerService:
     model, compute = policy.model, policy.compute
-    base = SharedBase(model, DTYPES[config.model.dtype], config.tokens_per_pass)
     cache = config.kv_cache_gb or cache_bytes(model, config.max_batch, min(context, 4096)) / 2**30
     engine = EmbeddedEngine(
         model, policy.tokenizer, end_ids=end_ids(model, policy.tokenizer), context=context, compute=compute,
@@ -135,8 +208,6 @@ def service_of(config: schema.Tinker, policy: Policy, known: Tenants, store: Sto
     sessions = Sessions(store)
     checkpoints = Checkpoints(store, base, memory, quota, sessions)
     words, seen = model.get_input_embeddings().weight.shape[0], policy.chat.pictures  # pyright: ignore
-    if seen is not None:
-        seen.forgets = True
     work = Work(runs, passes, checkpoints, known, compute, Reader(words, engine.context, seen))
     own = config.names or [short_name(str(policy.folder))]
     return TinkerService(
@@ -145,3 +216,7 @@ def service_of(config: schema.Tinker, policy: Policy, known: Tenants, store: Sto
         checkpoints=checkpoints, sampling=Sampling(base, engine, compute), most_rank=config.max_rank,
         most_bytes=int(config.max_request_mb * 2**20), idle=config.idle_timeout,
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""A frozen base on several ranks, each with a whole copy (`parallel.ddp`): they share out the rows of each pass.
+
+    rank 0      RankedBase.learn      log-probs of all rows, the loss and its gradient by them, as one rank has them
+    all ranks   Copy.forward          log-probs of the rank's own rows, with what going back needs
+                Copy.backward         gradients of the adapters, summed over the ranks
+
+Masters and optimizers are rank 0's alone. The others are sent what is computed with (`AdapterWeights`), once for each
+content, and the files of pictures. How the rows of one adapter are shared out does not depend on others in the pass.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from birl.errors import first_line
+from birl.learner.forest import TargetRow
+from birl.learner.low_rank_run import SharedBase, backward
+from birl.models.low_rank import AdapterWeights, Factors
+from birl.models.vision import pictures_of
+from birl.parallel.crew import RankGroup, stop_at_once
+from birl.parallel.ranks import Ranks
+from birl.parallel.shared import Shared
+from birl.types import Picture
+
+KEPT = 2**31  # bytes of adapters that the other ranks keep beyond a pass
+Matrices = Mapping[str, tuple[Tensor, Tensor]]  # A and B of each layer
+Work = Sequence[tuple[AdapterWeights | None, Sequence[TargetRow]]]
+
+
+@dataclass(slots=True)
+class Copy:
+    """One rank's: `adapters` by their numbers; `rows`: log-probs of the pass that is open."""
+
+    base: SharedBase
+    ranks: Ranks
+    adapters: dict[int, AdapterWeights] = field(default_factory=dict)
+    rows: list[Tensor] = field(default_factory=list)
+    open: ExitStack = field(default_factory=ExitStack)
+
+    def forward(
+        self,
+        new: Mapping[int, Matrices],
+        kept: Sequence[int],
+        wanted: Sequence[int],
+        files: Mapping[str, bytes],
+        work: Sequence[list[tuple[int, Sequence[TargetRow]]]],
+        trained: bool,
+    ) -> list[Any]:
+        """To rank 0: of each rank, log-probs [T, K] of its rows, or why there are none. `work`: for each rank, numbers
+        of adapters (0: none) and rows; `wanted`: those of the pass; `kept`: those that are used from now on, of which
+        `new` are not known yet."""
+        self.adapters = {n: a for n, a in self.adapters.items() if n in kept}
+        for number, layers in new.items():
+            self.adapters[number] = AdapterWeights(number, {n: Factors(*each) for n, each in layers.items()})
+        (own,) = self.ranks.mine(work)
+        result: Any = []
+        try:
+            result = self._forward(own, wanted, files, trained)
+        except Exception as error:
+            self.close()
+            result = f"{type(error).__name__}: {first_line(error)}"
+        return self._gathered(result)
+
+    def _forward(self, own: list[tuple[int, Sequence[TargetRow]]], wanted: Sequence[int], files: Mapping[str, bytes],
+                 trained: bool) -> Any:  # fmt: skip
+        pictures = pictures_of(self.base.model)
+        held = [] if pictures is None else [pictures.held(Picture.of(data)) for data in files.values()]
+        for picture in held:
+            assert pictures is not None
+            pictures.add(picture)
+        for f in (f for adapter in self.adapters.values() for f in adapter.factors.values()):
+            f.gradients = None
+        for f in (f for n in wanted if trained for f in self.adapters[n].factors.values()):
+            f.gradients = torch.zeros_like(f.a, dtype=torch.float32), torch.zeros_like(f.b, dtype=torch.float32)
+        if work := [(self.adapters.get(number), rows) for number, rows in own]:
+            self.rows = [p for part in self.open.enter_context(self.base.passed(work, trained)) for p in part]
+        result = [p.detach().cpu().numpy() for p in self.rows]
+        if not trained:
+            self.close()
+        return result
+
+    def backward(self, numbers: Sequence[int], grads: Sequence[list[Tensor]]) -> list[Any]:
+        """To rank 0: of each rank "" or why there are no gradients; the sums of all are its adapters' gradients."""
+        (own,) = self.ranks.mine(grads)
+        word = ""
+        try:
+            pairs = [(p, g.to(p.device)) for p, g in zip(self.rows, own, strict=True) if p.requires_grad]
+            if pairs:
+                torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])
+        except Exception as error:
+            word = f"{type(error).__name__}: {first_line(error)}"
+        words = self._gathered(word, everywhere=True)
+        for number in () if any(words) else numbers:
+            factors = self.adapters[number].factors.values()
+            places = [g for f in factors for g in f.gradients or ()]
+            flat = torch.cat([g.reshape(-1) for g in places])
+            dist.all_reduce(flat, group=self.ranks.groups["share"])
+            for place, total in zip(places, flat.split([g.numel() for g in places]), strict=True):
+                place.copy_(total.view_as(place))
+        self.close()
+        return words
+
+    def close(self) -> None:
+        """Nothing goes back any more."""
+        self.rows = []
+        self.open.close()
+
+    def _gathered(self, value: Any, everywhere: bool = False) -> list[Any]:
+        result: list[Any] = [None] * self.ranks.shares
+        if everywhere:
+            dist.all_gather_object(result, value, group=self.ranks.groups["share"])
+        else:
+            first = self.ranks.share == 0
+            dist.gather_object(value, result if first else None, group=self.ranks.groups["share"], group_dst=0)
+        return result
+
+
+class RankedBase(SharedBase):
+    """Rank 0's view of all copies."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, max_tokens: int, crew: RankGroup) -> None:
+        super().__init__(model, dtype, max_tokens)
+        self.crew = crew
+        self.copy = Copy(self, crew.ranks)
+        self.known: dict[int, AdapterWeights] = {}  # what the others have
+
+    def learn(self, work: Work, loss: Callable[[int, Sequence[Tensor]], Tensor] | None) -> list[list[Tensor]]:
+        """As on one rank. Where a rank is gone the process ends: nothing was answered, and a restart goes on."""
+        adapters = {a.number: a for a, _ in work if a is not None}
+        new = {
+            n: {name: (f.a, f.b) for name, f in a.factors.items()} for n, a in adapters.items() if n not in self.known
+        }
+        self.known = {n: a for n, a in self.known.items() if n not in adapters} | adapters
+        while len(self.known) > len(adapters) and sum(a.nbytes for a in self.known.values()) > KEPT:
+            del self.known[next(iter(self.known))]
+        parts = [shared_out(rows, self.crew.ranks.shares) for _, rows in work]
+        numbers = [0 if a is None else a.number for a, _ in work]
+        each = Shared(
+            [(n, rows[part[rank]]) for n, (_, rows), part in zip(numbers, work, parts, strict=True) if rows[part[rank]]]
+            for rank in range(self.crew.ranks.shares)
+        )
+        found = self._call(
+            Copy.forward, new, list(self.known), list(adapters), self._files(work), each, loss is not None
+        )
+        if words := [f for f in found if isinstance(f, str)]:
+            self._call(Copy.close)
+            raise RuntimeError(words[0])
+        queues = [iter(torch.from_numpy(p) for p in f) for f in found]
+        rows = [
+            [next(queues[rank]) for rank, own in enumerate(part) for _ in own_rows[own]]
+            for (_, own_rows), part in zip(work, parts, strict=True)
+        ]
+        if loss is not None:
+            self._learn(adapters, parts, rows, loss)
+        return rows
+
+    def _learn(self, adapters: Mapping[int, AdapterWeights], parts: Sequence[Sequence[slice]],
+               rows: Sequence[Sequence[Tensor]], loss: Callable[[int, Sequence[Tensor]], Tensor]) -> None:  # fmt: skip
+        leaves = [[p.clone().requires_grad_() for p in own] for own in rows]
+        try:
+            with torch.enable_grad():
+                backward(sum(loss(number, own) for number, own in enumerate(leaves)))
+        except BaseException:
+            self._call(Copy.close)
+            raise
+        grads = Shared(
+            [g if (g := p.grad) is not None else torch.zeros_like(p)
+             for own, part in zip(leaves, parts, strict=True) for p in own[part[rank]]]
+            for rank in range(self.crew.ranks.shares)
+        )  # fmt: skip
+        if words := [w for w in self._call(Copy.backward, list(adapters), grads) if w]:
+            raise RuntimeError(words[0])
+        for number, adapter in adapters.items():
+            for name, f in adapter.factors.items():
+                summed = self.copy.adapters[number].factors[name].gradients
+                for place, added in zip(f.gradients or (), summed or (), strict=False):
+                    place += added
+
+    def _files(self, work: Work) -> dict[str, bytes]:
+        pictures = pictures_of(self.model)
+        if pictures is None:
+            return {}
+        return {d: data for _, rows in work for row in rows for d, data in pictures.used(row.tokens.tolist()).items()}
+
+    def _call(self, verb: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return self.crew.call(self.copy, verb, *arguments)
+        except BaseException as error:
+            ended(error)
+
+
+def ended(error: BaseException) -> NoReturn:
+    stop_at_once(f"a rank of the learner is gone, and nothing was answered since; start again: {error}")
+    raise error
+
+
+def shared_out(rows: Sequence[TargetRow], ranks: int) -> list[slice]:
+    """Neighbours for each rank, about as many tokens for each."""
+    ends = list(accumulate(len(row.tokens) for row in rows))
+    bounds = [sum(end <= ends[-1] * rank / ranks for end in ends) for rank in range(ranks + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]

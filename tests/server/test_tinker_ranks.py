@@ -1,0 +1,108 @@
+"""`birl tinker` on two ranks: the numbers of one, pictures too; and what happens when one is killed."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from birl.learner.forest import TargetRow
+from birl.learner.low_rank_ranks import shared_out
+from birl.server.tinker import wire
+from birl.server.tinker.store import Store, read_tensors
+from tests import sights
+from tests.server.tinker_server import Client, Server, encoded, serving, text
+
+PICTURE, TOKENS = sights.drawn("7", (24, 16)), 6
+DATA = [text(list(range(5, 30))), text([9, 8, 7, 6, 9, 8, 7, 6]), text(list(range(40, 52))), text([9, 8, 7, 6, 9])]
+WORDS = ("names=[model]", "model.dtype=float32", "tokens_per_pass=50")
+
+
+def shown(run: str, seq: int) -> bytes:
+    """A request with a picture, behind two of text."""
+    chunks = wire.bytes_field(1, wire.bytes_field(2, wire.bytes_field(1, PICTURE) + wire.bytes_field(2, b"png")))
+    ids = np.array([5, 6], "<i4").tobytes()
+    one = wire.bytes_field(1, wire.bytes_field(1, wire.bytes_field(1, ids))) + chunks
+    for name, values in {"target_tokens": [6] * 8, "weights": [0.0] * 7 + [1.0]}.items():
+        entry = np.array(values, np.int64 if name == "target_tokens" else np.float32)
+        one += wire.bytes_field(2, wire.bytes_field(1, name.encode()) + wire.tensor_field(2, entry))
+    return encoded(run, seq, DATA[:2], "cross_entropy", False) + wire.bytes_field(3, one)
+
+
+def learned(alice: Client, run: str) -> list[tuple[float, np.ndarray]]:
+    result = []
+    for seq in (1, 5):
+        result.append(alice.loss(alice.learn(run, seq, DATA)))  # in two passes
+        result.append(alice.loss(alice.http.post("forward_backward", content=shown(run, seq + 1)).json()))
+        result.append((alice.wait(alice.step(run, seq + 2))["metrics"]["grad_norm"], np.zeros(1)))
+        result.append(alice.loss(alice.learn(run, seq + 3, DATA, forward_only=True)))
+    return result
+
+
+def all_of_it(server: Server, state: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    alice = server.client()
+    run = alice.run(alice.session())
+    found = learned(alice, run)
+    wrong = alice.learn(run, 9, [DATA[0] | {"weights": [3e38] * 24}])
+    assert "The loss is" in alice.wait(wrong)["error"]
+    found.append(alice.loss(alice.learn(run, 10, DATA)))  # and it goes on
+    path = alice.wait(alice.post("save_weights", model_id=run, seq_id=11, path="end"))["path"]
+    store = Store(state)
+    made = store.find(path)
+    assert made is not None
+    return found, read_tensors(store.folder(made) / "adapter.safetensors")[0]
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_have_the_numbers_of_one_and_go_on_after_a_kill(tmp_path: Path) -> None:
+    model = sights.folder(tmp_path / "model")
+    with serving(model, tmp_path / "one", *WORDS) as server:
+        expected, adapter = all_of_it(server, tmp_path / "one")
+        alice = server.client()
+        run = alice.run(alice.session())
+        twice = [alice.loss(alice.learn(run, seq, DATA))[0] for seq in (1, 2)]
+        twice.append(alice.wait(alice.step(run, 3))["metrics"]["grad_norm"])
+    with serving(model, tmp_path / "two", *WORDS, "parallel.ddp=2") as server:
+        found, other = all_of_it(server, tmp_path / "two")
+        for (total, rows), (own, mine) in zip(expected, found, strict=True):
+            assert own == pytest.approx(total, rel=1e-5, abs=1e-5)
+            np.testing.assert_allclose(mine, rows, atol=2e-5, rtol=0)
+        assert adapter.keys() == other.keys()
+        for name, value in adapter.items():
+            torch.testing.assert_close(other[name], value, atol=1e-4 if "optimizer" in name else 1e-5, rtol=1e-4)
+        alice = server.client()
+        run = alice.run(alice.session())
+        alice.loss(alice.learn(run, 1, DATA))
+        (rank,) = [p for p in psutil.Process(server.child.pid).children(recursive=True) if "RANK=1" in words(p)]
+        os.kill(rank.pid, signal.SIGSTOP)
+        asked = alice.learn(run, 2, DATA)  # journaled, and waits for the rank
+        os.kill(rank.pid, signal.SIGKILL)
+        assert server.child.wait(60) == 2
+    said = "".join(server.said)
+    assert (
+        "a rank of the learner is gone" in said and "rank 1 was ended by SIGKILL" in said and "Traceback" not in said
+    ), said
+    with serving(model, tmp_path / "two", *WORDS, "parallel.ddp=2") as server:
+        again = server.client()
+        assert again.loss(asked)[0] == pytest.approx(twice[1], rel=1e-5)
+        assert again.wait(again.step(run, 3))["metrics"]["grad_norm"] == pytest.approx(twice[2], rel=1e-5)
+        server.child.send_signal(signal.SIGTERM)
+        assert server.child.wait(60) == 128 + signal.SIGTERM
+
+
+def words(process: psutil.Process) -> list[str]:
+    return [f"RANK={process.environ().get('RANK')}"]
+
+
+def test_neighbours_are_shared_out_by_their_tokens() -> None:
+    def rows(*sizes: int) -> list[TargetRow]:
+        each = [torch.zeros(n, dtype=torch.int64) for n in sizes]
+        return [TargetRow(ids, ids[:, None]) for ids in each]
+
+    assert shared_out(rows(10, 10, 20), 2) == [slice(0, 2), slice(2, 3)]
+    assert [s.stop - s.start for s in shared_out(rows(5), 3)] == [0, 0, 1]
+    assert [s.stop - s.start for s in shared_out(rows(1, 1, 1, 100), 2)] == [3, 1]
