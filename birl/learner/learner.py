@@ -173,7 +173,8 @@ class Learner:
             if lora is None or origin is None:
                 self.masters = ShardedMasterWeights(parameters, summands, ranks.groups["tp"])
             else:
-                self.masters = SplitAdapters(model, lora, origin, parameters, dtype, offload)
+                more = {"summands": summands, "group": ranks.groups["tp"]}
+                self.masters = SplitAdapters(model, lora, origin, parameters, dtype, offload, **more)
         else:
             self.masters, self.policies = masters_of(model, lora, dtype, offload)
             cast(model, dtype)  # what is frozen, too

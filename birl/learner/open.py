@@ -18,7 +18,6 @@ from birl.learner.policy import DTYPES, Policy
 from birl.models.device import device_of
 from birl.models.forward import head
 from birl.models.load import load_model, load_reward_model, load_tokenizer, score_weight, skeleton
-from birl.models.processor import sees
 from birl.models.slices import sketched, sketched_reward_model
 from birl.models.vision import family_of, give, pictures_of
 from birl.parallel.ranks import Ranks
@@ -83,12 +82,17 @@ def replays(config: schema.RL | schema.Stage) -> bool:
 
 
 def check_split(config: schema.RL | schema.Stage, folder: Path) -> None:
-    """Can the model of a folder be split over that many ranks? Before its weights are loaded. Raises `BirlError`, but
-    not for a model that sees (`policy.check_whole`)."""
-    if config.parallel.tp > 1 and not sees(folder, config.model.pictures):
-        from birl.parallel.tensor import check
+    """Can the model of a folder, or its rows, be split over that many ranks? Before its weights are loaded. Raises
+    `BirlError`."""
+    if config.parallel.tp * config.parallel.cp == 1:
+        return
+    from birl.parallel import context, tensor
+    from birl.parallel.grid import grid_of
 
-        check(skeleton(folder), config.parallel.tp)
+    model = skeleton(folder, pictures=config.model.pictures)
+    if config.parallel.tp > 1:
+        tensor.check(model, config.parallel.tp)
+    context.check_heads(model, Ranks(grid_of(config)))
 
 
 def own_teacher(config: schema.RL, policy: Policy, ranks: Ranks) -> Learner | None:

@@ -73,9 +73,9 @@ class Outputs(nn.Module):
             decoder.checkpointing = self.checkpointing
         if fused := fused_for(model):
             fused.checkpointing = self.checkpointing
-        part = context.split(batch, self.ranks)
-        tokens, positions, seen = vision.row(model, part.tokens, part.positions, batch.trees)
-        hidden = hidden_states(model, tokens, positions, part.layout, seen)[part.source]
+        tokens, positions, seen = vision.row(model, batch.tokens, batch.positions, batch.trees)
+        part = context.split(replace(batch, tokens=tokens, positions=positions), self.ranks, seen)
+        hidden = hidden_states(model, part.tokens, part.positions, part.layout, part.seen)[part.source]
         return part, vision.anchored(model, hidden) if self.ranks.sharded else hidden
 
 

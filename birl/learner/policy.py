@@ -27,7 +27,7 @@ from birl.models.slices import quantize, sketched, verify_small
 from birl.models.verify import verify
 from birl.models.vision import give
 from birl.parallel.machine import free_memory
-from birl.parallel.ranks import Grid, Ranks
+from birl.parallel.ranks import Ranks
 from birl.text.chat import PROBE, Chat
 from birl.text.pictures import Bounds
 from birl.types import PICTURES
@@ -87,7 +87,7 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
     and only the small one is verified. `quantized`: nf4 or int8, in which it is loaded, one weight after the other."""
     device = choose(config.device)
     folder = resolved(config.path)
-    check_whole(config, folder, ranks, quantized)
+    check_whole(config, folder, quantized)
     tokenizer = load_tokenizer(folder, config.chat_template)
     chat = Chat(tokenizer, config.tool_format)
     if config.chat_template:
@@ -112,17 +112,12 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
     return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)
 
 
-def check_whole(config: schema.Model, folder: Path, ranks: Ranks | None, quantized: str) -> None:
-    """Raises `BirlError` where a model that sees is to be split or quantised in a way that is not built."""
-    grid = Grid() if ranks is None else ranks.grid
-    axes = {f"parallel.{axis}": getattr(grid, axis) for axis in ("tp", "cp", "ep")}
-    words = [f"{key}={n}" for key, n in axes.items() if n > 1]
-    words += [f"lora.quantize={quantized}"] if quantized != "none" else []
-    if words and sees(folder, config.pictures):
+def check_whole(config: schema.Model, folder: Path, quantized: str) -> None:
+    """Raises `BirlError` where a model that sees is to be quantised."""
+    if quantized != "none" and sees(folder, config.pictures):
         raise BirlError(
-            f"model.path={config.path}: has a vision tower, for which {' and '.join(words)} is not built. Set "
-            "model.pictures=false where its text alone has a class, or leave it out (parallel.fsdp splits the weights, "
-            "parallel.ddp shares a step's samples out)."
+            f"model.path={config.path}: has a vision tower, for which lora.quantize={quantized} is not built. Set "
+            "model.pictures=false where its text alone has a class, or lora.quantize=none."
         )
 
 

@@ -55,8 +55,12 @@ class SplitAdapters:
         parameters: dict[str, Any],
         dtype: torch.dtype,
         offload: bool = False,
+        summands: Sequence[str] = (),
+        group: Any = None,
     ) -> None:
-        """`parameters`: what is trained, as DTensors by name, with the heads' weights and those that `lora` means."""
+        """`parameters`: what is trained, as DTensors by name, with the heads' weights and those that `lora` means.
+        `summands`: those that the ranks of `group` have alike, but each with a part of the gradient."""
+        self.summands, self.group = set(summands), group
         self.model, self.origin, self.marks = model, origin, origin.marks
         self.heads = ShardedMasterWeights({name: p for name, p in parameters.items() if name.split(".")[0] in HEADS})
         random = torch.Generator().manual_seed(lora.seed)
@@ -89,9 +93,9 @@ class SplitAdapters:
                 merged.grad = None
         sums: dict[dist.ProcessGroup, list[Tensor]] = {}
         for name, adapter in self.adapters.items():
-            layout = self.layouts[f"{name}.weight"]
+            layout, everywhere = self.layouts[f"{name}.weight"], [self.group] * (f"{name}.weight" in self.summands)
             for key, tensor in adapter.tensors().items():
-                for group in layout.groups(ROWS if key == "lora_A" else COLUMNS):
+                for group in (*layout.groups(ROWS if key == "lora_A" else COLUMNS), *everywhere):
                     sums.setdefault(group, []).append(tensor)
         for group, tensors in sums.items():
             sum_gradients(tensors, group)

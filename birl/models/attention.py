@@ -166,14 +166,21 @@ class Packed:
 
 
 def visible(
-    rows: int, columns: int, window: int | None, chunk: int | None = None, blocks: Sequence[tuple[int, int]] = ()
+    rows: int,
+    columns: int,
+    window: int | None,
+    chunk: int | None = None,
+    blocks: Sequence[tuple[int, int]] = (),
+    later: int = 0,
 ) -> Tensor:
-    """Who sees whom, bool [rows, columns]: the last tokens of a sequence, and all of it in order. Each sees what is not
-    later, and the rest of its block (first row, count), of the newest `window` or of its own chunk."""
-    position, seen = torch.arange(columns - rows, columns)[:, None], torch.arange(columns)
+    """Who sees whom, bool [rows, columns]: tokens of a sequence, `later` ones before its end, and all of it in order.
+    Each sees what is not later, and the rest of its block (first row, count), of the newest `window` or of its own
+    chunk. A block may begin before the rows and end behind them."""
+    start, seen = columns - later - rows, torch.arange(columns)
+    position = torch.arange(start, start + rows)[:, None]
     last = position.clone()
     for first, count in blocks:
-        last[first : first + count] = position[first + count - 1]
+        last[max(first, 0) : first + count] = start + first + count - 1
     mask = last >= seen
     if window is not None:
         mask &= position - seen < window
@@ -191,11 +198,12 @@ def area(
     device: torch.device,
     blocks: Sequence[tuple[int, int]] = (),
 ) -> Area:
-    """`count` rows from `first` on, and the places of all that the last of them sees, in order of position. `blocks`
-    of the row, each of which is within one node."""
+    """`count` rows from `first` on, and the places of all that one of them sees, in order of position. `blocks` of the
+    row, each of which is within one node."""
     columns = slice(way[0].start, way[0].stop) if len(way) == 1 else places(way).to(device)
-    own = [(row - first, n) for row, n in blocks if first <= row < first + count]
-    mask = visible(count, sum(map(len, way)), window, chunk, own)
+    own = [(row - first, n) for row, n in blocks if row < first + count and row + n > first]
+    later = max([0, *(row + n - count for row, n in own)])
+    mask = visible(count, sum(map(len, way)), window, chunk, own, later)
     return Area(first, columns, bias(mask.to(device)), causal=not own)
 
 

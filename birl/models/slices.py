@@ -25,6 +25,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     rename_source_key,
@@ -60,6 +61,7 @@ class Box:
     start: tuple[int, ...]
     shape: tuple[int, ...]
     stored: tuple[int, ...]  # its shape in the file, which may lack a first dimension of 1
+    turned: tuple[int, int] | None = None  # dimensions that change places in the parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +237,10 @@ def _boxes(folder: Path, model: Any, targets: dict[str, Tensor]) -> tuple[dict[s
             unexpected.add(key)
         elif pattern is None:
             result[name] = [Box(file, key, (0,) * len(shape), shape, shape)]
+        elif turned := _turned(converters, pattern):
+            same = shape == tuple(targets[name].shape)
+            own = shape if same else swapped(shape, turned)
+            result[name] = [Box(file, key, (0,) * len(shape), own, shape, None if same else turned)]
         else:
             which = _source(converters, pattern)
             expert = int(re.findall(r"\.(\d+)\.", key)[-1])
@@ -247,6 +253,22 @@ def _boxes(folder: Path, model: Any, targets: dict[str, Tensor]) -> tuple[dict[s
             result.setdefault(name, []).append(Box(file, key, (expert, place, 0), (1, *shape), shape))
             place += shape[0]
     return result, unexpected
+
+
+def _turned(converters: Sequence[WeightConverter], pattern: str) -> tuple[int, int] | None:
+    """The dimensions that a converter swaps where the file's shape is another one, and does nothing else."""
+    for converter in converters:
+        if pattern in converter.source_patterns and len(converter.operations) == 1:
+            operation = converter.operations[0]
+            if isinstance(operation, Transpose) and operation.check_dims:
+                return operation.dim0, operation.dim1
+    return None
+
+
+def swapped(items: Sequence[Any], dims: tuple[int, int]) -> tuple[Any, ...]:
+    result, (a, b) = list(items), dims
+    result[a], result[b] = items[b], items[a]
+    return tuple(result)
 
 
 def _source(converters: Sequence[WeightConverter], pattern: str) -> int:
@@ -307,7 +329,8 @@ def _read(into: Tensor, start: Sequence[int], boxes: Sequence[Box], read: Read) 
         there = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, box.start, strict=True))
         here = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
         extra = len(box.shape) - len(box.stored)
-        piece = read(box.file, box.key, there[extra:])
+        piece = read(box.file, box.key, swapped(there, box.turned) if box.turned else there[extra:])
+        piece = piece.transpose(*box.turned) if box.turned else piece
         into[here].copy_(piece.view(into[here].shape))
 
 

@@ -76,6 +76,13 @@ class Seen:
     features: Features
     mutual: Mutual | None = None
 
+    def among(self, own: Tensor, count: int) -> "Seen":
+        """What stands at the places `own` [t] of a row of `count` tokens, where it is among these."""
+        place = torch.full((count,), -1, dtype=torch.int64, device=own.device)
+        place[own] = torch.arange(len(own), device=own.device)
+        places = place[self.places]
+        return Seen(places[places >= 0], self.features[places >= 0])
+
 
 def family_of(model: nn.Module) -> Family | None:
     """None for a model without a vision tower."""
@@ -248,12 +255,14 @@ def plain(tokens: Tensor) -> Tensor:
 
 
 def embedded(model: nn.Module, tokens: Tensor, seen: Seen) -> dict[str, Any]:
-    """What the language model is called with in place of ids [T]."""
+    """What the language model is called with in place of ids [T]. Ranks of tp may share out its rows: `seen` is of this
+    rank's."""
     embeddings = cast(Any, model).get_input_embeddings()(tokens[None])
     rows = seen.features.rows.to(embeddings.dtype)
     result: dict[str, Any] = {"inputs_embeds": embeddings.index_copy(1, seen.places, rows[None])}
     if seen.features.deep:
-        result["visual_pos_masks"] = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, seen.places, True)[None]
+        marks = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=tokens.device)
+        result["visual_pos_masks"] = marks.index_fill(1, seen.places, True)
         result["deepstack_visual_embeds"] = [each.to(embeddings.dtype) for each in seen.features.deep]
     config = cast(Any, model).config.get_text_config()
     if getattr(config, "hidden_size_per_layer_input", 0):  # Gemma 4: each layer has embeddings of its own

@@ -30,9 +30,10 @@ from birl.data.support import SupportRows
 from birl.data.trees import Tree, ways
 from birl.errors import BirlError
 from birl.models import varlen
-from birl.models.attention import Layout, Packed, Variant, area
+from birl.models.attention import Layout, Mutual, Packed, Variant, area
 from birl.models.slots import slots_of, state_bytes
 from birl.models.tree_attention import Area, tree_attention
+from birl.models.vision import Seen
 from birl.parallel.ranks import Ranks
 from birl.parallel.regions import gather, join, swap
 
@@ -55,15 +56,22 @@ class Piece:
         """Of its first token in its sequence."""
         return sum(map(len, self.above)) + self.first - self.own
 
-    def seen(self, window: int | None) -> list[range]:
-        """Places of the keys that some token of it sees, in order; the last token's own is the last."""
+    def seen(self, window: int | None, blocks: Sequence[tuple[int, int]] = ()) -> list[range]:
+        """Places of the keys that some token of it sees, in order; the last token's own is the last, or the end of the
+        block (first, count) that it is in."""
+        last = max([self.last, *(row + n for row, n in blocks if row < self.last <= row + n)])
         drop = 0 if window is None else max(0, self.position - window + 1)  # of the keys before the first token
         result = []
-        for r in (*self.above, range(self.own, self.last)):
+        for r in (*self.above, range(self.own, last)):
             if drop < len(r):
                 result.append(r[drop:])
             drop = max(0, drop - len(r))
         return result
+
+    def among(self, blocks: Sequence[tuple[int, int]], row: int) -> list[tuple[int, int]]:
+        """Blocks (first, count) of the row that some token of it is in, counted as if its first token were at `row`."""
+        own = [(first, n) for first, n in blocks if first < self.last and first + n > self.first]
+        return [(first - self.first + row, n) for first, n in own]
 
     def pairs(self, window: int | None) -> int:
         """How many (query, key) pairs it is: attention is 4 x heads x head size FLOPs for each, forward."""
@@ -117,7 +125,7 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
 class ContextShard:
     """What a rank computes of a micro-batch. tokens, positions [t]; source, targets: of the trained tokens that are
     predicted from a token of its own, support: what these were drawn from; order [N]: the trained tokens rank by rank;
-    counts: how many each rank has."""
+    counts: how many each rank has. seen: features of pictures, at the places of the tokens that this rank embeds."""
 
     tokens: Tensor
     positions: Tensor
@@ -125,6 +133,7 @@ class ContextShard:
     source: Tensor
     targets: Tensor
     support: SupportRows | None = None
+    seen: Seen | None = None
     order: Tensor | None = None
     counts: tuple[int, ...] = ()
     group: Any = None
@@ -134,27 +143,25 @@ class ContextShard:
         return figures if self.order is None else join(figures, self.order, self.counts, self.group)
 
 
-def whole(batch: Batch) -> ContextShard:
-    """Everything, where no other rank shares a row."""
-    layout = Packed(batch.trees, batch.tokens.device)
-    return ContextShard(batch.tokens, batch.positions, layout, batch.source, batch.targets, batch.support)
-
-
-def split(batch: Batch, ranks: Ranks) -> ContextShard:
-    """This rank's part of a micro-batch, whose tokens n must divide."""
-    n, device = ranks.grid.cp, batch.tokens.device
+def split(batch: Batch, ranks: Ranks, seen: Seen | None = None) -> ContextShard:
+    """This rank's part of a micro-batch, whose tokens n must divide. `seen`: of the whole row."""
+    n, device, count = ranks.grid.cp, batch.tokens.device, len(batch.tokens)
+    ahead = None if seen is None else seen.mutual
     if n == 1:
-        return whole(batch)
+        layout = Packed(batch.trees, device, mutual=ahead)
+        own = torch.arange(count, device=device)
+        here = embedded(seen, own, count, ranks) if ranks.grid.tp > 1 else seen
+        return ContextShard(batch.tokens, batch.positions, layout, batch.source, batch.targets, batch.support, here)
     group = ranks.groups["cp"]
     rank, trees = dist.get_rank(group), batch.trees
     if ranks.grid.context == "ulysses":
-        tokens = place = torch.arange(len(batch.tokens), device=device)
-        layout: Layout = Swapped(group, Packed(trees, device))
+        tokens = place = torch.arange(count, device=device)
+        layout: Layout = Swapped(group, Packed(trees, device, mutual=ahead))
     else:
         shares = zigzag(trees, n)
         dealt = torch.cat([torch.arange(p.first, p.last) for pieces in shares for p in pieces])
         tokens, place = dealt.to(device), dealt.argsort().to(device)
-        layout = Gathered(group, shares[rank], place)
+        layout = Gathered(group, shares[rank], place, ahead)
     mine = tokens.view(n, -1)[rank]  # and place [T] says where each token of the row is found among `tokens`
     source = place[batch.source]
     own = source // len(mine)
@@ -162,23 +169,32 @@ def split(batch: Batch, ranks: Ranks) -> ContextShard:
     chosen = order.split(list(counts))[rank]
     return ContextShard(
         tokens=batch.tokens[mine],
-        positions=batch.positions[mine],
+        positions=batch.positions[..., mine],
         layout=layout,
         source=source[chosen] - rank * len(mine),
         targets=batch.targets[chosen],
         support=batch.support and batch.support.rows(chosen),
+        seen=embedded(seen, mine, count, ranks),
         order=order,
         counts=counts,
         group=group,
     )
 
 
+def embedded(seen: Seen | None, mine: Tensor, count: int, ranks: Ranks) -> Seen | None:
+    """Of a row of `count` tokens, what stands at those that this rank embeds: of `mine` [t], which with sequence
+    parallelism the ranks of tp share out."""
+    if ranks.grid.tp > 1 and ranks.grid.sequence:
+        mine = mine.chunk(ranks.grid.tp)[dist.get_rank(ranks.groups["tp"])]
+    return None if seen is None else seen.among(mine, count)
+
+
 class Gathered:
     """Attention of a rank's own queries to the keys of all ranks."""
 
-    def __init__(self, group: Any, pieces: Sequence[Piece], place: Tensor) -> None:
+    def __init__(self, group: Any, pieces: Sequence[Piece], place: Tensor, mutual: Mutual | None = None) -> None:
         """`place` [T]: where each token of the row is found among the gathered ones."""
-        self.group, self.pieces, self.place = group, pieces, place
+        self.group, self.pieces, self.place, self.mutual = group, pieces, place, mutual
         self.known: dict[int | None, Any] = {}  # by window; made once, used by every layer
 
     def attend(
@@ -189,7 +205,7 @@ class Gathered:
         assert variant is None, "`check_heads` says no"
         size = key.shape[-1]
         rows = gather(torch.cat([key[0], value[0]], -1).transpose(0, 1), self.group)  # one collective for both
-        if varlen.takes(query, value):
+        if not self.blocks(window) and varlen.takes(query, value):
             cut, q = self.cut(window), query[0].transpose(0, 1)
             return varlen.attend(cut, q, rows[..., :size], rows[..., size:], scale, window)[None]
         ordered = rows.index_select(0, self.place).transpose(0, 1)
@@ -198,12 +214,16 @@ class Gathered:
     def areas(self, window: int | None) -> list[Area]:
         """Each piece, and what it sees of the row."""
         if window not in self.known:
-            firsts = accumulate(map(len, self.pieces), initial=0)
+            blocks, firsts = self.blocks(window), accumulate(map(len, self.pieces), initial=0)
             self.known[window] = [
-                area(row, len(p), p.seen(window), window, None, self.place.device)
+                area(row, len(p), p.seen(window, blocks), window, None, self.place.device, p.among(blocks, row))
                 for row, p in zip(firsts, self.pieces, strict=False)
             ]
         return self.known[window]
+
+    def blocks(self, window: int | None) -> tuple[tuple[int, int], ...]:
+        """Tokens of pictures that see one another in such a layer."""
+        return () if self.mutual is None else self.mutual.of(window)
 
     def cut(self, window: int | None) -> varlen.Segments:
         """The same for FlashAttention, with keys by their place among the gathered ones."""

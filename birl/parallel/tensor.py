@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from birl.errors import BirlError
+from birl.models import vision
 from birl.models.logprobs import first_row
 from birl.models.slots import slots_of, state_bytes
 from birl.parallel.ranks import Ranks
@@ -40,10 +41,11 @@ PLAN = {
 
 def split(model: nn.Module, ranks: Ranks, regions: Regions) -> list[str]:
     """Split a model with whole weights, in place, before FSDP does. Gives the names of the parameters that every rank
-    has, but whose gradient is a summand on each (`optimizer.Parts` adds them up): what only a rank's own heads or own
-    tokens went through. Raises `BirlError` for a model that cannot be split."""
+    has, but whose gradient is a summand on each (`ShardedMasterWeights` adds them up): what only a rank's own heads or
+    own tokens went through. A vision tower is on every rank, which all compute the same. Raises `BirlError` for a model
+    that cannot be split."""
     assert ranks.mesh is not None
-    body: Any = cast(Any, model).base_model
+    body: Any = vision.language_model(model) or cast(Any, model).base_model
     kinds = check(model, ranks.grid.tp)
     styles = {"colwise": Columns(), "rowwise": Rows(regions)}
     mesh = ranks.mesh["tp"]
@@ -59,14 +61,16 @@ def split(model: nn.Module, ranks: Ranks, regions: Regions) -> list[str]:
     body.register_forward_hook(_ending(regions))
     within = [body.get_submodule(path) for path, kind in kinds.items() if kind not in styles]
     inside = {id(p) for module in within for p in module.parameters()}
-    between = {id(p) for p in body.parameters() if not isinstance(p, DTensor)} if regions.sequence else set()
-    return [name for name, p in model.named_parameters() if id(p) in inside | between]
+    between = [*body.parameters(), *vision.tower(model).values()] if regions.sequence else []
+    inside |= {id(p) for p in between if not isinstance(p, DTensor)}
+    return [name for name, p in model.named_parameters() if id(p) in inside]
 
 
 def check(model: nn.Module, tp: int) -> dict[str, str]:
     """How each module is split (`plan`). Raises `BirlError` for a model that cannot be split over so many ranks; needs
     no weights."""
-    body, slots = cast(Any, model).base_model, slots_of(model)
+    body: Any = vision.language_model(model) or cast(Any, model).base_model
+    slots = slots_of(model)
     if any("sinks" in s.extras for s in slots):
         raise BirlError(
             f"parallel.tp={tp}: the attention of {type(model).__name__} has sinks, which birl cannot share out. Set "
