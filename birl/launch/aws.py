@@ -10,8 +10,7 @@ import ipaddress
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TypedDict
+from dataclasses import asdict, dataclass, replace
 
 from birl.errors import BirlError
 from birl.launch import aws_access, aws_cluster, elsewhere, external
@@ -135,7 +134,8 @@ def begin(job: Job, keys: Keys, own: Access) -> list[tuple[str, ...]]:
     ]
 
 
-class More(TypedDict):
+@dataclass
+class More:
     cluster: str
     place: str
     bucket: str
@@ -164,7 +164,7 @@ def handle(job: Job, keys: Keys, own: Access) -> Handle:
         keep=keys.keep,
         region=own.region,
     )
-    return Handle(where="aws", id=own.name, run=str(job.run), name=job.name, more=more)
+    return Handle(where="aws", id=own.name, run=str(job.run), name=job.name, more=asdict(more))
 
 
 def submit(job: Job, keys: Keys) -> Handle:

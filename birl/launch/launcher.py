@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from birl.cache import cache_folder
 from birl.errors import BirlError, did_you_mean
 from birl.launch.job import Job
-from birl.launch.plan import typed
+from birl.launch.plan import WHOLE, typed
 from birl.named import module
-from birl.regular import parse_json, read_bytes, write_whole
+from birl.regular import read_bytes, write_whole
 
 FILE = "launch.json"
 #: modules of birl.launch, and what they start a job on
@@ -40,6 +40,8 @@ class Handle:
 
     Example: Handle(where="slurm", id="4711", run="runs/demo", name="demo")
     """
+
+    __pydantic_config__ = WHOLE
 
     where: str
     id: str
@@ -71,7 +73,7 @@ class Status:
 
 class Launcher(Protocol):
     """What `birl.launch.WHERE` has; one that can change the number of engines has `scale(handle, change)` besides,
-    which gives the new one; one whose handles have `more` has `More`, a TypedDict of it."""
+    which gives the new one; one whose handles have `more` has `More`, a dataclass of it."""
 
     Keys: type[Any]
 
@@ -115,11 +117,11 @@ def find(run: str, trusted: bool = False) -> Handle:
     file = Path(run) / FILE
     try:
         text = read_bytes(file)
-        handle: Handle = typed(Handle, parse_json(text))
+        handle: Handle = typed(Handle, text)
         if handle.id.startswith("-"):
             raise ValueError(f"the id {handle.id!r} would be an option of the programs that ask for the job")
         if kind := getattr(launcher(handle.where), "More", None):
-            handle = replace(handle, more=typed(kind, handle.more))
+            handle = replace(handle, more=asdict(typed(kind, json.dumps(handle.more))))
         if handle.where not in PROCESSES and not trusted and not _note(text).exists():
             raise BirlError(
                 f"{file} was not written by `birl launch` of this account ({_note(text).parent} has no note of it). It "

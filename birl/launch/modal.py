@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import Any, TypedDict
+from typing import Any
 
 from birl.errors import BirlError
 from birl.exits import STOPPED
@@ -42,7 +43,8 @@ def render(job: Job, keys: Keys) -> dict[str, str]:
     return {f"{VARIABLE.lower()}.json": settings, "commands": "\n".join(commands)}
 
 
-class More(TypedDict):
+@dataclass
+class More:
     learner: str
     app: str
     environment: str
@@ -77,7 +79,7 @@ def submit(job: Job, keys: Keys) -> Handle:
         stop_timeout=keys.stop_timeout,
         volume=keys.volume,
     )
-    handle = Handle(where="modal", id=module.app.app_id, run=str(job.run), name=job.name, more=more)
+    handle = Handle(where="modal", id=module.app.app_id, run=str(job.run), name=job.name, more=asdict(more))
     if plan.here:
         handle.save()  # engines cost money from now on: `birl stop` must know them
         print(f"Waiting for {plan.settings.engines} engines; then, here:")

@@ -118,7 +118,7 @@ class Settings:
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """As this process was configured; else the defaults."""
-    return typed(Settings, json.loads(environ.get(VARIABLE) or "{}"))
+    return typed(Settings, environ.get(VARIABLE) or "{}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

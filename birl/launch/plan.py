@@ -1,5 +1,5 @@
 """What a supervisor is to keep running, and what it says of that: files in the folder `launch` of a run. No secrets: a
-token is in the environment. Standard library only."""
+token is in the environment."""
 
 import contextlib
 import fcntl
@@ -7,16 +7,19 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from birl.errors import BirlError
-from birl.regular import check_target, open_regular, read_json, read_text
+from birl.regular import check_target, open_regular, read_bytes, read_text
 
 FOLDER = "launch"  # of a run
 PLAN, STATE, LOCK, LOG, WANTED = "plan.json", "state.json", "supervisor.lock", "supervisor.log", "engines.wanted"
+WHOLE = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,8 @@ class LaunchPlan:
 
     Example: LaunchPlan(name="demo", run="runs/demo", learner=("python", "-m", "birl", "rl", ...))
     """
+
+    __pydantic_config__ = WHOLE
 
     name: str
     run: str
@@ -90,6 +95,8 @@ class ProcessState:
 class State:
     """`state`: running | done | failed | stopped. `engines`: how many there are to be."""
 
+    __pydantic_config__ = WHOLE
+
     state: str
     pid: int
     engines: int = 0
@@ -119,43 +126,25 @@ def save(plan: LaunchPlan) -> Path:
 def load(file: Path) -> LaunchPlan:
     """Raises `BirlError`."""
     try:
-        return typed(LaunchPlan, read_json(file))
+        return typed(LaunchPlan, read_bytes(file))
     except (OSError, ValueError) as error:
         raise BirlError(f"{file} cannot be read: {error}") from error
 
 
 def read_state(folder: Path) -> State | None:
     try:
-        return typed(State, read_json(folder / STATE))
+        return typed(State, read_bytes(folder / STATE))
     except (OSError, ValueError):
         return None
 
 
-def typed(kind: Any, value: Any) -> Any:
-    """What JSON held, as a `kind`: a dataclass, a TypedDict, a tuple, a dict or a plain type. Raises `ValueError` where
-    it is another."""
-    base: Any = get_origin(kind) or kind
-    if value.__class__ is dict and is_dataclass(base):
-        kinds = get_type_hints(base)
-        try:
-            return kind(**{key: typed(kinds.get(key, Any), v) for key, v in value.items()})
-        except TypeError as error:  # a field too many, or too few
-            raise ValueError(str(error)) from error
-    if isinstance(value, dict) and is_typeddict(base):
-        kinds = get_type_hints(base)
-        if absent := kinds.keys() - value.keys():
-            raise ValueError(f"it lacks {', '.join(sorted(absent))}")
-        return {key: typed(kind, value[key]) for key, kind in kinds.items()}
-    if base is tuple and isinstance(value, list):
-        return tuple(typed(get_args(kind)[0], v) for v in value)
-    if base is dict and isinstance(value, dict):
-        return {key: typed(get_args(kind)[1], v) for key, v in value.items()}
-    if base is Any:
-        return value
-    wrong = is_typeddict(base) or (isinstance(value, bool) and base is not bool)
-    if wrong or not isinstance(value, (int, float) if base is float else base):
-        raise ValueError(f"{json.dumps(value)[:80]} is not of the type {base.__name__}")
-    return value
+def typed(kind: type[Any], data: bytes | str) -> Any:
+    """What is in a JSON text, as a `kind`, a dataclass. Raises `ValueError`, of one line, where it is another."""
+    try:
+        return TypeAdapter(kind).validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(": ".join([*map(str, first["loc"]), first["msg"]])) from None
 
 
 def wanted(folder: Path, most: int) -> int | None:

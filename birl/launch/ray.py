@@ -7,8 +7,8 @@ import secrets
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from birl.errors import BirlError
 from birl.launch import job as jobs
@@ -58,7 +58,8 @@ def render(job: Job, keys: Keys) -> dict[str, str]:
     }
 
 
-class More(TypedDict):
+@dataclass
+class More:
     address: str
     without_token: bool
 
@@ -75,7 +76,7 @@ def submit(job: Job, keys: Keys) -> Handle:
         raise
     keep()
     more = More(address=address, without_token=keys.without_token)
-    return Handle(where="ray", id=actor_name(job.name), run=str(job.run), name=job.name, more=more)
+    return Handle(where="ray", id=actor_name(job.name), run=str(job.run), name=job.name, more=asdict(more))
 
 
 def _hand_over(ray: Any, job: Job, keys: Keys, folder: str, env: dict[str, str]) -> str:

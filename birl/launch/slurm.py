@@ -10,10 +10,9 @@ stop`, and TERM from Slurm, which has told the steps already. `slurm_queue.py` a
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from pathlib import Path
-from typing import TypedDict
 
 from birl.config.sweep import job_names, sweep, swept_keys
 from birl.errors import BirlError
@@ -142,7 +141,8 @@ def directives(job: Job, keys: Keys, places: Places, elements: int) -> list[str]
     ]
 
 
-class More(TypedDict):
+@dataclass
+class More:
     array: bool
     folders: tuple[str, ...]
     roles: dict[str, int]
@@ -168,11 +168,13 @@ def submit(job: Job, keys: Keys) -> Handle:
         id=done.stdout.strip().partition(";")[0],  # ID;CLUSTER where there are several
         run=str(job.run.absolute()),
         name=job.name,
-        more=More(
-            array=bool(keys.array),
-            folders=tuple(str(one.run.absolute()) for one in elements),
-            roles={role.name: role.count for role in job.roles},
-            ranks=places(job, keys.nodes).ranks,
+        more=asdict(
+            More(
+                array=bool(keys.array),
+                folders=tuple(str(one.run.absolute()) for one in elements),
+                roles={role.name: role.count for role in job.roles},
+                ranks=places(job, keys.nodes).ranks,
+            )
         ),
     )
 
