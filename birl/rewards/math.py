@@ -32,6 +32,9 @@ BASE = re.compile(r"_(?:\d|\{\w*\})")
 # 3 or 4: a list is no number, whichever of them is right
 LISTED = re.compile(rf"(?>\W*+\b(?:or|and|maybe|perhaps|possibly|either|both)\b|[-+$]?{NUMERAL.pattern}|[\s,;.*?!]+)++")
 HEDGED = re.compile(rf"\d\W*\bor\b(?:\s+(?:maybe|perhaps|possibly|even))*\s+[-+$]?{NUMERAL.pattern}[^\w\n]*$")
+# not 7: what an answer is not
+DENIED = re.compile(rf"\D*(?:\bnot\s+|\\neq?(?![a-z])\s*|\u2260\s*)[-+$]*{NUMERAL.pattern}[^\w\n]*")
+BASED = re.compile(rf"{NUMERAL.pattern}_(?:(\d)|\{{(\d+)\}})")
 AND = re.compile(r"\s+(?:and|or)\s+")
 PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 # four letters and more, or fewer with a vowel that is no usual name of a variable: yes, no, odd; but not xyz
@@ -88,8 +91,10 @@ def _right(completion: str, gold: str) -> bool:
         text = stated  # of what is announced, math-verify takes the first number
     if _number(want[0]) is None:
         stated = AND.sub(", ", stated)
-    elif _listed(stated) or HEDGED.search(text):
+    elif _listed(stated) or HEDGED.search(text) or DENIED.fullmatch(stated):
         return False
+    if len({a or b for a, b in BASED.findall(wanted)} | {a or b for a, b in BASED.findall(text)[-1:]}) > 1:
+        return False  # in another base, which math-verify leaves out
     if _equal(want, _parse(text)):
         return True
     # an expression that stands alone may do without its dollars

@@ -132,7 +132,10 @@ B § \boxed{\textbf{(B)}~12} § \boxed{\text{(B) }12} § The correct option is B
 B § \boxed{\text{B. 12}} § <answer>(B) Paris</answer> § B: Paris § B) §! A. not B §! B) or C) §! C
 12:30 § It leaves at 12:30. § \boxed{12:30} §! 2:5 §! 30 §! 12:31
 9 a.m. § at 9 am § 9 AM §! 9 pm §! 9
-8 § The answer is not 7 but 8. §! The answer is not 8 but 7.
+8 § The answer is not 7 but 8. §! The answer is not 8 but 7. § This was not hard: 8
+8 §! The answer is not 8. §! It is not 8 §! \boxed{\neq 8} §! $x \ne 8$ §! x ≠ 8
+12_5 § \boxed{12_5} § 12_{5} § \boxed{12} §! \boxed{12_3} §! 12_{3}
+12_{10} § 12 §! 12_{11}
 3:00 PM § 3:00 p.m. § \boxed{3:00 \text{ PM}} §! 3:00 am
 2024-01-15 § On 2024-01-15. §! 2008 §! 2024-01-16
 June 20 § June 20. §! 20 §! June 21
