@@ -96,16 +96,17 @@ REJECTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def proximal(behaviour: Tensor, current: Tensor, versions: Tensor, now: int) -> Tensor:
+def proximal(behaviour: Tensor, current: Tensor, versions: Tensor, now: int | Tensor) -> Tensor:
     """a_t behaviour_t + (1 - a_t) current_t, a_t = 1 / d_t with d_t = now - versions_t, and a_t = 0 where d_t = 0
     (A-3PO arXiv:2512.06547: log-linear interpolation by staleness, in place of a forward pass).
 
     behaviour [N] log-probs at sampling, current [N] those of the weights being trained, versions [N] int64 of the
     weights that sampled each token, now: the version being trained -> [N] without gradient. At d = 1 it is the
-    behaviour policy. AReaL has behaviour, not current, at d = 0. Raises ValueError for a version above now.
+    behaviour policy. AReaL has behaviour, not current, at d = 0. Raises ValueError for a version above a `now` that is
+    a number; a tensor [] is not looked at, which would wait for its device.
     """
     staleness = now - versions
-    if bool((staleness < 0).any()):
+    if isinstance(now, int) and bool((staleness < 0).any()):
         raise ValueError(f"a token of version {int(versions.max())} in a step of version {now}")
     share = torch.where(staleness > 0, 1 / staleness.clamp(min=1).to(behaviour.dtype), 0)
     return share * behaviour + (1 - share) * current.detach()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from birl.data.balance import imbalance, micro_batches
 from birl.data.sequences import observations
-from birl.data.support import SupportRows
+from birl.data.support import SupportRows, upload
 from birl.data.trees import Forest, Tree
 from birl.errors import BirlError
 from birl.support import Support
@@ -86,7 +86,7 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         given = [f.name for f in fields(self) if f.name not in ("predicted", "divergence", "observed_logprobs")]
         tensors = [name for name in given if isinstance(getattr(self, name), Tensor)]
-        moved = {name: getattr(self, name).to(device) for name in tensors}
+        moved = {name: upload(getattr(self, name), device) for name in tensors}
         support, told = self.support and self.support.to(device), self.hinted and self.hinted.to(device)
         return replace(self, **moved, support=support, hinted=told)
 

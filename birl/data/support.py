@@ -1,4 +1,4 @@
-"""Supports of a micro-batch's predictions, and which logits they leave out."""
+"""Supports of a micro-batch's predictions, and which logits they leave out; how a micro-batch comes to its device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +7,14 @@ import torch
 from torch import Tensor
 
 from birl.support import Support
+
+
+def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on `device`. To a card it goes from pinned memory, and the host goes on: what is there already is
+    not waited for."""
+    if torch.device(device).type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +32,7 @@ class SupportRows:
         return cls(counts, torch.from_numpy(support.ids).to(torch.int64), (0, *counts.cumsum(0).tolist()))
 
     def to(self, device: torch.device | str) -> "SupportRows":
-        return replace(self, counts=self.counts.to(device), ids=self.ids.to(device))
+        return replace(self, counts=upload(self.counts, device), ids=upload(self.ids, device))
 
     def rows(self, chosen: Tensor) -> "SupportRows":
         """Of the predictions `chosen` [C], in this order. Waits for the device."""

@@ -4,7 +4,7 @@ Not here: what is minimised (a loss is a function that is passed in), where the 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -61,27 +61,31 @@ class Stats:
     maxima: dict[str, float] = field(default_factory=dict)
     other: dict[str, float] = field(default_factory=dict)  # figures that are means already
     of: "dict[str, Stats]" = field(default_factory=dict)  # each policy's own, where a run has several
-    on_device: list[tuple[tuple[str, ...], Tensor]] = field(default_factory=list)  # what `read` has not yet read
+    on_device: list[tuple[tuple[str, ...], tuple[str, ...], Tensor]] = field(default_factory=list)  # not yet read
 
-    def add(self, loss: Tensor, figures: dict[str, Tensor], computed: int) -> None:
-        """One micro-batch. Does not wait for the device: the figures count from the next `read` on."""
+    def add(self, loss: Tensor, figures: dict[str, Tensor], computed: int, parts: Mapping[str, Tensor] = {}) -> None:
+        """One micro-batch, with its `parts` [] of figures in `other`. Does not wait for the device: the figures count
+        from the next `read` on."""
         lowest = loss.new_full((), float("-inf"), dtype=torch.float64)
         numbers = [loss.double()]
         for values in figures.values():
             numbers += [values.sum(dtype=torch.float64), values.max().double() if len(values) else lowest]
-        self.on_device.append((tuple(figures), torch.stack(numbers)))
+        numbers += [part.double() for part in parts.values()]
+        self.on_device.append((tuple(figures), tuple(parts), torch.stack(numbers).detach()))
         self.computed += computed
         self.count += len(next(iter(figures.values()), ()))
 
     def read(self) -> None:
         """Waits for the device once, for the figures of all micro-batches."""
         waiting, self.on_device = self.on_device, []
-        numbers = iter(torch.cat([each for _, each in waiting]).tolist() if waiting else ())
-        for names, _ in waiting:
+        numbers = iter(torch.cat([each for _, _, each in waiting]).tolist() if waiting else ())
+        for names, parts, _ in waiting:
             self.loss += next(numbers)
             for name in names:
                 self.sums[name] = self.sums.get(name, 0.0) + next(numbers)
                 self.maxima[name] = max(self.maxima.get(name, float("-inf")), next(numbers))
+            for name in parts:
+                self.other[name] = self.other.get(name, 0.0) + next(numbers)
 
     def merge(self, other: "Stats", ranks: Ranks) -> None:
         """Add the figures of `other`, which each of `ranks` has of its own micro-batches."""
@@ -204,13 +208,10 @@ class Learner:
         with self._routed(batch):  # the backward pass may compute layers again
             logp, entropy, batch, seen = self._passed(batch, self.teacher)
             value, figures = loss(logp, entropy, batch)
-            total = value
-            if chosen is not None:
-                part = balance(seen, batch.copies, chosen)
-                total = value + self.router_aux_coef * part
-                stats.other[BALANCE] = stats.other.get(BALANCE, 0.0) + part.item()
+            parts = {} if chosen is None else {BALANCE: balance(seen, batch.copies, chosen)}
+            total = value if chosen is None else value + self.router_aux_coef * parts[BALANCE]
             total.backward()
-        stats.add(value.detach(), {n: v.detach() for n, v in figures.items()}, len(batch.tokens))
+        stats.add(value, figures, len(batch.tokens), parts)
         if wait:
             stats.read()
 
@@ -277,14 +278,15 @@ class Learner:
         norm = self._clipped() if self.policies is None else self.policies.clip(self.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if norm.isfinite():
+        size = norm.item()  # waits for the device: whether the step is taken depends on it
+        if math.isfinite(size):
             self.optimizer.step()
             self.masters.publish()
             if self.average is not None:
                 self.average.follow(self)
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
-        return norm.item()
+        return size
 
     def _clipped(self) -> Tensor:
         """The gradient's norm before it was clipped."""

@@ -79,8 +79,9 @@ class Policies:
                 norms[name] = torch.nn.utils.get_total_norm(grads)
                 if most > 0:
                     torch.nn.utils.clip_grads_with_norm_(tensors, most, norms[name])
-        self.norms = {name: norm.item() for name, norm in norms.items()}
-        return torch.linalg.vector_norm(torch.stack(list(norms.values())))
+        every = torch.stack(list(norms.values()))
+        self.norms = dict(zip(norms, every.tolist(), strict=True))
+        return torch.linalg.vector_norm(every)
 
     def publish(self) -> None:
         """Round anew what has moved."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from birl.data.support import upload
 from birl.data.trees import Tree, ways
 from birl.models.fused import launch_sum_copies, on_gpu
 
@@ -59,10 +60,11 @@ def cut(
     queries = [n for n, _ in seen]
     keys = [sum(map(len, ranges)) for _, ranges in seen]
     tokens = [torch.arange(r.start, r.stop) for _, ranges in seen for r in ranges]
-    index = torch.cat(tokens).to(device) if gathered else None
+    index = upload(torch.cat(tokens), device) if gathered else None
     if index is not None and places is not None:
         index = places[index]
-    starts = torch.tensor([[0, *queries], [0, *keys]], dtype=torch.int32).cumsum(1, dtype=torch.int32).to(device)
+    counts = torch.tensor([[0, *queries], [0, *keys]], dtype=torch.int32)
+    starts = upload(counts.cumsum(1, dtype=torch.int32), device)
     return Segments(starts[0], starts[1], max(queries, default=0), max(keys, default=0), index)
 
 

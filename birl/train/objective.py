@@ -20,6 +20,7 @@ from birl.algorithms.policy import policy_loss
 from birl.algorithms.surrogates import SURROGATES, Surrogate
 from birl.algorithms.values import value_loss
 from birl.data.pack import Batch
+from birl.data.support import upload
 from birl.errors import BirlError
 from birl.learner.critic import critic_figures
 from birl.learner.learner import Learner, Loss
@@ -116,7 +117,7 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         keys = self.keys
         on = {
-            n: None if t is None else t.to(logp.device)
+            n: None if t is None else upload(t, logp.device)
             for n, t in (("f", known.factor), ("h", known.held), ("r", known.ref_logp))
         }
         factor, old_logp = on["f"], self.proximal(logp.detach(), batch)
@@ -165,7 +166,7 @@ class Objective:
             case "now":
                 return logp
             case "interpolate":
-                now = max(self.learner.version, int(batch.versions.max())) if len(batch.versions) else 0
+                now = batch.versions.max().clamp(min=self.learner.version) if len(batch.versions) else 0
                 return corrections.proximal(batch.logprobs, logp, batch.versions, now)
             case _:
                 return batch.proximal
