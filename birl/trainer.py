@@ -11,10 +11,10 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from birl import trl
 from birl.errors import BirlError
@@ -41,6 +41,9 @@ KEYS = {
     "temperature": "rollout.temperature",
 }
 
+# Parameters that a key follows from.
+MORE = {"max_completion_length": "rollout.max_tokens", "num_epochs": "epochs", "use_lora": "lora.rank"}
+
 # What trainers of transformers and TRL also have, and where that is here.
 ELSEWHERE = {
     "evaluate": "eval_dataset= is asked during training; afterwards: `birl eval RUN data.validation=FILE`",
@@ -55,11 +58,27 @@ ELSEWHERE = {
 }
 
 
+P = ParamSpec("P")
+
+
+def _remembered(init: Callable[P, None]) -> Callable[P, None]:
+    """`_said` of the object: the parameters that were named. One that was set to its default still wins over a preset
+    and over `args`."""
+
+    @wraps(init)
+    def begin(*own: P.args, **names: P.kwargs) -> None:
+        vars(own[0])["_said"] = frozenset(names)
+        init(*own, **names)
+
+    return begin
+
+
 class Started:
     """What every trainer has: a checked configuration, and the run folder that `train` fills."""
 
     config: Any
     choices: dict[str, str]
+    _said: frozenset[str]
 
     def _begin(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -150,6 +169,7 @@ class Trainer(Started):
     Raises `BirlError` at once for a wrong value.
     """
 
+    @_remembered
     def __init__(
         self,
         model: str = "smollm2",
@@ -188,23 +208,24 @@ class Trainer(Started):
         **names: Any,
     ) -> None:
         given = {key: value for name, value in locals().items() if (key := KEYS.get(name))}
-        given["model.path"] = model = _model(model)
+        model = _model(model)
         _known(names)
-        more = names | ({} if num_generations == 8 else {"num_generations": num_generations})
-        rows = train_dataset is not None or "data.train" in (overrides or {})
-        rewards = _judges(reward_funcs, env, rows)
-        given |= _loss(loss_type) | _engines(num_rollout_workers, weight_sync_method, overrides or {})
+        both = {"num_generations": num_generations, "loss_type": loss_type}
+        more = names | {name: value for name, value in both.items() if value and name in self._said}
+        rewards = _judges(reward_funcs, env, train_dataset is not None or "data.train" in (overrides or {}))
+        given |= _engines(num_rollout_workers, weight_sync_method, overrides or {}) | {"model.path": model}
         given |= _reward_keys(rewards, reward_weights, reward_funcs == "sandbox", launcher)
         given |= {
             "env.kind": env if isinstance(env, str) else f"given:{getattr(env, '__name__', type(env).__name__)}",
-            "rollout.max_tokens": _answer_tokens(max_tokens, max_completion_length),
+            "rollout.max_tokens": _answer_tokens(max_tokens, max_completion_length, "max_tokens" in self._said),
             "lora.rank": 16 if use_lora else 0,
             "data.train": _source(train_dataset),
             "data.validation": _source(eval_dataset),
             **({"steps": max_steps} if isinstance(max_steps, str) or max_steps > 0 else {"epochs": num_epochs}),
         }
-        keys = _theirs(args, more, model, len(rewards)) | _not_default(given)
-        keys |= _scale(scale_rewards) | _clips(epsilon, epsilon_high)
+        said = {key for name, key in {**KEYS, **MORE}.items() if name in self._said and key in given}
+        keys = _theirs(args, more, model, len(rewards)) | _not_default(given) | {key: given[key] for key in said}
+        keys |= _loss(loss_type) | _scale(scale_rewards) | _clips(epsilon, epsilon_high)
         own = None if isinstance(env, str) else env
         self._given = Given(rewards=rewards, env=own, train=_rows(train_dataset), validation=_rows(eval_dataset))
         self._launcher, self._launch = launcher, _launch_words(launcher, actor_gpu, rollout_gpu, launch or {})
@@ -308,11 +329,11 @@ def _reward_keys(rewards: list[Reward], weights: Sequence[float], tests: bool, l
     return keys
 
 
-def _answer_tokens(max_tokens: int, max_completion_length: int | None) -> int:
+def _answer_tokens(max_tokens: int, max_completion_length: int | None, both: bool) -> int:
     """MRL has both names."""
     if max_completion_length is None:
         return max_tokens
-    return max_completion_length if max_tokens == 256 else min(max_tokens, max_completion_length)
+    return min(max_tokens, max_completion_length) if both else max_completion_length
 
 
 def _known(names: dict[str, Any]) -> None:

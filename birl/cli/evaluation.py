@@ -77,8 +77,8 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
         world = await open_world(config.env, model.chat.text)
         opened.push_async_callback(world.close)
         rows = own_rows(config, world, "validation")
-        hosts = config.model.picture_hosts
-        tasks = load_tasks(config.data, "validation", chat=model.chat.has_template, given=rows, hosts=hosts)
+        of = {"hosts": config.model.picture_hosts, "alone": world.kind == "single_turn"}
+        tasks = load_tasks(config.data, "validation", chat=model.chat.has_template, given=rows, **of)
         questions = [t[i] for t in tasks for i in range(len(t))]
         tell_plain(model.chat, questions)
         context = min(config.model.max_length or model.context, model.context)

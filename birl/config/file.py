@@ -24,7 +24,8 @@ def read(name: str) -> Mapping[str, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise BirlError(f"{name}{where}: is not valid YAML: {error.problem}. Are the lines indented alike?") from None
+        alike = "" if isinstance(error, yaml.constructor.ConstructorError) else " Are the lines indented alike?"
+        raise BirlError(f"{name}{where}: is not valid YAML: {error.problem}.{alike}") from None
     except RecursionError:
         raise BirlError(f"{name}: is not valid YAML: it is nested too deep") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -55,6 +56,11 @@ class _Texts(yaml.BaseLoader):
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     problem=f"{key.value} is there twice", problem_mark=key.start_mark
+                )
+            if isinstance(key, yaml.ScalarNode) and key.value == "<<":
+                raise yaml.constructor.ConstructorError(
+                    problem="merge keys (<<) are not read here, write out what they stand for",
+                    problem_mark=key.start_mark,
                 )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)

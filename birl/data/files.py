@@ -24,12 +24,12 @@ EXACT = 15  # digits that a float has
 WIDE = 256  # columns above which a row's absent ones cost more than reading JSON in plain Python
 
 
-def no_column(name: str) -> bool:
+def no_column(name: str, value: str) -> bool:
     return False
 
 
-def read_file(path: Path, label: str = "", text: Callable[[str], bool] = no_column) -> SourceFile:
-    """`text`: which columns of CSV, which has no types, are text even where all of their values are numbers."""
+def read_file(path: Path, label: str = "", text: Callable[[str, str], bool] = no_column) -> SourceFile:
+    """`text`: which columns of CSV, which has no types, stay text for a value in them, though it looks like more."""
     kind = check_readable(path)
     try:
         if kind == "csv":
@@ -84,11 +84,11 @@ def _has_large_floats(table: Any) -> bool:
     return any((compute.max(compute.abs(flat.data.column(n))).as_py() or 0) >= 2**53 for n in names)  # pyright: ignore
 
 
-def _read_csv(path: Path, kind: str, text: Callable[[str], bool]) -> Sequence[Mapping[str, Any]]:
+def _read_csv(path: Path, kind: str, text: Callable[[str, str], bool]) -> Sequence[Mapping[str, Any]]:
     written: set[str] = set()  # columns whose values stay as they are written: of 007 a number would keep the 7
     long: set[str] = set()  # columns with integers that a float would round
     for row in parse_csv(path):  # all of it: pandas reads rows with a field too many as something else, without a word
-        written = written or {name for name in row if text(name)}
+        written |= {name for name, value in row.items() if text(name, value)}
         written |= {name for name, value in row.items() if value[:1] == "0" and value.isdigit() and len(value) > 1}
         long |= {name for name, value in row.items() if len(value) > EXACT and value.lstrip("+-").isdigit()}
     if long:  # of whole numbers alone a column has no floats

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from birl.config import schema
-from birl.data.messages import Shown, check_input, kind, messages_of, said
+from birl.data.messages import NO_TOOLS, Shown, check_input, kind, messages_of, said
 from birl.data.rows import Rows, pick
 from birl.data.tasks import PROMPTS, RESPONSES, column_of, existing, for_another
 from birl.errors import BirlError
@@ -18,7 +18,7 @@ from birl.types import Conversation, Message
 TRUE, FALSE = (True, 1, "true", "yes", "1"), (False, 0, "false", "no", "0", -1)
 #: columns of TRL's formats that say what the model sees or learns, and why they are refused
 UNREAD = {
-    "tools": "no tools are written into these prompts. Write them into the system message, or remove the column.",
+    "tools": NO_TOOLS,
     "chat_template_kwargs": "templates get no options of a row. Remove the column.",
     "completions": "answers that are judged step by step are not learned. Use one answer a row, as `response`.",
 }
@@ -73,7 +73,7 @@ def _as_labelled(rows: Rows, config: schema.Pairs) -> schema.Pairs:
     return replace(config, label_column="label", chosen_column=answer) if answer else config
 
 
-def is_text(config: Any, name: str) -> bool:
+def is_text(config: Any, name: str, value: str) -> bool:
     """All columns but those of labels and margins."""
     own = (getattr(config, "label_column", ""), getattr(config, "margin_column", ""))
     return name not in (*own, "label", "margin")

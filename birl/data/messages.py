@@ -88,8 +88,14 @@ def said(value: Any, where: str, field: str) -> str:
     return text
 
 
-def check_input(row: Mapping[str, Any], prompt: str | None, where: str) -> None:
-    """Raises `BirlError` for the half of an instruction in Alpaca's columns that is not the prompt."""
+NO_TOOLS = "no tools are written into these prompts. Write them into the system message, or remove the column."
+
+
+def check_input(row: Mapping[str, Any], prompt: str | None, where: str, alone: bool = False) -> None:
+    """Raises `BirlError` for what the prompt would lack: the half of an instruction in Alpaca's columns, and tools,
+    where the row is `alone`, without an environment that may have them."""
+    if alone and row.get("tools"):
+        raise BirlError(f"{where}: `tools` would be left out: {NO_TOOLS} An environment can have tools.")
     if prompt == "instruction" and row.get("input"):
         raise BirlError(
             f"{where}: `input` would be left out, as `instruction` alone is the prompt. Make one text of both."

@@ -6,10 +6,12 @@ import datetime
 import decimal
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from birl.errors import BirlError
 from birl.text.parts import png
@@ -20,13 +22,14 @@ PEEK = 100  # rows in which a nested field is looked for
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
     """The rows of one file. `label` is its name in ids, which no other part of its source has; `place` its path, for
-    messages."""
+    messages; `narrow`: the features of columns with floats of 16 or 32 bits."""
 
     label: str
     place: str
     stem: str
     table: Sequence[Mapping[str, Any]]
     columns: tuple[str, ...]
+    narrow: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Rows(Sequence[dict[str, Any]]):
@@ -57,6 +60,7 @@ class Rows(Sequence[dict[str, Any]]):
                 f"{self.where(index)} cannot be read: {reason(error)}. Correct or remove the row."
             ) from error
         own = {str(column): plain(value) for column, value in row.items() if value is not None}
+        own |= {column: _shortest(own[column], feature) for column, feature in part.narrow.items() if column in own}
         return dict.fromkeys(self.columns) | own
 
     def where(self, index: int) -> str:
@@ -124,8 +128,32 @@ def plain(value: Any) -> Any:
     if hasattr(value, "save") and hasattr(value, "convert"):  # a PIL image
         return base64.b64encode(png(value)).decode("ascii")
     if isinstance(value, decimal.Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
+        return _number(value)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype in (np.float16, np.float32):
+        value = value.astype(str).astype(np.float64)
     return plain(value.tolist()) if hasattr(value, "tolist") else str(value)  # numpy, torch
+
+
+def _number(value: decimal.Decimal) -> int | float | str:
+    """As text where a float would be another number."""
+    if not value.is_finite():
+        return float(value)
+    if value == value.to_integral_value():
+        return int(value)
+    return float(value) if decimal.Decimal(repr(float(value))) == value else str(value)
+
+
+def _shortest(value: Any, feature: Any) -> Any:
+    """The number that was meant: 0.1 of 32 bits is 0.10000000149 in 64."""
+    if isinstance(value, float):
+        narrow = getattr(feature, "dtype", "") in ("float16", "float32")
+        return float(str(np.dtype(feature.dtype).type(value))) if narrow else value
+    if isinstance(value, dict):
+        return {name: _shortest(one, feature[name]) for name, one in value.items()}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", feature)
+        return [_shortest(one, inner) for one in value]
+    return value
 
 
 def _written(value: bytes) -> str:
@@ -161,7 +189,10 @@ def given(rows: Any, name: str, limit: int = 0) -> Rows:
 
 def part(label: str, stem: str, table: Any, place: str = "") -> SourceFile:
     columns = table.column_names if hasattr(table, "column_names") else dict.fromkeys(c for row in table for c in row)
-    return SourceFile(label=label, place=place or label, stem=stem, table=table, columns=tuple(map(str, columns)))
+    features = getattr(table, "features", None) or {}
+    narrow = {name: one for name, one in features.items() if "float16" in str(one) or "float32" in str(one)}
+    names = tuple(map(str, columns))
+    return SourceFile(label=label, place=place or label, stem=stem, table=table, columns=names, narrow=narrow)
 
 
 def reason(error: BaseException) -> str:

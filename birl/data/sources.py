@@ -24,12 +24,12 @@ def read(
     subset: str = "",
     splits: Sequence[str] = ("train",),
     limit: int = 0,
-    text: Callable[[str], bool] = no_column,
+    text: Callable[[str, str], bool] = no_column,
 ) -> Rows:
     """Rows of a file, a folder or a hub name, each optionally as `split@path`.
 
     `splits`: which to take where `path` names none and has several, in order of preference. `limit`: only the first n
-    rows, 0: all. `text`: which columns of CSV are text even where all of their values are numbers.
+    rows, 0: all. `text`: which columns of CSV stay text for a value in them (`read_file`).
     """
     split, place = _parse(path)
     local = Path(place).expanduser()
@@ -49,6 +49,13 @@ def check_place(path: str) -> None:
     local = Path(place).expanduser()
     if local.exists():
         return
+    if any(c in place for c in "*?["):
+        parent, pattern = local.parent, local.name
+        files = sorted(str(file) for file in parent.glob(pattern)) if parent.is_dir() else []
+        way = f"Name {parent}, the folder, or the files: [{','.join(files[:3])}{',...' if len(files) > 3 else ''}]."
+        raise BirlError(
+            f"{place}: patterns are not expanded. " + (way if files else "No file matches this one, either.")
+        )
     if local.suffix.lower() in FORMATS or not HUB_NAME.fullmatch(place):
         parent = "" if local.parent.is_dir() else f"The folder {local.parent} does not exist."
         raise BirlError(f"{place}: no such file or folder. {parent or _nearest(local)}".rstrip())
@@ -75,7 +82,7 @@ def _nearest(path: Path) -> str:
 
 
 def _read_folder(
-    path: Path, subset: str, split: str, splits: Sequence[str], text: Callable[[str], bool]
+    path: Path, subset: str, split: str, splits: Sequence[str], text: Callable[[str, str], bool]
 ) -> list[SourceFile]:
     from datasets.data_files import EmptyDatasetError
     from yaml import YAMLError

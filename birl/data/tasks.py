@@ -30,6 +30,7 @@ PROMPTS = ("messages", "prompt", "question")
 ANSWERS = ("ground_truth", "answer", "solution", "extra_info.answer", "reward_model.ground_truth")
 RESPONSES = ("response", "completion", "answer", "output", *ANSWERS)
 SOURCES = ("data_source", "extra_info.data_source")
+Which = Literal["train", "validation"]
 VALIDATION_SPLITS = ("validation", "test", "train")
 
 FINAL = re.compile(r"####[ \t]*([^\n#]*\S)\s*$")  # GSM8K: "6 * 12 = 72\n#### 72"
@@ -38,21 +39,22 @@ THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """How the rows of one source become Tasks. `answer` None: they have none. `raw`: text stays text. `hosts`,
-    `offline`: of `Finder`."""
+    """How the rows of one source become Tasks. `answer` None: they have none. `raw`: text stays text. `alone`: no
+    environment reads the rows. `hosts`, `offline`: of `Finder`."""
 
     prompt: str
     answer: str | None
     raw: bool
     chat: bool
     system: str
+    alone: bool = False
     hosts: tuple[str, ...] = ()
     offline: bool = False
 
     def task(self, rows: Rows, index: int, prefix: str = "") -> Task:
         row, where = rows[index], rows.where(index)
         finder = Finder(folder=rows.folder(index), hosts=self.hosts, offline=self.offline)
-        check_input(row, self.prompt, where)
+        check_input(row, self.prompt, where, self.alone)
         return Task(
             id=prefix + rows.id(index),
             prompt=self._prompt(pick(row, self.prompt), where, Shown.of(row, finder, where)),
@@ -136,26 +138,25 @@ class Tasks(Sequence[Task]):
 
 
 def load_tasks(
-    config: Data, which: Literal["train", "validation"], *, chat: bool, given: Any = None, hosts: Sequence[str] = ()
+    config: Data, which: Which, *, chat: bool, given: Any = None, hosts: Sequence[str] = (), alone: bool = False
 ) -> list[Tasks]:
     """One `Tasks` for each source of data.train or data.validation; `given` rows, or such by name, take their place.
 
-    `chat`: the tokenizer has a chat template. `hosts`: of `Finder`. What is wrong with a source as a whole raises
-    `BirlError` at once, what is wrong with a row raises when that row is asked for.
+    `chat`: the tokenizer has a chat template. `hosts`: of `Finder`. `alone`: of `Reader`. What is wrong with a source
+    as a whole raises `BirlError` at once, what is wrong with a row raises when that row is asked for.
     """
-    sources = read_sources(config, which, given, partial(_is_prompt, config))
-    return [Tasks(s, reader_of(s, config, chat, tuple(hosts)), prefix=p) for s, p in sources]
+    sources = read_sources(config, which, given, partial(_is_text, config))
+    return [Tasks(s, reader_of(s, config, chat, tuple(hosts), alone), prefix=p) for s, p in sources]
 
 
-def _is_prompt(config: Any, name: str) -> bool:
-    return name == config.prompt_column or name in PROMPTS
+def _is_text(config: Any, name: str, value: str) -> bool:
+    """Prompts, and answers such as TRUE, which a reader of CSV takes for a boolean."""
+    answer = name == config.answer_column or name in ANSWERS
+    return value.lower() in ("true", "false") if answer else name == config.prompt_column or name in PROMPTS
 
 
 def read_sources(
-    config: Files,
-    which: Literal["train", "validation"],
-    given: Any = None,
-    text: Callable[[str], bool] = no_column,
+    config: Files, which: Which, given: Any = None, text: Callable[[str, str], bool] = no_column
 ) -> list[tuple[Rows, str]]:
     """The rows of each source of data.train or data.validation, and what goes before their ids to tell them apart.
     `text`: see `read`."""
@@ -263,7 +264,7 @@ def teacher_named(task: Task, column: str, names: Collection[str], where: str = 
     return name
 
 
-def reader_of(rows: Rows, config: Data, chat: bool, hosts: tuple[str, ...] = ()) -> Reader:
+def reader_of(rows: Rows, config: Data, chat: bool, hosts: tuple[str, ...] = (), alone: bool = False) -> Reader:
     raw = not (chat and config.apply_chat_template)
     prompt = column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column")
     if prompt is None:
@@ -272,7 +273,8 @@ def reader_of(rows: Rows, config: Data, chat: bool, hosts: tuple[str, ...] = ())
             + for_another(rows, "rl")
         )
     answer = column_of(rows, config.answer_column, ANSWERS, "data.answer_column")
-    return Reader(prompt=prompt, answer=answer, raw=raw, chat=chat, system=config.system_prompt, hosts=hosts)
+    own = {"prompt": prompt, "answer": answer, "raw": raw, "chat": chat, "system": config.system_prompt}
+    return Reader(**own, alone=alone, hosts=hosts)
 
 
 def column_of(rows: Rows, chosen: str, candidates: Sequence[str], key: str) -> str | None:

@@ -48,7 +48,7 @@ def load_data(
     """Training sources and validation tasks; prompts that leave no room for an answer are dropped, and counted. Rows
     that are `given` take the place of data.train and data.validation."""
     data = config.data
-    of = {"chat": chat.has_template, "hosts": config.model.picture_hosts}
+    of = {"chat": chat.has_template, "hosts": config.model.picture_hosts, "alone": world.kind == "single_turn"}
     train = load_tasks(data, "train", given=own_rows(config, world, "train", given), **of)
     rows = own_rows(config, world, "validation", given_validation)
     validation = load_tasks(data, "validation", given=rows, **of)

@@ -1,11 +1,15 @@
 """Rows of every source: files, folders with splits and subsets, the hub, objects of Python."""
 
+import decimal
 import gzip
 import json
 import os
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from birl.data.rows import given, pick, plain
@@ -282,3 +286,33 @@ def test_absent_columns_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rows = list(read(str(path)))
     assert len(seen) == 600
     assert rows[7] == {"prompt": "a"} | {f"k{i}": 7 if i == 7 else None for i in range(300)}
+
+
+def test_numbers_of_few_bits_are_those_that_were_meant(tmp_path: Path) -> None:
+    """0.1 of 32 bits is 0.10000000149 in 64; a decimal that no float holds stays exact, as text."""
+    half, single = np.float16, np.float32
+    nested = pa.struct([("answer", pa.list_(pa.float32())), ("other", pa.float64())])
+    table = {
+        "answer": pa.array([0.1, 1 / 3], pa.float32()),
+        "half": pa.array([half(0.1), half(2.5)], pa.float16()),
+        "double": [1 / 3, 0.1],
+        "deep": pa.array([{"answer": [0.1, None], "other": 1 / 3}] * 2, nested),
+        "money": pa.array([decimal.Decimal("0.10"), decimal.Decimal("12345678901234567890.12")], pa.decimal128(30, 2)),
+    }
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    first, second = read(str(tmp_path / "a.parquet"))
+    deep = {"answer": [0.1, None], "other": 1 / 3}
+    assert first == {"answer": 0.1, "half": 0.1, "double": 1 / 3, "deep": deep, "money": 0.1}
+    assert second["answer"] == 0.33333334 and second["money"] == "12345678901234567890.12"
+    (own,) = given([{"one": single(0.1), "many": np.array([0.1, 2], single)}], "rows")
+    assert own == {"one": 0.1, "many": [0.1, 2.0]}
+
+
+def test_patterns_are_refused_with_what_they_match(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        write(tmp_path / "d" / name)
+    told = refused(tmp_path / "d/*.jsonl")
+    assert "patterns are not expanded" in told and f"[{tmp_path}/d/a.jsonl,{tmp_path}/d/b.jsonl]" in told
+    assert "No file matches" in refused(tmp_path / "d/*.csv")
+    write(tmp_path / "d" / "[x].jsonl")  # a name as any other
+    assert len(read(str(tmp_path / "d/[x].jsonl"))) == 2

@@ -229,6 +229,24 @@ def test_the_input_of_an_instruction_is_not_left_out() -> None:
     assert "`input` would be left out" in refused({**row, "input": "Hello"}, prompt_column="instruction")
 
 
+@pytest.mark.parametrize("column", ["answer", "right"])
+def test_answers_of_csv_that_look_like_booleans_stay_as_they_are_written(tmp_path: Path, column: str) -> None:
+    (tmp_path / "a.csv").write_text(f"prompt,{column},held\nIs it?,TRUE,true\nAnd this?,false,false\n")
+    data = Data(train=[f"{tmp_path}/a.csv"], answer_column="right" if column == "right" else "")
+    (one, two) = load_tasks(data, "train", chat=True)[0]
+    assert (one.answer, one.columns["held"], two.answer, two.columns["held"]) == ("TRUE", True, "false", False)
+
+
+def test_tools_of_a_row_are_not_left_out() -> None:
+    """An environment may read the column; where there is none, nothing writes it into the prompt."""
+    rows = [{"prompt": "a"}, {"prompt": "b", "tools": [{"type": "function"}]}]
+    assert len([*load_tasks(Data(), "train", chat=True, given=rows)[0]]) == 2
+    alone = load_tasks(Data(), "train", chat=True, given=rows, alone=True)[0]
+    assert alone[0].prompt
+    with pytest.raises(BirlError, match=r"train, row 2: `tools` would be left out.*An environment can have tools"):
+        alone[1]
+
+
 def test_splits_are_not_mixed_into_the_training_set() -> None:
     """A DatasetDict is a dict of rows: training took the test split as well."""
     rows = [{"prompt": "a"}]

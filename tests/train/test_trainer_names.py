@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import birl
 from birl import BirlError, Trainer
-from birl.config.load import load
+from birl.config.load import flatten, load
 from birl.config.schema import RL
 from birl.trainer import LOSS_TYPES
 from tests.train.trainers import QUIET, ROWS, SMALL, Make, letters, metrics, shortness
@@ -112,6 +112,35 @@ def test_the_config_object_of_trl_is_taken_whole(make: Make) -> None:
     assert (config.checkpoint.every, config.seed, config.reward.weights) == (3, 5, [1.0, 1.0])
     mine = Trainer(**args, args=given, learning_rate=3e-5, overrides={"optimizer.schedule": "cosine"}).config.optimizer
     assert (mine.lr, mine.schedule) == (3e-5, "cosine")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "key", "theirs"),
+    [
+        ("beta", 0.0, "algorithm.kl_coef", {"beta": 0.1}),
+        ("learning_rate", 1e-6, "optimizer.lr", {"learning_rate": 3e-5}),
+        ("temperature", 1.0, "rollout.temperature", {"temperature": 0.7}),
+        ("seed", 0, "seed", {"seed": 5}),
+        ("num_generations", 8, "rollout.group_size", {"num_generations": 4}),
+        ("max_tokens", 256, "rollout.max_tokens", {"max_completion_length": 9}),
+        ("max_completion_length", 256, "rollout.max_tokens", {"max_completion_length": 9}),
+        ("num_epochs", 1, "epochs", {"num_train_epochs": 3}),
+        ("mask_truncated_completions", False, "algorithm.mask_truncated", {"mask_truncated_completions": True}),
+        ("loss_type", "dr_grpo", "algorithm.denominator", {"loss_type": "bnpo"}),
+    ],
+)
+def test_a_parameter_at_its_default_wins_where_it_was_given(name: str, value: Any, key: str, theirs: Any) -> None:
+    """Zeros and False too, over `args`; one that was not given leaves the choice to `args` or a preset."""
+    rows = {"reward_funcs": letters, "train_dataset": ROWS}
+    both = Trainer("x", **rows, args=theirs, **{name: value})
+    expected = "constant" if name == "loss_type" else value
+    assert flatten(both.config)[key] == expected != flatten(Trainer("x", **rows, args=theirs).config)[key]
+
+
+def test_a_zero_that_was_given_wins_over_a_preset() -> None:
+    rows = {"reward_funcs": letters, "train_dataset": ROWS, "overrides": {"algorithm": "grpo"}}
+    assert Trainer("x", **rows).config.algorithm.kl_coef == 0.04
+    assert Trainer("x", **rows, beta=0.0).config.algorithm.kl_coef == 0.0
 
 
 @pytest.mark.parametrize(
