@@ -6,10 +6,50 @@ SmolLM2-135M on two CPU cores (benchmarks/README.md); there a "GPU" is such a ma
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool
 
 from birl.errors import BirlError
 
-Lengths = tuple[tuple[int, ...], ...]
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):  # "7" and true are none
+        raise ValueError("must be a number")
+    return value
+
+
+def _pair(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else (value, value)
+
+
+def _several(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _groups(value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        raise ValueError("must be a list of answer lengths, or a list of such lists, one a group")
+    return [_several(row) for row in value]
+
+
+def _rows(value: Any) -> Any:
+    try:
+        return sorted((int(n), seconds) for n, seconds in (value.items() if isinstance(value, Mapping) else value))
+    except (TypeError, ValueError):
+        raise ValueError("must map sequences to the seconds of a step, as in {1: 0.014, 16: 0.017}") from None
+
+
+Amount = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[Amount, Field(gt=0)]
+Share = Annotated[Amount, Field(le=1)]
+Whole = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+Count = Annotated[Whole, Field(ge=1)]
+Table = Annotated[tuple[tuple[Whole, Amount], ...], BeforeValidator(_rows)]
+Lengths = Annotated[tuple[tuple[Whole, ...], ...], BeforeValidator(_groups)]
+Range = Annotated[tuple[Amount, Amount], BeforeValidator(_pair)]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(_several)]
+Wholes = Annotated[tuple[Whole, ...], BeforeValidator(_several)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,23 +57,23 @@ class Engine:
     """One engine. A decoding step of n sequences with c tokens of context together takes `table`(n), or
     base + per_sequence n where there is no table, and per_context c on top [s]."""
 
-    gpus: int = 1
+    gpus: Count = 1
     """GPUs of one engine."""
-    table: tuple[tuple[float, float], ...] = ((1, 0.01434), (16, 0.01664), (32, 0.02225), (64, 0.03388))
+    table: Table = ((1, 0.01434), (16, 0.01664), (32, 0.02225), (64, 0.03388))
     """(sequences, seconds of a step), read as straight lines between; beyond the ends the line goes on."""
-    base: float = 0.0
+    base: Amount = 0.0
     """[s]"""
-    per_sequence: float = 0.0
+    per_sequence: Amount = 0.0
     """[s]"""
-    per_context: float = 0.0
+    per_context: Amount = 0.0
     """[s per token of context]"""
-    prefill: float = 1600.0
+    prefill: Positive = 1600.0
     """Prompt tokens per second. Decoding stands still meanwhile."""
-    max_batch: int = 64
+    max_batch: Count = 64
     """Sequences at once; the others wait in the engine's queue."""
-    share_prompts: bool = True
+    share_prompts: StrictBool = True
     """An engine computes a prompt once for all its answers of that group."""
-    recompute_kv: bool = True
+    recompute_kv: StrictBool = True
     """New weights make an engine compute the contexts of what is running again."""
 
 
@@ -42,37 +82,37 @@ class Learner:
     """A replica holds the whole model; replicas split the batch by samples and add their gradients in a ring:
     seconds = constant + per_token x (tokens of the fullest replica) + 2 (R - 1) / R x bytes / bandwidth."""
 
-    gpus: int = 1
+    gpus: Count = 1
     """GPUs of one replica."""
-    constant: float = 0.0
+    constant: Amount = 0.0
     """Of a step, whatever its size [s]."""
-    per_token: float = 0.00121
+    per_token: Amount = 0.00121
     """Of one replica [s]."""
-    bytes: float = 538e6
+    bytes: Amount = 538e6
     """Gradient [bytes]."""
-    bandwidth: float = 1e9
+    bandwidth: Positive = 1e9
     """Of a replica to the next [bytes/s]."""
-    share_prompts: bool = True
+    share_prompts: StrictBool = True
     """A prompt is trained once for all answers of its group."""
-    trained: float = 1.0
-    """Share of the tokens that have a gradient; the others are not computed [0 to 1]."""
+    trained: Share = 1.0
+    """Share of the tokens that have a gradient; the others are not computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
     """New weights: transferred while engines go on, then every engine stands still for `pause`. The learner waits."""
 
-    every: int = 1
+    every: Count = 1
     """Training steps."""
-    pause: float = 0.1
+    pause: Amount = 0.1
     """[s]"""
-    bytes: float = 269e6
+    bytes: Amount = 269e6
     """Weights [bytes]."""
-    bandwidth: float = 1e9
+    bandwidth: Positive = 1e9
     """What each engine receives [bytes/s]."""
-    source_bandwidth: float = 0.0
+    source_bandwidth: Amount = 0.0
     """What all engines receive together [bytes/s]; 0: no limit, as with a tree or a broadcast."""
-    switch: float = 0.0
+    switch: Amount = 0.0
     """Where generation and training share the GPUs: to change from one to the other and back [s per step]."""
 
 
@@ -81,61 +121,61 @@ class Episodes:
     """The lengths of answers are drawn from `tokens`, whole groups at once where it is a list of lists, so that the
     prompts with long answers stay together; or lognormal with `mean` and `sigma`, cut at `max`."""
 
-    prompt: float = 45.0
+    prompt: Amount = 45.0
     """[tokens]"""
     tokens: Lengths = ()
     """Measured answers [tokens]."""
-    mean: float = 64.0
+    mean: Positive = 64.0
     """Before the cut [tokens per turn]."""
-    sigma: float = 0.6
+    sigma: Amount = 0.6
     """Of the logarithm. 0: all have the same length."""
-    max: int = 256
+    max: Count = 256
     """[tokens per turn]"""
-    turns: tuple[float, float] = (1, 1)
+    turns: Range = (1, 1)
     """Fewest and most, uniform."""
-    wait: tuple[float, float] = (0, 0)
+    wait: Range = (0, 0)
     """For the environment between two turns, uniform [s]."""
-    observation: float = 0.0
+    observation: Amount = 0.0
     """What the environment adds before the next turn [tokens]."""
-    reward: tuple[float, float] = (0, 0)
+    reward: Range = (0, 0)
     """From the last token to the reward, uniform [s]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    gpus: tuple[int, ...] = (8, 64)
+    gpus: Counts = (8, 64)
     """Numbers of GPUs to split."""
-    prompts_per_gpu: float = 1.0
+    prompts_per_gpu: Positive = 1.0
     """Prompts of a training step, for each GPU."""
-    prompts: int = 0
+    prompts: Whole = 0
     """Prompts of a training step, however many GPUs there are; 0: prompts_per_gpu decides."""
-    group_size: int = 8
+    group_size: Count = 8
     """Episodes per prompt."""
-    max_staleness: tuple[int, ...] = (0, 1, 2, 4, 8)
+    max_staleness: Wholes = (0, 1, 2, 4, 8)
     """To compare [training steps]."""
-    order_window: int = 0
+    order_window: Whole = 0
     """Groups that may be overtaken by later ones, where the staleness allows it."""
-    route: str = "episode"
+    route: Literal["episode", "group"] = "episode"
     """What is sent to the engine with the fewest open answers, and stays there: an episode | a whole group."""
-    engines: tuple[int, ...] = ()
+    engines: Counts = ()
     """Numbers of engines to try, instead of a choice; what is left of the GPUs learns."""
-    steps: int = 0
+    steps: Whole = 0
     """Training steps to simulate. 0: at least 8, behind a start of two turns of the slots that is not counted."""
-    seed: int = 0
+    seed: Whole = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What was measured, to compare the simulation with it."""
 
-    seconds_per_step: float = 0.0
+    seconds_per_step: Amount = 0.0
     """[s]; 0: nothing was measured."""
-    engines: int = 1
-    learners: int = 1
+    engines: Count = 1
+    learners: Count = 1
     """Replicas."""
-    shared: bool = False
+    shared: StrictBool = False
     """Generation and training took turns on the same GPUs."""
-    max_staleness: int = 0
+    max_staleness: Whole = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +227,10 @@ def checked(scenario: Scenario) -> Scenario:
         raise BirlError("episodes.tokens: every answer has at least one token, every group at least one answer.")
     if episodes.turns[0] < 1 or any(t != int(t) for t in episodes.turns):
         raise BirlError(f"episodes.turns={list(episodes.turns)}: must be whole numbers of at least 1.")
-    if scenario.learner.trained > 1:
-        raise BirlError(f"learner.trained={scenario.learner.trained:g}: is a share, at most 1.")
+    for name in ("turns", "wait", "reward"):
+        low, high = getattr(episodes, name)
+        if low > high:
+            raise BirlError(f"episodes.{name}=[{low:g}, {high:g}]: the least is above the most.")
     for name, values in (("run.gpus", run.gpus), ("run.max_staleness", run.max_staleness)):
         if not values:
             raise BirlError(f"{name} is empty; name at least one.")

@@ -1,27 +1,21 @@
 """Files and words -> a `Scenario`. Every mistake is one `BirlError` that names the key."""
 
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
 
 from birl.errors import BirlError, did_you_mean, first_line
 from birl.plan.run_figures import from_run
-from birl.plan.scenario import SECTIONS, Lengths, Scenario, checked
+from birl.plan.scenario import SECTIONS, Scenario, checked
 from birl.regular import read_text
-
-POSITIVE = (
-    *("engine.gpus", "engine.prefill", "engine.max_batch", "learner.gpus", "learner.bandwidth", "sync.every"),
-    *("sync.bandwidth", "episodes.mean", "episodes.max", "run.gpus", "run.group_size"),
-    *("run.prompts_per_gpu", "run.engines", "result.engines", "result.learners"),
-)
 
 
 def read(words: list[str], base: Scenario | None = None) -> Scenario:
@@ -55,7 +49,7 @@ def merged(scenario: Scenario, values: Mapping[str, Any], origin: str) -> Scenar
             raise BirlError(
                 f"{name}: is a section with keys, such as {name}.{fields(getattr(scenario, name))[0].name}."
             )
-        kinds = {f.name: _kind(f.type) for f in fields(getattr(scenario, name))}
+        kinds = get_type_hints(type(getattr(scenario, name)), include_extras=True)
         for key in section:
             if key not in kinds:
                 raise BirlError(
@@ -69,83 +63,14 @@ def merged(scenario: Scenario, values: Mapping[str, Any], origin: str) -> Scenar
     return replace(scenario, **changed, sources=sources)
 
 
-def _kind(annotation: Any) -> str:
-    return annotation.__name__ if type(annotation) is type else str(annotation)
-
-
-def converted(key: str, kind: str, value: Any) -> Any:
+def converted(key: str, kind: Any, value: Any) -> Any:
     """A value of YAML or JSON as the type of the key, or a `BirlError` that says what it must be."""
     try:
-        result = _convert(key, kind, value)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError):
-        raise BirlError(f"{key}={value!r}: {EXPECTED.get(key) or EXPECTED.get(kind, 'is not possible')}.") from None
-    _numbers(key, result)
-    return result
-
-
-EXPECTED = {
-    "int": "must be a whole number",
-    "float": "must be a number",
-    "bool": "must be true or false",
-    "str": "must be episode or group",
-    "tuple[float, float]": "must be a number, or [least, most]",
-    "tuple[int, ...]": "must be a list of whole numbers, as in [8,64]",
-    str(Lengths): "must be a list of answer lengths, or a list of such lists, one a group",
-    "engine.table": "must map sequences to the seconds of a step, as in {1: 0.014, 16: 0.017}",
-}
-
-
-def _convert(key: str, kind: str, value: Any) -> Any:
-    if key == "engine.table":
-        rows = value.items() if isinstance(value, Mapping) else value
-        return tuple(sorted((_whole(int(n)), _number(s)) for n, s in rows))
-    if kind == str(Lengths):
-        nested = [row if isinstance(row, list) else [row] for row in value]
-        return tuple(tuple(_whole(n) for n in row) for row in nested)
-    if kind == "tuple[float, float]":
-        low, high = value if isinstance(value, list) else (value, value)
-        return _number(low), _number(high)
-    if kind == "tuple[int, ...]":
-        return tuple(_whole(n) for n in (value if isinstance(value, list) else [value]))
-    if kind == "bool":
-        if not isinstance(value, bool):
-            raise TypeError
-        return value
-    if kind == "str":
-        if value not in ("episode", "group"):
-            raise ValueError
-        return value
-    return _whole(value) if kind == "int" else _number(value)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError
-    return float(value)
-
-
-def _whole(value: Any) -> int:
-    if _number(value) != int(value):
-        raise ValueError
-    return int(value)
-
-
-def _numbers(key: str, value: Any) -> None:
-    flat = list(_flat(value))
-    if any(not math.isfinite(x) or x < 0 for x in flat):
-        raise BirlError(f"{key}: must not be negative, nor infinite.")
-    if key in POSITIVE and any(x == 0 for x in flat):
-        raise BirlError(f"{key}: must be above 0.")
-    if key in ("episodes.turns", "episodes.wait", "episodes.reward") and value[0] > value[1]:
-        raise BirlError(f"{key}={list(value)}: the least is above the most.")
-
-
-def _flat(value: Any) -> Iterator[float]:
-    if isinstance(value, tuple):
-        for part in value:
-            yield from _flat(part)
-    elif not isinstance(value, str):
-        yield float(value)
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        told = error.errors(include_url=False)[0]["msg"]
+        told = told.removeprefix("Value error, ").replace("Input should be", "must be")
+        raise BirlError(f"{key}={value!r}: {told}.") from None
 
 
 def _file(path: Path) -> Mapping[str, Any]:
