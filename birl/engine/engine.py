@@ -414,7 +414,8 @@ class EmbeddedEngine:
                 own = zip(scored.get(request, result), islice(words, len(result)), strict=True)
                 # a given token that was none of the words counts as drawn from all of them
                 each = [(*pair, self.version, kept if kept is None or pair[0] in kept else None) for pair, kept in own]
-                self.append(request, each, work.drafts)
+                if not (request.guide and request.aborted):  # else it allows none
+                    self.append(request, each, work.drafts)
 
     def score(self, plan: list[ScheduledTokens], logits: Tensor) -> dict[Request, list[tuple[int, float]]]:
         """For requests whose next tokens are given: these, with their log-probs."""

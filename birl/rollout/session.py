@@ -198,9 +198,8 @@ class Session:
         whole = self.reply(conversation, prompt, completion.ids, tools)
         reply = before_stop(whole, own_stop)
         kept = whole if isinstance(conversation, str) else reply  # a text that goes on has the stop string itself
-        self.known.append(
-            Known(key=plain(following(conversation, kept)), talk=following(talk, kept), owner=owner, turn=turn)
-        )
+        key, talk = (following(t, kept) for t in (conversation, talk))
+        self.known.append(Known(key=plain(key), talk=talk, owner=owner, turn=turn))
         return reply, turn
 
     def reply(

@@ -4,7 +4,9 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -301,3 +303,23 @@ def test_a_broken_forward_reaches_every_caller(
 
         assert all(isinstance(e, ZeroDivisionError) for e in asyncio.run(asyncio.wait_for(main(), 60)))
     assert bench.generate(PROMPTS, seeded(len(PROMPTS)))
+
+
+def test_where_a_grammar_allows_nothing_the_answer_is_aborted(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    """It ended with a token that was not allowed, and said that it was complete."""
+
+    class GivenUp:
+        left = 3
+
+        def allowed(self, words: int) -> np.ndarray:
+            return np.full(words, self.left > 0)
+
+        def take(self, token: int) -> bool:
+            self.left -= 1
+            return self.left < 0  # the library takes no token that it has not allowed
+
+    engine = Bench(tiny, compute).engine
+    guide: Any = GivenUp()
+    params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+    answer = asyncio.run(asyncio.wait_for(engine.generate(PROMPTS[1], params, guide=guide), 60))
+    assert (len(answer.tokens), answer.stop) == (3, Stop.ABORT)
