@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from birl.data.balance import imbalance, micro_batches
+from birl.data.balance import micro_batches
 from birl.data.sequences import observations
 from birl.data.support import SupportRows, upload
 from birl.data.trees import Forest, Tree
@@ -138,32 +138,6 @@ def pack(
         replace(batch, hinted=replace(_batch(clusters, read, told, counted, alone=True), **own))
         for batch, clusters, own in zip(batches, planned, whose, strict=True)
     ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packer:
-    """`pack` for the micro-batches of a run. `capacity`: tokens of one; `shares`: data-parallel ranks; `pair_cost`: of
-    `pack`."""
-
-    capacity: int
-    shares: int = 1
-    pair_cost: float = 0.0
-
-    def __call__(
-        self, samples: Sequence[Sample], weights: Sequence[float], observed: Sequence[float] = ()
-    ) -> list[Batch]:
-        return pack(samples, weights, self.capacity, self.shares, self.pair_cost, observed)
-
-    def figures(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """imbalance: time that shares wait for one another in a round, by their work; padding: share of the computed
-        tokens that no sample has; filled: of the room for tokens."""
-        costs = [sum(len(tree) + self.pair_cost * tree.pairs() for tree in b.trees) for b in batches]
-        tokens, empty = sum(len(b.tokens) for b in batches), sum(b.trees == NOTHING for b in batches)
-        return {
-            "packing/imbalance": imbalance(costs, self.shares),
-            "packing/padding": empty / tokens,
-            "packing/filled": (tokens - empty) / (len(batches) * self.capacity),
-        }
 
 
 def owners(samples: Sequence[Sample]) -> list[tuple[str, str]]:

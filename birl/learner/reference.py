@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from birl.algorithms.segments import starts, totals
 from birl.data.examples import Example
-from birl.data.pack import Batch, Packer
+from birl.data.pack import Batch
 from birl.data.sequences import Tokens
 from birl.learner.lora import digest
-from birl.parallel.ranks import Shared
+from birl.parallel.ranks import Packer, Shared
 from birl.regular import read_json, write_whole
 from birl.types import Sample
 
@@ -96,7 +96,7 @@ class Reference:
         """For sums without a gradient: so one that is longer than a micro-batch (KTO's prompt with the answer of
         another) has its own."""
         capacity = max([self.pack.capacity, *(len(s.tokens) for s in samples)])
-        return Shared(replace(self.pack, capacity=capacity)(samples, [0.0] * len(samples)))
+        return replace(self.pack, capacity=capacity)(samples, [0.0] * len(samples))
 
     def _mark(self, names: Iterable[str]) -> str:
         """What the sums belong to: these weights and these rows."""

@@ -23,9 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from birl.data.balance import imbalance
+from birl.data.pack import NOTHING, Batch, pack
 from birl.errors import BirlError
 from birl.models.device import gpu, use
 from birl.parallel import flight
+from birl.types import Sample
 
 T = TypeVar("T")
 STORE = "BIRL_STORE"  # environment variable: the file in which ranks of one machine meet
@@ -60,6 +63,31 @@ class Shared(list[T]):
     (`shared.py`). It is not changed once it has been sent. `number`: what the ranks know it by; 0 before."""
 
     number = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packer:
+    """`pack` for the shares of a run's ranks. `capacity`: tokens of a micro-batch; `pair_cost`: of `pack`."""
+
+    capacity: int
+    shares: int = 1
+    pair_cost: float = 0.0
+
+    def __call__(
+        self, samples: Sequence[Sample], weights: Sequence[float], observed: Sequence[float] = ()
+    ) -> Shared[Batch]:
+        return Shared(pack(samples, weights, self.capacity, self.shares, self.pair_cost, observed))
+
+    def figures(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """imbalance: time that shares wait for one another in a round, by their work; padding: share of the computed
+        tokens that no sample has; filled: of the room for tokens."""
+        costs = [sum(len(tree) + self.pair_cost * tree.pairs() for tree in b.trees) for b in batches]
+        tokens, empty = sum(len(b.tokens) for b in batches), sum(b.trees == NOTHING for b in batches)
+        return {
+            "packing/imbalance": imbalance(costs, self.shares),
+            "packing/padding": empty / tokens,
+            "packing/filled": (tokens - empty) / (len(batches) * self.capacity),
+        }
 
 
 class Ranks:

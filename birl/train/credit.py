@@ -25,9 +25,9 @@ from birl.algorithms import values as critics
 from birl.algorithms.custom import NamedFunction, part
 from birl.algorithms.estimators import ADVANTAGES, BY_TOKEN, TENSORS
 from birl.data.columns import behaviour, by_sample, per_token, spread
-from birl.data.pack import Batch, Packer, hinted
+from birl.data.pack import Batch, hinted
 from birl.errors import BirlError
-from birl.parallel.ranks import Shared
+from birl.parallel.ranks import Packer, Shared
 from birl.rollout import assemble
 from birl.rollout.assemble import Unit
 from birl.types import Group, Outcome, Sample, Task
@@ -117,7 +117,7 @@ class Credit:
         plain = [[self._hinted(s, g, i) for s in assemble.samples(g.trajectories[i], 0.0, g.index, i)] for g, i in kept]
         samples = [s for own in plain for s in own]
         owner = torch.tensor([e for e, own in enumerate(plain) for _ in own], dtype=torch.int64)
-        batches = Shared(self.pack(samples, [0.0] * len(samples))) if self._needs_models() else []
+        batches = self.pack(samples, [0.0] * len(samples)) if self._needs_models() else []
         kl, episode_kl = self._kl(batches, samples), torch.zeros(len(kept), dtype=torch.float32)
         if kl is not None:
             episode_kl.index_add_(0, owner, torch.stack([k.sum() for k in kl]))

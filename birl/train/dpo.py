@@ -14,11 +14,11 @@ from torch import Tensor
 
 from birl.algorithms.preference import preferred
 from birl.data.examples import Example
-from birl.data.pack import Batch, Packer
+from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.learner.learner import Loss, Stats
 from birl.learner.reference import Reference, answers, mismatched, samples_of
-from birl.parallel.ranks import Shared
+from birl.parallel.ranks import Packer, Shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Preferences:
     def work(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[Any]]:
         samples = samples_of(examples)
         weight = 1 / len(samples) if self.alone else 1 / len(examples)
-        batches = Shared(self.pack(samples, [weight] * len(samples)))
+        batches = self.pack(samples, [weight] * len(samples))
         sums = self.reference.of(batches, examples)
         if not self.alone:
             return batches, Shared(sums)

@@ -1,7 +1,6 @@
 """The loop of SFT, reward models and preference losses: rows -> micro-batches with a loss -> update.
 
-What is learned from the rows is an `Objective`: `sft.py`, `rm.py` and `dpo.py` have one each. Rank 0 alone has rows
-and packs them; each rank is sent the micro-batches of its share.
+What is learned from the rows is an `Objective`: `sft.py`, `rm.py` and `dpo.py` have one each.
 """
 
 import math
@@ -13,16 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from birl.data.examples import Example
-from birl.data.pack import Batch, Packer
+from birl.data.pack import Batch
 from birl.learner.learner import Loss, Stats
 from birl.parallel.machine import peak_memory
-from birl.parallel.ranks import Ranks, Shared
+from birl.parallel.ranks import Packer, Ranks, Shared
 from birl.spans import done
 from birl.train.run import Run
 from birl.train.worker import Worker
-
-#: micro-batches, and for each what its loss must know beside it
-Work = tuple[Shared[Batch], Shared[Any]]
 
 
 class Objective(Protocol):
@@ -36,8 +32,9 @@ class Objective(Protocol):
         folder where something may be kept; None for --dry-run."""
         ...
 
-    def work(self, examples: Sequence[Example]) -> Work:
-        """(rank 0) The micro-batches of one optimizer step; the weights hold the step's denominator."""
+    def work(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[Any]]:
+        """(rank 0) The micro-batches of one optimizer step, and what the loss of each must know beside it; the weights
+        hold the step's denominator."""
         ...
 
     def loss_of(self, known: Any) -> Loss:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from birl.algorithms.preference import bradley_terry, preferred
 from birl.data.examples import Example
-from birl.data.pack import Batch, Packer
+from birl.data.pack import Batch
 from birl.data.sequences import scored
 from birl.learner.learner import Loss, Stats
-from birl.parallel.ranks import Shared
+from birl.parallel.ranks import Packer, Shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Ranking:
     def work(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[Tensor]]:
         samples = [scored(s, group=i) for i, e in enumerate(examples) for s in e.sequences]
         margins = torch.tensor([e.margin for e in examples], dtype=torch.float32)
-        batches = Shared(self.pack(samples, [1 / len(examples)] * len(samples)))
+        batches = self.pack(samples, [1 / len(examples)] * len(samples))
         return batches, Shared(margins[b.sample[0::2] // 2] for b in batches)
 
     def loss_of(self, known: Tensor) -> Loss:

@@ -10,14 +10,13 @@ from typing import Any, Generic, TypeVar
 from birl import run_folder
 from birl.config import schema
 from birl.config.load import flatten
-from birl.data.pack import Packer
 from birl.data.stream import Source, Stream
 from birl.given import Given
 from birl.learner.checkpoints import Checkpoints
 from birl.learner.optimizer import learning_rate
 from birl.learner.policy import Policy
 from birl.parallel.crew import RankGroup
-from birl.parallel.ranks import Ranks
+from birl.parallel.ranks import Packer, Ranks
 from birl.signals import Stop
 from birl.track.tracker import Tracker
 from birl.train.run import Run

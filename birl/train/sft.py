@@ -10,9 +10,9 @@ from torch import Tensor
 
 from birl.algorithms.reduce import DENOMINATORS
 from birl.data.examples import Example
-from birl.data.pack import Batch, Packer
+from birl.data.pack import Batch
 from birl.learner.learner import Loss, Stats
-from birl.parallel.ranks import Shared
+from birl.parallel.ranks import Packer, Shared
 
 
 def negative_log_likelihood(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -43,7 +43,7 @@ class Likelihood:
         samples = [e.sequences[0].sample(group=i) for i, e in enumerate(examples)]
         lengths = [sum(s.mask) for s in samples]
         weights = DENOMINATORS[self.denominator](lengths, [*range(len(samples))], 0)
-        batches = Shared(self.pack(samples, weights))
+        batches = self.pack(samples, weights)
         return batches, Shared([None] * len(batches))
 
     def loss_of(self, known: None) -> Loss:

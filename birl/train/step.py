@@ -14,7 +14,7 @@ from torch import Tensor
 
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.algorithms.reduce import DENOMINATORS
-from birl.data.pack import Batch, Packer
+from birl.data.pack import Batch
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.sampled import Sampled
 from birl.learner.comparison import Past, check, compare
@@ -22,7 +22,7 @@ from birl.learner.critic import critic_loss, fit
 from birl.learner.learner import Stats
 from birl.learner.policy import DTYPES, Policy
 from birl.learner.token_figures import Key, Watch, figures_of
-from birl.parallel.ranks import Shared
+from birl.parallel.ranks import Packer, Shared
 from birl.rollout import assemble
 from birl.rollout.ages import Ages
 from birl.seeds import derive_seed
@@ -58,6 +58,10 @@ class Updates:
     critic_passes: int
     rollouts_only: bool
     league: int
+
+
+#: of one optimizer step: samples, their micro-batches, each policy's by themselves, and the weight of a token's value
+Part = tuple[list[Sample], list[Shared[Batch]], float]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,35 +111,38 @@ class RLWorker(Worker):
 
     def update(self, samples: list[Sample]) -> Stats:
         """Optimizer steps on one batch of rollouts."""
-        stats = Stats()
+        stats, keys = Stats(), self.updates
         self.rate = self.learning_rate()
-        parts = assemble.split_by_group(samples, self.updates.parts)
-        for part in parts * self.updates.passes:
+        parts = map(self.part, assemble.split_by_group(samples, keys.parts))
+        for part in [*parts] * keys.passes if keys.passes > 1 else parts:  # packed and sent once for all passes
             self.update_once(part, stats, samples)
         return stats
 
-    def update_once(self, samples: list[Sample], stats: Stats, everything: list[Sample]) -> None:
-        """One optimizer step. Samples whose advantages are 0 count in the denominator, but have no gradient, so they
-        are not computed (with a KL term, an entropy bonus or a critic they have one). A batch without any gradient
-        moves nothing, the optimizer's momentum included."""
-        keys, critic = self.updates, self.critic
+    def part(self, samples: list[Sample]) -> Part:
+        """Samples whose advantages are 0 count in the denominator, but have no gradient, so they are not computed (with
+        a KL term, an entropy bonus or a critic they have one)."""
+        keys = self.updates
         weighed = assemble.weighed(samples, DENOMINATORS[keys.denominator], keys.max_tokens, keys.observations)
         useful = [own for own in weighed if self.has_gradient(own[0])]
-        if not useful:
+        trained, weights, others = map(list, zip(*useful, strict=True)) if useful else ([], [], [])
+        batches = keys.pack(trained, weights, others if keys.observations else ()) if useful else []
+        each = [Shared(own) for _, own in groupby(batches, key=lambda b: b.policy)]
+        return trained, each, 1 / max(sum(assemble.trained_lengths(samples)), 1)
+
+    def update_once(self, part: Part, stats: Stats, everything: list[Sample]) -> None:
+        """One optimizer step. A part without any gradient moves nothing, the optimizer's momentum included."""
+        keys, critic, (trained, each, value_weight) = self.updates, self.critic, part
+        batches = [batch for own in each for batch in own]
+        if not batches:
             stats.skipped += 1
             return
         self.rate = self.learning_rate()
-        trained, weights, others = map(list, zip(*useful, strict=True))
-        batches = Shared(keys.pack(trained, weights, others if keys.observations else ()))
         stats.other |= keys.pack.figures(batches)
-        value_weight = 1 / max(sum(assemble.trained_lengths(samples)), 1)
-        fitted = None if critic is None else self.crew.call(self, RLWorker.update_critic, batches, value_weight)
+        fitted = None if critic is None else self.crew.call(self, RLWorker.update_critic, each[0], value_weight)
         norms = [] if fitted is None else [fitted.grad_norm]
         stats.other |= {} if fitted is None else fitted.other
         if critic is None or self.step >= keys.critic_only:
             seed = derive_seed(keys.seed, self.step, stats.updates)
-            each = [Shared(own) for _, own in groupby(batches, key=lambda b: b.policy)]
-            each = [batches] if len(each) == 1 else each  # which the ranks have, then
             known = [Shared(self.objective.look(own, seed)) for own in each]
             seen = list[Tensor]()
             for own, its in zip(each, known, strict=True):

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birl.data.balance import balance, cost, first_fit, imbalance, in_rounds, largest_differencing
-from birl.data.pack import Packer, pack
+from birl.data.pack import pack
+from birl.parallel.ranks import Packer
 from tests.data.test_pack import groups
 
 PAIR_COST = 4e-5  # of a model of seven billion parameters

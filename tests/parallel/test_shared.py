@@ -22,7 +22,7 @@ from birl.parallel.crew import RankGroup
 from birl.parallel.ranks import Grid, Ranks, Shared
 from birl.parallel.shared import FEW, columns, restored, written
 from birl.rollout import assemble
-from birl.train import build_rows
+from birl.train import build, build_rows
 from birl.types import Completion, Group, Message, Outcome, Stop, Task, Trajectory, Turn
 from tests.data.test_pack import groups
 from tests.parallel.processes import on_ranks
@@ -204,7 +204,41 @@ def steps_on_rows(ranks: Ranks, model: Path, command: str, folder: Path) -> tupl
 @pytest.mark.parametrize("command", ["sft", "rm", "dpo"])
 def test_rows_stay_with_rank_0(tiny: Path, tmp_path: Path, command: str) -> None:
     """Every rank was sent all rows of the run and those of each step, and packed these: 30 times as many bytes here."""
-    (_, _, losses), (came, own, _) = on_ranks(Grid(ddp=2), steps_on_rows, tiny, command, tmp_path)
+    (_, _, losses), (came, own, _) = on_ranks(Grid(ddp=2), steps_on_rows, tiny, command, tmp_path, timeout=300)
     assert len(own) == len(losses) == 3
     print(f"\n{command}: {came:,} bytes came, {sum(own):,} of them micro-batches")
     assert 0 < came - sum(own) < 3 * 2000  # what is called, and what a loss must know
+
+
+def passes_over(ranks: Ranks, model: Path, folder: Path) -> list[int]:
+    """Three passes over two parts of a batch: what rank 0 sent this rank before each gradient."""
+    words = [f"model.path={model}", "model.dtype=float32", "env=addition", f"run={folder}", "threads=1"]
+    words += [f"parallel.ddp={ranks.shares}", "algorithm.passes=3", "algorithm.updates_per_batch=2"]
+    words += ["learner.max_logprob_gap=100"]  # log-probs are made up
+    crew, came = RankGroup(ranks), list[int]()
+    with Traffic() as traffic, ThreadPoolExecutor(1) as compute:
+        config = load(schema.RL, words)
+        worker = build.worker_of(config, load_policy(config.model, compute, ranks), crew, folder)
+        learner: Any = worker.learner
+        learn = learner.learn
+
+        def noted(*words: Any) -> None:
+            came.append(traffic.bytes["receive"])
+            learn(*words)
+
+        learner.learn = noted
+        if crew.leads:
+            worker.total_updates, samples = 6, groups(3, count=16)
+            stats = worker.update([replace(s, advantage=1.0 - i % 3) for i, s in enumerate(samples)])
+            assert stats.updates == 6
+            crew.close()
+        else:
+            crew.follow(worker, compute)
+    return came
+
+
+def test_passes_have_the_micro_batches_of_the_first(tiny: Path, tmp_path: Path) -> None:
+    _, came = on_ranks(Grid(ddp=2), passes_over, tiny, tmp_path, timeout=300)
+    second, *others = np.diff(came).tolist()
+    print(f"\n{came}")
+    assert min(came[0], second) > 1000 and all(more < 300 for more in others)
