@@ -31,7 +31,7 @@ from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
 from birl.rollout.compare import Baseline
-from birl.rollout.evaluate import EvaluationPlan, by_prompt, data_digest, evaluate, plan, right_from, versions_of
+from birl.rollout.evaluate import EvaluationPlan, by_prompt, data_digest, evaluate, plan, right_among, versions_of
 from birl.rollout.failures import ALIKE, Start, reasons
 from birl.rollout.group import Rollout
 from birl.rollout.records import answers
@@ -229,7 +229,7 @@ def ruled(groups: Sequence[Group], threshold: float) -> str:
     """From which score on an answer is right; empty where that is plain."""
     if threshold:
         return f"Right: a score of at least {threshold:g} (validation.threshold)."
-    if right_from(groups, threshold) is None:
+    if isnan(right_among(groups, threshold)):
         return (
             "Scores are not only 0 and 1, so there is no pass@k; with validation.threshold=0.5, scores of at least 0.5 "
             "would count as right."

@@ -13,6 +13,7 @@ from birl import foreign
 from birl.algorithms.pass_at_k import pass_at_k
 from birl.config import schema
 from birl.rollout.group import Rollout
+from birl.track.progress import right_from
 from birl.types import Group, SamplingParams, Task
 
 
@@ -84,19 +85,16 @@ def own_k(task: Task) -> int:
     return int(value) if isinstance(value, int | float) and value >= 1 else 1
 
 
-def right_from(groups: Sequence[Group], threshold: float) -> float | None:
-    """The score from which on an answer is right: `threshold`, unless it is 0: then 1 where all scores are 0 or 1, and
-    None where they are not."""
-    if threshold:
-        return threshold
-    return 1.0 if all(value in (0, 1) for group in groups for value in _scores(group)) else None
+def right_among(groups: Sequence[Group], threshold: float) -> float:
+    """`right_from` of the groups' scores."""
+    return right_from((score for group in groups for score in _scores(group)), threshold)
 
 
 def measure(groups: Sequence[Group], ks: Sequence[int], threshold: float = 0.0) -> dict[str, float]:
     """Names: validation/<source>/{score, pass@k, length, truncated, failed, n}, and <source> "all" over everything,
     even where a source is called that. A score is the mean over the prompts of the mean over their answers. pass@k is
-    there where answers are right or wrong (`right_from`)."""
-    right = right_from(groups, threshold)
+    there where answers are right or wrong (`right_among`)."""
+    right = right_among(groups, threshold)
     return {
         f"validation/{source}/{name}": figure
         for source, members in _by_source(groups).items()
@@ -106,7 +104,7 @@ def measure(groups: Sequence[Group], ks: Sequence[int], threshold: float = 0.0) 
 
 def by_prompt(groups: Sequence[Group], ks: Sequence[int], threshold: float = 0.0) -> dict[str, list[float]]:
     """Of the figures that are means over prompts, score and pass@k, the value of each prompt, by `measure`'s names."""
-    right = right_from(groups, threshold)
+    right = right_among(groups, threshold)
     return {
         f"validation/{source}/{name}": values
         for source, members in _by_source(groups).items()
@@ -122,7 +120,7 @@ def _by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
     return result
 
 
-def _figures(groups: Sequence[Group], ks: Sequence[int], right: float | None) -> dict[str, float]:
+def _figures(groups: Sequence[Group], ks: Sequence[int], right: float) -> dict[str, float]:
     """Failed episodes enter no mean: they are counted in `failed`."""
     episodes = [t for g in groups for t in g.trajectories]
     scored = [t for t in episodes if t.outcome.scored]
@@ -137,11 +135,11 @@ def _figures(groups: Sequence[Group], ks: Sequence[int], right: float | None) ->
     }
 
 
-def _by_prompt(groups: Sequence[Group], ks: Sequence[int], right: float | None) -> dict[str, list[float]]:
+def _by_prompt(groups: Sequence[Group], ks: Sequence[int], right: float) -> dict[str, list[float]]:
     """score and pass@k: a value for each prompt that has scores, of pass@k at least k of them."""
     each = [scores for g in groups if (scores := _scores(g))]
     result = {"score": [_mean(scores) for scores in each]}
-    if right is None:
+    if math.isnan(right):
         return result
     counts = [(len(scores), sum(v >= right for v in scores)) for scores in each]
     for k in sorted({*ks, *(own_k(g.task) for g in groups)}):

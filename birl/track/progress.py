@@ -117,6 +117,12 @@ def rises(name: str) -> bool:
     return not name.endswith(("nll", "loss"))
 
 
+def right_from(scores: Iterable[float], threshold: float) -> float:
+    """The score from which on an answer is right: `threshold`, unless it is 0: then 1 where all scores are 0 or 1 (a
+    failed episode has none), and NaN where they are not."""
+    return threshold or (1.0 if all(value in (0, 1) for value in scores if math.isfinite(value)) else math.nan)
+
+
 def is_share(record: Mapping[str, Any]) -> bool:
     """Is the one figure of a validation the share of right answers? A mean score is, where pass@1 is the same."""
     name = validation_name(record)

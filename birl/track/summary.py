@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from birl.track import progress
 from birl.track.progress import (
     headline,
     idle_words,
@@ -57,14 +58,11 @@ class Pair:
 
 
 def right_from(*records: Mapping[str, Any]) -> float:
-    """The score from which on an answer of these validations is right: validation.threshold, else 1 where all scores
-    are 0 or 1, else NaN."""
-    given = [record["threshold"] for record in records if "threshold" in record]
-    if given:
-        return float(given[-1])
+    """`progress.right_from` of these validations."""
+    given = [float(record["threshold"]) for record in records if "threshold" in record]
     scores = [score(sample) for record in records for sample in record["samples"]]
     graded = any("validation/all/score" in r and not any("/pass@" in name for name in r) for r in records)
-    return math.nan if graded or any(s not in (0, 1) for s in scores if math.isfinite(s)) else 1.0
+    return progress.right_from([0.5] if graded else scores, given[-1] if given else 0.0)
 
 
 def verdict(value: float, threshold: float) -> str:

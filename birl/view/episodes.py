@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from math import inf, nan
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +19,8 @@ import numpy as np
 
 from birl.errors import BirlError
 from birl.regular import open_regular
+from birl.track.progress import right_from
+from birl.track.runs import config
 from birl.types import Outcome
 from birl.view import flags, kept
 
@@ -43,6 +45,7 @@ ROW = np.dtype(
         ("key", "<i8"),  # equal where the answers are the same
     ]
 )
+SCORE = list(ROW.names or ()).index("score")
 OUTCOMES = (*map(str, Outcome), "unknown")
 BLOCK = 1 << 22  # bytes read at once
 WINDOW = 1024  # earlier answers that a length is compared with
@@ -58,6 +61,8 @@ SAID_ALONE = ("repetition", "format", "unbacked", "script")  # flags that an ans
 class Episodes:
     """Everything that is known of a run's episodes without reading the file again. `rows` [N] of type ROW.
 
+    `threshold`: validation.threshold; `right`: the score from which on an answer is right. One that is neither 0 nor 1
+    takes the flags back that need to know it, where there is no threshold.
     `begun` counts how often rows were taken back: users of row numbers begin anew when it changes. `settled`:
     rows whose flags are known; those of a group that was read in part so far are not.
     `broken`: what was wrong with the first broken lines, by line number; `skipped`: how many there are.
@@ -65,7 +70,10 @@ class Episodes:
     Example: episodes = Episodes(Path("runs/demo/rollouts.jsonl")); episodes.read_on(); episodes.rows["reward"].mean()
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, threshold: float | None = None) -> None:
+        """`threshold` None: that of the configuration beside the file."""
+        own = config(Path(path).parent).get("validation.threshold") if threshold is None else threshold
+        self.threshold = float(own) if isinstance(own, int | float) else 0.0
         self.path, self.lock, self.begun, self.settled = Path(path), threading.RLock(), 0, 0
         self._empty()
         self._kept = -1  # rows of the index in the cache; -1: not looked yet
@@ -79,6 +87,7 @@ class Episodes:
         self.read, self.lines, self.size = 0, 0, 0  # bytes and lines that are indexed, bytes that there are
         self.skipped, self.broken = 0, dict[int, str]()
         self._mark = b""  # of the last row
+        self.right = self.threshold or 1.0
 
     @property
     def rows(self) -> np.ndarray:
@@ -116,6 +125,7 @@ class Episodes:
     def take(self, rows: np.ndarray, about: Mapping[str, Any]) -> None:
         """An index that was made before: its rows, and the other things that `kept.NAMES` names."""
         self._rows, self.count = rows, len(rows)
+        self.right = right_from(rows["score"], self.threshold)
         for name in kept.NAMES:
             setattr(self, name, about[name])
         self._task_places = {name: n for n, name in enumerate(self.tasks)}
@@ -197,7 +207,7 @@ class Episodes:
         score = number(record.get("score"))
         text = flags.plain(str(record.get("text") or ""))
         answer = record.get("answer")
-        bits = sum(BITS[name] for name, _ in alone(text, answer, score))
+        bits = sum(BITS[name] for name, _ in alone(text, answer, score, self.right))
         outcome = record.get("outcome")
         return (
             *(at, len(line) + 1, head, _whole(record["step"]), _whole(record.get("group", -1))),
@@ -217,6 +227,9 @@ class Episodes:
             self._rows = rows
         self._rows[self.count : new] = np.array(new_rows, ROW)
         self.count = new
+        if isnan(right := right_from((row[SCORE] for row in new_rows), self.threshold)):
+            self.right = right
+            self.rows["flags"] &= ~np.uint8(BITS["unbacked"])
 
     def _compare(self, first: int) -> None:
         """The flags that need other episodes, for the rows from `first` on."""
@@ -300,7 +313,7 @@ class Episodes:
         """Name and reason of each flag of a row."""
         own = self._rows[row]
         text = flags.plain(str(head.get("text") or ""))
-        result = alone(text, head.get("answer"), number(head.get("score")))
+        result = alone(text, head.get("answer"), number(head.get("score")), self.right)
         if own["flags"] & BITS["length"]:
             result.append(("length", flags.length_blowup(int(own["tokens"]), self.usual(row))))
         if own["flags"] & BITS["duplicate"]:
@@ -309,12 +322,12 @@ class Episodes:
         return sorted(result, key=lambda flag: flags.NAMES.index(flag[0]))
 
 
-def alone(text: str, answer: Any, score: float) -> list[tuple[str, str]]:
-    """Flags that an answer has by itself; `text` without the tokens that end it."""
+def alone(text: str, answer: Any, score: float, right: float) -> list[tuple[str, str]]:
+    """Flags that an answer has by itself; `text` without the tokens that end it. `right`: of `flags.unbacked`."""
     reasons = (
         flags.repetition(text),
         flags.format_gaming(text),
-        flags.unbacked(text, answer if isinstance(answer, str) else None, score),
+        flags.unbacked(text, answer if isinstance(answer, str) else None, score, right),
         flags.script_switch(text),
     )
     return [(name, reason) for name, reason in zip(SAID_ALONE, reasons, strict=True) if reason]

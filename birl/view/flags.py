@@ -22,7 +22,6 @@ BLOWUP = 2.0  # times what 95 of 100 earlier answers needed
 BLOWUP_FROM = 64  # shortest answer that can be one [tokens]
 PAST = 64  # earlier answers that are needed to compare with
 DUPLICATE_FROM = 40  # shortest answer of which two alike are remarkable [characters]
-RIGHT = 1.0  # least score for which the answer is looked for in the text
 ANSWER_UP_TO = 64  # longest right answer that is looked for [characters]
 OTHER_SCRIPT = 0.1  # share of the letters
 OTHER_LETTERS = 8
@@ -106,12 +105,13 @@ def format_gaming(text: str) -> str:
     return "; ".join(reasons)
 
 
-def unbacked(text: str, answer: str | None, score: float | None) -> str:
-    """Sees a score of at least 1 although the right answer is not in the text: neither literally (without regard to
-    case, spaces and thousands' commas) nor as a number of the same value. Misses answers that stand there by chance;
+def unbacked(text: str, answer: str | None, score: float | None, right: float = 1.0) -> str:
+    """Sees a right answer by its score (at least `right`, of `progress.right_from`; NaN: no score says so) although it
+    is not in the text: neither literally (without regard to case, spaces and thousands' commas) nor as a number of the
+    same value. Misses answers that stand there by chance;
     flags a right answer in another form (x = 2 for {2}). Tasks without an answer, or with one of more than 64
     characters, are passed over."""
-    if not answer or score is None or not score >= RIGHT or len(answer) > ANSWER_UP_TO:
+    if not answer or score is None or not score >= right or len(answer) > ANSWER_UP_TO:
         return ""
     wanted = _squeezed(answer)
     if not wanted or wanted in _squeezed(text):

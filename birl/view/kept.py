@@ -16,7 +16,7 @@ from birl.cache import cache_folder
 if TYPE_CHECKING:
     from birl.view.episodes import Episodes
 
-MADE_BY = 2  # another number where rows mean something else: a column, a detector or its limits has changed
+MADE_BY = 3  # another number where rows mean something else: a column, a detector or its limits has changed
 WORTH = 20_000  # rows that take about a second to read
 FILES = 16  # the newest of them stay
 NAMES = ("tasks", "sources", "broken", "lines", "skipped", "read")
@@ -29,7 +29,7 @@ def place(path: Path) -> Path:
 def save(episodes: "Episodes") -> None:
     """Old content or new content; a cache that cannot be written is none."""
     target = place(episodes.path)
-    about = {name: getattr(episodes, name) for name in NAMES} | {"made_by": MADE_BY}
+    about = {name: getattr(episodes, name) for name in NAMES} | {"made_by": MADE_BY, "threshold": episodes.threshold}
     part = target.with_name(f"{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,8 @@ def load(episodes: "Episodes", dtype: np.dtype) -> bool:
     try:
         with np.load(place(episodes.path), allow_pickle=False) as result:
             rows, about = result["rows"], json.loads(result["about"].tobytes())
-        if about["made_by"] != MADE_BY or rows.dtype != dtype:
+        own = (MADE_BY, episodes.threshold, dtype)
+        if (about["made_by"], about["threshold"], rows.dtype) != own:
             return False
         known = {name: about[name] for name in NAMES}
         known["broken"] = {int(line): why for line, why in about["broken"].items()}

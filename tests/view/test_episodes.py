@@ -172,3 +172,22 @@ def test_reasons_and_bits_say_the_same(tmp_path: Path) -> None:
         names = {name for name, _ in found.reasons(n, found.head(n))}
         assert names == {name for name, bit in BITS.items() if found.rows["flags"][n] & bit}
     assert flagged(found, "repetition") == [0] and flagged(found, "unbacked") == [0, 1, 2, 3]
+
+
+def test_what_is_right_is_what_pass_at_k_counts(tmp_path: Path) -> None:
+    """0 and 1 without a threshold; with other scores only validation.threshold tells, from the run's configuration."""
+    scores = [1.0, 0.0, None, 1.0, 7.0, 9.5]
+    path = tmp_path / "rollouts.jsonl"
+    lines = [record(group=n, text="I do not know", score=s, reward=s) for n, s in enumerate(scores)]
+    assert flagged(indexed(write(path, lines[:4])), "unbacked") == [0, 3]
+    found = indexed(path)
+    write(path, lines[4:], "ab")
+    found.read_on()
+    assert flagged(found, "unbacked") == [] and found.reasons(0, found.head(0)) == []
+    write(path, lines[:1], "ab")
+    found.read_on()
+    assert flagged(found, "unbacked") == []
+    (tmp_path / "config.json").write_text('{"validation": {"threshold": 8}}')
+    found = indexed(path)
+    assert flagged(found, "unbacked") == [5]
+    assert found.reasons(5, found.head(5)) == [("unbacked", "score 9.5, but the answer “7” is not in the text")]

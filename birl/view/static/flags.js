@@ -6,7 +6,7 @@ const MEANING = {
   length: "much longer than answers were before",
   format: "answer markers empty, or several of them",
   duplicate: "the same answer twice in a group",
-  unbacked: "full score without the answer in the text",
+  unbacked: "right by its score, without the answer in the text",
   script: "letters of a second script",
 };
 
