@@ -94,7 +94,7 @@ def card(monkeypatch: pytest.MonkeyPatch, launched: Callable[..., None]) -> Iter
         ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so"), "_ZN3c104impl26device_guard_impl_registryE"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
-    for name in ("fused_kernels", "paged_kernels", "sample_kernels"):
+    for name in ("digest_kernels", "fused_kernels", "paged_kernels", "sample_kernels"):
         module = Kernels(f"birl.models.{name}", launched)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(birl.models, name, module, raising=False)

@@ -22,7 +22,17 @@ from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingI
 from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
 from birl.kernels import PAGE
-from birl.models import fused, fused_kernels, logprobs, paged_kernels, paged_triton, sample_kernels, sample_triton
+from birl.models import (
+    digest_kernels,
+    digests,
+    fused,
+    fused_kernels,
+    logprobs,
+    paged_kernels,
+    paged_triton,
+    sample_kernels,
+    sample_triton,
+)
 
 #: H, K, width of a key and of a value: Qwen2.5 0.5B, Qwen2.5 7B, Llama 8B, Gemma, one key head for all, Phi-2, Phi-3,
 #: DeepSeek-V3
@@ -89,6 +99,7 @@ def launches(kind: torch.dtype) -> Iterator[Callable[[], Any]]:
         yield lambda a=by_logp, b=by_entropy: logprobs.launch_logprobs_backward(
             logits, grad, targets, one, one, a, b, 0, 1.0
         )
+    yield lambda: digests.launched(tensor(torch.uint8, digests.PIECE), tensor(torch.int64, 281))
     three = tensor(single, rows, 3)
     for words in (50_257, 151_936, 262_144):
         every = tensor(single, rows, words)
@@ -140,7 +151,12 @@ def main(name: str) -> None:
     for kind in (torch.bfloat16, torch.float32):
         for launch in launches(kind):
             launch()
-    every = {n for m in (fused_kernels, paged_kernels, sample_kernels) for n in vars(m) if n.endswith("_kernel")}
+    every = {
+        n
+        for m in (fused_kernels, paged_kernels, sample_kernels, digest_kernels)
+        for n in vars(m)
+        if n.endswith("_kernel")
+    }
     missing = every - {kernel.metadata.name for kernel in built.values()}
     assert not missing, f"not compiled: {missing}"
 
