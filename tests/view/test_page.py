@@ -1,6 +1,7 @@
 """Every view of the shell in a real browser."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,35 @@ def test_the_list_of_runs_can_be_sorted_and_filtered(chromium: Any, url: str) ->
         assert all(word in text for word in ("done", "30", "0.900", "other", "dr_grpo*", "2m15s"))
         page.fill("#find", "no such run")
         assert "No run fits" in page.inner_text("#content")
+
+
+def test_the_list_links_to_reports_and_draws_sparklines(chromium: Any, url: str, runs: Path) -> None:  # noqa: F811
+    with opened(chromium, url) as page:
+        page.wait_for_selector("tbody tr")
+        row = page.locator("tbody tr").filter(has=page.get_by_role("link", name="fast", exact=True))
+        rewards = [json.loads(line)["reward/mean"] for line in (runs / "fast/metrics.jsonl").read_text().splitlines()]
+        drawn = row.locator("svg.spark polyline").get_attribute("points") or ""
+        points = [tuple(map(float, point.split(","))) for point in drawn.split()]
+        assert len(points) > 10 and [x for x, _ in points] == sorted(x for x, _ in points)
+        assert points[0][1] > points[-1][1]  # it rises, and y points down
+        assert all(0 <= x <= 96 and 0 <= y <= 18 for x, y in points)
+        label = row.get_by_role("img").get_attribute("aria-label") or ""
+        told = re.fullmatch(r"reward from (\S+) to (\S+)", label)
+        assert told and [float(t.replace("\u2212", "-")) for t in told.groups()] == pytest.approx(
+            [rewards[0], rewards[-1]], abs=1e-3
+        )
+        assert row.locator("progress").evaluate("it => [it.value, it.max]") == [30, 30]
+        empty = page.locator("tbody tr").filter(has=page.get_by_role("link", name="empty", exact=True))
+        assert empty.locator("svg.spark").count() == 0
+        assert empty.locator("progress").evaluate("it => [it.value, it.max]") == [0, 30]
+        for one in (row, empty):
+            with page.expect_popup() as opening:
+                one.get_by_role("link", name="report", exact=True).click()
+            report = opening.value
+            report.wait_for_load_state()
+            wanted = "reward" if one is row else "No step"
+            assert "/report?run=" in report.url and wanted in report.inner_text("body"), report.inner_text("body")
+            report.close()
 
 
 def test_chosen_runs_go_to_curves_and_comparison(chromium: Any, url: str) -> None:  # noqa: F811
