@@ -1,25 +1,28 @@
-"""`env=harbor`: task folders of the Harbor format (Terminal-Bench 2 and others), without a container runtime.
+"""`env=harbor`: task folders of the Harbor format (Terminal-Bench 2 and others), in birl's sandbox or in containers.
 
     birl rl env=harbor env.tasks=my_tasks
 
 The model calls `bash`. When it answers without a call, or has had its turns, `tests/test.sh` runs, and the number that
 it writes to /logs/verifier/reward.txt (or reward.json) is the reward; without one the episode is an `env_error`.
 
-Files are what lasts from one command to the next: each is a run of the sandbox that begins with the files of the one
-before. No process of the model is there when the tests run, and the tests are not there before.
+In the sandbox files are what lasts from one command to the next: each is a run that begins with the files of the one
+before. In a container (`harbor_container.py`) processes last, too. No process of the model is there when the tests run,
+unless the configuration keeps them, and the tests are not there before.
 """
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
 from birl.config.schema.kinds import Count, Positive, Whole
-from birl.envs.harbor_folder import Folder, packed, read, read_all
+from birl.envs.harbor_container import Containers
+from birl.envs.harbor_folder import REWARDS, Folder, packed, read, read_all
 from birl.envs.tasks.rows import Row
 from birl.envs.tasks.sandboxed import Memory
 from birl.errors import BirlError
@@ -32,7 +35,7 @@ BASH = {
     "type": "function",
     "function": {
         "name": "bash",
-        "description": "Runs a command in the task's folder. Files are kept between calls, processes are not.",
+        "description": "Runs a command in the task's folder. Files are kept between calls; processes may not be.",
         "parameters": {
             "type": "object",
             "properties": {"command": {"type": "string", "description": "As for bash -c."}},
@@ -40,7 +43,7 @@ BASH = {
         },
     },
 }
-REWARDS = ("logs/verifier/reward.txt", "logs/verifier/reward.json")
+CONTAINERS = ("docker", "podman")
 PROGRAM = Path(archive.__file__).read_text()
 
 
@@ -53,29 +56,66 @@ class Config:
     turns: Count = 8
     """Replies; then the tests run. At most env.max_turns count."""
     build: Literal["refuse", "skip", "run"] = "refuse"
-    """What becomes of RUN lines of a Dockerfile, which are commands of a container's build: refuse (the task) | skip
-    (what they install must be on this machine) | run (in the sandbox, as an episode begins, without a network)."""
+    """What becomes of RUN lines of a Dockerfile in the sandbox: refuse (the task) | skip (what they install must be on
+    this machine) | run (as an episode begins, without a network). A container's image is built with them."""
     prove: bool = True
     """Play each task's own solution before the run; a task whose tests reward it no more than no work is refused."""
     seconds: Positive = 30.0
     """Longest a command may run [s]. The tests have what task.toml says."""
     memory_mb: Memory = 1024
-    """Memory of a command [MiB]."""
+    """Memory of a command, or of a container whose task does not say [MiB]."""
     storage_mb: Count = 64
-    """Files of a task, all together [MiB]."""
+    """Files of a task in the sandbox, all together [MiB]."""
     longest: Annotated[int, Field(ge=100)] = 4000
     """Characters of what a command prints that the model sees."""
-    sandbox: Literal["auto", "zygote", "bubblewrap"] = "auto"
-    """Where commands run. auto: the first that works here."""
+    sandbox: Literal["auto", "zygote", "bubblewrap", "docker", "podman"] = "auto"
+    """Where commands run. auto: in the sandbox that works here; docker, podman: in a container of the task's own image,
+    one for each episode."""
+    network: bool = False
+    """Whether containers reach the network, which tests that install packages need. Those of a task whose task.toml
+    forbids it or names hosts never do."""
+    processes: Literal["end", "keep"] = "end"
+    """What becomes of processes that the model has left in a container when the tests run; keep is for tasks that ask
+    for a server."""
     workers: Whole = 0
     """Commands that run at once. 0: one for each core."""
 
+    def __post_init__(self) -> None:
+        if self.contained and self.build != "refuse":
+            raise BirlError(f"env.build={self.build}: env.sandbox={self.sandbox} builds the image. Leave it out.")
+        if not self.contained and (self.network or self.processes != "end"):
+            name = "network" if self.network else "processes"
+            raise BirlError(f"env.{name} is for containers: set env.sandbox=docker or podman, or leave it out.")
 
-class Place:
-    """The tasks and the sandbox of all episodes."""
+    @property
+    def contained(self) -> bool:
+        return self.sandbox in CONTAINERS
 
-    def __init__(self, config: Config, sandbox: Sandbox, folders: Mapping[str, list[Folder]]) -> None:
-        self.config, self.sandbox, self.folders = config, sandbox, folders
+
+class Machine(Protocol):
+    """Where commands of episodes run. Its states are what lasts from one command of an episode to the next."""
+
+    async def begin(self, folder: Folder) -> Any:
+        """That of a task before any work."""
+        ...
+
+    async def run(
+        self, folder: Folder, state: Any, command: list[str], *, seconds: float, more: bytes = b""
+    ) -> tuple[Any, Result]:
+        """What a command leaves, and how it went. With `more`, an archive of files, /tests, /logs and /solution are
+        made anew before it."""
+        ...
+
+    async def end(self, state: Any) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Sandboxed:
+    """Each command is a run of the sandbox; a state is an archive of all files."""
+
+    def __init__(self, config: Config, sandbox: Sandbox) -> None:
+        self.config, self.sandbox = config, sandbox
         self.built: dict[Path, asyncio.Task[bytes]] = {}
 
     @property
@@ -88,10 +128,9 @@ class Place:
         )  # fmt: skip
 
     async def run(
-        self, folder: Folder, state: bytes, command: list[str], *, seconds: float = 0.0, more: bytes = b""
+        self, folder: Folder, state: bytes, command: list[str], *, seconds: float, more: bytes = b""
     ) -> tuple[bytes, Result]:
-        """What a command leaves, and how it went; its files are as before where the sandbox ended it."""
-        seconds = seconds or self.config.seconds
+        """Files are as before where the sandbox ended the command."""
         limits = replace(self.limits, seconds=seconds + 10, cpu_seconds=int(seconds) + 11)
         order = {"command": command, "folder": folder.workdir, "environment": folder.environment, "seconds": seconds}
         order["clear"] = ["tests", "logs", "solution"] if more else []  # what the model may have put there
@@ -116,11 +155,29 @@ class Place:
                 raise BirlError(f"{folder.path}/environment/Dockerfile: RUN {line[:80]}: {last(result)}")
         return state
 
-    async def tested(self, folder: Folder, state: bytes) -> float:
-        """What the tests say of these files. Raises `BirlError` where they say nothing."""
+    async def end(self, state: bytes) -> None:
+        pass
+
+    async def close(self) -> None:
+        for task in self.built.values():
+            task.cancel()
+        await self.sandbox.close()
+
+
+class Place:
+    """The tasks and the machine of all episodes."""
+
+    def __init__(self, machine: Machine, folders: Mapping[str, list[Folder]]) -> None:
+        self.machine, self.folders = machine, folders
+
+    async def close(self) -> None:
+        await self.machine.close()
+
+    async def tested(self, folder: Folder, state: Any) -> float:
+        """What the tests say of this state. Raises `BirlError` where they say nothing."""
         more = packed({**folder.tests, "logs/verifier/.birl": b""})
         command = ["bash", "/tests/test.sh"]
-        _, result = await self.run(folder, state, command, seconds=folder.seconds, more=more)
+        _, result = await self.machine.run(folder, state, command, seconds=folder.seconds, more=more)
         if (value := reward(result.files)) is None:
             raise BirlError(f"{folder.path}/tests/test.sh wrote no number to /logs/verifier/reward.txt: {last(result)}")
         return value
@@ -129,20 +186,26 @@ class Place:
         """Raises `BirlError` for a task that its own solution does not solve here."""
         if not folder.solution:
             return
-        state = await self.begin(folder)
-        more = packed(folder.solution)
-        solved, result = await self.run(folder, state, ["bash", "/solution/solve.sh"], seconds=600.0, more=more)
-        before, after = await self.tested(folder, state), await self.tested(folder, solved)
+        solution, how = packed(folder.solution), ""
+
+        async def worth(work: bool) -> float:
+            nonlocal how
+            state = await self.machine.begin(folder)
+            try:
+                if work:
+                    command = ["bash", "/solution/solve.sh"]
+                    state, result = await self.machine.run(folder, state, command, seconds=600.0, more=solution)
+                    how = last(result)
+                return await self.tested(folder, state)
+            finally:
+                await self.machine.end(state)
+
+        before, after = await worth(False), await worth(True)
         if not after > before:
             raise BirlError(
                 f"{folder.path}: its solution is worth {after:g} here, and no work at all {before:g}. What it or the "
-                f"tests need may not be on this machine ({last(result)}). Leave the task out, or set env.prove=false."
+                f"tests need may not be there ({how}). Leave the task out, or set env.prove=false."
             )
-
-    async def close(self) -> None:
-        for task in self.built.values():
-            task.cancel()
-        await self.sandbox.close()
 
 
 class Harbor:
@@ -154,14 +217,17 @@ class Harbor:
         if not (config.tasks or config.validation_tasks):
             raise BirlError("env=harbor needs env.tasks, a folder of task folders.")
         sets = {"train": config.tasks, "validation": config.validation_tasks}
-        folders = {split: read_all(Path(name), config.build) if name else [] for split, name in sets.items()}
-        sandbox = await open_sandbox(
-            "bubblewrap" if config.sandbox == "bubblewrap" else "zygote", workers=config.workers
-        )
-        place = Place(config, sandbox, folders)
+        folders = {n: read_all(Path(name), config.build, config.contained) if name else [] for n, name in sets.items()}
+        place = Place(await opened(config), folders)
+        limit = asyncio.Semaphore(config.workers or os.cpu_count() or 1)
+
+        async def proved(folder: Folder) -> None:
+            async with limit:
+                await place.prove(folder)
+
         try:
             if config.prove:
-                await asyncio.gather(*(place.prove(one) for some in folders.values() for one in some))
+                await asyncio.gather(*(proved(one) for some in folders.values() for one in some))
         except BaseException:
             await place.close()
             raise
@@ -182,15 +248,16 @@ class Harbor:
     def __init__(self, task: Task, config: Config, shared: Place) -> None:
         self.config, self.place, self.task = config, shared, task
         self.folder: Folder | None = None
-        self.state, self.turn, self.calls = b"", 0, 0
+        self.state: Any = None
+        self.turn, self.calls = 0, 0
 
     async def start(self) -> Any:
         path = self.task.columns.get("folder")
         if not isinstance(path, str):
             raise BirlError(f"{self.task.id}: it has no column `folder`, the task's own, which env=harbor needs.")
         known = (one for some in self.place.folders.values() for one in some if str(one.path) == path)
-        self.folder = next(known, None) or read(Path(path), self.config.build)
-        self.state = await self.place.begin(self.folder)
+        self.folder = next(known, None) or read(Path(path), self.config.build, self.config.contained)
+        self.state = await self.place.machine.begin(self.folder)
         return self.task.prompt
 
     async def step(self, reply: Message) -> Feedback:
@@ -210,12 +277,25 @@ class Harbor:
         elif not isinstance(command, str) or not command.strip() or "\0" in command:
             text = "Error: bash needs command, as text."
         else:
-            self.state, result = await self.place.run(folder, self.state, ["bash", "-c", command])
+            self.state, result = await self.place.machine.run(
+                folder, self.state, ["bash", "-c", command], seconds=self.config.seconds
+            )
             text = printed(result, self.config.longest)
         return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
 
     async def close(self) -> None:
-        pass
+        if self.state is not None:
+            await self.place.machine.end(self.state)
+
+
+async def opened(config: Config) -> Machine:
+    if config.contained:
+        return await Containers.open(
+            config.sandbox, memory_mb=config.memory_mb, network=config.network, keep=config.processes == "keep",
+            workers=config.workers,
+        )  # fmt: skip
+    kind = "bubblewrap" if config.sandbox == "bubblewrap" else "zygote"
+    return Sandboxed(config, await open_sandbox(kind, workers=config.workers))
 
 
 def printed(result: Result, longest: int) -> str:
@@ -226,7 +306,8 @@ def printed(result: Result, longest: int) -> str:
         half = longest // 2
         text = f"{text[:half]}\n({len(text) - 2 * half} more characters)\n{text[-half:]}"
     if result.ending is not Ending.OK:
-        return f"{text}\nError: {result.detail or result.ending}; its files are lost".lstrip()
+        lost = "" if result.kind in CONTAINERS else "; its files are lost"
+        return f"{text}\nError: {result.detail or result.ending}{lost}".lstrip()
     return f"{text}\n(exit code {result.exit_code})".lstrip() if result.exit_code else text or "(nothing was printed)"
 
 

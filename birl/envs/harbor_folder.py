@@ -15,14 +15,23 @@ from birl.regular import inside, read_text
 
 MOST = 64 << 20  # bytes of all files of a task
 ROOTS = ("app", "workspace", "logs", "tests", "solution", "tmp")  # folders of the root that are there in the sandbox
-SECONDS = 600.0  # for tests whose task does not say
+SECONDS = 600.0  # for tests, and for the build of an image, whose task does not say
+REWARDS = ("logs/verifier/reward.txt", "logs/verifier/reward.json")
+#: sections and keys of task.toml that would change what is played or tested
+NOT_PLAYED = {
+    "environment": ("gpus", "tpu", "mcp_servers", "healthcheck"),
+    "verifier": ("environment", "env", "collect", "user"),
+    "solution": ("env",),
+}
 LEFT_OUT = ("FROM", "LABEL", "MAINTAINER", "EXPOSE", "USER", "CMD", "ENTRYPOINT", "SHELL", "HEALTHCHECK", "ARG")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
     """`files`, `tests` and `solution`: content by path below the root. `builds`: commands of the container's build;
-    `seconds`: what the tests may take."""
+    `seconds`: what the tests may take. What a container is told: `workdir` ("": the image's own) and `environment`,
+    `image` ("": the Dockerfile's), `build_seconds`, `memory_mb` [MiB] and `cpus` (0: the task does not say),
+    and whether it may have a `network`."""
 
     path: Path
     name: str
@@ -34,20 +43,25 @@ class Folder:
     solution: Mapping[str, bytes]
     builds: tuple[str, ...]
     seconds: float
+    image: str = ""
+    build_seconds: float = SECONDS
+    memory_mb: int = 0
+    cpus: float = 0.0
+    network: bool = True
 
 
-def read_all(root: Path, build: str) -> list[Folder]:
+def read_all(root: Path, build: str, container: bool = False) -> list[Folder]:
     """The task folders in `root`, or itself. Raises `BirlError`."""
     if not root.is_dir():
         raise BirlError(f"env.tasks={root}: there is no such folder in {Path.cwd()}.")
     places = [root] if (root / "task.toml").is_file() else sorted(p.parent for p in root.glob("*/task.toml"))
     if not places:
         raise BirlError(f"env.tasks={root}: no folder in it has a task.toml.")
-    return [read(place, build) for place in places]
+    return [read(place, build, container) for place in places]
 
 
-def read(path: Path, build: str) -> Folder:
-    """Raises `BirlError` with the file, and what is wrong or cannot be done without containers."""
+def read(path: Path, build: str, container: bool = False) -> Folder:
+    """Raises `BirlError` with the file, and what is wrong or cannot be done, without a container or with one."""
     settings = toml(path / "task.toml")
     if (path / "steps").is_dir() or "steps" in settings:
         raise BirlError(f"{path}: it has several steps, which env=harbor does not play.")
@@ -58,19 +72,9 @@ def read(path: Path, build: str) -> Folder:
         inside(path, name)
     environment = path / "environment"
     if composed := next(iter(environment.glob("docker-compose*")), None):
-        raise BirlError(f"{composed}: several containers cannot be had in the sandbox.")
-    recipe = Recipe(environment)
-    if recipe.builds and build == "refuse":
-        raise BirlError(
-            f"{environment}/Dockerfile: RUN {recipe.builds[0][:80]}: there is no container to build. env.build=skip "
-            "leaves such lines out, where this machine has what they install; env.build=run runs them in the sandbox."
-        )
-    verifier = settings.get("verifier", {})
-    if not isinstance(verifier, dict):
-        raise BirlError(f"{path}/task.toml: verifier={verifier!r:.100}: must be a table.")
-    seconds = verifier.get("timeout_sec", SECONDS)
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds <= 86400:
-        raise BirlError(f"{path}/task.toml: verifier.timeout_sec={seconds!r}: must be a number of seconds above 0.")
+        raise BirlError(f"{composed}: several containers for one task are not supported.")
+    check(path, settings)
+    there = in_container(path, settings) if container else in_sandbox(environment, build)
     lines = text_of(path / "instruction.md").splitlines()
     while lines and (not lines[0].strip() or ("canary" in lines[0].lower() and lines[0].startswith(("#", "<!--")))):
         del lines[0]
@@ -78,14 +82,82 @@ def read(path: Path, build: str) -> Folder:
         path=path,
         name=path.name,
         instruction="\n".join(lines).strip(),
-        workdir=recipe.workdir,
-        environment=recipe.variables,
-        files=recipe.files,
         tests=contents(path / "tests", "tests"),
         solution=contents(path / "solution", "solution") if (path / "solution/solve.sh").is_file() else {},
-        builds=tuple(recipe.builds),
-        seconds=float(seconds),
+        seconds=number(path, settings, "verifier", "timeout_sec", SECONDS, 86400.0),
+        **there,
     )
+
+
+def check(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raises `BirlError` for what task.toml asks for and is not played."""
+    tables = {name: section(path, settings, name) for name in NOT_PLAYED}
+    given = [(table, name, tables[table].get(name)) for table, names in NOT_PLAYED.items() for name in names]
+    given += [("environment", "os", tables["environment"].get("os", "linux"))]
+    given += [("verifier", "environment_mode", tables["verifier"].get("environment_mode", "shared"))]
+    for table, name, value in given:
+        if value and value not in ("linux", "shared"):
+            raise BirlError(f"{path}/task.toml: {table}.{name}={value!r:.100}: is not supported by env=harbor.")
+
+
+def in_sandbox(environment: Path, build: str) -> dict[str, Any]:
+    """What the Dockerfile says of the files that the sandbox begins with."""
+    recipe = Recipe(environment)
+    if recipe.builds and build == "refuse":
+        raise BirlError(
+            f"{environment}/Dockerfile: RUN {recipe.builds[0][:80]}: there is no container to build. env.build=skip "
+            "leaves such lines out, where this machine has what they install; env.build=run runs them in the sandbox."
+        )
+    return {
+        "workdir": recipe.workdir,
+        "environment": recipe.variables,
+        "files": recipe.files,
+        "builds": tuple(recipe.builds),
+    }
+
+
+def in_container(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What task.toml says of the container."""
+    table = section(path, settings, "environment")
+    given: dict[str, Any] = {}
+    for name, kind in (("docker_image", str), ("workdir", str), ("env", dict)):
+        given[name] = table.get(name, kind())
+        if not isinstance(given[name], kind) or (name == "docker_image" and given[name].startswith("-")):
+            what = "a table" if kind is dict else "text"
+            raise BirlError(f"{path}/task.toml: environment.{name}={given[name]!r:.100}: must be {what}.")
+    variables: dict[str, str] = {name: str(value) for name, value in given["env"].items()}
+    if wanted := next((name for name, value in variables.items() if "${" in value), None):
+        raise BirlError(
+            f"{path}/task.toml: environment.env.{wanted}={variables[wanted]!r:.100}: variables of this machine are not "
+            "handed to a task. Write the value."
+        )
+    return {
+        "workdir": given["workdir"],
+        "environment": variables,
+        "files": {},
+        "builds": (),
+        "image": given["docker_image"],
+        "build_seconds": number(path, settings, "environment", "build_timeout_sec", SECONDS, 86400.0),
+        "memory_mb": int(number(path, settings, "environment", "memory_mb", 0.0, 2.0**31)),
+        "network": table.get("network_mode", "public") == "public" and table.get("allow_internet") is not False,
+        "cpus": number(path, settings, "environment", "cpus", 0.0, 4096.0),
+    }
+
+
+def section(path: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = settings.get(name, {})
+    if not isinstance(table, dict):
+        raise BirlError(f"{path}/task.toml: {name}={table!r:.100}: must be a table.")
+    return table
+
+
+def number(path: Path, settings: Mapping[str, Any], table: str, name: str, default: float, largest: float) -> float:
+    """Of task.toml. Raises `BirlError` where it is not above 0."""
+    value = section(path, settings, table).get(name, default)
+    given = name in section(path, settings, table)
+    if not isinstance(value, int | float) or isinstance(value, bool) or (given and not 0 < value <= largest):
+        raise BirlError(f"{path}/task.toml: {table}.{name}={value!r}: must be a number above 0.")
+    return float(value)
 
 
 def toml(path: Path) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def test_tasks_of_the_same_name_have_their_own_files(folder: Path, tmp_path: Pat
         keys = {"tasks": str(folder.parent), "validation_tasks": str(other.parent), "workers": 1, "prove": False}
         place = await Harbor.shared(Config(**keys))
         try:
-            return [await place.begin(one) for some in place.folders.values() for one in some]
+            return [await place.machine.begin(one) for some in place.folders.values() for one in some]
         finally:
             await place.close()
 

@@ -1,0 +1,247 @@
+"""Harbor's tasks in containers, by the program `docker` or `podman`: `Containers` builds a task's image once, and
+starts a container of it for each episode.
+
+Files and processes last from one command to the next. What runs inside is not trusted: there is no network unless the
+configuration has one, memory and processes are bounded, and a container is ended from outside. The tests run with the
+container's own programs, which the model may have changed, as in Harbor.
+"""
+
+import asyncio
+import hashlib
+import io
+import os
+import re
+import shutil
+import socket
+import tarfile
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from birl.envs.harbor_folder import REWARDS, Folder
+from birl.errors import BirlError
+from birl.process import tied
+from birl.sandbox.protocol import Ending, Result
+
+OUTPUT = 1 << 20  # bytes that are kept of each output
+SECONDS = 60.0  # for a command of the program itself
+WAITING = "while :; do sleep 3600; done"  # a container's first process
+PROCESSES = 512  # at once in a container
+REWARD = 1 << 20  # bytes of a file with a reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Printed:
+    """What a command of the program gave; `code` is None where it took too long."""
+
+    code: int | None
+    stdout: bytes
+    stderr: bytes
+    truncated: bool
+    seconds: float
+
+    @property
+    def last(self) -> str:
+        lines = (self.stderr.decode(errors="replace").strip() or self.stdout.decode(errors="replace")).splitlines()
+        return lines[-1].strip()[:300] if lines else f"exit code {self.code}"
+
+
+class Containers:
+    """`program` is docker or podman. `begin` gives the name of a new container, which `end` removes.
+
+    Example: machine = await Containers.open("podman", memory_mb=1024, network=False, keep=False, workers=2)
+    """
+
+    def __init__(self, program: str, *, memory_mb: int, network: bool, keep: bool, workers: int) -> None:
+        self.program, self.memory_mb, self.network, self.keep = program, memory_mb, network, keep
+        self.images: dict[Path, asyncio.Task[str]] = {}
+        self.alive: set[str] = set()
+        self.turn = asyncio.Semaphore(workers or os.cpu_count() or 1)
+
+    @classmethod
+    async def open(cls, program: str, *, memory_mb: int, network: bool, keep: bool, workers: int) -> "Containers":
+        """Raises `BirlError` where the program is missing or does not answer. Removes what runs of this machine that
+        were killed have left."""
+        if shutil.which(program) is None:
+            raise BirlError(f"env.sandbox={program}: there is no program {program} in PATH.")
+        self = cls(program, memory_mb=memory_mb, network=network, keep=keep, workers=workers)
+        known = await self.call("ps", "-a", "--format", "{{.Names}}", what="cannot be used")
+        left = [name for name in known.split() if (owner := _owner(name)) is not None and not _runs(owner)]
+        if left:
+            await self.command("rm", "-f", *left)
+        return self
+
+    async def begin(self, folder: Folder) -> str:
+        if folder.path not in self.images:
+            self.images[folder.path] = asyncio.create_task(self._image(folder))
+        image = await asyncio.shield(self.images[folder.path])
+        name = f"birl-{_place()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        bounds = [f"--memory={folder.memory_mb or self.memory_mb}m", f"--pids-limit={PROCESSES}", "--stop-timeout=0"]
+        bounds += [f"--cpus={folder.cpus:g}"] if folder.cpus else []
+        bounds += [] if self.network and folder.network else ["--network=none"]
+        self.alive.add(name)
+        try:
+            await self.call(
+                "run", "--detach", f"--name={name}", *bounds, "--security-opt=no-new-privileges", "--entrypoint=sh",
+                image, "-c", WAITING, what=f"{folder.path}: its container does not start",
+            )  # fmt: skip
+        except BaseException:
+            await self.end(name)
+            raise
+        return name
+
+    async def _image(self, folder: Folder) -> str:
+        """The image of a task: the one that task.toml names, or what its Dockerfile builds, kept by its content."""
+        environment = folder.path / "environment"
+        if folder.image:
+            if (await self.command("image", "inspect", folder.image)).code != 0:
+                await self.call("pull", folder.image, what=f"{folder.path}", seconds=folder.build_seconds)
+            return folder.image
+        if not (environment / "Dockerfile").is_file():
+            raise BirlError(f"{folder.path}: it has no environment/Dockerfile, and task.toml names no docker_image.")
+        tag = f"birl-harbor:{_digest(environment)}"
+        if (await self.command("image", "inspect", tag)).code != 0:
+            words = ["build", "--quiet", f"--tag={tag}", str(environment)]
+            await self.call(*words, what=f"{environment}/Dockerfile", seconds=folder.build_seconds)
+        return tag
+
+    async def run(
+        self, folder: Folder, state: str, command: Sequence[str], *, seconds: float, more: bytes = b""
+    ) -> tuple[str, Result]:
+        """A command in the container, and how it went. With `more`, an archive of files, /tests, /logs and /solution
+        are made anew before it, and what the model has started is ended unless `keep`."""
+        if more:
+            await self._clear(folder, state, more)
+        words = ["exec", *(["--workdir", folder.workdir] if folder.workdir else [])]
+        words += [part for name, value in folder.environment.items() for part in ("--env", f"{name}={value}")]
+        async with self.turn:
+            told = await self.command(*words, state, *command, seconds=seconds)
+            if told.code is None:
+                await self.call("restart", state, what=f"{folder.path}: its container does not start again")
+        result = Result(
+            ending=Ending.TIMEOUT if told.code is None else Ending.OK,
+            kind=self.program, stdout=told.stdout, stderr=told.stderr, exit_code=told.code, seconds=told.seconds,
+            truncated=told.truncated, files=await self._rewards(state) if more else {},
+            detail="" if told.code is not None else f"it took longer than {seconds:g} s, and all processes were ended",
+        )  # fmt: skip
+        return state, result
+
+    async def _clear(self, folder: Folder, state: str, more: bytes) -> None:
+        if not self.keep:
+            await self.call("restart", state, what=f"{folder.path}: its container does not start again")
+        words = ["exec", "--user=0", "--workdir=/", state, "rm", "-rf", "/tests", "/logs", "/solution"]
+        await self.call(*words, what=f"{folder.path}: /tests, /logs and /solution of its container stay")
+        await self.call("cp", "-", f"{state}:/", what=f"{folder.path}: its container takes no files", given=more)
+
+    async def _rewards(self, state: str) -> dict[str, bytes]:
+        result: dict[str, bytes] = {}
+        for name in REWARDS:
+            told = await self.command("cp", f"{state}:/{name}", "-")
+            if told.code == 0 and not told.truncated:
+                with tarfile.open(fileobj=io.BytesIO(told.stdout)) as archive:
+                    entry = archive.next()
+                    if entry is not None and entry.isreg() and (file := archive.extractfile(entry)) is not None:
+                        result[name] = file.read(REWARD)
+        return result
+
+    async def end(self, state: str) -> None:
+        if state in self.alive:
+            await self.command("rm", "-f", state)
+            self.alive.discard(state)
+
+    async def close(self) -> None:
+        for task in self.images.values():
+            task.cancel()
+        await asyncio.gather(*self.images.values(), return_exceptions=True)
+        if self.alive:
+            await self.command("rm", "-f", *self.alive)
+
+    async def call(self, *words: str, what: str, seconds: float = SECONDS, given: bytes = b"") -> str:
+        """What a command prints. Raises `BirlError` where it fails, with its last line."""
+        told = await self.command(*words, seconds=seconds, given=given)
+        if told.code is None:
+            raise BirlError(f"{what}: {self.program} {words[0]} took longer than {seconds:g} s.")
+        if told.code != 0:
+            raise BirlError(f"{what}: {self.program} {words[0]}: {told.last}")
+        return told.stdout.decode(errors="replace")
+
+    async def command(self, *words: str, seconds: float = SECONDS, given: bytes = b"") -> Printed:
+        began = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            *tied([self.program, *words]),
+            stdin=asyncio.subprocess.PIPE if given else asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        kept = bytearray(), bytearray()
+        assert process.stdout is not None and process.stderr is not None
+        work = asyncio.gather(
+            _drain(process.stdout, kept[0]), _drain(process.stderr, kept[1]), _feed(process, given), process.wait()
+        )
+        code = None
+        try:
+            *lost, _, _ = await asyncio.wait_for(work, seconds)
+            code = process.returncode
+        except TimeoutError:
+            lost = [False]
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        return Printed(
+            code=code, stdout=bytes(kept[0]), stderr=bytes(kept[1]), truncated=any(lost),
+            seconds=time.monotonic() - began,
+        )  # fmt: skip
+
+
+async def _drain(stream: asyncio.StreamReader, kept: bytearray) -> bool:
+    """Reads to the end, and keeps the first OUTPUT bytes. Whether there were more."""
+    lost = False
+    while piece := await stream.read(1 << 16):
+        room = OUTPUT - len(kept)
+        kept += piece[:room]
+        lost = lost or len(piece) > room
+    return lost
+
+
+async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:
+    if process.stdin is not None:
+        try:
+            process.stdin.write(given)
+            await process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):  # it has ended: its exit code says why
+            pass
+        process.stdin.close()
+
+
+def _digest(folder: Path) -> str:
+    """Of the files that an image is built of."""
+    whole = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
+        content = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
+        mode = 0 if path.is_symlink() else path.stat().st_mode & 0o111
+        whole.update(f"{path.relative_to(folder)}\0{mode}\0{len(content)}\0".encode() + content)
+    return whole.hexdigest()[:24]
+
+
+def _place() -> str:
+    return re.sub(r"[^a-z0-9]", "", socket.gethostname().lower())[:20] or "here"
+
+
+def _owner(name: str) -> int | None:
+    """The process of this machine that started a container."""
+    match = re.fullmatch(rf"birl-{_place()}-(\d+)-[0-9a-f]{{12}}", name)
+    return int(match[1]) if match else None
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
