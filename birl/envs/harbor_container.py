@@ -176,35 +176,43 @@ class Containers:
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        kept = bytearray(), bytearray()
-        assert process.stdout is not None and process.stderr is not None
-        work = asyncio.gather(
-            _drain(process.stdout, kept[0]), _drain(process.stderr, kept[1]), _feed(process, given), process.wait()
-        )
+        outputs = [_Output(stream) for stream in (process.stdout, process.stderr) if stream is not None]
+
+        async def talk() -> None:
+            async with asyncio.TaskGroup() as group:
+                for output in outputs:
+                    group.create_task(output.drain())
+                group.create_task(_feed(process, given))
+            await process.wait()
+
         code = None
         try:
-            *lost, _, _ = await asyncio.wait_for(work, seconds)
+            await asyncio.wait_for(talk(), seconds)
             code = process.returncode
         except TimeoutError:
-            lost = [False]
+            pass
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+        stdout, stderr = outputs
         return Printed(
-            code=code, stdout=bytes(kept[0]), stderr=bytes(kept[1]), truncated=any(lost),
+            code=code, stdout=bytes(stdout.kept), stderr=bytes(stderr.kept), truncated=stdout.lost or stderr.lost,
             seconds=time.monotonic() - began,
         )  # fmt: skip
 
 
-async def _drain(stream: asyncio.StreamReader, kept: bytearray) -> bool:
-    """Reads to the end, and keeps the first OUTPUT bytes. Whether there were more."""
-    lost = False
-    while piece := await stream.read(1 << 16):
-        room = OUTPUT - len(kept)
-        kept += piece[:room]
-        lost = lost or len(piece) > room
-    return lost
+class _Output:
+    """The first OUTPUT bytes of what a process prints, and whether there were more."""
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self.stream, self.kept, self.lost = stream, bytearray(), False
+
+    async def drain(self) -> None:
+        while piece := await self.stream.read(1 << 16):
+            room = OUTPUT - len(self.kept)
+            self.kept += piece[:room]
+            self.lost = self.lost or len(piece) > room
 
 
 async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:
