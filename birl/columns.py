@@ -5,7 +5,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
+
+    Ints = NDArray[np.int32]
+    Bools = NDArray[np.bool_]
+    Floats = NDArray[np.float32]
 
 SAMPLE = ("tokens", "mask", "logprobs", "versions", "advantage", "returns", "values", "proximal")
 WHOLE = ("tokens", "prompt", "hinted", "versions", "counts", "ids")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from birl.columns import alike, become_arrays
 
 if TYPE_CHECKING:
-    from birl.types import Bools, Ints
+    from birl.columns import Bools, Ints
 
 WORDS = 1024
 """Of which a training run draws a token at most, where it leaves words out and rollout.top_k does not say how many."""

@@ -20,11 +20,8 @@ if TYPE_CHECKING:  # numpy is loaded by those that make samples: the process of 
     import numpy as np
     from numpy.typing import NDArray
 
+    from birl.columns import Bools, Floats, Ints
     from birl.support import Support
-
-    Ints = NDArray[np.int32]
-    Bools = NDArray[np.bool_]
-    Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
