@@ -240,9 +240,9 @@ PAST = "@past"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One call of the model within an episode: all ids that it saw, an int32 array, and what it answered. `reward` is
-    what the environment gave for this answer. `agent` says who spoke, where an episode has several, each with its own
-    reward; `policy` with which weights, where a run trains several policies: its name, and behind it `PAST` for an
-    earlier version that is not trained.
+    what the environment gave everyone for this answer, `rewards` what it gave agents alone, by name. `agent` says who
+    spoke, where an episode has several, each with its own reward; `policy` with which weights, where a run trains
+    several policies: its name, and behind it `PAST` for an earlier version that is not trained.
 
     Example: Turn(prompt=(1, 9, 4), completion=Completion(...))
     """
@@ -252,6 +252,7 @@ class Turn:
     reward: float = 0.0
     agent: str = ""
     policy: str = ""
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def frozen(self) -> bool:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, compress
 from math import nan
 
 import numpy as np
@@ -58,7 +59,12 @@ def by_agent(group: Group) -> list[Group]:
 
 
 def _own(trajectory: Trajectory, agent: str, policy: str) -> Trajectory:
-    turns = tuple(turn for turn in trajectory.turns if (turn.agent, turn.policy) == (agent, policy))
+    """Its turns, each with what the environment gave until the next of them; the first also with what came before."""
+    own = [(turn.agent, turn.policy) == (agent, policy) for turn in trajectory.turns]
+    earned = [0.0] * len(own)
+    for turn, number in zip(trajectory.turns, accumulate(own), strict=True):
+        earned[max(number - 1, 0)] += turn.reward + turn.rewards.get(agent, 0.0)
+    turns = tuple(replace(t, reward=r) for t, r in zip(compress(trajectory.turns, own), earned, strict=False))
     if not trajectory.rewards:
         return replace(trajectory, turns=turns)
     reward = trajectory.rewards.get(agent, nan)

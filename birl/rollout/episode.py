@@ -114,12 +114,13 @@ async def _play(env: Env, session: Session, played: Played) -> None:
         number = session.asked - 1
         feedback = _checked(await _in(env.step, session, f"turn {number}", reply))
         reward = _number(feedback.reward, "the environment's reward")
-        session.credit(reward)
+        alone = {name: _number(value, f"rewards[{name!r}]") for name, value in feedback.rewards.items()}
+        session.credit(reward, alone)
         played.reward += reward
         played.score += reward if feedback.score is None else _number(feedback.score, "the environment's score")
         played.judged |= feedback.score is not None
-        for name, value in feedback.rewards.items():
-            played.alone[name] = played.alone.get(name, 0.0) + _number(value, f"rewards[{name!r}]")
+        for name, value in alone.items():
+            played.alone[name] = played.alone.get(name, 0.0) + value
         named = feedback.policy or named
         played.parts |= {name: _number(value, f"info[{name!r}]") for name, value in feedback.info.items()}
         if turn.completion.stop is Stop.LENGTH and session.limits.cut_ends:

@@ -47,6 +47,7 @@ def episode_records(
                     "agent": turn.agent,
                     **({"policy": turn.policy} if turn.policy else {}),
                     "reward": turn.reward,
+                    **({"rewards": dict(turn.rewards)} if turn.rewards else {}),
                     "text": chat.decode(turn.completion.ids),
                 }
                 for turn in (t.turns if len(t.turns) > 1 else ())

@@ -215,6 +215,7 @@ def _group_to(group: Group) -> dict[str, Any]:
                         "reward": turn.reward,
                         "agent": turn.agent,
                         **({"policy": turn.policy} if turn.policy else {}),
+                        **({"rewards": dict(turn.rewards)} if turn.rewards else {}),
                     }
                     for turn in t.turns
                 ],
@@ -283,6 +284,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
                 reward=number(turn["reward"]),
                 agent=turn["agent"],
                 policy=turn.get("policy", ""),
+                rewards=turn.get("rewards", {}),
             )
             for turn in row["turns"]
         ),

@@ -221,10 +221,10 @@ class Session:
         others = self.reward if isinstance(self.reward, dict) else {}
         self.reward = {**others, agent: reward} if agent else reward
 
-    def credit(self, reward: float) -> None:
-        """What the environment gave for the newest answer."""
+    def credit(self, reward: float, rewards: Mapping[str, float]) -> None:
+        """What the environment gave for the newest answer, to everyone and to each alone."""
         number = max(self._turns)
-        self._turns[number] = replace(self._turns[number], reward=self._turns[number].reward + reward)
+        self._turns[number] = replace(self._turns[number], reward=reward, rewards=rewards)
 
     def close(self) -> None:
         self._closed = True

@@ -1,4 +1,7 @@
+import asyncio
 import math
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -6,8 +9,10 @@ import numpy as np
 import pytest
 
 from birl.rollout.assemble import Usage, by_agent, has_signal, samples, token_rewards, turn_rewards
+from birl.rollout.episode import run_episode
 from birl.support import Support
-from birl.types import Completion, Group, Outcome, Stop, Task, Trajectory, Turn
+from birl.types import Completion, Feedback, Group, Message, Outcome, Stop, Task, Trajectory, Turn
+from tests.rollout.scripted import Scripted, session
 
 
 def turn(prompt: tuple[int, ...], answer: tuple[int, ...], version: int = 0) -> Turn:
@@ -124,6 +129,46 @@ def test_agents_are_compared_with_their_like() -> None:
     ]
     alone = group(trajectory(1.0))
     assert by_agent(alone) == [alone]
+
+
+class Office:
+    """Who speaks when, what each reply is worth to everyone, and to each alone."""
+
+    def __init__(self, order: str, shared: Sequence[float], alone: Sequence[dict[str, float]]) -> None:
+        self.policy, self.steps = order[0], iter(list(zip([*order[1:], ""], shared, alone, strict=True)))
+
+    def start(self) -> tuple[Message, ...]:
+        return (Message(role="user", content="Go"),)
+
+    def step(self, reply: Message) -> Feedback:
+        following, reward, rewards = next(self.steps)
+        more = (Message(role="user", content="more"),)
+        return Feedback(messages=more, policy=following, reward=reward, rewards=rewards, done=not following)
+
+
+@pytest.mark.parametrize("order", ["pwwpw", "pwpww", "pwwwp", "wpwpp"])
+def test_what_a_step_gives_is_for_the_turn_before_it_of_each_who_gets_it(order: str) -> None:
+    """The planner's part of what the worker's reply is worth belongs to its plan before that, and to no later one; what
+    comes before its first word, to that. Against plain floats. Until now all of that was the last turn's."""
+    draw = random.Random(order)
+    shared = [draw.uniform(-1, 1) for _ in order]
+    alone = [{n: draw.uniform(-1, 1) for n in draw.choice(["p", "w", "pw", "wp"])} for _ in order]
+    engine = Scripted(["one", "two", "three", "four", "five"])
+    played = asyncio.run(run_episode(Office(order, shared, alone), session(engine)))
+    for own in by_agent(group(played)):
+        expected: list[float] = []
+        early = 0.0
+        for speaker, everyone, each in zip(order, shared, alone, strict=True):
+            value = everyone + each.get(own.agent, 0.0)
+            if speaker == own.agent:
+                expected.append(value + early)
+                early = 0.0
+            elif expected:
+                expected[-1] += value
+            else:
+                early += value
+        assert turn_rewards(own.trajectories[0]) == pytest.approx(expected)
+        assert own.trajectories[0].reward == pytest.approx(sum(expected))
 
 
 def test_columns_are_arrays_that_hold_every_number_as_it_was() -> None:

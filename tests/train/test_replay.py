@@ -55,7 +55,9 @@ def test_a_step_is_written_down_whole(tmp_path: Path) -> None:
     )
     said = Completion(tokens=(5, 2), logprobs=(-0.1, -0.2), versions=(3, 3), stop=Stop.STOP, routes=b"\x00\xff\x01\x02",
                       support=Support(counts=(2, 0), ids=(5, 8)))  # fmt: skip
-    episode = Trajectory(turns=(Turn(prompt=(1, 4), completion=said),), reward=1.0, score=1.0, outcome=Outcome.OK)
+    episode = Trajectory(
+        turns=(Turn(prompt=(1, 4), completion=said, rewards={"a": 0.5}),), reward=1.0, score=1.0, outcome=Outcome.OK
+    )
     group = Group(index=1, task=Task(id="t", prompt=asked, columns={"env": "sums", "tests": [{"n": 1}]}),
                   trajectories=(episode,), start_version=3)  # fmt: skip
     assert _group_from(json.loads(json.dumps(_group_to(group))), tmp_path) == group
