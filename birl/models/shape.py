@@ -13,6 +13,8 @@ from birl.regular import read_json
 CHUNK = 6 * 2**20
 #: on a GPU: 512 MiB in float32, half as much for their gradient in bfloat16; fewer would be launches of tiny kernels
 GPU_CHUNK = 2**27
+#: bytes of a kept word while its place among logits is computed (`SupportRows.outside`)
+RESTRICTED = 33
 #: elements of a weight that are widened to float32 at once where no product gives float32 by itself
 WIDENED = 2**22
 
@@ -204,18 +206,23 @@ def shape_of(model: str) -> Shape:
     return Shape.of(config)
 
 
-def backward_bytes(tokens: int, hidden: int, words: int, wide: int, *, gpu: bool = False, kernels: bool = False) -> int:
+def backward_bytes(
+    tokens: int, hidden: int, words: int, wide: int, *, gpu: bool = False, kernels: bool = False, kept: int = 0
+) -> int:
     """The most that the backward pass of `token_logprobs` holds at once [bytes], beside what it is given and the
     weight's gradient; the forward pass holds less. `words`: of this rank. `wide`: bytes of the weight's type, with a
-    float32 master where it is 2. `gpu`: on one, by Triton's kernels; `kernels`: by birl's for CPUs."""
+    float32 master where it is 2. `gpu`: on one, by Triton's kernels; `kernels`: by birl's for CPUs. `kept`: words of
+    all tokens' supports together, whose places are computed beside the logits."""
     size = (GPU_CHUNK if gpu else CHUNK) // max(tokens, 1)
     piece = min(max(size // 32 * 32 or 32 if kernels else size, 1), words)  # words at once
     count, rows = tokens * piece, 4 * tokens * hidden  # logits at once, and the gradient by `hidden` in float32
+    restricted = rows + 5 * count + RESTRICTED * kept if kept else 0  # logits and their mask
     if kernels:
-        return 8 * count + 2 * rows if wide == 4 else 6 * count + 2 * rows + rows // 2  # hidden states, laid out twice
-    if gpu and wide == 4:
-        return 4 * count + 2 * rows
-    made = 6 if gpu else 8
-    widened = 0 if gpu or wide == 4 else 4 * count + 4 * min(WIDENED, piece * hidden)
-    products = wide * count + widened + max(rows, 4 * piece * hidden if wide == 2 else 0)
-    return rows + max(made * count, products)
+        made = 8 * count + 2 * rows if wide == 4 else 6 * count + 2 * rows + rows // 2  # hidden states, laid out twice
+    elif gpu and wide == 4:
+        made = 4 * count + 2 * rows
+    else:
+        widened = 0 if gpu or wide == 4 else 4 * count + 4 * min(WIDENED, piece * hidden)
+        products = wide * count + widened + max(rows, 4 * piece * hidden if wide == 2 else 0)
+        made = rows + max((6 if gpu else 8) * count, products)
+    return max(made, restricted)

@@ -30,6 +30,7 @@ from torch import nn
 from birl import kernels
 from birl.config import schema
 from birl.config.decided import CRITIC, SELF, teachers_of
+from birl.engine.graphs import AHEAD
 from birl.engine.open import SHARE
 from birl.engine.pages import pages_for
 from birl.engine.scheduler import PREFILL
@@ -44,10 +45,11 @@ from birl.learner.policy import DTYPES
 from birl.models.decoder import shaped
 from birl.models.fused_layers import fused_layers
 from birl.models.quantized import quantized_layers, stored
-from birl.models.shape import CHUNK, Shape, backward_bytes, shape_of
+from birl.models.shape import CHUNK, RESTRICTED, Shape, backward_bytes, shape_of
 from birl.models.slices import quantizable
 from birl.models.slots import slots_of, state_bytes
 from birl.models.tree_attention import SCORES
+from birl.support import WORDS
 from birl.train.objective import keeps_reference, surrogate_of
 
 GIB = 2**30
@@ -75,6 +77,7 @@ class Load:
     group: int  # of these, how many share a prompt
     prompt: int  # tokens
     longest: int  # tokens of a sequence, its prompt included
+    words: int = 0  # that a token may be drawn from, where top-k, top-p or min-p leave some out
     waits: bool = False  # more sequences in a step than are generated at once
 
 
@@ -189,6 +192,7 @@ def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
     ahead = rollout.max_staleness - config.weights.sync_every + 2  # steps whose groups are under way at once
     wanted = ahead * -(-rollout.prompts // parallel.shares) * rollout.group_size
     sequences = min(config.engine.max_batch, wanted)
+    truncates = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
     return Load(
         microbatch=-(-tokens // count),
         several=count > 1,
@@ -196,6 +200,7 @@ def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
         group=1 if validates else rollout.group_size,
         prompt=prompt,
         longest=longest,
+        words=(rollout.top_k or WORDS) if truncates else 0,
         waits=wanted > sequences,
     )
 
@@ -331,9 +336,13 @@ def generation(module: Module, engine: schema.Engine, load: Load, room: int = 0)
     row = 4 * module.shape.hidden + module.wide * (4 * module.shape.hidden + 3 * module.shape.inner)
     if not module.paged_kernels:  # PyTorch's attention gets its keys and values in copies, for each row
         row += 4 * module.wide * pages_for(load.longest) * PAGE * module.kv_heads * module.head_dim
+    words = min(load.words, module.shape.vocabulary)
+    logit = 8 + (25 if words and not room else 0)  # on a CPU words are ranked by a sort, measured
+    # each word's number; of a GPU's graphs for each of `AHEAD` tokens, of all sizes up to the largest twice as many
+    told = 4 * words * load.sequences * (2 * (AHEAD + 1) if room else 1)
     return {
         "keys and values": cache,
-        "hidden states and logits": rows * row + 2 * 4 * load.sequences * module.shape.vocabulary,
+        "hidden states and logits": rows * row + logit * load.sequences * module.shape.vocabulary + told,
     }
 
 
@@ -342,10 +351,12 @@ def at_head(module: Module, trained: Trained, load: Load, config: schema.RL, gpu
     parallel, shape = config.parallel, module.shape
     placed = parallel.fsdp * parallel.cp * parallel.tp == 1 and config.optimizer.offload == "none"  # in its master
     head = (4 if placed else module.wide) * shape.embedding // parallel.tp * trained.head
+    kept = load.microbatch * min(load.words, shape.vocabulary)
     if not gpu:  # more than `backward_bytes`: `LOST` was measured with it
-        return CHUNK * (10 if module.on_kernels else 18), head
-    words = -(-shape.vocabulary // parallel.tp)  # ranks of tp have all tokens
-    return backward_bytes(load.microbatch * parallel.tp, shape.hidden, words, module.wide, gpu=True), head
+        return max(CHUNK * (10 if module.on_kernels else 18), 5 * CHUNK + RESTRICTED * kept), head
+    words, ways = -(-shape.vocabulary // parallel.tp), parallel.tp  # ranks of tp have all tokens
+    most = backward_bytes(load.microbatch * ways, shape.hidden, words, module.wide, gpu=True, kept=kept * ways)
+    return most, head
 
 
 def training(
@@ -367,9 +378,11 @@ def training(
         layer += 4 * 4 * min(SCORES, module.shape.heads * tokens**2)
     if quantized:  # a matrix in float32 before and after its merge, or the two sides of its gradient in float32
         layer += max(8 * module.matrix, 4 * tokens * (module.shape.hidden + module.shape.inner))
+    kept = 8 * (min(load.words, module.shape.vocabulary) + 1) * tokens * parallel.tp if load.words else 0
+    words = {"words that tokens are drawn from": kept} if kept else {}
     if load.several:
-        return {"gradient, float32": gradient, "activations": activations + max(logits, layer)}
-    return {"activations, then gradient": max(activations + head + max(logits, layer), gradient + layer)}
+        return {"gradient, float32": gradient, "activations": activations + max(logits, layer)} | words
+    return {"activations, then gradient": max(activations + head + max(logits, layer), gradient + layer)} | words
 
 
 def peak(phases: Phases, card: int = 0) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from birl.data.pack import pack
+from birl.data.support import SupportRows
 from birl.learner.learner import Learner, Stats
 from birl.models import logprobs, shape
 from birl.models.decoder import decoder_for
@@ -24,9 +25,11 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("each", [0, 50, 1024])
 @pytest.mark.parametrize(("tokens", "words"), [(16_384, 152_064), (65_536, 32_064), (16_384, 19_008), (100, 1000)])
-def test_on_a_card(tokens: int, words: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without contents; 19,008 words are a rank's of eight. The head's gradient goes into its master."""
+def test_on_a_card(tokens: int, words: int, each: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without contents; 19,008 words are a rank's of eight. The head's gradient goes into its master. `each`:
+    words that a token was drawn from."""
     hidden, kept = 3584, []
     context: Any = SimpleNamespace(
         save_for_backward=lambda *tensors: kept.extend(tensors), set_materialize_grads=lambda on: None,
@@ -38,14 +41,17 @@ def test_on_a_card(tokens: int, words: int, dtype: torch.dtype, monkeypatch: pyt
         if dtype != torch.float32:
             weight.master = weight.float()
         targets, up = torch.zeros(tokens, dtype=torch.int64, device=CUDA), torch.ones(tokens, device=CUDA)
-        with Held(states, weight, targets, up) as forward:
-            function = logprobs._TokenLogprobs
-            function.forward(context, states, weight, None, targets, 1.0, shape.GPU_CHUNK, None, logprobs.Behind())
+        counts, ids = (torch.zeros(n, dtype=torch.int64, device=CUDA) for n in (tokens, each * tokens))
+        support = SupportRows(counts, ids, range(0, each * tokens + 1, each)) if each else None
+        given = states, weight, targets, up, counts, ids
+        with Held(*given) as forward:
+            function, behind = logprobs._TokenLogprobs, logprobs.Behind(None, support)
+            function.forward(context, states, weight, None, targets, 1.0, shape.GPU_CHUNK, None, behind)
         context.saved_tensors = tuple(kept)
-        with Held(states, weight, targets, up, *filter(torch.is_tensor, kept)) as backward:
+        with Held(*given, *filter(torch.is_tensor, kept)) as backward:
             function.backward(context, up, up)
     gradient = 4 * words * hidden
-    planned = backward_bytes(tokens, hidden, words, dtype.itemsize, gpu=True)
+    planned = backward_bytes(tokens, hidden, words, dtype.itemsize, gpu=True, kept=each * tokens)
     assert backward.peak - gradient == pytest.approx(planned, rel=0.05) and forward.peak < planned
     rows = 4 * tokens * hidden
     assert forward.largest <= 4 * shape.GPU_CHUNK

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from birl import kernels
 from birl.cli import main
 from birl.config import schema
 from birl.config.load import load
 from birl.data.pack import pack
 from birl.engine import open as opening
+from birl.engine.sampler import sample
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Adapters
@@ -30,7 +32,9 @@ from birl.plan import run as plan
 from birl.plan import run_memory as memory
 from birl.plan.run_memory import Load, Module
 from birl.train.build import make_learner
+from birl.types import SamplingParams
 from tests.data.test_pack import groups
+from tests.held import Held
 from tests.learner.test_learner import reinforce
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -125,6 +129,32 @@ def test_phases_do_not_add_up_and_each_key_counts_where_it_should() -> None:
     name = "activations, then gradient"
     assert whole["training"][name] > small["training"][name] and whole["generation"] == small["generation"]
     assert "weights, bfloat16" in base["training"] and not found("model.dtype=float32")["training"]["weights, bfloat16"]
+
+
+def test_words_that_are_left_out_take_memory() -> None:
+    words = [memory.load_of(settings(*w), 50, 150).words for w in ((), ("rollout.top_p=0.9",), ("rollout.top_k=20",))]
+    assert words == [0, 1024, 20]
+    model = tiny_model(vocab=320)
+    plain, told, all_of_them = (memory.predict(model, settings(), replace(STEP, words=n)) for n in (0, 20, 1024))
+    name = "words that tokens are drawn from"
+    assert name not in plain["training"]
+    assert told["training"][name] == 8 * 21 * STEP.microbatch and all_of_them["training"][name] == 8 * 321 * 1000
+    assert memory.peak(plain) < memory.peak(told) < memory.peak(all_of_them)
+    card = [memory.predict(model, settings(), replace(STEP, words=n), 2**36)["generation"] for n in (0, 20)]
+    assert card[1]["hidden states and logits"] - card[0]["hidden states and logits"] == 4 * 20 * 16 * 34
+
+
+def test_what_a_sampler_on_a_cpu_takes_is_what_is_counted() -> None:
+    """Beside 8 bytes of a logit."""
+    logits = torch.randn(16, 32_000)
+    asked = [SamplingParams(max_tokens=1, top_k=50, support=True)] * len(logits)
+    with Held(logits) as held:
+        sample(logits, asked, [0.5] * len(logits), kernels.load(torch.float32, 64))
+    counted = [
+        memory.predict(tiny_model(vocab=320), settings(), replace(STEP, words=n))["generation"] for n in (0, 320)
+    ]
+    each = counted[1]["hidden states and logits"] - counted[0]["hidden states and logits"] - 4 * 320 * STEP.sequences
+    assert held.peak + logits.nbytes <= (8 + each // (320 * STEP.sequences)) * logits.numel() * 1.01
 
 
 def test_what_asynchronous_runs_and_servers_add() -> None:
