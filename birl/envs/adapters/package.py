@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from birl.config.schema.kinds import Whole
 from birl.envs.tasks.rows import Drawn, where
 from birl.errors import BirlError
 from birl.types import Task
@@ -62,7 +63,7 @@ def arguments(words: Iterable[str], dots: bool = False) -> dict[str, Any]:
 class Seeded(Drawn):
     """Keys of environments whose tasks are seeds."""
 
-    validation_rows: int = 100
+    validation_rows: Whole = 100
     """Held-out tasks. No seed is in both."""
     seed: int = 0
     """Of the first training task; each task has the next seed."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+from birl.config.schema.kinds import Whole
 from birl.envs.adapters.package import arguments, imported, unknown
 from birl.envs.adapters.verifiers_chat import KIND
 from birl.envs.adapters.verifiers_tasksets import Tasksets
@@ -82,9 +83,9 @@ class Verifiers:
         """0.3: what `load_environment` takes. 0.4: as for vf-eval behind --env, such as taskset.split=train."""
         validation: list[str] = field(default_factory=list[str])
         """0.4: `parameters` that are others for validation, such as taskset.split=test."""
-        rows: int = 0
+        rows: Whole = 0
         """Training rows. 0: all."""
-        validation_rows: int = 100
+        validation_rows: Whole = 100
         """Rows of its evaluation dataset, if it has one (0.4: see `validation`; else those behind `rows`). 0: all."""
 
     @staticmethod

@@ -91,6 +91,8 @@ def test_a_seed_gives_the_same_rows_and_another_seed_others(kind: str) -> None:
         ("guess_number", {"low": "9", "high": "10"}, r"env\.high=10: must be at least env\.low \+ 3"),
         ("letter_counting", {"absent": "2"}, r"env\.absent=2: must be at least 0 and at most 1"),
         ("search", {"turns": "1"}, r"env\.turns=1: must be at least 2"),
+        ("gem", {"validation_rows": "-1"}, r"env\.validation_rows=-1: must be at least 0"),
+        ("verifiers", {"rows": "-1"}, r"env\.rows=-1: must be at least 0"),
     ],
 )
 def test_keys_that_cannot_work_are_told(kind: str, options: dict[str, str], told: str) -> None:
