@@ -9,9 +9,9 @@ import pytest
 
 from birl.config.keys import written
 from birl.config.load import read_section
-from birl.config.schema import Data
+from birl.config.schema import Data, Env
 from birl.data.tasks import load_tasks
-from birl.envs.open import TASKS
+from birl.envs.open import TASKS, check_world
 from birl.errors import BirlError
 from birl.types import Task
 
@@ -91,13 +91,17 @@ def test_a_seed_gives_the_same_rows_and_another_seed_others(kind: str) -> None:
         ("guess_number", {"low": "9", "high": "10"}, r"env\.high=10: must be at least env\.low \+ 3"),
         ("letter_counting", {"absent": "2"}, r"env\.absent=2: must be at least 0 and at most 1"),
         ("search", {"turns": "1"}, r"env\.turns=1: must be at least 2"),
-        ("gem", {"validation_rows": "-1"}, r"env\.validation_rows=-1: must be at least 0"),
-        ("verifiers", {"rows": "-1"}, r"env\.rows=-1: must be at least 0"),
     ],
 )
 def test_keys_that_cannot_work_are_told(kind: str, options: dict[str, str], told: str) -> None:
     with pytest.raises(BirlError, match=told):
         made(kind, "train", **options)
+
+
+@pytest.mark.parametrize(("kind", "key"), [("gem", "validation_rows"), ("gymnasium", "rows"), ("verifiers", "rows")])
+def test_rows_of_adapters_have_the_same_ranges(kind: str, key: str) -> None:
+    with pytest.raises(BirlError, match=rf"env\.{key}=-1: must be at least"):
+        check_world(Env(kind=kind, options={key: "-1"}))
 
 
 def test_the_table_of_keys_is_what_the_tasks_have() -> None:
