@@ -21,11 +21,11 @@ def negative_log_likelihood(logp: Tensor, entropy: Tensor, batch: Batch) -> tupl
 
 
 def imitation(logp: Tensor, entropy: Tensor, batch: Batch, *, nll_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum_t weight_t (D_t - nll_coef log p_t), D_t the divergence from a teacher: one more figure [N]."""
+    """sum_t weight_t (D_t - nll_coef log p_t), D_t the divergence from a teacher: two more figures [N]."""
     nll, figures = negative_log_likelihood(logp, entropy, batch)
     assert batch.divergence is not None
     loss = (batch.divergence * batch.weights).sum() + (nll_coef * nll if nll_coef else 0.0)
-    return loss, figures | {"divergence": batch.divergence.detach()}
+    return loss, figures | {"divergence": (d := batch.divergence.detach()), "each": d + nll_coef * figures["nll"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,11 @@ class Likelihood:
         return self.loss
 
     def figures(self, stats: Stats) -> dict[str, float]:
-        """`nll`: mean over tokens, whatever the loss's denominator is; `perplexity` is its exponential."""
+        """`nll` and a loss by token are means over tokens, also of a validation; `perplexity` is exp(nll)."""
         nll = stats.mean("nll")
         own = {n: stats.mean(n) for n in ("entropy", "divergence") if n in stats.sums}
-        return {"loss": stats.loss, "nll": nll, "perplexity": exp(min(nll, 700.0))} | own
+        loss = stats.mean("each" if "each" in stats.sums else "nll") if self.denominator == "token" else stats.loss
+        return {"loss": loss, "nll": nll, "perplexity": exp(min(nll, 700.0))} | own
 
     def score(self, figures: dict[str, float]) -> float:
         return -figures.get("divergence", figures["nll"])

@@ -197,6 +197,17 @@ def test_a_reward_model_is_a_standard_one(tiny: Path, tmp_path: Path) -> None:
     assert first["validation/loss"] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("denominator", ["token", "sequence"])
+def test_the_loss_of_a_validation_does_not_depend_on_its_pieces(tiny: Path, tmp_path: Path, denominator: str) -> None:
+    """Rows of other lengths: a mean over pieces of their means over tokens would be another one."""
+    held_out = [{"prompt": "Hi", "response": "Anna " * n} for n in (1, 1, 9, 2, 30)]
+    for size in (1, 2, 5):
+        words = (f"batch_size={size}", f"denominator={denominator}", "steps=1", "optimizer.lr=0")
+        run(tiny, tmp_path / str(size), "sft", *words, held_out=held_out)
+    losses = [log(tmp_path / str(size), "validation")[0]["validation/loss"] for size in (1, 2, 5)]
+    assert losses == pytest.approx([losses[0]] * 3, abs=1e-5)
+
+
 def test_margin_and_centering_are_in_the_loss(tiny: Path, tmp_path: Path) -> None:
     rows = [row | {"gap": 3.0} for row in PAIRS]
     run(tiny, tmp_path / "m", "rm", "data.margin_column=gap", "steps=1", "batch_size=12", rows=rows)
