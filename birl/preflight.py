@@ -16,7 +16,7 @@ from fsspec import available_protocols
 from birl.config import schema
 from birl.config.decided import ENGINES, SELF, teachers_of
 from birl.config.load import flatten
-from birl.data.files import FORMATS, check_readable
+from birl.data.files import FORMATS, check_readable, data_files
 from birl.data.forms import pair_form, text_form
 from birl.data.messages import Shown
 from birl.data.parse import check_json, parse_csv, parse_json
@@ -44,7 +44,7 @@ def check_data(config: Any) -> None:
         for path in paths:
             check_place(path)
             local = Path(path).expanduser()
-            if local.is_dir() and not any(p.suffix.lower() in FORMATS for p in local.rglob("*")):
+            if local.is_dir() and next(data_files(local), None) is None:
                 raise BirlError(f"The folder {path} holds no data files ({' '.join(FORMATS)}).")
             if local.is_file() and (table := _parsed(local)) is not None:
                 rows = Rows(str(local), [part(local.name, local.stem, table, str(local))], limit)

@@ -5,6 +5,7 @@ late in a file, and it turns text such as "2024-05-01" into dates. Where that ha
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,12 @@ PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\
 MOST, RATIO = 2**30, 1000  # bytes that a Parquet file may come to, or so many times its own size
 EXACT = 15  # digits that a float has
 WIDE = 256  # columns above which a row's absent ones cost more than reading JSON in plain Python
+
+
+def data_files(folder: Path) -> Iterator[Path]:
+    """Files of a known format in a folder and in those within it, the outermost first."""
+    for place, _, names in os.walk(folder):
+        yield from (Path(place, name) for name in names if Path(name).suffix.lower() in FORMATS)
 
 
 def no_column(name: str, value: str) -> bool:

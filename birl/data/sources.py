@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from birl.data.files import FORMATS, check_readable, no_column, quiet, read_file, undecoded
+from birl.data.files import FORMATS, check_readable, data_files, no_column, quiet, read_file, undecoded
 from birl.data.rows import Rows, SourceFile, part, reason
 from birl.errors import BirlError
 from birl.hub import missing
@@ -102,15 +102,16 @@ def _read_folder(
     chosen = _choose(str(path), [str(name) for name in files], split, splits)
     result, folder = sorted(Path(str(file)) for file in files[chosen]), Path(os.path.abspath(path))
     known = [file for file in result if file.suffix.lower() in FORMATS]
-    if not known:
-        raise BirlError(
-            f"The folder {path} holds no data files ({' '.join(FORMATS)}), only {result[0].name} and the like."
-        )
+    if not known:  # `datasets` takes the format that most files have
+        others, there = f"{result[0].name} and the like", next(data_files(folder), None)
+        if there is not None:
+            raise BirlError(f"The folder {path} is one of {others}, beside few data files. Name those: {there}.")
+        raise BirlError(f"The folder {path} holds no data files ({' '.join(FORMATS)}), only {others}.")
     for file in result:
         if file.suffix.lower() in PACKED:
             check_readable(file)  # refuses it
     kinds = {FORMATS[file.suffix.lower()] for file in known} | {"json"}  # what describes a data set is JSON
-    others = (p for p in folder.rglob("*") if FORMATS.get(p.suffix.lower(), "json") not in kinds)
+    others = (p for p in data_files(folder) if FORMATS[p.suffix.lower()] not in kinds)
     if left := sorted(str(p.relative_to(folder)) for p in others):
         print(f"birl: {path}: not read, as they are of another format: {', '.join(left[:3])}{' ...' * (len(left) > 3)}")
     names = [file.name for file in known]

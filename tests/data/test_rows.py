@@ -174,6 +174,14 @@ def test_text_that_parquet_has_as_bytes_is_text(tmp_path: Path) -> None:
     assert list(read(str(path))) == [{"prompt": "Ä\n", "image": "iVBORw0K"}]
 
 
+def test_data_beside_many_pictures_is_to_be_named(tmp_path: Path) -> None:
+    """`datasets` makes of it a folder of pictures: it was said to hold no data files."""
+    write(tmp_path / "rows.jsonl")
+    for i in range(3):
+        (tmp_path / f"{i}.png").write_bytes(b"\x89PNG\r\n")
+    assert f"Name those: {tmp_path / 'rows.jsonl'}" in refused(tmp_path)
+
+
 def test_files_that_a_folder_leaves_out_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "a.jsonl")
     write(tmp_path / "more/b.csv")
