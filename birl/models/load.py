@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from birl.errors import BirlError, first_line
 from birl.hub import WEIGHTS, check_tokenizer, check_weights, is_local
 from birl.models import attention
+from birl.models.handing import known
 from birl.models.heads import add_score_head
 from birl.named import template_file
 from birl.regular import check_all, inside, read_json, read_text
@@ -102,6 +103,7 @@ def score_weight(file: Path) -> Tensor | None:
 
 def model_class(config: Any, pictures: bool = False) -> Any:
     """transformers' class for a config. `pictures`: the one that sees them, where the text alone has one, too."""
+    known(config.model_type)
     autos = AutoModelForImageTextToText, AutoModelForCausalLM
     sees, reads = (auto._model_mapping.get(type(config), None) for auto in autos)
     return autos[0] if sees is not None and (pictures or reads in (None, sees)) else autos[1]
