@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from birl.models import attention
-from birl.models.handing import known
+from birl.models.load import known
 
 WORDS = 320
 #: by the name of an option, in whatever config has a number there

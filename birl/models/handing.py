@@ -32,12 +32,6 @@ PARTS = {
     **{"ZayaAttention": "qkv_proj", "ZayaCCAProjection": ""},
     **{"xLSTMModel": "blocks", "xLSTMBlock": "mlstm_layer", "xLSTMLayer": ""},
 }
-#: by model type: where transformers looks for its attention by name
-TABLES = {
-    "gptj": ("gptj.modeling_gptj", "GPTJ_ATTENTION_CLASSES"),
-    "gpt_neo": ("gpt_neo.modeling_gpt_neo", "GPT_NEO_ATTENTION_CLASSES"),
-    "falcon": ("falcon.modeling_falcon", "FALCON_ATTENTION_CLASSES"),
-}
 #: longer rows are computed in pieces, without a gradient
 PIECES = {"xLSTMModel": "max_inference_chunksize"}
 
@@ -56,14 +50,6 @@ OWN = {
     "CodeGenAttention": Own(lambda m: 1 / m.scale_attn),
     "FalconAttention": Own(lambda m: m.inv_norm_factor),
 }
-
-
-def known(model_type: str) -> None:
-    """Before a model is built: its attention has birl's name."""
-    if model_type in TABLES:
-        file, name = TABLES[model_type]
-        table = getattr(import_module(f"transformers.models.{file}"), name)
-        table.setdefault(attention.NAME, table["eager"])
 
 
 def hand_down(model: nn.Module) -> None:
