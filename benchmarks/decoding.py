@@ -86,7 +86,7 @@ def watch(engine: EmbeddedEngine, asked: Prompts, tokens: int) -> Seen:
     return seen
 
 
-def rate(engine: EmbeddedEngine, asked: Prompts, tokens: int) -> float:
+def rate(engine: EmbeddedEngine, asked: Prompts, tokens: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Tokens per second of decoding alone: from the end of the last prefill to the end of the last step, with whatever
     lies between the steps."""
     counters, plain = engine.counters, engine.step
@@ -94,7 +94,7 @@ def rate(engine: EmbeddedEngine, asked: Prompts, tokens: int) -> float:
 
     def step() -> list:
         finished = plain()
-        ends.append((time.perf_counter(), counters.prefilled, counters.tokens))
+        ends.append((clock(), counters.prefilled, counters.tokens))
         return finished
 
     with replaced(engine, "step", step):

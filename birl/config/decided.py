@@ -55,14 +55,15 @@ ROOM = 5.0  # seconds beside the tests of code themselves: the first call starts
 
 
 def proximal(config: RL) -> str:
-    """algorithm.proximal, with auto decided: answers of older weights are corrected by an importance weight, unless the
-    surrogate's own ratio is against what sampled them."""
+    """algorithm.proximal, with auto decided: answers of older weights, or of weights in int8, are corrected by an
+    importance weight, unless the surrogate's own ratio is against what sampled them."""
     keys = config.algorithm
     if keys.proximal != "auto":
         return keys.proximal
     if keys.surrogate in AGAINST_BEHAVIOUR or keys.second_moment > 0:
         return "behaviour"
-    return "recompute" if config.rollout.max_staleness > 0 else "behaviour"
+    others = config.rollout.max_staleness > 0 or config.engine.weights != "same"
+    return "recompute" if others else "behaviour"
 
 
 def remembers(config: RL) -> bool:

@@ -32,7 +32,11 @@ def open_engine(
 ) -> EmbeddedEngine:
     """An engine that samples from the policy's module. `version` None: the engine has weights of its own. `longest`: no
     sequence will be longer [tokens]; `context` where it is not known. `routes`: it says which experts computed a token.
-    `among`: so many share the memory."""
+    `among`: so many share the memory. With engine.weights=int8 the module must be the engine's own."""
+    if config.weights == "int8":
+        from birl.models.int8 import round_weights
+
+        round_weights(policy.model)
     return EmbeddedEngine(
         policy.model,
         policy.tokenizer,

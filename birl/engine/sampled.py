@@ -1,5 +1,5 @@
-"""The weights that the embedded engine samples from: the learner's own module, or where its weights are split over
-ranks a whole copy, brought up to date after each step."""
+"""The weights that the embedded engine samples from: the learner's own module; or, where its weights are split over
+ranks, or the engine has them in int8, a whole copy, brought up to date after each step."""
 
 from dataclasses import dataclass, replace
 
@@ -20,13 +20,14 @@ from birl.models.vision import give, language_model, pictures_of, still
 
 @dataclass(slots=True, kw_only=True)
 class Sampled:
-    """`copy`: None where the engine has the learner's module; `version`: of the learner, that the copy is of; `own`:
-    the engine of this process."""
+    """`copy`: None where the engine has the learner's module; `version`: of the learner, that the copy is of; `int8`:
+    the copy is rounded to that; `own`: the engine of this process."""
 
     policy: Policy
     learner: Learner
     dtype: str
     copy: nn.Module | None = None
+    int8: bool = False
     version: int = 0
     own: EmbeddedEngine | None = None
 
@@ -39,7 +40,8 @@ class Sampled:
         policy, learner = self.policy, self.learner
         ranks, device = learner.ranks, learner.device
         among = ranks.shares if device.type == "cpu" else 1
-        if not ranks.sharded:
+        self.int8 = keys.weights == "int8"
+        if not ranks.sharded and not self.int8:
             self.own = open_engine(policy, keys, context, lambda: learner.version, longest, routes, among)
             return self.own
         sees = language_model(policy.model) is not None
@@ -60,6 +62,10 @@ class Sampled:
                 copies[name].copy_(whole)
         if self.copy is not None:
             weights_changed(self.copy)
+            if self.int8:
+                from birl.models.int8 import round_weights
+
+                round_weights(self.copy)
         self.version = self.learner.version
 
     def rest(self) -> None:

@@ -34,6 +34,10 @@ class Weights:
 
     def stage(self, update: Update) -> dict[str, Tensor]:
         """The new tensors in this module's type. Raises `WeightsFailed`."""
+        if getattr(self.model, "in_int8", False):
+            raise WeightsFailed(
+                "mismatch", "This engine was started with engine.weights=int8 and takes no new weights."
+            )
         check_age(update, self.version)
         result = dict(update.tensors) or read(Path(update.folder))
         check_layouts(

@@ -41,6 +41,7 @@ PANEL = 16  # rows of a weight that are packed together (tile.h)
 LANES = 16  # numbers that are computed together (common.h)
 BLOCK = 32  # columns of a weight that are packed together (tile.h)
 ROUND, KEEP, ADD, HALVES, SWIGLU = 0, 1, 2, 3, 4  # what gemm does with its float32 sums (layers.h)
+CODES = 8  # with one of these: the weight is in int8
 
 
 @dataclass(slots=True)
@@ -51,6 +52,11 @@ class PackedWeight:
     rows: int
     columns: int
     halves: bool = False  # two weights whose panels take turns, so that a thread has both sides of a SwiGLU
+
+    @property
+    def codes(self) -> int:
+        """`CODES` where it is in int8, else 0."""
+        return CODES if self.data.dtype == torch.int8 else 0
 
 
 class Kernels:
@@ -152,6 +158,24 @@ class Kernels:
             done += PANEL if halves else size
         return PackedWeight(data, rows, columns, halves)
 
+    def encode(self, weights: Sequence[Tensor], into: PackedWeight | None = None, halves: bool = False) -> PackedWeight:
+        """`pack` in int8, of weights [N_i, K] with N_i a multiple of 16 and K of 32: what `models/int8.py` rounds them
+        to. Products with it are computed as with those weights in bfloat16, with the same bits."""
+        inner = weights[0].shape[1]
+        multiple(inner, BLOCK)
+        for weight in weights:
+            expect(weight, torch.bfloat16, len(weight), inner)
+            multiple(len(weight), PANEL)
+        rows = sum(map(len, weights))
+        require(not halves or [2 * len(w) for w in weights] == [rows, rows], "halves that are not alike")
+        data = torch.empty(coded_size(rows, inner), dtype=torch.int8) if into is None else into.data
+        expect(data, torch.int8, coded_size(rows, inner))
+        done = 0
+        for weight in weights:
+            self.lib.gemm_encode(_p(weight), _p(data), len(weight), inner, done, 2 if halves else 1)
+            done += PANEL if halves else len(weight)
+        return PackedWeight(data, rows, inner, halves)
+
     def outer(self, grad: Tensor, x: PackedWeight, into: Tensor, add: bool) -> None:
         """into [N, K] float32 (+)= grad' x, the gradient of a weight: grad [T, N], rows may be apart, x [T, K] packed
         transposed."""
@@ -186,9 +210,10 @@ class Kernels:
         expect(x, self.dtype, len(x), weight.columns, apart=True)
         width = weight.rows // 2 if mode == SWIGLU else weight.rows
         expect(y, torch.float32 if mode in (KEEP, ADD) else self.dtype, len(x), width, apart=True)
-        self._product(weight, bias)
+        self._product(weight, bias, codes=True)
         self.lib.gemm(
-            _p(x), x.stride(0), _p(weight.data), _p(bias), _p(y), y.stride(0), x.shape[0], weight.rows, x.shape[1], mode
+            *(_p(x), x.stride(0), _p(weight.data), _p(bias), _p(y), y.stride(0)),
+            *(x.shape[0], weight.rows, x.shape[1], mode | weight.codes),
         )
 
     def tree_attention(
@@ -282,6 +307,7 @@ class Kernels:
         sine: Tensor,
         where: Sequence[Tensor],
         apart: bool,
+        codes: int,
         sizes: tuple[int, int, int, int],
         total: int,
         eps: float,
@@ -289,7 +315,8 @@ class Kernels:
     ) -> None:
         """All layers in one call: x [T, H] float32 in place. `layers` [layers, 9] int64 addresses (gemm_stack.c),
         `where` the tensors of `Paged` (pages, places, table, lengths, starts, shared), `sizes` H, I, heads, kv_heads,
-        `total` the number of pages in the cache. `apart`: every row belongs to another sequence.
+        `total` the number of pages in the cache. `apart`: every row belongs to another sequence. `codes`: `CODES`
+        where all weights are in int8, else 0.
         """
         hidden, inner, heads, kv_heads = sizes
         wide = max(hidden, heads * self.head_dim)
@@ -306,7 +333,8 @@ class Kernels:
         self._table((table, lengths, starts, shared), len(x), total)
         self.lib.paged_stack(
             *(_p(layers), len(layers), _p(x), _p(cosine), _p(sine), _p(pages), _p(places), _p(table), table.shape[1]),
-            *(_p(lengths), _p(starts), _p(shared), len(shared), int(apart), _p(scratch), len(x), *sizes, eps, scale),
+            *(_p(lengths), _p(starts), _p(shared), len(shared), int(apart), codes, _p(scratch), len(x), *sizes),
+            *(eps, scale),
         )
 
     def logprobs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -390,8 +418,11 @@ class Kernels:
         for each in (cosine, sine):
             expect(each, torch.float32, rows, self.head_dim // 2)
 
-    def _product(self, weight: PackedWeight, bias: Tensor | None) -> None:
-        expect(weight.data, torch.bfloat16, packed_size(weight.rows, weight.columns))
+    def _product(self, weight: PackedWeight, bias: Tensor | None, codes: bool = False) -> None:
+        if codes and weight.codes:
+            expect(weight.data, torch.int8, coded_size(weight.rows, weight.columns))
+        else:
+            expect(weight.data, torch.bfloat16, packed_size(weight.rows, weight.columns))
         multiple(weight.rows, PANEL)
         multiple(weight.columns, BLOCK)
         if bias is not None:
@@ -468,13 +499,14 @@ SIGNATURES = {
     "swiglu": "ppnn",
     "swiglu_backward": "pppnn",
     "gemm_pack": "ppnnnnin",
+    "gemm_encode": "ppnnnn",
     "gemm": "pnpppnnnni",
     "gemm_outer": "pnppnnnni",
     "tree_attention": "pppnpppnnnfn",
     "tree_attention_backward": "pppnpppppppnnnfn",
     "cache_write": "ppnppppnn",
     "paged_attention": "pnppppnpppnnnfn",
-    "paged_stack": "pnppppppnpppnipnnnnnff",
+    "paged_stack": "pnppppppnpppniipnnnnnff",
     "logprobs": "ppfpppnn",
     "logprobs_backward": "ppfpppppnnnn",
     "sample": "pppppnn",
@@ -518,6 +550,11 @@ def multiple(size: int, of: int) -> None:
 def packed_size(rows: int, columns: int) -> int:
     """Numbers of a weight in whole panels and blocks."""
     return -(-rows // PANEL) * PANEL * (-(-columns // BLOCK) * BLOCK)
+
+
+def coded_size(rows: int, columns: int) -> int:
+    """Bytes of a weight in int8: an exponent for each 32 codes."""
+    return rows * columns // BLOCK * (BLOCK + 1)
 
 
 def expect(x: Tensor, dtype: torch.dtype, *shape: int, apart: bool = False) -> None:

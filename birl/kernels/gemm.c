@@ -74,6 +74,37 @@ EXPORT void gemm_pack(const uint16_t *w, uint16_t *packed, long N, long K, long 
     }
 }
 
+/* The exponent of a block (tile.h): the smallest with which 127 holds its largest weight, of whose bits these are, without
+   the sign. */
+static int exponent_of(uint32_t most) { return (int)(most >> 23) - 6 + ((most & 0x7fffff) > 0x7e0000); /* 127 / 64 */ }
+
+static uint32_t largest_of(const uint16_t *row, long count) {
+    uint32_t most = 0;
+    for (long k = 0; k < count; k++) most = (row[k] & 0x7fffu) > most ? row[k] & 0x7fffu : most;
+    return most << 16;
+}
+
+/* Rows [N, K] in int8, by the places of gemm_pack; N a multiple of 16, K of 32. No exponent is more than 60 below the
+   largest of its row: the scaled sums of `some` (tile.h) stay finite. */
+EXPORT void gemm_encode(const uint16_t *w, int8_t *packed, long N, long K, long done, long turns) {
+    const long blocks = blocks_of(K);
+#pragma omp parallel for schedule(static)
+    for (long n = 0; n < N; n++) {
+        const int top = exponent_of(largest_of(w + n * K, K)), least = top > 61 ? top - 60 : 1;
+        int8_t *to = packed + (done / PANEL + n / PANEL * turns) * blocks * CODED;
+        for (long b = 0; b < blocks; b++, to += CODED) {
+            const uint16_t *row = w + n * K + b * BLOCK;
+            const int own = exponent_of(largest_of(row, BLOCK)), e = own > least ? own : least;
+            union { uint32_t u; float f; } inverse = {(uint32_t)(254 - e) << 23};
+            to[n % PANEL] = (int8_t)e;
+            for (long k = 0; k < BLOCK; k++) {
+                union { uint32_t u; float f; } wide = {(uint32_t)row[k] << 16};
+                to[place_of(n % PANEL, k)] = code_of((int)nearbyintf(wide.f * inverse.f));
+            }
+        }
+    }
+}
+
 static void finish(const float *sums, void *y, long ldy, long rows, long columns, const elem *bias, int mode) {
     for (long i = 0; i < rows; i++)
         for (long j = 0; j < columns; j += LANES) {
@@ -88,24 +119,33 @@ static void finish(const float *sums, void *y, long ldy, long rows, long columns
         }
 }
 
-static __thread scratch padding;
+static __thread scratch padding, decodes;
 
-/* Rows of x [rows, K] with zeros behind them, up to 32; NULL where they fill tiles of 16 anyway. */
+/* Rows of x [rows, K] with zeros behind them; NULL where they are whole tiles anyway. */
 static uint16_t *padded(const uint16_t *x, long ldx, long rows, long K) {
-    if (rows % 16 == 0) return NULL;
+    if (rows % ROWS == 0) return NULL;
     uint16_t *copy = take(&padding, 32 * K * 2);
-    memset(copy, 0, 32 * K * 2);
+    memset(copy + rows * K, 0, (ROWS - rows % ROWS) * K * 2);
     for (long i = 0; i < rows; i++) memcpy(copy + i * K, x + i * ldx, K * 2);
     return copy;
 }
 
 typedef struct { /* of one product, and what of it is this thread's: pairs of panels, and rows from `top` on */
-    const uint16_t *x, *packed;
+    const uint16_t *x;
+    const char *packed;
     const elem *bias;
     char *y;
     long ldx, ldy, M, N, K, first, last, top;
-    int mode, turned; /* turned: x is [K, M] */
+    int mode, coded, turned; /* coded: packed is int8; turned: x is [K, M] */
 } task;
+
+static long bytes_of(const task *t) { return t->coded ? CODED : TILE * sizeof(uint16_t); }
+
+/* The panels of a pair; of the last one there may be one only. */
+static const char *panel(const task *t, long pair, int second) {
+    const long blocks = blocks_of(t->K);
+    return t->packed + (pair * 2 + (second && pair * 32 + PANEL < t->N)) * blocks * bytes_of(t);
+}
 
 /* Gate and up [rows, 16] side by side, both rounded as if they had been stored. */
 static void finish_swiglu(const float *sums, elem *y, long ldy, long rows) {
@@ -133,25 +173,38 @@ static void put(const task *t, const float *sums, long m, long rows, long pair) 
    in the first-level cache meanwhile; when the first rows are through, the next tiles are called for, so that memory works
    while the other rows are computed. Sums wait in memory, which changes no bit. */
 static void few_rows(const task *t) {
-    const long blocks = blocks_of(t->K), head = t->M <= 48 ? 16 : 32;
+    const long blocks = blocks_of(t->K), bytes = bytes_of(t), head = t->M <= 48 ? 16 : 32;
     const long tail = t->M <= head ? t->M : (t->M - head - 1) % 32 + 1;
     uint16_t *rest = padded(t->x + (t->M - tail) * t->ldx, t->ldx, tail, t->K);
+    uint16_t made[2][AHEAD * TILE] __attribute__((aligned(64))); /* codes become bfloat16 first: several products read them */
     float sums[FEW * 32] __attribute__((aligned(64)));
     for (long pair = t->first; pair < t->last; pair++) {
-        const uint16_t *b0 = t->packed + pair * 2 * blocks * TILE;
-        const uint16_t *b1 = pair * 32 + PANEL < t->N ? b0 + blocks * TILE : b0;
+        const char *b0 = panel(t, pair, 0), *b1 = panel(t, pair, 1);
+#if ROWS <= 4
+        if (t->M <= 4) {
+            product_of_four(rest ? rest : t->x, t->M, rest ? t->K : t->ldx, b0, b1, t->coded, blocks, sums, 32);
+            put(t, sums, 0, t->M, pair);
+            continue;
+        }
+#endif
         for (long k = 0; k < blocks; k += AHEAD) {
             const long count = blocks - k < AHEAD ? blocks - k : AHEAD;
+            const uint16_t *w0 = (const uint16_t *)(b0 + k * bytes), *w1 = (const uint16_t *)(b1 + k * bytes);
+            for (long i = 0; i < count && t->coded; i++) {
+                decode((const int8_t *)(b0 + (k + i) * bytes), made[0] + i * TILE);
+                decode((const int8_t *)(b1 + (k + i) * bytes), made[1] + i * TILE);
+                w0 = made[0], w1 = made[1];
+            }
             for (long m = 0, step = head; m < t->M; m += step, step = 32) {
-                const int partial = m + step > t->M && rest, two = partial ? tail > 16 : step > 16 && m + 16 < t->M;
-                const uint16_t *a = partial ? rest : t->x + m * t->ldx;
-                product(a + k * BLOCK, two, partial ? t->K : t->ldx, b0 + k * TILE, b1 + k * TILE, TILE, count,
-                        sums + m * 32, 32, k > 0);
+                const int partial = m + step > t->M && rest;
+                const long rows = t->M - m < step ? t->M - m : step, lda = partial ? t->K : t->ldx;
+                const uint16_t *a = (partial ? rest : t->x + m * t->ldx) + k * BLOCK;
+                product(a, rows, lda, w0, w1, TILE, count, sums + m * 32, 32, k > 0);
                 if (m) continue;
                 const long next = k + AHEAD < blocks ? k + AHEAD : 2 * blocks; /* of this pair, or the first of the next */
-                for (long i = 0; i < AHEAD * TILE; i += 32) {
-                    __builtin_prefetch(b0 + next * TILE + i, 0, 2);
-                    __builtin_prefetch(b1 + next * TILE + i, 0, 2);
+                for (long i = 0; i < AHEAD * bytes; i += 64) {
+                    __builtin_prefetch(b0 + next * bytes + i, 0, 2);
+                    __builtin_prefetch(b1 + next * bytes + i, 0, 2);
                 }
             }
         }
@@ -162,8 +215,8 @@ static void few_rows(const task *t) {
 
 /* Up to 32 rows of x from m on, whole tiles, *lda elements apart. */
 static const uint16_t *block_of(const task *t, long m, long rows, long *lda) {
-    *lda = t->turned || rows % 16 ? blocks_of(t->K) * BLOCK : t->ldx;
-    if (!t->turned) return rows % 16 ? padded(t->x + m * t->ldx, t->ldx, rows, t->K) : t->x + m * t->ldx;
+    *lda = t->turned || rows % ROWS ? blocks_of(t->K) * BLOCK : t->ldx;
+    if (!t->turned) return rows % ROWS ? padded(t->x + m * t->ldx, t->ldx, rows, t->K) : t->x + m * t->ldx;
     uint16_t *copy = take(&padding, TURN * *lda * 2);
     const long done = (m - t->top) % TURN, columns = t->M - m < TURN ? t->M - m : TURN;
     for (long k = 0; k < *lda && !done; k += BLOCK)
@@ -181,19 +234,26 @@ static const uint16_t *block_of(const task *t, long m, long rows, long *lda) {
 static void many_rows(const task *t) {
     const long blocks = blocks_of(t->K), mine = t->last - t->first, most = cached() / (2 * blocks * TILE * 2) + 1;
     const long parts = (mine + most - 1) / most;
+    uint16_t *made = t->coded ? take(&decodes, 2 * (mine < most ? mine : most) * blocks * TILE * 2) : NULL;
     float sums[32 * 32] __attribute__((aligned(64)));
-    for (long part = 0; part < parts; part++)
+    for (long part = 0; part < parts; part++) {
+        const long begin = t->first + mine * part / parts, end = t->first + mine * (part + 1) / parts;
+        for (long i = 0; made && i < 2 * (end - begin) * blocks; i++)
+            decode((const int8_t *)panel(t, begin + i / (2 * blocks), i / blocks % 2) + i % blocks * CODED, made + i * TILE);
         for (long m = t->top; m < t->M; m += 32) {
             const long rows = t->M - m < 32 ? t->M - m : 32;
             long lda;
             const uint16_t *a = block_of(t, m, rows, &lda);
-            for (long pair = t->first + mine * part / parts; pair < t->first + mine * (part + 1) / parts; pair++) {
-                const uint16_t *b0 = t->packed + pair * 2 * blocks * TILE;
-                const uint16_t *b1 = pair * 32 + PANEL < t->N ? b0 + blocks * TILE : b0;
-                product(a, rows > 16, lda, b0, b1, TILE, blocks, sums, 32, 0);
+            for (long pair = begin; pair < end; pair++) {
+                const uint16_t *own = made + 2 * (pair - begin) * blocks * TILE;
+                const uint16_t *b0 = made ? own : (const uint16_t *)panel(t, pair, 0);
+                const uint16_t *b1 = made ? own + blocks * TILE : (const uint16_t *)panel(t, pair, 1);
+                product(a, rows, lda, b0, b1, TILE, blocks, sums, 32, 0);
                 put(t, sums, m, rows, pair);
             }
         }
+    }
+    give(&decodes);
     give(&padding);
 }
 
@@ -206,11 +266,12 @@ static void compute(const task *t) {
 
 /* y [M, N] (rows ldy apart) = x [M, K] W', see the enum for what `mode` does with it. K must be a multiple of 32, N of
    16. Threads share out the columns. */
-void gemm_part(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
+void gemm_part(const uint16_t *x, long ldx, const void *packed, const elem *bias, void *y, long ldy, long M, long N,
                long K, int mode) {
     const long pairs = (N + 31) / 32, threads = omp_get_num_threads(), me = omp_get_thread_num();
     START_THREAD();
-    compute(&(task){x, packed, bias, y, ldx, ldy, M, N, K, pairs * me / threads, pairs * (me + 1) / threads, 0, mode, 0});
+    const long first = pairs * me / threads, last = pairs * (me + 1) / threads;
+    compute(&(task){x, packed, bias, y, ldx, ldy, M, N, K, first, last, 0, mode & ~CODES, mode & CODES, 0});
     END_THREAD();
 #pragma omp barrier
 }
@@ -221,10 +282,10 @@ void gemm_end(void) { END_THREAD(); }
 
 void gemm_alone(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, float *y, long ldy, long M, long N,
                 long K) {
-    compute(&(task){x, packed, bias, (char *)y, ldx, ldy, M, N, K, 0, (N + 31) / 32, 0, KEEP, 0});
+    compute(&(task){x, (const char *)packed, bias, (char *)y, ldx, ldy, M, N, K, 0, (N + 31) / 32, 0, KEEP, 0, 0});
 }
 
-EXPORT void gemm(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
+EXPORT void gemm(const uint16_t *x, long ldx, const void *packed, const elem *bias, void *y, long ldy, long M, long N,
                  long K, int mode) {
 #pragma omp parallel
     gemm_part(x, ldx, packed, bias, y, ldy, M, N, K, mode);
@@ -239,7 +300,7 @@ EXPORT void gemm_outer(const uint16_t *grad, long stride, const uint16_t *packed
         const long blocks = (M + 31) / 32, threads = omp_get_num_threads(), me = omp_get_thread_num();
         const long top = blocks * me / threads * 32, end = blocks * (me + 1) / threads * 32, bottom = end < M ? end : M;
         START_THREAD();
-        many_rows(&(task){grad, packed, NULL, (char *)y, stride, ldy, bottom, N, T, 0, (N + 31) / 32, top, mode, 1});
+        many_rows(&(task){grad, (const char *)packed, NULL, (char *)y, stride, ldy, bottom, N, T, 0, (N + 31) / 32, top, mode, 0, 1});
         END_THREAD();
     }
 }

@@ -16,17 +16,17 @@
 
 static __thread scratch mine;
 
-/* c [n, 32] = a k' for one page of keys, n rows of a in steps of at most 32 (rows up to the next 16 are written). */
+/* c [n, 32] = a k' for one page of keys, n rows of a in steps of at most 32 (rows up to the next ROWS are written). */
 static inline void score_page(const elem *a, long n, const elem *keys, float *c, long ld) {
     for (long i = 0; i < n; i += MOST)
-        product(a + i * HEAD_DIM, n - i > 16, HEAD_DIM, keys, keys + KEY_BLOCKS * TILE, TILE, KEY_BLOCKS, c + i * ld, ld, 0);
+        product(a + i * HEAD_DIM, n - i, HEAD_DIM, keys, keys + KEY_BLOCKS * TILE, TILE, KEY_BLOCKS, c + i * ld, ld, 0);
 }
 
 /* o [n, HEAD_DIM] = or += p v for one page of values; p [n, 32]. */
 static inline void value_page(const elem *p, long ldp, long n, const elem *values, float *o, int add) {
     for (long i = 0; i < n; i += MOST)
         for (long d = 0; d < HEAD_DIM; d += 32)
-            product(p + i * ldp, n - i > 16, ldp, values + d / PANEL * TILE, values + (d / PANEL + 1) * TILE, 0, 1,
+            product(p + i * ldp, n - i, ldp, values + d / PANEL * TILE, values + (d / PANEL + 1) * TILE, 0, 1,
                     o + i * HEAD_DIM + d, HEAD_DIM, add);
 }
 

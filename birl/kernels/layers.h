@@ -8,7 +8,7 @@
 
 /* What gemm does: y is elem; y is float32; y is float32 and added to. Of a weight whose halves take turns (gemm_pack): y is
    elem, and its halves lie beside one another; or y has half as many columns, silu(first half) * second half. */
-enum { ROUND, KEEP, ADD, HALVES, SWIGLU };
+enum { ROUND, KEEP, ADD, HALVES, SWIGLU, CODES = 8 }; /* with CODES the weight is in int8 (tile.h) */
 
 /* A stretch of rows that see `prefix` rows and, causally, themselves. */
 typedef struct { int64_t start, length, parent, prefix, tree; } segment;
@@ -39,7 +39,7 @@ static inline void give(scratch *s) {
 /* A `_part` is called by all threads of a team and does this thread's share; when it returns, all is done. */
 void rms_norm_part(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps);
 void rotary_part(elem *rows, const float *cosine, const float *sine, long T, long heads, long stride, float direction);
-void gemm_part(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
+void gemm_part(const uint16_t *x, long ldx, const void *packed, const elem *bias, void *y, long ldy, long M, long N,
                long K, int mode);
 void gemm_begin(void); /* before the first gemm_alone of a thread */
 void gemm_end(void);   /* and behind the last */

@@ -2,13 +2,17 @@
 
    Packed matrices W [N, K], for products x W': panels of 16 rows n; in each, blocks of 32 k; in each, 16 pairs of k; each
    pair holds 16 n x 2 k. That is an AMX tile, and 16 registers for AVX-512's dot products of pairs. K is padded to 32, N
-   to 16, with zeros. The order of a sum is fixed: blocks of 32 one after another, so a sum may stop and go on. */
+   to 16, with zeros. The order of a sum is fixed: blocks of 32 one after another, so a sum may stop and go on.
+
+   In int8 a block is 16 exponents e, one for each n, and the 512 codes. A weight is code x 2^(e - 127), which bfloat16
+   holds exactly, so a product with codes has the bits of the one with the weights that they stand for. */
 #pragma once
 #include "common.h"
 
 #define PANEL 16
 #define BLOCK 32
-#define TILE (PANEL * BLOCK) /* elements of a packed block */
+#define TILE (PANEL * BLOCK)  /* elements of a packed block */
+#define CODED (PANEL + TILE)  /* bytes of one in int8 */
 
 /* 16 pairs of bfloat16, and 16 such lines a[i][j] -> a[j][i]. */
 #ifdef __AVX512F__
@@ -67,6 +71,81 @@ static inline void pairs_of(const uint16_t *x, long stride, long t, long n, long
     }
 }
 
+/* 2^(e - 127) of LANES exponents, or one divided by it. */
+static inline vec power_of(const int8_t *exponents, int inverse) {
+#ifdef __AVX512F__
+    const uvec e = (uvec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)exponents));
+#elif defined(__AVX2__)
+    const uvec e = (uvec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)exponents));
+#else
+    const uvec e = __builtin_convertvector(*(const bvec *)exponents, uvec) & 0xff;
+#endif
+    return (vec)(inverse ? (uvec)(254 - e) << 23 : (uvec)(e << 23));
+}
+
+#ifdef __AVX512VBMI__
+/* A code is a sign and seven bits, which look its two bytes in bfloat16 up. Two pairs of k take turns after 4 n. */
+static uint8_t levels[2][128]; /* lower bytes, upper bytes */
+
+static __attribute__((constructor)) void fill_levels(void) {
+    for (int i = 1; i < 128; i++) {
+        union { float f; uint32_t u; } x = {i};
+        levels[0][i] = x.u >> 16, levels[1][i] = x.u >> 24;
+    }
+}
+
+static inline int8_t code_of(int number) { return number < 0 ? -number | 0x80 : number; }
+
+static inline long place_of(long n, long k) { return PANEL + k / 4 * 64 + n / 4 * 16 + k / 2 % 2 * 8 + n % 4 * 2 + k % 2; }
+
+static inline void two_lines_of_codes(const int8_t *block, long pair, uvec out[2]) {
+    const __m512i codes = _mm512_loadu_si512(block + PANEL + pair * BLOCK), *at = (const __m512i *)levels;
+    const __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(at), codes, _mm512_loadu_si512(at + 1));
+    const __m512i high = _mm512_permutex2var_epi8(_mm512_loadu_si512(at + 2), codes, _mm512_loadu_si512(at + 3));
+    const __m512i top = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), 0xf8); /* high | codes & sign */
+    out[0] = (uvec)_mm512_unpacklo_epi8(low, top), out[1] = (uvec)_mm512_unpackhi_epi8(low, top);
+}
+#else
+/* A code is a whole number; those of the first k of a pair lie before those of the second. */
+static inline int8_t code_of(int number) { return number; }
+
+static inline long place_of(long n, long k) { return PANEL + k / 2 * BLOCK + k % 2 * PANEL + n; }
+
+static inline vec numbers_of(const int8_t *at) {
+#ifdef __AVX512F__
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
+#elif defined(__AVX2__)
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
+#else
+    return __builtin_convertvector(*(const bvec *)at, vec);
+#endif
+}
+
+static inline uvec line_of_codes(const int8_t *block, long pair) {
+    const int8_t *at = block + PANEL + pair * BLOCK;
+    return (uvec)numbers_of(at) >> 16 | (uvec)numbers_of(at + PANEL);
+}
+
+static inline void two_lines_of_codes(const int8_t *block, long pair, uvec out[2]) {
+    out[0] = line_of_codes(block, pair), out[1] = line_of_codes(block, pair + 1);
+}
+#endif
+
+/* A block in bfloat16. */
+static inline void decode(const int8_t *block, uint16_t *tile) {
+    for (long n = 0; n < PANEL; n += LANES) {
+        const vec scale = power_of(block + n, 0);
+        for (long pair = 0; pair < BLOCK / 2; pair += 2) {
+            uvec both[2];
+            two_lines_of_codes(block + n, pair, both);
+            for (int i = 0; i < 2; i++) {
+                const uvec first = (uvec)((vec)(both[i] << 16) * scale) >> 16, second = (uvec)((vec)(both[i] & 0xffff0000) * scale);
+                *(uvec *)(tile + (pair + i) * BLOCK + 2 * n) = first | second;
+            }
+        }
+    }
+}
+
 #ifdef __AMX_BF16__
 
 static const struct {
@@ -75,11 +154,12 @@ static const struct {
     uint8_t rows[16];
 } TILES = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
-/* sums [16 or 32, 32] (rows ld apart) = or += a W', for two panels b0, b1 whose blocks are `step` elements apart, and 16
-   rows a, or 32 (`two`), lda elements apart. Two streams of weights are what the processor's own prefetching follows
-   best: fetching ahead by instructions was slower. */
-static inline void product(const uint16_t *a, int two, long lda, const uint16_t *b0, const uint16_t *b1, long step,
+/* sums [rows, 32] (rows ld apart) = or += a W', for two panels b0, b1 whose blocks are `step` elements apart, and at most
+   32 rows a, lda elements apart, which are read, and their sums written, up to the next multiple of ROWS. Two streams of
+   weights are what the processor's own prefetching follows best: fetching ahead by instructions was slower. */
+static inline void product(const uint16_t *a, long rows, long lda, const uint16_t *b0, const uint16_t *b1, long step,
                            long blocks, float *sums, long ld, int add) {
+    const int two = rows > 16;
     if (add) {
         _tile_loadd(0, sums, ld * 4);
         _tile_loadd(1, sums + 16, ld * 4);
@@ -112,6 +192,7 @@ static inline void product(const uint16_t *a, int two, long lda, const uint16_t 
         _tile_stored(3, sums + 16 * ld + 16, ld * 4);
     }
 }
+#define ROWS 16
 #define START_THREAD() _tile_loadconfig(&TILES)
 #define END_THREAD() _tile_release()
 
@@ -119,11 +200,10 @@ static inline void product(const uint16_t *a, int two, long lda, const uint16_t 
 
 #ifdef __AVX512F__
 
-static inline vec dot2(vec total, uint32_t a, const uint16_t *b) {
+static inline vec dot2(vec total, uint32_t a, uvec pairs) {
 #ifdef __AVX512BF16__
-    return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(a), (__m512bh)_mm512_loadu_si512(b));
+    return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(a), (__m512bh)pairs);
 #else
-    uvec pairs = *(const uvec *)b;
     union { uint32_t u; float f; } low = {a << 16}, high = {a & 0xffff0000};
     total += low.f * (vec)(pairs << 16);
     total += high.f * (vec)(pairs & 0xffff0000);
@@ -131,41 +211,92 @@ static inline vec dot2(vec total, uint32_t a, const uint16_t *b) {
 #endif
 }
 
-/* Four rows of both panels. */
-static inline void quad(const uint16_t *a, long lda, const uint16_t *b0, const uint16_t *b1, long step, long blocks,
-                        float *sums, long ld, int add) {
+/* Two lines of pairs, of a tile in bfloat16 or of codes. */
+static inline void two_lines_at(const char *tile, long pair, int coded, uvec out[2]) {
+    if (coded)
+        two_lines_of_codes((const int8_t *)tile, pair, out);
+    else
+        out[0] = *(const uvec *)(tile + 2 * pair * BLOCK), out[1] = *(const uvec *)(tile + 2 * (pair + 1) * BLOCK);
+}
+
+/* A few rows of both panels; n and coded are constants. With codes a sum is scaled before and behind each block, which
+   rounds nothing, instead of the weights. `far`: memory is called for what is so many bytes behind. */
+static inline __attribute__((always_inline)) void some(const int n, const int coded, const uint16_t *a, long lda,
+                                                       const char *b0, const char *b1, long bytes, long blocks, long far,
+                                                       float *sums, long ld, int add) {
     vec s[4][2] = {};
     if (add)
-        for (int i = 0; i < 4; i++) s[i][0] = *(vec *)(sums + i * ld), s[i][1] = *(vec *)(sums + i * ld + 16);
-    for (long k = 0; k < blocks; k++)
-        for (long pair = 0; pair < BLOCK / 2; pair++)
-            for (int i = 0; i < 4; i++) {
-                uint32_t both;
-                memcpy(&both, a + i * lda + k * BLOCK + 2 * pair, 4);
-                s[i][0] = dot2(s[i][0], both, b0 + k * step + pair * BLOCK);
-                s[i][1] = dot2(s[i][1], both, b1 + k * step + pair * BLOCK);
-            }
-    for (int i = 0; i < 4; i++) *(vec *)(sums + i * ld) = s[i][0], *(vec *)(sums + i * ld + 16) = s[i][1];
+#pragma GCC unroll 4
+        for (int i = 0; i < n; i++) s[i][0] = *(vec *)(sums + i * ld), s[i][1] = *(vec *)(sums + i * ld + 16);
+    for (long k = 0; k < blocks; k++, b0 += bytes, b1 += bytes) {
+#pragma GCC unroll 4
+        for (int i = 0; i < n && coded; i++)
+            s[i][0] *= power_of((const int8_t *)b0, 1), s[i][1] *= power_of((const int8_t *)b1, 1);
+        for (long pair = 0; pair < BLOCK / 2; pair += 2) {
+            uvec w0[2], w1[2];
+            two_lines_at(b0, pair, coded, w0), two_lines_at(b1, pair, coded, w1);
+            for (long i = pair * bytes / 16; far && i < (pair + 2) * bytes / 16; i += 64)
+                __builtin_prefetch(b0 + far + i, 0, 2), __builtin_prefetch(b1 + far + i, 0, 2);
+#pragma GCC unroll 2
+            for (int j = 0; j < 2; j++)
+#pragma GCC unroll 4
+                for (int i = 0; i < n; i++) {
+                    uint32_t both;
+                    memcpy(&both, a + i * lda + k * BLOCK + 2 * (pair + j), 4);
+                    s[i][0] = dot2(s[i][0], both, w0[j]);
+                    s[i][1] = dot2(s[i][1], both, w1[j]);
+                }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < n && coded; i++)
+            s[i][0] *= power_of((const int8_t *)b0, 0), s[i][1] *= power_of((const int8_t *)b1, 0);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < n; i++) *(vec *)(sums + i * ld) = s[i][0], *(vec *)(sums + i * ld + 16) = s[i][1];
+}
+
+#define ROWS 1
+
+/* At most four rows. */
+static inline __attribute__((always_inline)) void quad(const int coded, const uint16_t *a, long rows, long lda, const char *b0,
+                                                       const char *b1, long bytes, long blocks, long far, float *sums, long ld,
+                                                       int add) {
+    switch (rows) {
+    case 1: some(1, coded, a, lda, b0, b1, bytes, blocks, far, sums, ld, add); break;
+    case 2: some(2, coded, a, lda, b0, b1, bytes, blocks, far, sums, ld, add); break;
+    case 3: some(3, coded, a, lda, b0, b1, bytes, blocks, far, sums, ld, add); break;
+    default: some(4, coded, a, lda, b0, b1, bytes, blocks, far, sums, ld, add);
+    }
 }
 
 #else
 
-/* Four rows of one panel. Not inlined in twenty places: GCC 12 for ARM breaks down over that. */
-static __attribute__((noinline)) void half_quad(const uint16_t *a, long lda, const uint16_t *b, long step, long blocks,
-                                                float *sums, long ld, int add) {
+/* Four rows of one panel. */
+static inline __attribute__((always_inline)) void half(const int coded, const uint16_t *a, long lda, const char *b, long bytes,
+                                                       long blocks, long far, float *sums, long ld, int add) {
     vec s[4][PANEL / LANES];
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < PANEL / LANES; j++) s[i][j] = add ? *(const vec *)(sums + i * ld + j * LANES) : (vec){};
-    for (long k = 0; k < blocks; k++) {
+    for (long k = 0; k < blocks; k++, b += bytes) {
         uint32_t wide[4][BLOCK] __attribute__((aligned(64))); /* a in float32, read one number for all lanes */
         for (int i = 0; i < 4; i++)
             for (int j = 0; j < BLOCK; j++) wide[i][j] = (uint32_t)a[i * lda + k * BLOCK + j] << 16;
+        for (int j = 0; j < PANEL / LANES && coded; j++) { /* instead of the weights, which rounds nothing */
+            const vec inverse = power_of((const int8_t *)b + j * LANES, 1);
+            for (int i = 0; i < 4; i++) s[i][j] *= inverse;
+        }
+        for (long i = 0; far && i < bytes; i += 64) __builtin_prefetch(b + far + i, 0, 2);
         for (long pair = 0; pair < BLOCK / 2; pair++) {
             vec even[PANEL / LANES], odd[PANEL / LANES];
 #pragma GCC unroll 4
             for (int j = 0; j < PANEL / LANES; j++) {
-                const uvec both = *(const uvec *)(b + k * step + pair * BLOCK + j * 2 * LANES);
-                even[j] = (vec)(both << 16), odd[j] = (vec)(both & 0xffff0000);
+                if (coded) {
+                    const int8_t *at = (const int8_t *)b + PANEL + pair * BLOCK + j * LANES;
+                    even[j] = numbers_of(at), odd[j] = numbers_of(at + PANEL);
+                } else {
+                    const uvec both = *(const uvec *)(b + 2 * (pair * BLOCK + j * 2 * LANES));
+                    even[j] = (vec)(both << 16), odd[j] = (vec)(both & 0xffff0000);
+                }
             }
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) {
@@ -175,22 +306,50 @@ static __attribute__((noinline)) void half_quad(const uint16_t *a, long lda, con
                 for (int j = 0; j < PANEL / LANES; j++) s[i][j] += first * even[j], s[i][j] += second * odd[j];
             }
         }
+        for (int j = 0; j < PANEL / LANES && coded; j++) {
+            const vec scale = power_of((const int8_t *)b + j * LANES, 0);
+            for (int i = 0; i < 4; i++) s[i][j] *= scale;
+        }
     }
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < PANEL / LANES; j++) *(vec *)(sums + i * ld + j * LANES) = s[i][j];
 }
 
-static inline void quad(const uint16_t *a, long lda, const uint16_t *b0, const uint16_t *b1, long step, long blocks,
-                        float *sums, long ld, int add) {
-    half_quad(a, lda, b0, step, blocks, sums, ld, add);
-    half_quad(a, lda, b1, step, blocks, sums + PANEL, ld, add);
+/* Not inlined in twenty places: GCC 12 for ARM breaks down over that. */
+static __attribute__((noinline)) void half_quad(const uint16_t *a, long lda, const char *b, long bytes, long blocks, long far,
+                                                float *sums, long ld, int add) {
+    half(0, a, lda, b, bytes, blocks, far, sums, ld, add);
+}
+
+static __attribute__((noinline, unused)) void half_coded(const uint16_t *a, long lda, const char *b, long bytes, long blocks,
+                                                         long far, float *sums, long ld, int add) {
+    half(1, a, lda, b, bytes, blocks, far, sums, ld, add);
+}
+
+#define ROWS 4
+
+static inline void quad(const int coded, const uint16_t *a, long rows, long lda, const char *b0, const char *b1, long bytes,
+                        long blocks, long far, float *sums, long ld, int add) {
+    (coded ? half_coded : half_quad)(a, lda, b0, bytes, blocks, far, sums, ld, add);
+    (coded ? half_coded : half_quad)(a, lda, b1, bytes, blocks, far, sums + PANEL, ld, add);
 }
 
 #endif
 
-static inline void product(const uint16_t *a, int two, long lda, const uint16_t *b0, const uint16_t *b1, long step,
+static inline void product(const uint16_t *a, long rows, long lda, const uint16_t *b0, const uint16_t *b1, long step,
                            long blocks, float *sums, long ld, int add) {
-    for (int i = 0; i < (two ? 32 : 16); i += 4) quad(a + i * lda, lda, b0, b1, step, blocks, sums + i * ld, ld, add);
+    for (long i = 0; i < rows && i < 32; i += 4)
+        quad(0, a + i * lda, rows - i, lda, (const char *)b0, (const char *)b1, step * 2, blocks, 0, sums + i * ld, ld, add);
+}
+
+/* The same of at most four rows, which read each weight once; the panels of the next two lie behind these two. */
+static inline void product_of_four(const uint16_t *a, long rows, long lda, const char *b0, const char *b1, int coded,
+                                   long blocks, float *sums, long ld) {
+    const long bytes = coded ? CODED : TILE * 2, far = 2 * blocks * bytes;
+    if (coded)
+        quad(1, a, rows, lda, b0, b1, bytes, blocks, far, sums, ld, 0);
+    else
+        quad(0, a, rows, lda, b0, b1, bytes, blocks, far, sums, ld, 0);
 }
 #define START_THREAD()
 #define END_THREAD()

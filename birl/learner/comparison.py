@@ -2,9 +2,9 @@
 that sampled them. Tokens of the current version are compared by the loss itself, at no cost."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import nan
 
 import numpy as np
@@ -16,6 +16,7 @@ from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
 from birl.models.forward import weights_changed
+from birl.models.slices import quantizable
 from birl.parallel.crew import RankGroup
 from birl.parallel.layout import drop_gathered
 from birl.parallel.ranks import Shared
@@ -32,11 +33,13 @@ FEWEST = 8  # tokens of an answer that are looked at where nothing fits into tha
 class Past:
     """(every rank) Weights of at most `most` versions before the current one, in CPU memory: a copy of the trained
     weights for each, in the type that the module holds them in. Each rank has the parts that are its own.
+    `int8`: what samples is these weights in int8, so scores are under that.
     `logprobs`, on rank 0: of micro-batches that are `Shared`, each under the weights of a version; equally many of each
     version for every share."""
 
-    def __init__(self, learner: Learner, most: int, crew: RankGroup | None = None) -> None:
+    def __init__(self, learner: Learner, most: int, crew: RankGroup | None = None, int8: bool = False) -> None:
         self.learner, self.most = learner, most
+        self.linears = list(quantizable(learner.model).values()) if int8 else []
         self.logprobs = self._logprobs if crew is None else crew.everywhere(self._logprobs)
         self.versions: dict[int, list[Tensor]] = {}
         trained = [p for p in learner.model.parameters() if p.requires_grad]
@@ -44,6 +47,11 @@ class Past:
         self.parameters = [t for p in trained for t in (p.master.tensors().values() if p.is_meta else (p,))]  # pyright: ignore
         # where parameters may point to other memory, without a copy
         self.plain = not learner.ranks.sharded and learner.device.type == "cpu"
+
+    @property
+    def compares(self) -> bool:
+        """Are there tokens that the loss does not compare: of older weights, or of weights in int8?"""
+        return self.most > 0 or bool(self.linears)
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -58,18 +66,32 @@ class Past:
         """Gives a function that puts the weights of a kept version, or those of now, into the module (compute thread,
         between two steps of an engine). At the end those of now are back, bit for bit."""
         now = [p.data for p in self.parameters] if self.plain else self._copies()
-        inside = current = self.learner.version
+        plain = [m.weight.data for m in self.linears]
+        current = self.learner.version
+        inside = None if self.linears else current
+
+        def restore() -> None:
+            for linear, weight in zip(self.linears, plain, strict=True):
+                linear.weight.data = weight
 
         def put(version: int) -> None:
             nonlocal inside
             if version != inside:
                 inside = version
+                restore()
                 self._put(now if version == current else self.versions[version])
+                if self.linears:
+                    from birl.models.int8 import rounded
+
+                    for linear in self.linears:
+                        linear.weight.data = rounded(linear.weight)
 
         try:
             yield put
         finally:
-            put(current)
+            restore()
+            if self.linears or inside != current:
+                self._put(now)
 
     def _logprobs(self, work: Sequence[tuple[int, Batch]]) -> list[Tensor]:
         with self.instead() as put:
@@ -101,17 +123,19 @@ def _own(parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """gaps: by version, the mean |engine log-prob - learner log-prob| [nats] and of how many tokens. unheld: trained
-    tokens of versions whose weights are gone."""
+    """gaps: by version, the mean |engine log-prob - learner log-prob| [nats] and of how many tokens. figures: the share
+    of trained tokens of versions whose weights are gone, and what rounding to int8 changes [nats]."""
 
-    gaps: dict[int, tuple[float, int]] = field(default_factory=dict)
-    unheld: int = 0
+    gaps: dict[int, tuple[float, int]]
+    figures: dict[str, float]
 
 
-def compare(past: Past, samples: Sequence[Sample], computed: int, done: Collection[int], size: int) -> Compared:
-    """(rank 0) The versions among the samples' tokens but those of `done`, of `computed` tokens in the step; a
-    sequence has at most `size` tokens."""
-    learner = past.learner
+def compare(
+    past: Past, samples: Sequence[Sample], computed: int, known: Mapping[int, tuple[float, int]], size: int
+) -> Compared:
+    """(rank 0) The versions among the samples' tokens, of `computed` tokens in the step; a sequence has at most `size`
+    tokens. `known`: what the loss has compared already, which is with the weights before they are rounded."""
+    learner, done = past.learner, {} if past.linears else dict(known)
     count = sum((s.by_version() for s in samples), Counter[int]())
     present = sorted((v for v in count if v not in done), reverse=True)  # the weights of now come first
     held = [v for v in present if v == learner.version or v in past.versions]
@@ -124,7 +148,10 @@ def compare(past: Past, samples: Sequence[Sample], computed: int, done: Collecti
             apart, n = gaps.get(version, (0.0, 0))
             gaps[version] = apart + float((own - batch.logprobs).abs().sum()), n + len(own)
         gaps = {v: (apart / n, n) for v, (apart, n) in gaps.items()}
-    return Compared(gaps, sum(count[v] for v in present if v not in held))
+    figures = {"mismatch/unheld": sum(count[v] for v in present if v not in held) / max(sum(count.values()), 1)}
+    if past.linears:
+        figures["mismatch/rounding"] = known.get(learner.version, (nan, 0))[0]
+    return Compared(done | gaps, figures)
 
 
 def check(stats: Stats, gaps: Mapping[int, tuple[float, int]], version: int, most: float) -> None:

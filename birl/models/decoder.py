@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from birl import kernels
-from birl.kernels import Kernels
+from birl.kernels import CODES, Kernels
 from birl.models.attention import Packed, RowLayout
 from birl.models.low_rank import active_in
 from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
@@ -72,6 +72,7 @@ class Decoder:
     def __init__(self, model: nn.Module, kernels: Kernels) -> None:
         body: Any = cast(Any, model).base_model
         self.kernels, self.body, self.active = kernels, body, active_in(model)
+        self.codes = CODES if getattr(model, "in_int8", False) and kernels.dtype == torch.bfloat16 else 0
         self.names = {m: name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         self.layers = [self._layer(i, layer) for i, layer in enumerate(body.layers)]
         self.head = Matrix(kernels, [cast(Any, model).get_output_embeddings()])
@@ -97,7 +98,7 @@ class Decoder:
         )
 
     def _matrix(self, *linears: nn.Linear, halves: bool = False) -> Matrix:
-        return Matrix(self.kernels, linears, halves, [self.names[m] for m in linears], self.active)
+        return Matrix(self.kernels, linears, halves, [self.names[m] for m in linears], self.active, self.codes > 0)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, layout: RowLayout) -> Tensor:
         """Last hidden state of each token, normed: tokens [T], positions [T] -> [T, H]."""
@@ -146,7 +147,10 @@ class Decoder:
         sizes = (x.shape[1], inner, first.heads, first.kv_heads)
         eps = first.norm1.variance_epsilon
         total = len(layout.cache.keys[0])
-        self.kernels.paged_stack(self.addresses, x, cosine, sine, where, layout.apart, sizes, total, eps, first.scale)
+        self.kernels.paged_stack(
+            *(self.addresses, x, cosine, sine, where, layout.apart, self.codes),
+            *(sizes, total, eps, first.scale),
+        )
 
     def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, D / 2] float32, from the model's own module; kept for all positions so far."""

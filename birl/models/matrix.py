@@ -27,10 +27,12 @@ class Matrix:
         halves: bool = False,
         names: Sequence[str] = (),
         active: Active | None = None,
+        codes: bool = False,
     ) -> None:
         """`halves`: of the two sides of a SwiGLU, laid out so that the engine can compute it with the product. `names`
-        of the layers, by which `active` has low-rank additions to them (models/low_rank.py)."""
-        self.kernels, self.linears, self.halves = kernels, linears, halves
+        of the layers, by which `active` has low-rank additions to them (models/low_rank.py). `codes`: weights in
+        bfloat16 that int8 holds (models/int8.py), and is read instead."""
+        self.kernels, self.linears, self.halves, self.codes = kernels, linears, halves, codes
         self.names, self.active = names, active or Active()
         self.packed: PackedWeight | Tensor | None = None
         self.bias: Tensor | None = None
@@ -52,7 +54,8 @@ class Matrix:
             weights, old = self.weights, self.packed
             if self.kernels.dtype == torch.bfloat16:
                 into = old if isinstance(old, PackedWeight) else None
-                self.packed = self.kernels.pack(weights, into=into, halves=self.halves)
+                pack = self.kernels.encode if self.codes else self.kernels.pack
+                self.packed = pack(weights, into=into, halves=self.halves)
             else:
                 self.packed = None  # the memory first
                 joined = weights[0] if len(weights) == 1 else torch.cat(weights)

@@ -33,11 +33,10 @@ MAMBA2 = ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mi
 MAMBA2 += ("Zamba2MambaMixer",)
 UNLIMITED = (0.0, math.inf)
 MAMBA1 = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")  # `recurrences.py`
-PAIRS = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock", "xLSTMLayer")  # what they answer
-CCA = "ZayaCCAProjection"  # which answers queries, keys and values
+PAIRS = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")  # what they answer
 #: by class of module, the argument of its forward that is transformers' cache
 CACHE = {
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv", CCA, *PAIRS), "past_key_values"),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv", *PAIRS), "past_key_values"),
     **dict.fromkeys(
         (
             *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
@@ -74,12 +73,9 @@ class State:
         return self.recurrent
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int = 0
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
     ) -> Tensor:
-        """New inputs [B, C, n] -> these behind those that were kept. Without a size they are all that is kept."""
-        if not conv_kernel_size:
-            self.conv = conv_states
-            return conv_states
+        """New inputs [B, C, n] -> these behind those that were kept."""
         inputs = conv_states if self.conv is None else torch.cat([self.conv, conv_states], -1)
         missing = max(conv_kernel_size - inputs.shape[-1], 0)
         self.conv = F.pad(inputs, (missing, 0))[..., -conv_kernel_size:]
@@ -105,7 +101,7 @@ def ask_layouts(model: nn.Module) -> None:
         return
     ASKING.add(model)
     for path, module in model.named_modules():
-        owner: Any = next(k for k in type(module).__mro__ if "forward" in vars(k) and "handed" not in vars(k))
+        owner: Any = next(k for k in type(module).__mro__ if "forward" in vars(k))
         if owner.__name__ in CACHE and owner not in ASKING:
             if not hasattr(Cache, "get_conv_state"):
                 raise BirlError(
@@ -121,9 +117,6 @@ def ask_layouts(model: nn.Module) -> None:
         for cache in {RELAYS[k.__name__] for k in type(module).__mro__ if k.__name__ in RELAYS}:
             module.register_forward_pre_hook(relaying(cache), with_kwargs=True)
             cast(Any, module)._can_checkpoint_with_cache = True  # else transformers takes it away
-    from birl.models.handing import hand_down  # which needs attention, which needs this file
-
-    hand_down(model)
 
 
 def relaying(cache: str) -> Callable[..., Any]:
@@ -137,10 +130,10 @@ def asking(forward: Callable[..., Any], cache: str, name: str) -> Callable[..., 
     def step(mixer: Any, rows: Tensor, state: State) -> Tensor:
         return forward(mixer, rows, **{cache: state})
 
-    if name in (*MAMBA1, *PAIRS, CCA):
-        from birl.models.recurrences import AROUND, STEPS
+    if name in (*MAMBA1, *PAIRS):
+        from birl.models.recurrences import STEPS
 
-        step = STEPS[name] if name in STEPS else partial(AROUND[name], forward)
+        step = STEPS[name]
 
     @wraps(forward)
     def inner(self: Any, hidden_states: Tensor, *args: Any, layout: Any = None, **options: Any) -> Any:
@@ -150,9 +143,6 @@ def asking(forward: Callable[..., Any], cache: str, name: str) -> Callable[..., 
         if not hasattr(layout, "carry"):
             raise BirlError(f"{type(self).__name__} keeps a state, which parallel.cp cannot split. Set parallel.cp=1.")
         result = layout.carry(self.layer_idx, hidden_states, partial(step, self))
-        if name == CCA:
-            sizes = [n * self.head_dim for n in (self.num_attention_heads, *[self.num_key_value_heads] * 2)]
-            return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in result.split(sizes, -1))
         return (result, None) if name in PAIRS else result
 
     return inner
@@ -221,7 +211,7 @@ def by_trees(trees: Sequence[Tree], rows: Tensor, step: Step) -> Tensor:
             left = given[place] if one else given[place][:0]
             behind[i] = Behind({name: each[place] for name, each in after.items()}, left)
             pieces[i] = out[len(given[place]) - every[i].count : len(given[place])]
-    return torch.cat([piece for piece, node in zip(pieces, every, strict=True) if node.count])[None]
+    return torch.cat(pieces)[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,24 +272,20 @@ class States:
         """Rows [1, T, H]: next tokens of all sequences at once, other stretches one by one."""
         if sum(s.count for s in stretches) != rows.shape[1]:
             raise BirlError(f"Layer {layer} keeps a state, but it is not known whose: birl's engine cannot run it so.")
-        out: Any = None  # [1, T, ...], as wide as what `step` gives
+        out = torch.empty_like(rows)
         single = [s for s in stretches if s.begun and s.count == 1]
         for s in stretches:
             if s.begun and s.count == 1:
                 continue
             state = self.read(layer, [s.place]) if s.begun else State()
-            part = step(rows[:, s.first : s.first + s.count], state)
-            out = rows.new_empty(*rows.shape[:2], part.shape[-1]) if out is None else out
-            out[:, s.first : s.first + s.count] = part
+            out[:, s.first : s.first + s.count] = step(rows[:, s.first : s.first + s.count], state)
             self.write(layer, [s.place], state)
         if single:
             firsts, places = [s.first for s in single], [s.place for s in single]
             state = self.read(layer, places)
-            part = step(rows[0, firsts][:, None], state)[:, 0]
-            out = rows.new_empty(*rows.shape[:2], part.shape[-1]) if out is None else out
-            out[0, firsts] = part
+            out[0, firsts] = step(rows[0, firsts][:, None], state)[:, 0]
             self.write(layer, places, state)
-        return torch.empty_like(rows) if out is None else out
+        return out
 
     def read(self, layer: int, places: list[int]) -> State:
         return State(**{name: kept[places] for name, kept in self.layers[layer].items()})

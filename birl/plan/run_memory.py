@@ -205,6 +205,14 @@ def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
     )
 
 
+def codes_of(module: Module, keys: schema.Engine) -> int:
+    """Bytes of a copy in int8 as it is laid out, with its head."""
+    if keys.weights == "same":
+        return 0
+    codes = module.quantizable * 33 // 32 if module.on_kernels else module.wide * module.quantizable
+    return codes + module.wide * (module.linear - module.quantizable)
+
+
 def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> Phases:
     """Bytes of one process by phase and purpose; of several, that of the first. `model` may be on the meta device.
     `card`: memory of the GPU [bytes]; 0: a CPU."""
@@ -233,8 +241,8 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
         always |= {"weights, float32": 0, STATE[config.optimizer.kind]: 0}
     if not gpu and (earlier := min(config.rollout.max_staleness, KEPT)):
         always["weights of earlier versions"] = earlier * (module.wide if split == 1 else 4) * trained.weights
-    if split > 1 and config.engine.kind == "embedded":
-        always["the engine's own weights"] = module.wide * module.parameters
+    if config.engine.kind == "embedded" and (split > 1 or config.engine.weights == "int8"):
+        always["the engine's own weights"] = sampled.wide * sampled.parameters + codes_of(sampled, config.engine)
     frozen = module.wide * parameters + (laid_out if module.on_kernels else 0) + (stored(coded, kind) if coded else 0)
     if keeps_reference(config.algorithm, surrogate_of(config.algorithm)):
         always["reference model"] = frozen

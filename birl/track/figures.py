@@ -112,6 +112,7 @@ updates/skipped | Updates skipped | | parts | Parts of the batch in which no ans
 updates/nonfinite | Updates not finite | | steps | Updates whose gradient was not finite and moved nothing; three in a row stop the run.
 """,  # noqa: E501
     "Mismatch and age": """
+mismatch/rounding | Rounding to int8 | mean | nats | Difference of log-probs between int8 and trained weights.
 mismatch/tokens | Tokens compared | | tokens | Tokens whose log-probs of engine and learner were compared.
 mismatch/unheld | Tokens not compared | | share | Of the step's tokens, those whose weights are gone.
 staleness/max | Age of the weights | max | steps | Age of the oldest trained token's weights.

@@ -283,7 +283,7 @@ def publisher_of(
     config, policy, learner, crew = setup.config, worker.policy, worker.learner, worker.crew
     call = partial(crew.call, worker)
     if servers is None:
-        return Refresh(partial(call, RLWorker.refresh), compute=policy.compute) if crew.ranks.sharded else Memory()
+        return Refresh(partial(call, RLWorker.refresh), compute=policy.compute) if worker.sampled.copy else Memory()
     from birl.engines.servers import sender
     from birl.weights.gathered import Gathered
 
@@ -346,7 +346,7 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
         ),
         kl=AdaptiveKL(keys.kl_coef, target, keys.kl_horizon) if target else FixedKL(keys.kl_coef),
         sampled=sampled,
-        past=Past(learner, min(config.rollout.max_staleness, KEPT), crew),
+        past=Past(learner, min(config.rollout.max_staleness, KEPT), crew, config.engine.weights == "int8"),
         crew=crew,
     )
 

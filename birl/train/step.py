@@ -164,10 +164,9 @@ class RLWorker(Worker):
         the log-probs of any version are too far apart."""
         fresh = stats.sums["fresh"]
         gaps = {self.learner.version: (stats.sums["gap"] / fresh, int(fresh))} if fresh else {}
-        if self.updates.max_staleness > 0:
+        if self.past.compares:
             result = compare(self.past, samples, computed, gaps, self.updates.pack.capacity)
-            gaps |= result.gaps
-            stats.other["mismatch/unheld"] = result.unheld / max(sum(assemble.trained_lengths(samples)), 1)
+            gaps, stats.other = result.gaps, stats.other | result.figures
         check(stats, gaps, self.learner.version, self.updates.max_gap)
 
     def rest(self) -> None:

@@ -362,6 +362,9 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     **SANDBOX,
     "engine.max_batch": Case("1", lambda s: s.decoded_at_once, 1),
     "engine.draft_rows": Case("0", lambda s: s.guesses, 0, "data.validation=b.jsonl validation.max_tokens=60"),
+    "engine.weights": Case(
+        "int8", lambda s: getattr(s.parts.rollout.engine.runner.model, "in_int8", False), True, "model.dtype=bfloat16"
+    ),
     # what each of these does with servers: tests/train/test_engines.py
     **{key: Case(value, refused=r"engine\.kind=embedded does not read it") for key, value in SERVERS.items()},
     "engine.kind": Case("birl", lambda s: type(s.parts.rollout.engine).__name__, "Servers"),

@@ -54,7 +54,7 @@ def test_where_amx_is_not_granted_the_next_best_is_taken(monkeypatch: pytest.Mon
 PRODUCT = """
 #include "tile.h"
 void both(const uint16_t *a, const uint16_t *b0, const uint16_t *b1, long blocks, float *sums) {
-    product(a, 1, 64, b0, b1, TILE, blocks, sums, 32, 1);
+    product(a, 32, 64, b0, b1, TILE, blocks, sums, 32, 1);
 }
 """
 

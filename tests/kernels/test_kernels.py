@@ -15,6 +15,7 @@ from birl import kernels
 from birl.data.trees import Tree
 from birl.kernels import KEEP, SWIGLU, Kernels
 from birl.models.attention import Packed, tree_mask
+from birl.models.int8 import rounded
 from birl.models.paged import Cache, Paged, Slot
 
 pytestmark = pytest.mark.skipif(bool(kernels.problem()), reason=f"no kernels: {kernels.problem()}")
@@ -117,6 +118,27 @@ def test_products_of_any_number_of_rows_have_the_same_bits(k: Kernels) -> None:
         beyond = torch.full((rows + 1, 80), 7.0)
         k._gemm(x[:rows], packed, None, beyond[:rows], KEEP)
         assert torch.equal(beyond[:rows], every[:rows]) and (beyond[rows] == 7).all()
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (80, 160), (16, 576)])
+@pytest.mark.parametrize("k", [torch.bfloat16], indirect=True)
+def test_products_with_int8_have_the_bits_of_those_with_the_weights_it_holds(
+    k: Kernels, shape: tuple[int, int]
+) -> None:
+    """For any number of rows, which go by in three ways; blocks of zeros, of tiny and of large weights."""
+    w = rand(*shape, seed=1, dtype=k.dtype)
+    w[0, :32], w[1, :32], w[2, 5], w[3] = 0, w[1, :32] * 2**-100, 300, 127 / 64
+    held = rounded(w)
+    packed, codes = k.pack([held]), k.encode([w])
+    assert torch.equal(codes.data, k.encode([held]).data) and codes.data.nbytes * 64 == packed.data.nbytes * 33
+    x = rand(300, shape[1], dtype=k.dtype)
+    every = k.gemm_float(x, codes)
+    torch.testing.assert_close(every.double(), x.double() @ held.double().T, atol=2e-4, rtol=1e-5)
+    for rows in (*range(1, 35), 48, 64, 128, 129, 300):
+        assert torch.equal(k.gemm_float(x[:rows], codes), every[:rows])
+        assert torch.equal(k.gemm_float(x[:rows], packed), every[:rows])
+    both, turns = k.encode([w, w.flip(0)]), k.encode([w, w.flip(0)], halves=True)
+    assert torch.equal(k.gemm(x[:3], both), k.gemm(x[:3], turns))
 
 
 @pytest.mark.parametrize("rows", [1, 20, 64, 129, 300])

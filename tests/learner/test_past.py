@@ -59,7 +59,7 @@ def test_each_version_is_compared_under_its_own_weights(tiny: Path) -> None:
             learner.optim_step(1e-2)
     versions = [0, 0, 1, 1, 2, 2]
     logprobs = (*(0.0,) * 4, *(given[version][n] for n, version in enumerate(versions)))
-    gaps = compare(past, [replace(sample(versions), logprobs=logprobs)], 10_000, (), 64).gaps
+    gaps = compare(past, [replace(sample(versions), logprobs=logprobs)], 10_000, {}, 64).gaps
     assert gaps.keys() == {0, 1, 2} and all(gap < 1e-5 and n == 2 for gap, n in gaps.values())
 
 
@@ -68,9 +68,9 @@ def test_versions_that_are_not_held_are_counted(tiny: Path) -> None:
     past = Past(learner, 2)
     past.keep()
     learner.version = 5
-    found = compare(past, [sample([0, 0, 3, 5, 5, 5]), sample([3, 3])], 10_000, (), 64)
-    assert {v: n for v, (_, n) in found.gaps.items()} == {0: 2, 5: 3} and found.unheld == 3
-    assert not compare(past, [sample([5, 5])], 100, (5,), 64).gaps
+    found = compare(past, [sample([0, 0, 3, 5, 5, 5]), sample([3, 3])], 10_000, {}, 64)
+    assert {v: n for v, (_, n) in found.gaps.items()} == {0: 2, 5: 3} and found.figures == {"mismatch/unheld": 3 / 8}
+    assert compare(past, [sample([5, 5])], 100, {5: (0.25, 2)}, 64).gaps == {5: (0.25, 2)}
 
 
 def test_few_tokens_of_a_version_are_taken() -> None:

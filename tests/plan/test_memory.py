@@ -27,6 +27,7 @@ from birl.models.attention import Packed
 from birl.models.decoder import decoder_for
 from birl.models.load import cast, load_model, skeleton
 from birl.models.paged import Cache
+from birl.models.slices import quantizable
 from birl.models.slots import slots_of
 from birl.plan import run as plan
 from birl.plan import run_memory as memory
@@ -166,6 +167,15 @@ def test_what_asynchronous_runs_and_servers_add() -> None:
     assert ahead["training"]["keys and values"] == cache and memory.peak(ahead) > memory.peak(base)
     assert "generation" not in servers and servers["servers"]["keys and values"] == 3 * cache
     assert memory.peak(servers) == sum(sum(column.values()) for column in servers.values())
+
+
+def test_an_engine_in_int8_adds_a_copy_and_its_codes() -> None:
+    model = tiny_model()
+    base, int8 = (memory.predict(model, settings(*words), STEP) for words in ((), ("engine.weights=int8",)))
+    name, linear = "the engine's own weights", sum(m.weight.numel() for m in quantizable(model).values())
+    least = 2 * sum(p.numel() for p in model.parameters()) + linear
+    for phase in base:
+        assert least < int8[phase][name] < 2 * least and int8[phase].keys() - {name} == base[phase].keys()
 
 
 @pytest.mark.parametrize("words", [[], ["lora.dora=true", "lora.targets=[q_proj,down_proj]"]])

@@ -13,13 +13,14 @@ from birl.config.decided import (
     at_once,
     kind_of,
     most_answers,
+    proximal,
     teachers_of,
     tests_seconds,
     weights_method,
 )
 from birl.config.keys import documentation, written
 from birl.config.rules.unread import SINGLE
-from birl.config.schema import RL, SFT, Config, Eval, Stage, reward_functions
+from birl.config.schema import RL, SFT, Config, Eval, Serve, Stage, reward_functions
 from birl.config.words import capacity_setting, command, needed_setting, setting, value_of
 from birl.errors import did_you_mean
 from birl.hub import addressed, is_address
@@ -79,6 +80,38 @@ def _policies(c: RL) -> Iterator[str]:
     if len(c.policies) > 1 or (c.policies and c.league.every):
         key = "policies" if len(c.policies) > 1 else "league.every"
         yield from (f"{setting(c, key)}: {why.format(c=c)}." for why, holds in REFUSED_POLICIES.items() if holds(c))
+
+
+#: of RL, what is told behind engine.weights=int8 -> when
+REFUSED_INT8: dict[str, Callable[[RL], object]] = {
+    "the weights that it rounds are whole ones, of one process or copies (parallel.ddp); leave out other parallel.*": (
+        lambda c: max(c.parallel.fsdp, c.parallel.cp, c.parallel.tp, c.parallel.ep) > 1
+    ),
+    "rounding what lora.quantize={c.lora.quantize} has rounded already is not built; set lora.quantize=none": (
+        lambda c: c.lora.quantize != "none"
+    ),
+    "is not built for several policies, or a league; leave out policies": lambda c: (
+        len(c.policies) > 1 or c.league.every > 0
+    ),
+    "what samples is not quite what is trained, and algorithm.correction=none ignores that; set auto": lambda c: (
+        c.algorithm.correction == "none" and proximal(c) != "behaviour"
+    ),
+    "what samples is not quite what is trained, and algorithm.surrogate=reinforce has no ratio that corrects it under "
+    "algorithm.proximal=behaviour; set algorithm.proximal=auto": lambda c: (
+        c.algorithm.surrogate == "reinforce" and proximal(c) == "behaviour"
+    ),
+}
+
+
+def _int8(c: RL | Eval | Serve) -> Iterator[str]:
+    if c.engine.weights != "int8":
+        return
+    if c.model.dtype != "bfloat16":
+        yield f"engine.weights=int8: is made of weights in bfloat16, not model.dtype={c.model.dtype}; leave one out."
+    if isinstance(c, Serve) and c.volume:
+        yield "engine.weights=int8: a server takes no new weights then, so volume has no use; leave one out."
+    if isinstance(c, RL):
+        yield from (f"engine.weights=int8: {why.format(c=c)}." for why, holds in REFUSED_INT8.items() if holds(c))
 
 
 def _own_parts(c: Config) -> Iterator[str]:
@@ -275,6 +308,7 @@ COMPUTED: tuple[tuple[Any, Callable[[Any], Iterator[str]]], ...] = (
     (RL, _sampling),
     (RL, _policies),
     (RL | Eval, _engines),
+    (RL | Eval | Serve, _int8),
     (RL, _new_weights),
     (RL | Stage, _whole_rows),
     (RL | Stage, _run),

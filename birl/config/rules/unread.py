@@ -159,6 +159,7 @@ UNREAD: tuple[Row, ...] = (
     _engine("engine.tensor_parallel engine.pipeline_parallel engine.memory_fraction", "vllm", "sglang"),
     _engine("engine.max_batch engine.kv_cache_gb", "embedded", *SERVERS),
     _engine("engine.draft_rows", "embedded", "birl"),
+    _engine("engine.weights", "embedded"),
     _engine("engine.recompute_kv", "embedded", "birl", "sglang"),
     _row(Eval, "engine.recompute_kv", lambda c: False, "weights do not change in an evaluation"),
     _row(RL | Eval, "engine.count engine.python engine.threads engine.arguments", _started, ADDRESSES),

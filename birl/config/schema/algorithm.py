@@ -83,8 +83,8 @@ class Algorithm(Section):
     proximal: Literal["auto", "behaviour", "recompute", "interpolate"] = "auto"
     """The policy that the importance ratio starts from: behaviour (that which sampled) | recompute (the learner's
     before the batch's first update; decoupled PPO) | interpolate (between what sampled and the newest, by age; A-3PO) |
-    auto (recompute where rollout.max_staleness > 0 and the surrogate's paper does not take its ratio against what
-    sampled, as gspo, gmpo, cispo, sapo, dppo and second_moment do; else behaviour)."""
+    auto (recompute where rollout.max_staleness > 0, or engine.weights=int8, and the surrogate's paper does not take its
+    ratio against what sampled, as gspo, gmpo, cispo, sapo, dppo and second_moment do; else behaviour)."""
     correction: Literal["auto", "none", "truncate", "mask"] = "auto"
     """Importance weight of proximal against behaviour, unless they are the same: truncate (at correction_high) | mask
     (0 outside of its bounds) | none | auto (truncate where the proximal policy is not the behaviour; with

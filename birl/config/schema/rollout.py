@@ -204,6 +204,10 @@ class Generation(Section):
     kv_cache_gb: Size = 0.0
     """Memory for keys and values [GiB]. 0: what max_batch of the longest possible sequences need, at most half of the
     memory that is free once the model is loaded. When it is full, sequences wait for one another."""
+    weights: Literal["same", "int8"] = "same"
+    """What decoding reads: same (the weights in model.dtype) | int8 (the linear layers but the head in 8 bits, 32
+    numbers with one scale, rounded anew for each version: half of their bytes on birl's CPU kernels; log-probs are
+    those of what sampled, and training corrects the difference)."""
     draft_rows: Whole = 16
     """While no more than a quarter as many sequences are decoded, fill a step up to so many tokens with guesses from
     the prompt and its other answers. What is sampled stays the same. 0: off."""
