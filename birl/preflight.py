@@ -139,7 +139,7 @@ def check_function(key: str, place: str, name: str) -> None:
                 f"{key}={file}:{name}: {file} imports {package}, which is not installed."
                 + missing(ModuleNotFoundError(name=package))
             )
-    known = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    known = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     if not re.search(rf"\b{re.escape(name)}\b", path.read_text("utf-8", "replace")):  # nor assigned, nor imported
         raise BirlError(
             f"{key}={file}:{name}: {file} has no function {name}.{did_you_mean(name, known)} "

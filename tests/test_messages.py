@@ -166,6 +166,7 @@ REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"
         ("rl DATA reward=nosuch.py:score", "there is no file nosuch.py"),
         ("rl DATA reward=mine.py:scores", "has no function scores. Did you mean score?"),
         ("rl DATA reward=mine.py:sco", "has no function sco. Did you mean score?"),
+        ("rl DATA reward=method.py:other", "has no function other. It has: score."),
         ("rl DATA reward=no.such:score", "there is no module no.such"),
         ("rl DATA reward=birl.rewards.nosuch:score", "there is no module birl.rewards.nosuch"),
         ("rl DATA algorithm.surrogate=mine.py:scores", "has no function scores. Did you mean score?"),
@@ -260,6 +261,7 @@ def test_what_is_not_there_is_told_before_torch_is_imported(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "method.py").write_text(f"{REWARD}\nclass Judge:\n    def __call__(self): ...\n")
     (tmp_path / "needs.py").write_text(f"import no_such_package\n{REWARD}")
     (tmp_path / "agent.py").write_text("import no_such_package\n\ndef act(task, base_url):\n    return 0.0\n")
     monkeypatch.setattr("birl.cli.configured.load", loaded)

@@ -176,10 +176,13 @@ def test_units() -> None:
     assert [figure(v) for v in (0.5, 0.00012, 62, 15.23, 0.0)] == ["0.500", "0.00012", "62", "15.2", "0"]
 
 
-def test_a_run_that_trains_nothing_says_so_in_every_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All rewards of a group are equal: no answer is better than another."""
-    equal = {**runs.metrics(1), "updates/done": 0.0, "updates/skipped": 1.0, "speed/train": 0.0}
-    said = "nothing was trained: all rewards of a group are equal, in 1 of 1 step"
+@pytest.mark.parametrize("why", [{"updates/skipped": 1.0}, {"updates/skipped": 0.0, "tokens/trained": 0.0}])
+def test_a_run_that_trains_nothing_says_so_in_every_console(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], why: dict[str, float]
+) -> None:
+    """All rewards of a group are equal: no answer is better than another. Or none has one."""
+    equal = {**runs.metrics(1), "updates/done": 0.0, "speed/train": 0.0, **why}
+    said = "nothing was trained: all rewards of a group are equal or missing, in 1 of 1 step"
     progress = _progress(0)
     progress.add(1, equal)
     assert said in step_line(progress) and "train  " not in step_line(progress)
@@ -189,9 +192,12 @@ def test_a_run_that_trains_nothing_says_so_in_every_console(tmp_path: Path, caps
         tracker.rewind(None, 0)
         assert " steps, a line after each" in capsys.readouterr().out
         for step in (1, 2, 3):
-            tracker.step(step, equal if step > 1 else {**equal, "updates/done": 1.0, "updates/skipped": 0.0})
+            tracker.step(
+                step,
+                equal if step > 1 else {**equal, "updates/done": 1.0, "updates/skipped": 0.0, "tokens/trained": 9.0},
+            )
         tracker.finish({"next": []})
-    told = "all rewards of a group are equal, in 2 of 3 steps"
+    told = "all rewards of a group are equal or missing, in 2 of 3 steps"
     assert " ".join(capsys.readouterr().out.split()).count(told) == 2
     assert told in (tmp_path / "report.html").read_text()
 

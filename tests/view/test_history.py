@@ -59,9 +59,12 @@ def test_time_and_tokens_where_the_run_did_not_measure_them(tmp_path: Path) -> N
 def test_a_run_that_trains_nothing_says_so(tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=0)
     idle, trained = {"updates/done": 0.0, "updates/skipped": 1.0}, {"updates/done": 1.0, "updates/skipped": 0.0}
-    (run / "metrics.jsonl").write_text(line(1, trained) + line(2, idle) + line(3, idle))
+    unscored = {"updates/done": 0.0, "updates/skipped": 0.0, "tokens/trained": 0.0}
+    (run / "metrics.jsonl").write_text(line(1, trained) + line(2, idle) + line(3, unscored))
     made = history(run)
-    assert made.about()["warning"] == "nothing was trained: all rewards of a group are equal, in 2 of 3 steps"
+    assert (
+        made.about()["warning"] == "nothing was trained: all rewards of a group are equal or missing, in 2 of 3 steps"
+    )
     with (run / "metrics.jsonl").open("a") as file:
         file.write(line(4, trained))
     made.update()
