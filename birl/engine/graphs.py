@@ -20,21 +20,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from birl.engine.sampler import draw
 from birl.engine.truncation import limits_of, room_of, supports
 from birl.kernels import PAGE
+from birl.models.forward import hidden_states
 from birl.models.fused import power_of_two
+from birl.models.paged import Cache, Paged
+from birl.models.states import Stretch
 from birl.types import SamplingParams
 
 AHEAD = 16  # tokens in a row; a sequence that ends earlier wastes the rest of its row
 NARROWEST = 8  # pages of a row
 
-#: tokens [B] int64, lengths [B] int32, table [B, width] int32 -> logits [B, V]
-Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: tokens [B] int64, lengths [B] int32, table [B, width] int32, places of layers' states [B] int32 -> logits [B, V]
+Step = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 #: [B][count] each: tokens, log-probs, and the words that each token was drawn from, where that is asked for
 Burst = tuple[list[list[int]], list[list[float]], list[list[Any]]]
 #: a function without arguments -> one that does the same on the same tensors
@@ -44,14 +47,15 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 @dataclass(slots=True)
 class Graph:
     """The tensors of one size. `host` is uploaded as one piece into `device`, of which the inputs are views:
-    [rows, width] pages, [rows] tokens, [rows] lengths, and as float32 [rows] temperatures, [rows, 3] limits (top-k,
-    top-p and min-p, which only `limited` graphs look at), [AHEAD, rows] uniforms."""
+    [rows, width] pages, [rows] tokens, [rows] lengths, [rows] places of states, and as float32 [rows] temperatures,
+    [rows, 3] limits (top-k, top-p and min-p, which only `limited` graphs look at), [AHEAD, rows] uniforms."""
 
     host: Tensor
     device: Tensor
     table: Tensor
     lengths: Tensor
     tokens: Tensor
+    states: Tensor
     temperatures: Tensor
     limits: Tensor
     uniforms: Tensor
@@ -63,17 +67,18 @@ class Graph:
 
     @classmethod
     def make(cls, rows: int, width: int, limited: bool, device: torch.device, room: int = 0) -> "Graph":
-        size = rows * (width + 6 + AHEAD)
+        size = rows * (width + 7 + AHEAD)
         host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         there = torch.zeros(size, dtype=torch.int32, device=device)
-        table, numbers, floats = there.split([rows * width, 2 * rows, rows * (4 + AHEAD)])
+        table, numbers, floats = there.split([rows * width, 3 * rows, rows * (4 + AHEAD)])
         floats = floats.view(torch.float32)
         return cls(
             host=host,
             device=there,
             table=table.view(rows, width),
             tokens=numbers[:rows],
-            lengths=numbers[rows:],
+            lengths=numbers[rows : 2 * rows],
+            states=numbers[2 * rows :],
             temperatures=floats[:rows],
             limits=floats[rows : 4 * rows].view(rows, 3),
             uniforms=floats[4 * rows :].view(AHEAD, rows),
@@ -86,11 +91,12 @@ class Graph:
 
 @dataclass(slots=True)
 class Graphs:
-    """All graphs over one model and cache. `scratch`: the page that no request owns."""
+    """All graphs over one model and cache. `scratch`, `free`: the page and the place of states that no request owns."""
 
     step: Step
     where: torch.device
     scratch: int
+    free: int = 0
     addresses: tuple[int, ...] = ()
     capture: Capture | None = None
     made: dict[tuple[int, int, bool, int], Graph] = field(default_factory=dict)
@@ -107,15 +113,18 @@ class Graphs:
         params: Sequence[SamplingParams],
         uniforms: Sequence[Sequence[float]],
         count: int,
+        states: Sequence[int] = (),
     ) -> Burst:
-        """`count` tokens for each of B sequences, whose last tokens and lengths (these included) are given."""
+        """`count` tokens for each of B sequences, whose last tokens and lengths (these included) are given, and the
+        places of their layers' states, where they have such."""
         limits = limits_of(params)
         rows = len(tokens)
         last = (max(lengths) + count - 2) // PAGE  # a sequence that ends within the burst writes on, to `scratch`
         graph = self.graph(
             power_of_two(rows), max(power_of_two(last + 1), NARROWEST), limits is not None, room_of(params)
         )
-        fill(graph, self.scratch, tokens, lengths, tables, [p.temperature for p in params], uniforms, limits)
+        temperatures = [p.temperature for p in params]
+        fill(graph, self.scratch, tokens, lengths, tables, temperatures, uniforms, limits, states, self.free)
         graph.device.copy_(graph.host, non_blocking=True)
         graph.place.zero_()
         for _ in range(count):
@@ -129,7 +138,7 @@ class Graphs:
         if (rows, width, limited, room) not in self.made:
             assert self.capture is not None
             graph = Graph.make(rows, width, limited, self.where, room)
-            fill(graph, self.scratch, (), (), (), (), ())  # captured on the scratch page alone
+            fill(graph, self.scratch, (), (), (), (), (), free=self.free)  # captured on the scratch page alone
             graph.device.copy_(graph.host)
             graph.replay = self.capture(lambda: self.once(graph))
             self.made[rows, width, limited, room] = graph
@@ -138,7 +147,7 @@ class Graphs:
     def problem(self) -> str:
         """What keeps a step from being captured, or nothing."""
         graph = Graph.make(1, NARROWEST, False, self.where)
-        fill(graph, self.scratch, (), (), (), (), ())
+        fill(graph, self.scratch, (), (), (), (), (), free=self.free)
         graph.device.copy_(graph.host)
         with watched_syncs(self.where) as syncs, Watch(self.where) as watch:
             self.once(graph)
@@ -146,7 +155,7 @@ class Graphs:
 
     def once(self, graph: Graph) -> None:
         """One token for each row, and everything ready for the next."""
-        logits = self.step(graph.tokens.long(), graph.lengths, graph.table)
+        logits = self.step(graph.tokens.long(), graph.lengths, graph.table, graph.states)
         uniforms = graph.uniforms.index_select(0, graph.place)[0]
         room = 0 if graph.kept is None else graph.kept.shape[2] - 1
         drawn = draw(logits, graph.temperatures, uniforms, graph.limits if graph.limited else None, room)
@@ -156,6 +165,16 @@ class Graphs:
         graph.tokens.copy_(drawn.tokens)
         graph.lengths.add_(1)
         graph.place.add_(1).remainder_(AHEAD)
+
+
+def begin_states(model: nn.Module, cache: Cache, place: int, page: int) -> None:
+    """One token of nobody, on this page: from now on the states of all layers are where they are."""
+    device = cache.keys[0].device
+    table = torch.full((1, 1), page, dtype=torch.int32, device=device)
+    layout = Paged.plain(cache, table, torch.ones(1, dtype=torch.int32, device=device))
+    layout.stretches.append(Stretch(place, 0, 1, begun=False))
+    nothing = torch.zeros(1, dtype=torch.int64, device=device)
+    hidden_states(model, nothing, nothing, layout)
 
 
 class Watch(TorchDispatchMode):
@@ -209,18 +228,22 @@ def watched_syncs(device: torch.device) -> Iterator[list[warnings.WarningMessage
 def fill(
     graph: Graph, scratch: int, tokens: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]],
     temperatures: Sequence[float], uniforms: Sequence[Sequence[float]], limits: Tensor | None = None,
+    states: Sequence[int] = (), free: int = 0,
 ) -> None:  # fmt: skip
-    """Write the inputs of B sequences and of the rows that fill up: greedy, one token long, on the scratch page."""
+    """Write the inputs of B sequences and of the rows that fill up: greedy, one token long, on the scratch page, with
+    the states at `free`."""
     rows, width = graph.table.shape
-    table, numbers, floats = np.split(graph.host.numpy(), [rows * width, rows * (width + 2)])
-    table, numbers, floats = table.reshape(rows, width), numbers.reshape(2, rows), floats.view(np.float32)
+    table, numbers, floats = np.split(graph.host.numpy(), [rows * width, rows * (width + 3)])
+    table, numbers, floats = table.reshape(rows, width), numbers.reshape(3, rows), floats.view(np.float32)
     table.fill(scratch)
     for i, pages in enumerate(tables):
         table[i, : len(pages)] = pages
     numbers[0] = 0
     numbers[1] = 1
+    numbers[2] = free
     numbers[0, : len(tokens)] = tokens
     numbers[1, : len(lengths)] = lengths
+    numbers[2, : len(states)] = states
     floats.fill(0.0)
     floats[: len(temperatures)] = temperatures
     own = floats[rows : 4 * rows].reshape(rows, 3)

@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from birl import kernels
-from birl.engine.graphs import Burst, Graphs
+from birl.engine.graphs import Burst, Graphs, begin_states
 from birl.engine.looks import Looks
 from birl.engine.pages import Pages, sharing
 from birl.engine.sampler import Drawn, checked, sample
@@ -98,6 +99,7 @@ class Runner:
         """Is it for captured graphs: a single next token, which nothing but its distribution decides?"""
         request = work.request
         alone = len(work.tokens) == 1 and work.complete and not work.followers
+        alone = alone and (work.start > 0 or not state_bytes(self.model))  # without a state, one begins
         return self.graphs is not None and alone and not (request.forced or request.guide or request.adapter)
 
     def burst(self, plan: Sequence[ScheduledTokens], count: int) -> Burst:
@@ -112,6 +114,7 @@ class Runner:
             params=[r.params for r in requests],
             uniforms=[r.uniforms(count) for r in requests],
             count=count,
+            states=[max(r.place, 0) for r in requests],
         )
 
     @contextmanager
@@ -121,10 +124,10 @@ class Runner:
         device = head(self.model).weight.device
         self.looks.at(version)
         if self.cache is None:
-            # one page more than the scheduler knows, which rows that only fill a graph up are written to
+            # one page and state more than the scheduler knows, which rows that only fill a graph up are written to
             extra = int(graphed(device))
-            kind = head(self.model).weight.dtype
-            self.cache = Cache.make(pages.total + extra, slots_of(self.model), kind, device, self.sequences)
+            kind, sequences = head(self.model).weight.dtype, self.sequences + extra
+            self.cache = Cache.make(pages.total + extra, slots_of(self.model), kind, device, sequences)
         with decoder.steady(self.cache) if decoder is not None else self.packed.active(version):
             if graphed(device) and self.routing is None and not self.eager:  # routes are recorded by single steps
                 own = fused.addresses() if fused else places(self.model)
@@ -136,20 +139,24 @@ class Runner:
         assert self.cache is not None
         if self.graphs is not None and self.graphs.addresses == addresses:
             return
-        graphs = Graphs(self.step_of_graph, self.cache.keys[0].device, scratch=scratch, addresses=addresses)
+        device = self.cache.keys[0].device
+        graphs = Graphs(self.step_of_graph, device, scratch=scratch, free=self.sequences, addresses=addresses)
         if self.graphs is None:
             why = "its pictures move the positions of tokens" if pictures_of(self.model) else ""
-            why = "its layers keep states" if state_bytes(self.model) else why
+            if state_bytes(self.model) and not why:
+                begin_states(self.model, self.cache, self.sequences, scratch)
             self.eager = why or graphs.problem()
         self.graphs = None if self.eager else graphs
         if self.eager:
             name = type(self.model).__name__
             print(f"birl: {name} decodes without CUDA graphs, which is slower: {self.eager}.", file=sys.stderr)
 
-    def step_of_graph(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
-        """Logits [B, V] of the next tokens; nothing here looks at a value."""
+    def step_of_graph(self, tokens: Tensor, lengths: Tensor, table: Tensor, states: Tensor | None = None) -> Tensor:
+        """Logits [B, V] of the next tokens; nothing here looks at a value. `states`: places of layers' states [B]."""
         assert self.cache is not None
         layout = Paged.plain(self.cache, table, lengths)
+        if states is not None and state_bytes(self.model):
+            layout = replace(layout, states=states.long())
         return logits(self.model, hidden_states(self.model, tokens, lengths.long() - 1, layout))
 
     def release(self, cache: bool = False) -> None:

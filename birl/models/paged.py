@@ -120,6 +120,7 @@ class Paged:
     masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # of each layer so far
     stretches: list[Stretch] = field(default_factory=list)  # whose state is whose, where layers keep one
+    states: Tensor | None = None  # [B] int64: that of each row, of sequences that have one already; no stretches then
     mutual: Mutual | None = None
 
     @classmethod
@@ -184,6 +185,8 @@ class Paged:
         return keys, values
 
     def carry(self, layer: int, rows: Tensor, step: Step) -> Tensor:
+        if self.states is not None:
+            return self.cache.states.carry_next(layer, rows, self.states, step)
         return self.cache.states.carry(layer, rows, self.stretches, step)
 
     def attend_rows(

@@ -172,13 +172,12 @@ def limiting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         limits = tuple(self.time_step_limit or UNLIMITED)
         if hidden_states.shape[1] > 1 or limits == UNLIMITED:
             return forward(self, hidden_states, *args, **options)
+        bounds = [t + math.log(-math.expm1(-t)) if t > 0 else -math.inf for t in limits]
 
         def clamp(module: nn.Module, given: Any, out: Tensor) -> Tensor:
             rest, dt = out.split([out.shape[-1] - self.num_heads, self.num_heads], -1)
-            steps = torch.tensor(limits, dtype=torch.float64, device=out.device)
-            bounds = (steps + torch.log1p(-torch.exp(-steps)))[:, None] - self.dt_bias
             factor = getattr(self, "mup_vector", self.dt_bias.new_ones(1)).flatten()[-self.num_heads :]
-            least, most = (bounds / factor).to(dt.dtype)
+            least, most = (((bound - self.dt_bias.double()) / factor).to(dt.dtype) for bound in bounds)
             return torch.cat([rest, dt.clamp(least, most)], -1)
 
         handle = self.in_proj.register_forward_hook(clamp)
@@ -286,6 +285,16 @@ class States:
             out[0, firsts] = step(rows[0, firsts][:, None], state)[:, 0]
             self.write(layer, places, state)
         return out
+
+    def carry_next(self, layer: int, rows: Tensor, places: Tensor, step: Step) -> Tensor:
+        """Rows [1, B, H]: the next token of each of B sequences, whose states are at `places` [B] int64. Nothing here
+        looks at a value, and what is written stays where it is."""
+        kept = self.layers[layer]
+        state = State(**{name: tensor.index_select(0, places) for name, tensor in kept.items()})
+        out = step(rows[0, :, None], state)[:, 0]
+        for name, new in state.tensors.items():
+            kept[name].index_put_((places,), new.to(kept[name].dtype))
+        return out[None]
 
     def read(self, layer: int, places: list[int]) -> State:
         return State(**{name: kept[places] for name, kept in self.layers[layer].items()})

@@ -123,7 +123,7 @@ GREEDY, WARM = SamplingParams(max_tokens=6, temperature=0.0), SamplingParams(max
 def test_rows_that_fill_up_touch_the_scratch_page_alone() -> None:
     written: list[tuple[list[int], list[int]]] = []
 
-    def step(tokens: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def step(tokens: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         place = (lengths.long() - 1) // 32
         written.append((table.gather(1, place[:, None])[:, 0].tolist(), lengths.tolist()))
         return torch.nn.functional.one_hot(tokens + 1, 50).float() * 100
@@ -148,7 +148,7 @@ def test_rows_that_fill_up_touch_the_scratch_page_alone() -> None:
 def test_lengths_move_on() -> None:
     lengths_seen: list[list[int]] = []
 
-    def step(tokens: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def step(tokens: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         lengths_seen.append(lengths.tolist())
         return torch.zeros(len(tokens), 5)
 

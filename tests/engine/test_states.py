@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from birl.config.schema import Engine
+from birl.engine import graphs, runner
 from birl.engine.engine import EmbeddedEngine
+from birl.engine.graphs import Graphs
 from birl.engine.open import check_cache
 from birl.engine.request import Request
 from birl.errors import BirlError
@@ -58,6 +60,24 @@ class Bench:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_graphs_change_no_token(kind: str, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capturing is replaced by running eagerly, as in test_graphs.py: each row has its sequence's state, rows that only
+    fill up have one of nobody, and a prompt of one token begins without."""
+    options: list[dict[str, Any]] = [{}, {"top_k": 5}]
+    single = [Bench(kind, compute).generate(sampled(6, **each)) for each in options]
+    monkeypatch.setattr(graphs, "captured", lambda device: lambda work: work)
+    monkeypatch.setattr(runner, "graphed", lambda device: True)
+    bench, bursts, run = Bench(kind, compute), list[int](), Graphs.run
+    monkeypatch.setattr(Graphs, "run", lambda self, **inputs: bursts.append(inputs["count"]) or run(self, **inputs))
+    for each, expected in zip(options, single, strict=True):
+        made = bench.generate(sampled(6, **each))
+        assert not bench.engine.runner.eager and max(bursts) > 1
+        assert [c.ids for c in made] == [c.ids for c in expected]
+        for a, b in zip(made, expected, strict=True):
+            assert a.logprobs.tolist() == pytest.approx(b.logprobs.tolist(), abs=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_sequences_keep_their_states_apart(kind: str, compute: ThreadPoolExecutor) -> None:
     """A group shares its prompt; a prompt goes through in pieces; places are given back and taken again."""
     bench = Bench(kind, compute)
@@ -93,19 +113,14 @@ def test_given_tokens_move_the_state_on(kind: str, compute: ThreadPoolExecutor) 
     bench.check(bench.generate(forced))
 
 
-def test_nothing_finds_pages_without_their_state(
-    compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_finds_pages_without_their_state(compute: ThreadPoolExecutor) -> None:
     bench = Bench("lfm2", compute)
-    scheduler, runner = bench.engine.scheduler, bench.engine.runner
+    scheduler = bench.engine.scheduler
     assert not (scheduler.cache or scheduler.early or scheduler.drafts.rows)
     turn = [(*PROMPTS[5], 7, 8)]
     bench.check(bench.generate(sampled(6)))
     bench.check(bench.generate(sampled(1), turn), turn)
     assert bench.engine.counters.reused == 2 * 40  # by the group alone
-    monkeypatch.setattr("birl.engine.runner.Graphs", lambda *args, **options: None)
-    runner.use_graphs((1,), scratch=0)
-    assert runner.graphs is None and "decodes without CUDA graphs" in capsys.readouterr().err
 
 
 def test_a_cache_that_states_fill_is_refused_with_the_cause(compute: ThreadPoolExecutor) -> None:

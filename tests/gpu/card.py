@@ -94,6 +94,7 @@ def card(monkeypatch: pytest.MonkeyPatch, launched: Callable[..., None]) -> Iter
         ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so"), "_ZN3c104impl26device_guard_impl_registryE"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     for name in ("digest_kernels", "fused_kernels", "paged_kernels", "sample_kernels"):
         module = Kernels(f"birl.models.{name}", launched)
         monkeypatch.setitem(sys.modules, module.__name__, module)

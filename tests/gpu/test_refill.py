@@ -36,7 +36,7 @@ def test_prompts_are_launched_beside_replayed_graphs(
         order.extend(["prompt"] if name == "write_kernel" else [])
 
     monkeypatch.setattr(graphs, "captured", lambda device: lambda work: lambda: order.append("replay"))
-    monkeypatch.setattr(graphs, "fill", lambda *args: None)  # a fake tensor has no memory to write to
+    monkeypatch.setattr(graphs, "fill", lambda *args, **options: None)  # a fake tensor has no memory to write to
     monkeypatch.setattr(FakeTensor, "tolist", lambda t: np.zeros(t.shape, dtype=int).tolist())
     with card(monkeypatch, launched):
         model = family("qwen3", torch.bfloat16, "cuda")
