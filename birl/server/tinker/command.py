@@ -46,7 +46,10 @@ from birl.server.tinker.service import TinkerService
 from birl.server.tinker.sessions import Sessions
 from birl.server.tinker.store import Store
 from birl.server.tinker.tenants import VARIABLE, Quota, Tenants
+from birl.server.tinker.turns import Turns
 from birl.server.tinker.work import Work
+
+RESERVE = 8  # of so many answers at once, one for tenants that have none under way
 
 
 def run(config: schema.Tinker) -> int:
@@ -209,12 +212,13 @@ def service_of(
     checkpoints = Checkpoints(store, base, memory, quota, sessions)
     words, seen = model.get_input_embeddings().weight.shape[0], policy.chat.pictures  # pyright: ignore
     work = Work(runs, passes, checkpoints, known, compute, Reader(words, engine.context, seen))
+    turns = Turns(config.max_batch, config.max_batch // RESERVE if len(known.keys) > 1 else 0)
     own = config.names or [short_name(str(policy.folder))]
     return TinkerService(
         names=tuple(dict.fromkeys([*own, short_name(str(policy.folder)), config.model.path])),
         tenants=known, quota=quota, store=store, sessions=sessions, promises=promises, runs=runs, work=work,
-        checkpoints=checkpoints, sampling=Sampling(base, engine, compute), most_rank=config.max_rank,
-        most_bytes=int(config.max_request_mb * 2**20), idle=config.idle_timeout,
+        checkpoints=checkpoints, sampling=Sampling(base, engine, compute, turns),
+        most_rank=config.max_rank, most_bytes=int(config.max_request_mb * 2**20), idle=config.idle_timeout,
     )  # fmt: skip
 
 

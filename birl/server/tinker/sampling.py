@@ -16,6 +16,8 @@ from birl.models.vision import plain
 from birl.seeds import derive_seed
 from birl.server.tinker import wire
 from birl.server.tinker.requests import Sample
+from birl.server.tinker.tenants import Tenant
+from birl.server.tinker.turns import Turns
 from birl.types import Completion, Stop
 
 EMPTY, NO_LOGPROB = 0, -99999.0  # what an empty cell of a table of likeliest tokens has
@@ -38,16 +40,21 @@ class Sampling:
     base: SharedBase
     engine: EmbeddedEngine
     compute: Executor
+    turns: Turns
 
-    async def answer(self, sample: Sample, adapter: AdapterWeights | None, number: int) -> bytes:
+    async def answer(self, tenant: Tenant, sample: Sample, adapter: AdapterWeights | None, number: int) -> bytes:
         """A message SampleResponse. `number`: of the request, for its seed where it names none."""
         seed = sample.params.seed if sample.params.seed is not None else number
-        asked = [
-            self.engine.generate(sample.prompt, replace(sample.params, seed=derive_seed(seed, i)), adapter=adapter)
-            for i in range(sample.count)
-        ]
+
+        async def one(i: int) -> Completion:
+            async with self.turns.turn(tenant):
+                params = replace(sample.params, seed=derive_seed(seed, i))
+                result = await self.engine.generate(sample.prompt, params, adapter=adapter)
+                tenant.sampled += len(result.tokens)
+            return result
+
         loop = asyncio.get_running_loop()
-        completions = await asyncio.gather(*asked)
+        completions = await asyncio.gather(*map(one, range(sample.count)))
         scores = await loop.run_in_executor(self.compute, self.score, sample, adapter, seed)
         tops: list[Top | None] = [None] * len(completions)
         if sample.top_sampled:

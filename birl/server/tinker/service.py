@@ -238,7 +238,7 @@ class TinkerService:
         try:
             with tenant.holding(self.quota, asked.tokens):
                 weights = await asyncio.to_thread(self.checkpoints.weights, sampler)
-                body = await self.sampling.answer(asked, weights, hash_of(sampler.id, seq))
+                body = await self.sampling.answer(tenant, asked, weights, hash_of(sampler.id, seq))
                 promise.settle(Answer(body, PROTO))
         except asyncio.CancelledError:
             promise.settle(Answer.failure("The request was cancelled."))

@@ -40,13 +40,14 @@ class Quota:
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """`served`: tokens computed for it, by which the next one is chosen. `reading`: one of its requests is read,
-    and its pictures decoded, at a time, so that threads are left for other tenants."""
+    """`served`, `sampled`: tokens computed for it in training and in sampling, by which the next one is chosen.
+    `reading`: one of its requests is read, and its pictures decoded, at a time, so that threads are left for others."""
 
     name: str
     tokens: int = 0
     requests: int = 0
     served: float = 0.0
+    sampled: float = 0.0
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
