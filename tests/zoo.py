@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from birl.models import attention
+from birl.models.load import known
 
 WORDS = 320
 #: by the name of an option, in whatever config has a number there
@@ -47,10 +48,14 @@ OPTIONS: dict[str, dict[str, Any]] = {kind: {"num_key_value_heads": 4, "head_dim
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_n_heads": 8},
+    "gemma3n_text": {
+        **{"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6},
+        **{"num_kv_shared_layers": 2, "intermediate_size": [96] * 6, "laurel_rank": 8},
+        **{"activation_sparsity_pattern": [0.9, *[0.0] * 5], "vocab_size_per_layer_input": WORDS},
+    },
     "gemma4_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_hidden_layers": 2,
-        "global_head_dim": 32,
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+        **{"global_head_dim": 32, "num_kv_shared_layers": 2},
     },
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 16},
     "hrm_text": {"initializer_range": 0.05},  # it runs its layers so often that more rounding than that would tell
@@ -68,6 +73,8 @@ OPTIONS: dict[str, dict[str, Any]] = {kind: {"num_key_value_heads": 4, "head_dim
     "ministral": {"head_dim": 16},
     "recurrent_gemma": {"block_types": ["recurrent", "attention", "recurrent"]},
     "nemotron": {"num_key_value_heads": 2},
+    **{kind: {"rotary_dim": 8} for kind in ("gptj", "codegen")},
+    "xlstm": {"num_blocks": 3, "hidden_size": 128, "embedding_dim": 128},  # its cache wants multiples of 64
 }
 #: too large whatever their config says, or not to be had by a config alone
 LEFT_OUT = {
@@ -92,6 +99,7 @@ def shrunk(config: PreTrainedConfig) -> dict[str, Any]:
 
 def build(kind: str, **options: Any) -> PreTrainedModel:
     """With birl's attention, and norms and biases that are no constants. Raises whatever transformers raises."""
+    known(kind)
     whole = AutoConfig.for_model(kind)
     small = shrunk(whole)
     text = getattr(whole, "text_config", None)

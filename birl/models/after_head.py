@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # its power
-CAPS = ("final_logit_softcapping", "logits_soft_cap")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 KNOWN: "WeakKeyDictionary[nn.Module, AfterHead | None]" = WeakKeyDictionary()
 
 

@@ -20,7 +20,20 @@ from birl.models import attention
 from birl.models.slots import Witness, body_of, computed_by
 
 KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "moe", "mlp"}
-KINDS |= {"conv", "linear_attention", "hybrid", "recurrent"}  # with a state: what computes them is looked at by name
+KINDS |= {"global", "local"}  # GPT-Neo
+#: with a state: what computes them is looked at by name
+KINDS |= {"conv", "linear_attention", "hybrid", "hybrid_sliding", "recurrent"}
+ALIBI = "its attention adds a bias by distance to every score (alibi), for which birl has no rule"
+QWEN4 = (
+    "its embeddings are looked up by the ids of the tokens before, too (n-grams), and an indexer chooses the keys of "
+    "each query, for both of which birl has no rule"
+)
+#: by model type, where what is tried below would name a symptom
+REASONS = {
+    **dict.fromkeys(("bloom", "mpt"), ALIBI),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), QWEN4),
+    "rwkv": "its forward pass divides its own weights, and each of its blocks keeps two states",
+}
 TOKENS = 13  # a number that is no model's number of heads
 SPOILT = 6  # the token that is NaN
 ALIKE = 1e-3  # of the largest number: more is no rounding
@@ -29,6 +42,8 @@ ALIKE = 1e-3  # of the largest number: more is no rounding
 def check_layers(model: nn.Module) -> None:
     """Raises `BirlError` that names the first kind of layer, or module, for which there is no rule."""
     name, config = type(model).__name__, cast(Any, model).config.get_text_config()
+    if why := REASONS.get(config.model_type):
+        raise BirlError(f"birl does not support {name}: {why}.")
     for option, kinds in vars(config).items():
         if not isinstance(kinds, list | tuple) or len(kinds) != config.num_hidden_layers:
             continue
@@ -105,7 +120,11 @@ class Pass:
             return output
 
         hooks = [cast(Any, self.model).get_input_embeddings().register_forward_hook(spoil)] if spoilt else []
+        experts = [m for m in self.model.modules() if hasattr(m, "is_transposed")]
+        sorted_rows = {id(inner) for m in experts for inner in m.modules() if inner is not m}  # by expert
         for path, module in self.model.named_modules():
+            if id(module) in sorted_rows:
+                continue
             hooks.append(
                 module.register_forward_hook(
                     lambda m, args, options, output, path=path: note(path, args, options, output), with_kwargs=True

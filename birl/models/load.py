@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ from birl.models.heads import add_score_head
 from birl.named import template_file
 from birl.regular import check_all, inside, read_json, read_text
 
+#: by model type: where transformers looks for its attention by name
+TABLES = {
+    "gptj": ("gptj.modeling_gptj", "GPTJ_ATTENTION_CLASSES"),
+    "gpt_neo": ("gpt_neo.modeling_gpt_neo", "GPT_NEO_ATTENTION_CLASSES"),
+    "falcon": ("falcon.modeling_falcon", "FALCON_ATTENTION_CLASSES"),
+}
 MAKING = threading.RLock()
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 REWARD_MODEL: dict[str, Any] = {
@@ -102,9 +109,18 @@ def score_weight(file: Path) -> Tensor | None:
 
 def model_class(config: Any, pictures: bool = False) -> Any:
     """transformers' class for a config. `pictures`: the one that sees them, where the text alone has one, too."""
+    known(config.model_type)
     autos = AutoModelForImageTextToText, AutoModelForCausalLM
     sees, reads = (auto._model_mapping.get(type(config), None) for auto in autos)
     return autos[0] if sees is not None and (pictures or reads in (None, sees)) else autos[1]
+
+
+def known(model_type: str) -> None:
+    """Before a model is built: where its attention is looked up by name, birl's is there (`handing.py`)."""
+    if model_type in TABLES:
+        file, name = TABLES[model_type]
+        table = getattr(import_module(f"transformers.models.{file}"), name)
+        table.setdefault(attention.NAME, table["eager"])
 
 
 def load_model(

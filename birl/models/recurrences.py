@@ -3,6 +3,8 @@
     lightning   S_t = exp(-s) S_(t-1) + k_t v_t',   y_t = S_t' q_t      MiniMax, arXiv:2401.04658
     griffin     h_t = a_t h_(t-1) + sqrt(1 - a_t^2) i_t x_t             RG-LRU, arXiv:2402.19427
     mamba 1     h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t,   y_t = C_t h_t + D x_t    arXiv:2312.00752
+    mLSTM       C_t = f_t C_(t-1) + i_t k_t v_t',  n_t = f_t n_(t-1) + i_t k_t       xLSTM, arXiv:2405.04517
+    CCA         convolved queries and keys, half of each value from the token before  Zaya, arXiv:2510.04476
 
 Each takes a layer's rows [B, T, H] of B sequences behind `state`, gives [B, T, H], and leaves the state behind them.
 """
@@ -78,6 +80,25 @@ def defined(mixer: Any) -> str:
     return next(k.__module__ for k in type(mixer).__mro__ if k.__name__ in MAMBA1)
 
 
+def mlstm(forward: Any, layer: Any, rows: Tensor, state: State) -> Tensor:
+    """transformers' own, whose state is a matrix, a vector and a number for each head: [B, heads, K V + K + 1]."""
+    keys, values = (n // layer.config.num_heads for n in (layer.qk_dim, layer.v_dim))
+    before = None
+    if state.recurrent is not None:
+        matrix, vector, number = state.recurrent.split([keys * values, keys, 1], -1)
+        before = matrix.unflatten(-1, (keys, values)), vector, number
+    result, (matrix, vector, number) = forward(layer, rows, before)
+    state.recurrent = torch.cat([matrix.flatten(-2), vector, number], -1)
+    return result
+
+
+def cca(forward: Any, layer: Any, rows: Tensor, state: State) -> Tensor:
+    """Queries, keys and values side by side; the last inputs of its convolutions and of its delayed values are kept."""
+    return torch.cat([part.flatten(2) for part in forward(layer, rows, state)], -1)
+
+
+#: around transformers' own forward, the first argument
+AROUND = {"xLSTMLayer": mlstm, "ZayaCCAProjection": cca}
 STEPS = {
     "MiniMaxLightningAttention": lightning,
     "RecurrentGemmaRecurrentBlock": griffin,

@@ -60,7 +60,7 @@ class Shape:
         config = config.get("text_config") or config
         try:
             hidden, kind = config["hidden_size"], config.get("model_type")
-            heads = 0 if kind in MAMBA else config["num_attention_heads"]
+            heads = 0 if kind in (*MAMBA, "xlstm") else config["num_attention_heads"]
             kv_heads = config.get("num_key_value_heads") or heads
             if kind == "falcon":
                 alone = config.get("multi_query") and not config.get("new_decoder_architecture")

@@ -46,11 +46,11 @@ class Witness:
 
     def carry(self, layer: int, rows: Tensor, step: Step) -> Tensor:
         state = State()
-        step(rows[:, :1], state)
+        part = step(rows[:, :1], state)
         if layer in self.states:
             raise BirlError(f"Layer {layer} keeps two states. birl does not support this architecture.")
         self.states[layer] = sum(t.nbytes for t in state.tensors.values())
-        return torch.zeros_like(rows)
+        return rows.new_zeros(*rows.shape[:2], part.shape[-1])
 
 
 def slots_of(model: nn.Module) -> tuple[Slot, ...]:
@@ -107,11 +107,19 @@ def computed_by(model: nn.Module, name: str) -> Iterator[None]:
     if before == name:
         yield
         return
-    any_model.set_attn_implementation(attention.named(any_model.config, name))
     try:
+        compute_by(any_model, name)
         yield
     finally:
-        any_model.set_attn_implementation(attention.named(any_model.config, before))
+        compute_by(any_model, before)
+
+
+def compute_by(model: Any, name: str) -> None:
+    """Also where transformers does not let a model's attention be replaced, and `handing.py` does."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(attention.named(model.config, name))
+    else:
+        model.config._attn_implementation_internal = name
 
 
 @contextmanager

@@ -33,10 +33,11 @@ MAMBA2 = ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mi
 MAMBA2 += ("Zamba2MambaMixer",)
 UNLIMITED = (0.0, math.inf)
 MAMBA1 = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")  # `recurrences.py`
-PAIRS = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")  # what they answer
+PAIRS = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock", "xLSTMLayer")  # what they answer
+CCA = "ZayaCCAProjection"  # which answers queries, keys and values
 #: by class of module, the argument of its forward that is transformers' cache
 CACHE = {
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv", *PAIRS), "past_key_values"),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv", CCA, *PAIRS), "past_key_values"),
     **dict.fromkeys(
         (
             *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
@@ -73,9 +74,12 @@ class State:
         return self.recurrent
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int = 0
     ) -> Tensor:
-        """New inputs [B, C, n] -> these behind those that were kept."""
+        """New inputs [B, C, n] -> these behind those that were kept. Without a size they are all that is kept."""
+        if not conv_kernel_size:
+            self.conv = conv_states
+            return conv_states
         inputs = conv_states if self.conv is None else torch.cat([self.conv, conv_states], -1)
         missing = max(conv_kernel_size - inputs.shape[-1], 0)
         self.conv = F.pad(inputs, (missing, 0))[..., -conv_kernel_size:]
@@ -101,7 +105,7 @@ def ask_layouts(model: nn.Module) -> None:
         return
     ASKING.add(model)
     for path, module in model.named_modules():
-        owner: Any = next(k for k in type(module).__mro__ if "forward" in vars(k))
+        owner: Any = next(k for k in type(module).__mro__ if "forward" in vars(k) and "handed" not in vars(k))
         if owner.__name__ in CACHE and owner not in ASKING:
             if not hasattr(Cache, "get_conv_state"):
                 raise BirlError(
@@ -117,6 +121,9 @@ def ask_layouts(model: nn.Module) -> None:
         for cache in {RELAYS[k.__name__] for k in type(module).__mro__ if k.__name__ in RELAYS}:
             module.register_forward_pre_hook(relaying(cache), with_kwargs=True)
             cast(Any, module)._can_checkpoint_with_cache = True  # else transformers takes it away
+    from birl.models.handing import hand_down  # which needs attention, which needs this file
+
+    hand_down(model)
 
 
 def relaying(cache: str) -> Callable[..., Any]:
@@ -130,10 +137,10 @@ def asking(forward: Callable[..., Any], cache: str, name: str) -> Callable[..., 
     def step(mixer: Any, rows: Tensor, state: State) -> Tensor:
         return forward(mixer, rows, **{cache: state})
 
-    if name in (*MAMBA1, *PAIRS):
-        from birl.models.recurrences import STEPS
+    if name in (*MAMBA1, *PAIRS, CCA):
+        from birl.models.recurrences import AROUND, STEPS
 
-        step = STEPS[name]
+        step = STEPS[name] if name in STEPS else partial(AROUND[name], forward)
 
     @wraps(forward)
     def inner(self: Any, hidden_states: Tensor, *args: Any, layout: Any = None, **options: Any) -> Any:
@@ -143,6 +150,9 @@ def asking(forward: Callable[..., Any], cache: str, name: str) -> Callable[..., 
         if not hasattr(layout, "carry"):
             raise BirlError(f"{type(self).__name__} keeps a state, which parallel.cp cannot split. Set parallel.cp=1.")
         result = layout.carry(self.layer_idx, hidden_states, partial(step, self))
+        if name == CCA:
+            sizes = [n * self.head_dim for n in (self.num_attention_heads, *[self.num_key_value_heads] * 2)]
+            return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in result.split(sizes, -1))
         return (result, None) if name in PAIRS else result
 
     return inner
@@ -210,7 +220,7 @@ def by_trees(trees: Sequence[Tree], rows: Tensor, step: Step) -> Tensor:
             left = given[place] if one else given[place][:0]
             behind[i] = Behind({name: each[place] for name, each in after.items()}, left)
             pieces[i] = out[len(given[place]) - every[i].count : len(given[place])]
-    return torch.cat(pieces)[None]
+    return torch.cat([piece for piece, node in zip(pieces, every, strict=True) if node.count])[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,20 +281,24 @@ class States:
         """Rows [1, T, H]: next tokens of all sequences at once, other stretches one by one."""
         if sum(s.count for s in stretches) != rows.shape[1]:
             raise BirlError(f"Layer {layer} keeps a state, but it is not known whose: birl's engine cannot run it so.")
-        out = torch.empty_like(rows)
+        out: Any = None  # [1, T, ...], as wide as what `step` gives
         single = [s for s in stretches if s.begun and s.count == 1]
         for s in stretches:
             if s.begun and s.count == 1:
                 continue
             state = self.read(layer, [s.place]) if s.begun else State()
-            out[:, s.first : s.first + s.count] = step(rows[:, s.first : s.first + s.count], state)
+            part = step(rows[:, s.first : s.first + s.count], state)
+            out = rows.new_empty(*rows.shape[:2], part.shape[-1]) if out is None else out
+            out[:, s.first : s.first + s.count] = part
             self.write(layer, [s.place], state)
         if single:
             firsts, places = [s.first for s in single], [s.place for s in single]
             state = self.read(layer, places)
-            out[0, firsts] = step(rows[0, firsts][:, None], state)[:, 0]
+            part = step(rows[0, firsts][:, None], state)[:, 0]
+            out = rows.new_empty(*rows.shape[:2], part.shape[-1]) if out is None else out
+            out[0, firsts] = part
             self.write(layer, places, state)
-        return out
+        return torch.empty_like(rows) if out is None else out
 
     def carry_next(self, layer: int, rows: Tensor, places: Tensor, step: Step) -> Tensor:
         """Rows [1, B, H]: the next token of each of B sequences, whose states are at `places` [B] int64. Nothing here

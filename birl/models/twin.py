@@ -24,16 +24,23 @@ POSITIONS = 64
 
 
 def shrunk(config: Any) -> Any:
-    """A copy of a config with few layers, one of each kind at least."""
+    """A copy of a config with few layers, one of each kind at least, also of those that share others' keys."""
     config = deepcopy(config)
     text = config.get_text_config()
-    before = text.num_hidden_layers
+    before, shared = text.num_hidden_layers, getattr(text, "num_kv_shared_layers", None) or 0  # the last ones
     by_layer = {n: v for n, v in vars(text).items() if isinstance(v, list | tuple) and len(v) == before}
     kinds = [tuple(repr(v[i]) for v in by_layer.values()) for i in range(before)]
-    layers = min(before, max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]))
-    text.num_hidden_layers = layers
+
+    def least(kinds: list[Any]) -> int:
+        return min(len(kinds), max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]))
+
+    own = before - shared
+    kept = [*range(least(kinds[:own])), *range(own, own + least(kinds[own:]))]
+    text.num_hidden_layers = len(kept)
+    if shared:
+        text.num_kv_shared_layers = least(kinds[own:])
     for name, value in by_layer.items():
-        setattr(text, name, value[:layers])
+        setattr(text, name, type(value)(value[i] for i in kept))
     text.vocab_size = min(text.vocab_size, WORDS)
     if getattr(text, "pad_token_id", None) is not None:
         text.pad_token_id = 0

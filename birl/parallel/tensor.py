@@ -31,6 +31,8 @@ from birl.parallel.regions import Regions
 # gathering a parameter that FSDP and tp cut along the same dimension takes two collectives; it warns of that each time
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
+#: model types whose attention reads the number of heads from their config, not from what its projections give
+FIXED = {"stablelm"}
 #: for models without a plan of their own, by the last name of a module
 PLAN = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
@@ -80,6 +82,11 @@ def check(model: nn.Module, tp: int) -> dict[str, str]:
         raise BirlError(
             f"parallel.tp={tp}: layers of {type(model).__name__} keep states, which birl cannot share out. Set "
             "parallel.tp=1, and parallel.fsdp to split the weights."
+        )
+    if body.config.model_type in FIXED:
+        raise BirlError(
+            f"parallel.tp={tp}: the attention of {type(model).__name__} counts on all of its heads, of which a rank "
+            "has a part. Set parallel.tp=1, and parallel.fsdp to split the weights."
         )
     kinds = plan(body, {s.key for s in slots})
     if not kinds:

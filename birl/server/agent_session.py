@@ -114,7 +114,7 @@ class Visit:
                 "history",
                 f"An agent changes its history: in turn {number} message {place} "
                 f"({reply.conversation[place].role}) is not what it was. So the turn begins a new sample, "  # pyright: ignore[reportAttributeAccessIssue]
-                f"and the {len(result[1].prompt)} tokens of its prompt are trained on again. Told once.",
+                f"and the {len(result[1].prompt)} tokens of its prompt are computed again. Told once.",
             )
         return result
 

@@ -1,8 +1,9 @@
 """Every causal language model of transformers, tiny and random, through birl: `python -m tests.models.sweep [KIND ...]`
 prints what is supported, measured against transformers' own generation and its own attention; `--write` writes it to
-docs/models.md."""
+docs/models.md, where other architectures keep what was measured before."""
 
 import asyncio
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -317,7 +318,33 @@ def main(arguments: Sequence[str]) -> None:
             pictures[kind] = seen(kind)
             print(kind, "pictures", pictures[kind], flush=True)
     if "--write" in arguments:
+        known = ({}, {}) if names is KINDS else written(PAGE.read_text(encoding="utf-8"))
+        results = {k: r for k in KINDS if (r := results.get(k) or known[0].get(k))}
+        pictures = {k: r for k in test_vision.KINDS if (r := pictures.get(k) or known[1].get(k))}
         PAGE.write_text(page(results, pictures), encoding="utf-8")
+
+
+def written(text: str) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
+    """What `page` has written, its arguments again."""
+    results, pictures, columns = dict[str, dict[str, str]](), dict[str, dict[str, str]](), list[str]()
+    for row in text.splitlines():
+        if row.startswith("| model type |"):
+            columns = [column.strip() for column in row.strip("|").split("|")][1:]
+        elif row.startswith("| "):
+            kind, *cells = [plain(each.strip()) for each in re.split(r"(?<!\\)\|", row)[1:-1]]
+            own = ["" if each == "yes" else each for each in cells]
+            if "engine" in columns:
+                pictures[kind] = dict(zip(columns, own, strict=True))
+            elif len(columns) > 1:
+                results[kind] = dict(zip(columns, own, strict=True))
+            elif kind not in LEFT_OUT:
+                results[kind] = {"refused" if "verify" in columns[0] else "unbuilt": own[0]}
+    return results, pictures
+
+
+def plain(text: str) -> str:
+    """`cell` undone."""
+    return re.sub(r"\\([|<>_*`])", r"\1", text)
 
 
 if __name__ == "__main__":

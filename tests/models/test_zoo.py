@@ -9,12 +9,13 @@ import torch
 import transformers
 
 from birl.errors import BirlError
-from birl.models import twin
+from birl.models import layer_rules, twin
 from birl.models.after_head import AfterHead, after_head
 from birl.models.logprobs import token_logprobs
 from birl.models.verify import verify
 from birl.models.vision import FAMILIES
-from tests.models.sweep import NONE, PAGE, measured
+from tests.models import sweep
+from tests.models.sweep import NONE, PAGE, measured, written
 from tests.zoo import KINDS, LEFT_OUT, build
 
 #: sinks and windows; caps of scores and logits; a factor of logits and windows; chunks, none and rotary by layer; MLA;
@@ -22,8 +23,10 @@ from tests.zoo import KINDS, LEFT_OUT, build
 QUICK = ("gpt_oss", "gemma2", "cohere2", "llama4_text", "deepseek_v2", "gemma4_text", "lfm2", "qwen3_5_text", "bamba")
 REFUSED = {
     "deepseek_v32": "layer 0 is of the kind indexed_attention",
-    "xlstm": r"xLSTMLayer \(backbone\.blocks\.0\.mlstm_layer\) lets tokens see one another",
-    "bloom": r"BloomAttention \(transformer\.h\.0\.self_attention\) lets tokens see one another",
+    "bloom": r"adds a bias by distance to every score \(alibi\)",
+    "rwkv": "each of its blocks keeps two states",
+    "qwen4_exp_text": "an indexer chooses the keys of each query",
+    "xglm": r"XGLMAttention \(model\.layers\.0\.self_attn\) lets tokens see one another",
     "bart": r"BartLearnedPositionalEmbedding \(model\.decoder\.embed_positions\) counts a token's place",
     "bert": "BertSelfAttention wants attention that birl has no rule for: later tokens are seen",
     "doge": "DogeAttention wants attention that birl has no rule for: a mask of its own",
@@ -56,6 +59,12 @@ def test_the_page_has_a_row_for_each() -> None:
     assert not any(f"\n| {kind} |" in accepted for kind in REFUSED)
 
 
+def test_the_page_can_be_read_again() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    head, _, rest = sweep.page(*written(page)).partition("\n| model type |")
+    assert head and page.endswith(f"\n| model type |{rest}")
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_has_no_rule_is_refused_by_name(kind: str) -> None:
     with pytest.raises(BirlError, match=REFUSED[kind]):
@@ -63,14 +72,15 @@ def test_what_has_no_rule_is_refused_by_name(kind: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0])
-def test_small_weights_hide_nothing(scale: float) -> None:
+def test_small_weights_hide_nothing(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers with a state that birl has no rule for."""
-    model: Any = build("zaya")
+    model: Any = build("rwkv")
+    monkeypatch.setattr(layer_rules, "REASONS", {})
     with torch.no_grad():
-        for layer in model.model.layers:
-            for parameter in layer.self_attn.qkv_proj.parameters():
+        for block in model.rwkv.blocks:
+            for parameter in block.attention.parameters():
                 parameter *= scale
-    with pytest.raises(BirlError, match=r"ZayaCCAProjection \(model\.layers\.0\.self_attn\.qkv_proj\) lets tokens see"):
+    with pytest.raises(BirlError, match=r"ZeroPad2d \(rwkv\.blocks\.0\.attention\.time_shift\) lets tokens see"):
         verify(model)
 
 

@@ -553,7 +553,7 @@ def test_a_rewritten_history_is_told_once_with_its_turn(capsys: pytest.CaptureFi
         turn = here.session.turns[5]
         assert told == (
             "An agent changes its history: in turn 5 message 1 (assistant) is not what it was. So the turn begins a "
-            f"new sample, and the {len(turn.prompt)} tokens of its prompt are trained on again. Told once."
+            f"new sample, and the {len(turn.prompt)} tokens of its prompt are computed again. Told once."
         )
 
     played(Scripted(lambda prompt: "seven"), body, turns=20)

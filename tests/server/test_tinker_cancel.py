@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from birl.server.tinker.inputs import Reader
 from birl.server.tinker.routes import app
 from birl.server.tinker.tenants import Tenant
 from tests.server.tinker_server import KEYS, without_model
@@ -31,7 +32,7 @@ class Endless:
 
 async def run(root: Path) -> None:
     sampling = Endless()
-    service = without_model(root, sampling=sampling, work=SimpleNamespace(words=320, context=512))
+    service = without_model(root, sampling=sampling, work=SimpleNamespace(reader=Reader(320, 512)))
     alice, bob = (
         httpx.AsyncClient(
             transport=httpx.ASGITransport(app(service)), base_url="http://localhost/api/v1",

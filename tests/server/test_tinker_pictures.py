@@ -83,7 +83,9 @@ def test_its_numbers_are_the_learners_and_its_gradient_is_transformers(
     assert not any("visual" in name for name in first)
     b.model.requires_grad_(True).zero_grad(set_to_none=True)
     (-torch.cat([b.logprobs((*before, *a), len(before)) for a in answers]).sum()).backward()
-    norms = [(ALPHA / 4 * m.weight.grad @ first[f"{n}.lora_A"].T).norm() for n, m in layers.items()]  # B is 0
+    norms = [
+        (ALPHA / 4 * torch.Tensor(m.weight.grad) @ first[f"{n}.lora_A"].T).norm() for n, m in layers.items()
+    ]  # B is 0
     assert found["norm"]["grad_norm"] == pytest.approx(float(torch.stack(norms).norm()), rel=1e-4)
     learned, weights = adapter(found["state"]), {n: m.weight.detach().clone() for n, m in layers.items()}
     with torch.no_grad():

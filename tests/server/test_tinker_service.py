@@ -82,7 +82,7 @@ def test_what_is_sampled_has_the_trainers_log_probs(server: Server) -> None:
         ({"tokens": [5, 6], "weights": [1.0, 1.0]}, "data[0]: target_tokens is missing"),
         (text([5, 6, 100_000]), "100000 is no token; the model has 320"),
         (text([-1, 6, 7]), "-1 is no token"),
-        (text([5] * 600), "data[0]: has 599 tokens; a sequence has 1 to 512"),
+        (text([5] * 600), "data[0].model_input: has 599 tokens or more; a sequence has 1 to 512"),
     ],
 )
 def test_data_that_cannot_be_is_answered_with_the_reason_and_stops_nothing(
@@ -293,10 +293,12 @@ def test_what_is_no_list_or_number_is_refused_with_its_name(server: Server) -> N
     run = alice.run(alice.session())
     failed = alice.wait(alice.post("optim_step", model_id=run, seq_id=1, adam_params={"learning_rate": HUGE}))
     assert "learning_rate: must be" in failed["error"]
+    failed = alice.wait(alice.post("optim_step", model_id=run, seq_id=2, adam_params={"learning_rate": None}))
+    assert "learning_rate: is null" in failed["error"]  # NaN of the client; the default was taken in its place
     number = wire.bytes_field(3, wire.bytes_field(1, wire.bytes_field(1, wire.number_field(1, 7))))
-    body = wire.bytes_field(1, run.encode()) + wire.number_field(2, 2) + number
+    body = wire.bytes_field(1, run.encode()) + wire.number_field(2, 3) + number
     assert alice.http.post("forward_backward", content=body).status_code == 400
-    alice.wait(alice.post("unload_model", model_id=run, seq_id=2))
+    alice.wait(alice.post("unload_model", model_id=run, seq_id=3))
 
 
 def test_a_finished_session_takes_nothing_new(server: Server) -> None:

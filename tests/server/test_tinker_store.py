@@ -139,6 +139,39 @@ def test_a_snapshot_loses_no_request_that_was_accepted(tmp_path: Path, monkeypat
     assert [r.seq for r in store.journal(GOOD)] == [3]
 
 
+class Busy(Store):
+    """A request of the run comes while it is put to disk."""
+
+    def snapshot(self, *args: Any) -> None:
+        self.asked = threading.Thread(target=self.request)
+        self.asked.start()
+        self.asked.join(0.2)
+        super().snapshot(*args)
+
+
+def test_a_request_that_comes_while_its_run_is_put_to_disk_has_the_tensors_that_stay(tmp_path: Path) -> None:
+    """What it learned went into tensors that were dropped, and a snapshot said that it was in there."""
+    kept(tmp_path)
+    store = Busy(tmp_path)
+
+    def adapter(*_: Any) -> Any:
+        nothing = {"load": lambda *_: None, "load_gradients": lambda *_: None, "gradients": dict, "state": dict}
+        return SimpleNamespace(steps=1, **nothing)
+
+    shared: Any = SimpleNamespace(dtype=torch.float32, chosen=lambda _: {}, run=adapter)
+    runs, loaded = Runs(store, shared, Promises(), 0), []
+    runs.restore()
+    run = runs.by_id[GOOD]
+    run.adapter, run.done = adapter(), 2
+    store.request = lambda: loaded.append(runs.load(run))  # pyright: ignore
+    runs.unload(run)
+    store.asked.join()
+    assert loaded == [run.adapter] and run.snapshot == 2
+    run.working, run.done = object(), 3  # pyright: ignore
+    runs.unload(run)
+    assert run.adapter is loaded[0] and run.snapshot == 2  # it has something to do
+
+
 def test_a_full_disk_takes_nothing_that_was_accepted_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = kept(tmp_path)
     journal = store.run(GOOD) / "journal"

@@ -173,7 +173,7 @@ def given(datum: Datum, like: Tensor, kind: Kind, config: Config) -> Given:
 
 
 def tensor(values: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(like.device)
+    return torch.tensor(values.astype(np.float32), dtype=torch.float32, device=like.device)
 
 
 def number(config: Config, key: str, default: float) -> float:

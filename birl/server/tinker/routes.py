@@ -82,7 +82,7 @@ async def finish_session(service: TinkerService, tenant: Tenant, request: Reques
 
 
 async def create_model(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    return promised(service.create(tenant, await body(service, request)))
+    return promised(await service.create(tenant, await body(service, request)))
 
 
 async def get_info(service: TinkerService, tenant: Tenant, request: Request) -> Response:

@@ -112,16 +112,20 @@ class Runs:
         run.promises[seq] = result
         return result
 
-    def create(self, id: str, owner: str, base: str, config: LowRankConfig | None, metadata: dict[str, str]) -> Run:
-        """On disk, too. The same one where it is there already."""
+    def adapter(self, id: str, config: LowRankConfig) -> LowRankRun:
+        """A new one, for `create`; large ones take seconds. Raises `BirlError` where there is no room for it."""
+        self.make_room(parts_bytes(config, self.shared.chosen(config), self.shared.dtype), id)
+        return self.shared.run(config)
+
+    def create(self, id: str, owner: str, base: str, config: LowRankConfig | None, metadata: dict[str, str],
+               adapter: LowRankRun | None = None) -> Run:  # fmt: skip
+        """On disk, too. The same one where it is there already. `adapter`: of `config`."""
         if id not in self.by_id:
             if (self.store.run(id) / "run.json").exists():
                 raise BirlError(f"{id} is on this server's disk, and cannot be read: begin a new session.")
             run = Run(id=id, owner=owner, base=base, config=config, metadata=metadata, made=config is not None)
             if config is not None:
-                self.make_room(parts_bytes(config, self.shared.chosen(config), self.shared.dtype), run)
-                run.adapter = self.shared.run(config)
-                run.done = 0
+                run.adapter, run.done = adapter, 0
             self.store.make_run(id, run.about())
             self.by_id[id] = run
             if config is not None:
@@ -144,11 +148,15 @@ class Runs:
 
     def load(self, run: Run) -> LowRankRun:
         """Its tensors, from disk where they are not here. Raises `BirlError` where there is no room for them."""
+        with run.saving:  # while it is put to disk it is not here
+            return self._load(run)
+
+    def _load(self, run: Run) -> LowRankRun:
         if run.adapter is not None:
             return run.adapter
         if run.config is None:
             raise BirlError(f"{run.id} was not made: loading its checkpoint failed.")
-        self.make_room(parts_bytes(run.config, self.shared.chosen(run.config), self.shared.dtype), run)
+        self.make_room(parts_bytes(run.config, self.shared.chosen(run.config), self.shared.dtype), run.id)
         adapter = self.shared.run(run.config)
         snapshot = self.store.load_snapshot(run.id)
         if snapshot is not None:
@@ -159,13 +167,12 @@ class Runs:
         run.adapter = adapter
         return adapter
 
-    def make_room(self, size: int, wanted: Run) -> None:
+    def make_room(self, size: int, wanted: str) -> None:
         """Put the runs that were used longest ago to disk. Raises `BirlError` where that is not enough."""
-        idle = sorted((r for r in self.by_id.values() if r.adapter and r.working is None), key=lambda r: r.used)
+        idle = [r for r in list(self.by_id.values()) if r.adapter and r.working is None and r.id != wanted]
+        idle.sort(key=lambda r: r.used)
         while self.held() + size > self.memory and idle:
-            run = idle.pop(0)
-            if run is not wanted:
-                self.unload(run)
+            self.unload(idle.pop(0))
         if self.held() + size > self.memory:
             raise BirlError(
                 f"An adapter of this rank takes {size / 2**20:.0f} MiB in training; {self.held() / 2**20:.0f} of the "
@@ -175,7 +182,7 @@ class Runs:
     def held(self) -> int:
         return sum(
             parts_bytes(r.config, self.shared.chosen(r.config), self.shared.dtype)
-            for r in self.by_id.values()
+            for r in list(self.by_id.values())
             if r.adapter is not None and r.config is not None
         )
 
@@ -209,9 +216,15 @@ class Runs:
             log.warning("There is no snapshot of %s: %s.", run.id, error)
 
     def unload(self, run: Run) -> None:
-        """Raises `OSError` where the disk is full; then it stays."""
-        self.save(run)
-        run.adapter = None
+        """To disk, unless it has something to do. Raises `OSError` where the disk is full; then it stays."""
+        if not run.saving.acquire(blocking=False):
+            return
+        try:
+            if run.working is None:  # a request that comes from now on waits in `load`
+                self._save(run)
+                run.adapter = None
+        finally:
+            run.saving.release()
 
     def of(self, owner: str) -> list[Run]:
         return [run for run in self.by_id.values() if run.owner == owner]

@@ -93,9 +93,13 @@ class TinkerService:
             raise Refused(404, f"There is no sampling session {id[:80]!r}, or no longer.", "user")
         return found
 
-    def create(self, tenant: Tenant, data: Mapping[str, Any]) -> Promise:
+    async def create(self, tenant: Tenant, data: Mapping[str, Any]) -> Promise:
         """A run with a new adapter. An error is the promise's answer."""
         id = self._run_id(tenant, data)
+        async with tenant.reading:
+            return await self._create(id, tenant, data)
+
+    async def _create(self, id: str, tenant: Tenant, data: Mapping[str, Any]) -> Promise:
         if id in self.runs.by_id:
             return self.runs.promise(self.runs.by_id[id], 0)
         try:
@@ -114,7 +118,9 @@ class TinkerService:
                 unembed=requests.flag(lora, "train_unembed", True),
             )
             self._room_for_run(tenant)
-            self.runs.create(id, tenant.name, requests.words(data, "base_model"), config, requests.metadata(data))
+            base, about = requests.words(data, "base_model"), requests.metadata(data)
+            adapter = await asyncio.to_thread(self.runs.adapter, id, config)  # others are answered meanwhile
+            self.runs.create(id, tenant.name, base, config, about, adapter)
         except BirlError as error:
             promise = self.promises.make(f"{id}#0", tenant.name, brief=True)
             promise.settle(Answer.failure(str(error)))

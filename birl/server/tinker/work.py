@@ -111,6 +111,8 @@ class Work:
         params = data.get("adam_params")
         if not isinstance(params, Mapping) or data.get("optimizer_params") is not None:
             raise BirlError("Only AdamW is offered: send AdamParams.")
+        for name in (name for name, value in params.items() if value is None):
+            raise BirlError(f"{name}: is null, which the client sends for NaN and infinity.")
         how = AdamStep(
             learning_rate=requests.real(params, "learning_rate", 1e-4, 0.0, 1e6),
             beta1=requests.real(params, "beta1", 0.9, 0.0, 0.9999999),
