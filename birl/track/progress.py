@@ -72,12 +72,13 @@ def headline(metrics: Iterable[str]) -> str:
 
 def nothing_trained(metrics: Mapping[str, Any]) -> bool:
     """Did a step of `birl rl` leave the weights as they were, as no answer was better or worse than the others of its
-    group?"""
-    return metrics.get("updates/done") == 0 and metrics.get("updates/skipped", 0) > 0
+    group, or none had a reward?"""
+    idle = metrics.get("updates/skipped", 0) > 0 or metrics.get("tokens/trained") == 0
+    return metrics.get("updates/done") == 0 and idle
 
 
 def idle_words(idle: int, steps: int) -> str:
-    return f"nothing was trained: all rewards of a group are equal, in {idle} of {counted(steps, 'step')}"
+    return f"nothing was trained: all rewards of a group are equal or missing, in {idle} of {counted(steps, 'step')}"
 
 
 FAILURES = ("env_error", "engine_error", "timeout", "aborted")

@@ -136,7 +136,8 @@ class History:
         with self.lock:
             if self._glimpse is not None:
                 return ""
-            idle = (self._whole["updates/done"] == 0) & (self._whole["updates/skipped"] > 0)
+            empty = (self._whole["updates/skipped"] > 0) | (self._whole["tokens/trained"] == 0)
+            idle = (self._whole["updates/done"] == 0) & empty
         return idle_words(int(idle.sum()), len(idle)) if idle[-1:].any() else ""
 
     def about(self) -> dict[str, Any]:
