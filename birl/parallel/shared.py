@@ -89,10 +89,10 @@ def columns(x: NDArray[Any]) -> Iterator[Any]:
 
 def runs_of(flat: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
     """Values of equal neighbours and how many there are of each; None where there are too many runs."""
-    starts = np.flatnonzero(flat[1:] != flat[:-1]) + 1
-    if (len(starts) + 1) * FEW > len(flat):
+    changes = flat[1:] != flat[:-1]
+    if (np.count_nonzero(changes) + 1) * FEW > len(flat):
         return None
-    starts = np.concatenate([np.zeros(1, np.int64), starts])
+    starts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(changes) + 1])
     return flat[starts], np.diff(starts, append=len(flat))
 
 
