@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ def rank_processes(
                 os.environ[name] = value
                 stack.callback(os.environ.pop, name, None)
             folder.mkdir(parents=True, exist_ok=True)
+            stack.callback(leave_nothing_empty, folder)
             for rank in range(1, grid.size):
                 env = place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": str(threads)}
                 children.append(Child(rank, words, text, env, folder / f"rank-{rank}.log"))
@@ -70,6 +71,15 @@ def within_this_machine(folder: str) -> dict[str, str]:
     address of the machine, and what ranks send each other are pickles, without any authentication."""
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     return {STORE: f"{folder}/store"} | loopback
+
+
+def leave_nothing_empty(folder: Path) -> None:
+    """Logs of ranks that printed nothing, and the folder where there is nothing else, as after --dry-run."""
+    for log in folder.glob("rank-*.log"):
+        if not log.stat().st_size:
+            log.unlink()
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def leave() -> None:

@@ -17,9 +17,10 @@ from birl.config import schema
 from birl.config.load import load
 from birl.engines.client import Client
 from birl.errors import BirlError
+from birl.given import Given
 from birl.learner import checkpoint
 from birl.rollout.ledger import audit
-from birl.train.command import crew
+from birl.train.command import crew, train
 from tests.train import test_offline as offline
 from tests.train import test_rl as rl
 
@@ -195,6 +196,18 @@ def test_nobody_waits_when_rank_0_ends_between_two_calls(
         raise BirlError("a broken row")
     assert {*children(os.getpid())} <= before
     assert time.monotonic() - began < 300
+
+
+def test_what_wrote_nothing_leaves_nothing(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run on two ranks, and a run whose rows are wrong, left a folder with an empty log."""
+    monkeypatch.setattr("birl.process.subprocess", subprocess)  # a rank that is forked prints a warning
+    words = [f"model.path={tiny}", "data.train=[given]", f"run={tmp_path}/run", "threads=1", COPIES]
+    train(load(schema.DPO, words), dry_run=True, given=Given(train=offline.PAIRS))
+    assert not (tmp_path / "run").exists()
+    rows = [*offline.PAIRS, {"prompt": "Why?", "chosen": "So.", "rejected": "So."}]
+    with pytest.raises(BirlError, match="row 13: `chosen` and `rejected` are the same"):
+        train(load(schema.RM, words), given=Given(train=rows))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_rank_that_is_killed_ends_the_run(tiny: Path, tmp_path: Path) -> None:
