@@ -80,21 +80,21 @@ def defined(mixer: Any) -> str:
     return next(k.__module__ for k in type(mixer).__mro__ if k.__name__ in MAMBA1)
 
 
-def mlstm(forward: Any, layer: Any, rows: Tensor, state: State) -> Tensor:
+def mlstm(forward: Any, mixer: Any, rows: Tensor, state: State) -> Tensor:
     """transformers' own, whose state is a matrix, a vector and a number for each head: [B, heads, K V + K + 1]."""
-    keys, values = (n // layer.config.num_heads for n in (layer.qk_dim, layer.v_dim))
+    keys, values = (n // mixer.config.num_heads for n in (mixer.qk_dim, mixer.v_dim))
     before = None
     if state.recurrent is not None:
         matrix, vector, number = state.recurrent.split([keys * values, keys, 1], -1)
         before = matrix.unflatten(-1, (keys, values)), vector, number
-    result, (matrix, vector, number) = forward(layer, rows, before)
+    result, (matrix, vector, number) = forward(mixer, rows, before)
     state.recurrent = torch.cat([matrix.flatten(-2), vector, number], -1)
     return result
 
 
-def cca(forward: Any, layer: Any, rows: Tensor, state: State) -> Tensor:
+def cca(forward: Any, mixer: Any, rows: Tensor, state: State) -> Tensor:
     """Queries, keys and values side by side; the last inputs of its convolutions and of its delayed values are kept."""
-    return torch.cat([part.flatten(2) for part in forward(layer, rows, state)], -1)
+    return torch.cat([part.flatten(2) for part in forward(mixer, rows, state)], -1)
 
 
 #: around transformers' own forward, the first argument

@@ -66,6 +66,8 @@ class Shape:
                 alone = config.get("multi_query") and not config.get("new_decoder_architecture")
                 kv_heads = 1 if alone else config.get("num_kv_heads") or heads
             inner = config.get("expand", 2) * hidden if kind in MAMBA else config.get("intermediate_size") or 4 * hidden
+            if isinstance(inner, list | tuple):  # by layer
+                inner = sum(inner) // len(inner)
             experts = 0
             for name in ("num_experts", "num_local_experts", "n_routed_experts"):
                 experts = experts or config.get(name) or 0

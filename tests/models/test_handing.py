@@ -8,6 +8,7 @@ from torch import Tensor
 
 from birl.errors import BirlError
 from birl.learner.learner import Learner
+from birl.models.shape import Shape
 from birl.models.slots import computed_by, slots_of
 from birl.models.verify import verify
 from birl.parallel.ranks import Grid, Ranks
@@ -88,6 +89,12 @@ def test_the_measure_is_transformers_own(kind: str, monkeypatch: pytest.MonkeyPa
 )
 def test_every_shape_of_falcon(options: dict[str, int]) -> None:
     verify(build("falcon", **options))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gemma3n_text"])
+def test_the_cost_of_their_tokens_is_known(kind: str) -> None:
+    """Which packing asks for: Gemma 3n has a size of its MLP for each layer, xLSTM no heads of attention."""
+    assert Shape.of_model(build(kind)).pair_cost >= 0
 
 
 def test_falcon_with_alibi_is_refused() -> None:

@@ -271,10 +271,14 @@ def test_ordinary_transformers_are_accepted(tmp_path: Path, name: str, options: 
     ("name", "options", "reason"),
     [
         ("BertConfig", {**SMALL, "intermediate_size": 64}, "later tokens"),
-        ("BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "BloomAttention"),
-        ("FalconConfig", {**SMALL, "alibi": True}, "does not let birl replace"),
-        ("RwkvConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}, "lets tokens see one another"),
-        ("NemotronConfig", LLAMA_LIKE, "NemotronAttention .* does not hand on"),
+        ("BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "by distance to every score"),
+        ("FalconConfig", {**SMALL, "alibi": True}, "FalconAttention .* alibi"),
+        ("RwkvConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}, "keeps two states"),
+        (
+            "XGLMConfig",
+            {"vocab_size": 64, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
+            "XGLMAttention .* does not hand on",
+        ),
     ],
     ids=[
         "bidirectional",

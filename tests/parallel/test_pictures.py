@@ -80,7 +80,7 @@ SWAPPED = Grid(cp=2, context="ulysses")
         ),
         *((kind, False, grid) for kind in ("qwen3_vl", "gemma3") for grid in (PLAIN, SWAPPED, BOTH)),
         *((kind, False, Grid(cp=2)) for kind in ("gemma4", "internvl")),
-        *(("qwen3_vl_moe", False, Grid(**axes, ep=2)) for axes in ({"fsdp": 2}, {"cp": 2})),
+        *(("qwen3_vl_moe", False, grid) for grid in (Grid(fsdp=2, ep=2), Grid(cp=2, ep=2))),
         ("qwen3_5_moe", False, Grid(fsdp=2, ep=2)),
     ],
     ids=lambda value: f"{value} {value.context} {value.sequence}" if isinstance(value, Grid) else str(value),
