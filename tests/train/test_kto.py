@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 from birl.config import schema
 from birl.config.load import load
 from birl.data.examples import Example, load_pairs
+from birl.learner.learner import Learner
 from birl.learner.policy import load_policy
+from birl.parallel.crew import RankGroup
 from birl.parallel.ranks import Grid, Ranks
 from birl.train.build_rows import preferences
 from tests.parallel.processes import on_ranks
@@ -49,17 +51,28 @@ def examples(policy: Any, config: schema.DPO, rows: list[dict[str, Any]] | None)
 
 
 def reference_points(ranks: Ranks, tiny: Path, scale: float, capacity: int, limit: int = 0) -> dict[str, float]:
-    """What birl computes for each set of rows, with norms scaled in the policy but not in its reference."""
+    """What birl computes on rank 0 for each set of rows, with norms scaled in the policy but not in its reference."""
     words = [f"model.path={tiny}", "model.dtype=float32", "data.train=[given]", "preference.loss=kto", "threads=1"]
     words += [f"learner.tokens_per_microbatch={capacity}", f"model.max_length={limit}"]
+    words += [f"parallel.ddp={ranks.grid.ddp}", f"parallel.fsdp={ranks.grid.fsdp}"]
     config = load(schema.DPO, words)
     with ThreadPoolExecutor(1) as pool:
-        policy = load_policy(config.model, pool, ranks)
-    learner, objective = preferences(config, policy, ranks)
+        policy, crew = load_policy(config.model, pool, ranks), RankGroup(ranks)
+        learner, objective = preferences(config, policy, crew)
+        scaled(learner, scale)
+        if ranks.rank:
+            crew.follow(None, pool)
+            return {}
+        points: Any = objective
+        result = {name: points._divergence(examples(policy, config, rows)) for name, rows in ROWS.items()}
+        crew.close()
+        return result
+
+
+def scaled(learner: Learner, scale: float) -> None:
     for name, tensor in learner.masters.tensors.items():
         tensor.data.mul_(scale if "norm" in name else 1.0)
     learner.loaded(1)
-    return {name: objective._divergence(examples(policy, config, rows)) for name, rows in ROWS.items()}
 
 
 def by_definition(tiny: Path, scale: float, limit: int = 512) -> dict[str, float]:
@@ -115,5 +128,5 @@ def test_a_mixture_beyond_max_length_is_cut(tiny: Path) -> None:
 @pytest.mark.parametrize("grid", [Grid(ddp=2), Grid(fsdp=2)], ids=str)
 def test_ranks_change_nothing(tiny: Path, grid: Grid) -> None:
     alone = reference_points(Ranks(), tiny, 0.7, 128)
-    for got in on_ranks(grid, reference_points, tiny, 0.7, 128):
-        assert got == pytest.approx(alone, abs=1e-4, rel=1e-5)
+    got = on_ranks(grid, reference_points, tiny, 0.7, 128)[0]
+    assert got == pytest.approx(alone, abs=1e-4, rel=1e-5)
