@@ -142,6 +142,8 @@ def test_a_snapshot_loses_no_request_that_was_accepted(tmp_path: Path, monkeypat
 class Busy(Store):
     """A request of the run comes while it is put to disk."""
 
+    request: Callable[[], object]
+
     def snapshot(self, *args: Any) -> None:
         self.asked = threading.Thread(target=self.request)
         self.asked.start()
@@ -163,7 +165,7 @@ def test_a_request_that_comes_while_its_run_is_put_to_disk_has_the_tensors_that_
     runs.restore()
     run = runs.by_id[GOOD]
     run.adapter, run.done = adapter(), 2
-    store.request = lambda: loaded.append(runs.load(run))  # pyright: ignore
+    store.request = lambda: loaded.append(runs.load(run))
     runs.unload(run)
     store.asked.join()
     assert loaded == [run.adapter] and run.snapshot == 2
