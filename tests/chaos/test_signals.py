@@ -72,7 +72,8 @@ def test_a_signal_while_servers_start_does_not_wait_for_them(tmp_path: Path, num
     given(tmp_path)
     data = tmp_path / "data.jsonl"
     never = tmp_path / "never"
-    never.write_text(f"#!/bin/sh\ntouch {tmp_path}/starts-$$\nsleep 36000 {tmp_path}\n")
+    wait = "while :; do sleep 1; done"  # with the folder among its words, as a server has it
+    never.write_text(f"#!/bin/sh\ntouch {tmp_path}/starts-$$\nexec sh -c '{wait}' {tmp_path}\n")
     never.chmod(never.stat().st_mode | stat.S_IXUSR)
     words = command(tmp_path, 3, "engine.count=2", f"engine.python={never}", HOURS)
     if name == "eval":
