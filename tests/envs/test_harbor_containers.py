@@ -55,8 +55,8 @@ def rootfs(path: Path) -> None:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("image") / "root.tar"
-    if shutil.which("ldd") is None:
-        pytest.skip("no ldd")
+    if missing := [name for name in ("ldd", *PROGRAMS) if shutil.which(name) is None]:
+        pytest.skip(f"no {', '.join(missing)}")
     rootfs(path)
     return path
 
