@@ -1,28 +1,19 @@
 """Harbor's task folders in the sandbox: what its container would have, tests that nobody saw, and never a false 0."""
 
 import asyncio
-import json
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from birl.cli import main
-from birl.config.schema import Env as Keys
 from birl.envs.harbor import Config, Harbor
-from birl.envs.open import open_world
 from birl.errors import BirlError
-from birl.rollout.episode import run_episode
-from birl.rollout.session import Limits
 from birl.sandbox.open import tried
-from birl.text.chat import Chat
-from birl.types import Message, Outcome, Task, Trajectory
-from tests.rollout.scripted import Scripted, session
-from tests.tiny import tiny_tokenizer
+from birl.types import Outcome
+from tests.envs.harbor_play import play, ran
 
 TESTS = """#!/bin/bash
 if [ "$(cat /app/hello.txt 2>/dev/null)" = HELLO ]; then echo 1 > /logs/verifier/reward.txt
@@ -55,33 +46,6 @@ def folder(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return tmp_path / "tasks" / "hello"
-
-
-def ran(command: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'bash', 'arguments': {'command': command}})}\n</tool_call>"
-
-
-def play(folder: Path, answers: Sequence[str], **options: Any) -> tuple[Trajectory, str]:
-    """An episode, and the last prompt of it."""
-
-    async def episode() -> tuple[Trajectory, str]:
-        chat = Chat(tiny_tokenizer())
-        keys = {"tasks": str(folder.parent), "workers": "1", **options}
-        world = await open_world(Keys(kind="harbor", options=keys), chat.text)
-        try:
-            assert world.rows is not None
-            (row,) = world.rows("train")
-            asked = (Message(role="user", content=row["prompt"]),)  # type: ignore[call-overload]
-            engine = Scripted(answers, chat)
-            told = await run_episode(
-                world.open(Task(id="t", prompt=asked, columns=row)),  # type: ignore[arg-type]
-                session(engine, Limits(timeout=120.0), tokens=1500),
-            )
-            return told, chat.decode(engine.prompts[-1])
-        finally:
-            await world.close()
-
-    return asyncio.run(episode())
 
 
 def test_work_is_kept_from_call_to_call_and_tested(folder: Path) -> None:

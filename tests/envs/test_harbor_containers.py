@@ -2,7 +2,6 @@
 no registry is asked."""
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -14,18 +13,13 @@ from typing import Any
 
 import pytest
 
-from birl.config.schema import Env as Keys
 from birl.envs.harbor import Config
 from birl.envs.harbor_container import Containers
 from birl.envs.harbor_folder import read, read_all
-from birl.envs.open import open_world
 from birl.errors import BirlError
-from birl.rollout.episode import run_episode
-from birl.rollout.session import Limits
-from birl.text.chat import Chat
-from birl.types import Message, Outcome, Task, Trajectory
-from tests.rollout.scripted import Scripted, session
-from tests.tiny import tiny_tokenizer
+from birl.types import Outcome, Trajectory
+from tests.envs import harbor_play
+from tests.envs.harbor_play import ran
 
 PROGRAMS = ("bash", "sh", "cat", "tr", "rm", "ls", "sleep", "mkdir", "tail", "env")
 DOCKER = """FROM scratch
@@ -105,10 +99,6 @@ def folder(tmp_path: Path, root: Path) -> Path:
     return written(tmp_path / "tasks/hello", root)
 
 
-def ran(command: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'bash', 'arguments': {'command': command}})}\n</tool_call>"
-
-
 def names(program: str) -> list[str]:
     words = [program, "ps", "-a", "--format", "{{.Names}}"]
     listed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
@@ -116,27 +106,12 @@ def names(program: str) -> list[str]:
 
 
 def play(folder: Path, answers: Sequence[str], program: str, **options: Any) -> tuple[Trajectory, str]:
-    """An episode, and the last prompt of it. No container is left."""
+    """No container is left behind the episode."""
 
-    async def episode() -> tuple[Trajectory, str]:
-        chat = Chat(tiny_tokenizer())
-        keys = {"tasks": str(folder.parent), "workers": "1", "sandbox": program, **options}
-        world = await open_world(Keys(kind="harbor", options=keys), chat.text)
-        try:
-            assert world.rows is not None
-            (row,) = world.rows("train")
-            asked = (Message(role="user", content=row["prompt"]),)  # type: ignore[call-overload]
-            engine = Scripted(answers, chat)
-            told = await run_episode(
-                world.open(Task(id="t", prompt=asked, columns=row)),  # type: ignore[arg-type]
-                session(engine, Limits(timeout=120.0), tokens=1500),
-            )
-            assert names(program) == []
-            return told, chat.decode(engine.prompts[-1])
-        finally:
-            await world.close()
+    def ended() -> None:
+        assert names(program) == []
 
-    return asyncio.run(episode())
+    return harbor_play.play(folder, answers, ended, sandbox=program, **options)
 
 
 def test_work_is_kept_in_the_tasks_own_image_and_tested(folder: Path, program: str) -> None:
