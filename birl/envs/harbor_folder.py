@@ -17,11 +17,11 @@ MOST = 64 << 20  # bytes of all files of a task
 ROOTS = ("app", "workspace", "logs", "tests", "solution", "tmp")  # folders of the root that are there in the sandbox
 SECONDS = 600.0  # for tests, and for the build of an image, whose task does not say
 REWARDS = ("logs/verifier/reward.txt", "logs/verifier/reward.json")
-#: sections and keys of task.toml that would change what is played or tested
+#: what of task.toml would change what is played or tested -> the value that does not
 NOT_PLAYED = {
-    "environment": ("gpus", "tpu", "mcp_servers", "healthcheck"),
-    "verifier": ("environment", "env", "collect", "user"),
-    "solution": ("env",),
+    "environment": {"gpus": 0, "tpu": None, "mcp_servers": None, "healthcheck": None, "os": "linux"},
+    "verifier": {"environment": None, "env": None, "collect": None, "user": None, "environment_mode": "shared"},
+    "solution": {"env": None},
 }
 LEFT_OUT = ("FROM", "LABEL", "MAINTAINER", "EXPOSE", "USER", "CMD", "ENTRYPOINT", "SHELL", "HEALTHCHECK", "ARG")
 
@@ -91,13 +91,11 @@ def read(path: Path, build: str, container: bool = False) -> Folder:
 
 def check(path: Path, settings: Mapping[str, Any]) -> None:
     """Raises `BirlError` for what task.toml asks for and is not played."""
-    tables = {name: section(path, settings, name) for name in NOT_PLAYED}
-    given = [(table, name, tables[table].get(name)) for table, names in NOT_PLAYED.items() for name in names]
-    given += [("environment", "os", tables["environment"].get("os", "linux"))]
-    given += [("verifier", "environment_mode", tables["verifier"].get("environment_mode", "shared"))]
-    for table, name, value in given:
-        if value and value not in ("linux", "shared"):
-            raise BirlError(f"{path}/task.toml: {table}.{name}={value!r:.100}: is not supported by env=harbor.")
+    for table, names in NOT_PLAYED.items():
+        given = section(path, settings, table)
+        for name, plain in names.items():
+            if (value := given.get(name)) and value != plain:
+                raise BirlError(f"{path}/task.toml: {table}.{name}={value!r:.100}: is not supported by env=harbor.")
 
 
 def in_sandbox(environment: Path, build: str) -> dict[str, Any]:
