@@ -152,6 +152,7 @@ class Learner:
         self.device = device_of(model)  # where it computes: with `offload` FSDP keeps the parts in CPU memory
         self.ranks = ranks = ranks or Ranks()
         self.max_grad_norm, self.router_aux_coef, self.version, self.rounded = max_grad_norm, router_aux_coef, 0, 0
+        self.dtype = dtype
         self.replays = routing_for(model) if router_replay else None
         self.watched = routing_for(model) if router_aux_coef > 0 else None
         self.outputs = Outputs(model, temperature, gradient_checkpointing, ranks)

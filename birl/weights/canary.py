@@ -19,6 +19,7 @@ from functools import partial
 from math import inf, nan, sqrt
 
 import numpy as np
+import torch
 
 from birl.data.pack import Batch, pack
 from birl.errors import Malformed, WeightsFailed
@@ -28,7 +29,8 @@ from birl.types import Completion, Engine, Sample, SamplingParams
 LONGEST = 12  # tokens of a prompt that are used, its last ones; all but the first are scored
 DRAWN = 16  # tokens that are sampled after each prompt
 TIMES = 5.0  # the first proof's gap is what an engine may show later
-LEAST = 5e-3  # nats a token that are always allowed,
+EXACT, ROUNDED = 5e-3, 0.03  # nats a token that are always allowed in float32, in types of 16 bits (what their rounding
+# moves log-probs by grows as a model sharpens: 0.0005 untrained and 0.005 three steps on was seen),
 SPARSE = 0.04  # or this by the root of the number of tokens: the mean of a few says little
 REMEMBERED = 4  # versions before the current one
 NOTHING = 1e-5  # nats that weights must have moved log-probs by to be distinguished
@@ -160,7 +162,8 @@ class Canary:
         """Largest mean gap over so many tokens [nats]."""
         if not self.past:
             return self.max_gap
-        return min(self.max_gap, max(LEAST, SPARSE / sqrt(max(count, 1)), TIMES * self.usual))
+        least = EXACT if self.learner.dtype == torch.float32 else ROUNDED
+        return min(self.max_gap, max(least, SPARSE / sqrt(max(count, 1)), TIMES * self.usual))
 
     def why(self, most: float) -> str:
         if most == self.max_gap:
