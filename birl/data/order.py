@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 from typing import Any
 
 import numpy as np
@@ -235,7 +235,7 @@ class Order:
             for i, name in enumerate(known.ids)
         ]
         try:
-            names = list(function(states, self.step, rng))
+            names = list(islice(function(states, self.step, rng), len(states) + 1))  # a generator may have no end
         except BaseException as error:  # whatever the user's function raises
             why = harmless(error)
             raise BirlError(f"{key}: it failed at step {self.step}: {type(why).__name__}: {text_of(why)}") from why

@@ -37,6 +37,15 @@ def test_corrected_has_the_gradient_of_weight_and_estimate(name: str, case: Toke
     close(gradient_of(found, logp), differences(lambda at: sum(terms(at)), case.logp), EXACT)
 
 
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("sampled", [-0.1, -120.0])
+def test_a_token_that_the_policy_has_given_up_has_a_finite_loss(name: str, sampled: float) -> None:
+    logp = torch.tensor([-120.0, -0.1], dtype=torch.float32, requires_grad=True)
+    found = ESTIMATORS[name](logp, torch.tensor([-0.1, -120.0]))
+    for loss in (found, corrected(found, logp, torch.full((2,), sampled))):
+        assert loss.isfinite().all() and gradient_of(loss, logp).isfinite().all()
+
+
 def distributions(seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3)]
