@@ -8,6 +8,7 @@ Parts are runs of eight words, as in the checks of GPT-3 (arXiv:2005.14165, appe
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from unicodedata import normalize
 
 from birl.data.tasks import Tasks, prompt_text
 from birl.types import Task
@@ -15,6 +16,12 @@ from birl.types import Task
 RUN = 8  # words
 SHARE = 0.5  # of a question's own words, from which on it counts as copied
 COMMON = 10  # training prompts, or one in a hundred, beyond which a run is a form of words
+
+#: scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, kana and ideographs; each letter is a word
+UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\U00020000-\U0003ffff"
+WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[-+*/=<>^%]")
+#: signs with two forms, and characters that nobody sees
+SAME = str.maketrans("\u2212\u00d7\u00f7", "-*/", "\u00ad\u200b\u200c\u200d\u2060\ufeff")
 
 Words = tuple[str, ...]
 
@@ -79,8 +86,8 @@ def _part(text: Words, seen: dict[Words, Seen], most: int) -> tuple[str, float] 
 
 
 def words(task: Task) -> Words:
-    """Lower case; digits and signs that change a question are words, too."""
-    return tuple(re.findall(r"\w+|[-+*/=<>^%]", prompt_text(task).lower()))
+    """Whatever their case and Unicode form (NFKC); digits and signs that change a question are words, too."""
+    return tuple(WORD.findall(normalize("NFKC", prompt_text(task).translate(SAME)).casefold()))
 
 
 def runs(text: Words) -> Iterator[Words]:

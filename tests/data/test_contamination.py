@@ -33,6 +33,27 @@ def test_copies_are_named_whole_and_in_part(tmp_path: Path, capsys: pytest.Captu
     assert len(lines) == 3
 
 
+@pytest.mark.parametrize(
+    ("seen", "asked"),
+    [
+        ("Is the café open at Straße 7?", "is the cafe\u0301 OPEN at STRASSE \uff17?"),
+        ("How much is 7 - 4 * 2?", "How much\u00a0is 7 \u2212 4 \u00d7 2?"),
+        ("The answer is a word.", "The ans\u00adwer is\u200b a word."),
+    ],
+)
+def test_forms_of_unicode_do_not_hide_a_copy(tmp_path: Path, seen: str, asked: str) -> None:
+    train, validation = ([{"prompt": p, "answer": "1"}] for p in (seen, asked))
+    for name, rows in (("t", train), ("v", validation)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert main(["rl", "--contamination", f"data.train={tmp_path}/t.jsonl", f"data.validation={tmp_path}/v.jsonl"]) == 1
+
+
+def test_scripts_without_spaces_have_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    story, other = "农夫有三只羊和四只山羊星期一卖掉了五只", "今天天气很好我们一起去公园散步吧"
+    assert check(tmp_path, [f"请仔细阅读。{story}。"], [f"{story}还剩几只", other]) == 1
+    assert "1 of 2 validation rows are in the training data: 0 as they are, 1 in part" in capsys.readouterr().out
+
+
 def test_a_form_of_words_is_no_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     form = "You are a careful assistant who answers with one number. How much is {} plus {} if you count them?"
     train = [form.format(i, 2 * i) for i in range(100, 150)]
