@@ -21,8 +21,7 @@ def k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = ref_logp - logp: unbiased, never negative (GRPO arXiv:2402.03300 eq. 4). d is cut at
-    LOG_LIMIT, gradient too."""
+    """exp(d) - d - 1, d = min(ref_logp - logp, LOG_LIMIT): unbiased, never negative (GRPO arXiv:2402.03300 eq. 4)."""
     d = (ref_logp - logp).clamp(max=LOG_LIMIT)
     return d.exp() - d - 1
 
