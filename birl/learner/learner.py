@@ -148,11 +148,10 @@ class Learner:
     ) -> None:
         """`router_aux_coef`: weight of the balance of a mixture-of-experts model's experts (`routing.balance`) beside
         every loss. `router_replay`: tokens take the routes that their batch names."""
-        self.model, self.teacher, self.policies = model, teacher, None
+        self.model, self.teacher, self.policies, self.dtype = model, teacher, None, dtype
         self.device = device_of(model)  # where it computes: with `offload` FSDP keeps the parts in CPU memory
         self.ranks = ranks = ranks or Ranks()
         self.max_grad_norm, self.router_aux_coef, self.version, self.rounded = max_grad_norm, router_aux_coef, 0, 0
-        self.dtype = dtype
         self.replays = routing_for(model) if router_replay else None
         self.watched = routing_for(model) if router_aux_coef > 0 else None
         self.outputs = Outputs(model, temperature, gradient_checkpointing, ranks)
