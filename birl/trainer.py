@@ -62,12 +62,12 @@ P = ParamSpec("P")
 
 
 def _remembered(init: Callable[P, None]) -> Callable[P, None]:
-    """`_said` of the object: the parameters that were named. One that was set to its default still wins over a preset
+    """`_named` of the object: the parameters that were named. One that was set to its default still wins over a preset
     and over `args`."""
 
     @wraps(init)
     def begin(*own: P.args, **names: P.kwargs) -> None:
-        vars(own[0])["_said"] = frozenset(names)
+        vars(own[0])["_named"] = frozenset(names)
         init(*own, **names)
 
     return begin
@@ -78,7 +78,7 @@ class Started:
 
     config: Any
     choices: dict[str, str]
-    _said: frozenset[str]
+    _named: frozenset[str]
 
     def _begin(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -211,20 +211,20 @@ class Trainer(Started):
         model = _model(model)
         _known(names)
         both = {"num_generations": num_generations, "loss_type": loss_type}
-        more = names | {name: value for name, value in both.items() if value and name in self._said}
+        more = names | {name: value for name, value in both.items() if value and name in self._named}
         rewards = _judges(reward_funcs, env, train_dataset is not None or "data.train" in (overrides or {}))
         given |= _engines(num_rollout_workers, weight_sync_method, overrides or {}) | {"model.path": model}
         given |= _reward_keys(rewards, reward_weights, reward_funcs == "sandbox", launcher)
         given |= {
             "env.kind": env if isinstance(env, str) else f"given:{getattr(env, '__name__', type(env).__name__)}",
-            "rollout.max_tokens": _answer_tokens(max_tokens, max_completion_length, "max_tokens" in self._said),
+            "rollout.max_tokens": _answer_tokens(max_tokens, max_completion_length, "max_tokens" in self._named),
             "lora.rank": 16 if use_lora else 0,
             "data.train": _source(train_dataset),
             "data.validation": _source(eval_dataset),
             **({"steps": max_steps} if isinstance(max_steps, str) or max_steps > 0 else {"epochs": num_epochs}),
         }
-        said = {key for name, key in {**KEYS, **MORE}.items() if name in self._said and key in given}
-        keys = _theirs(args, more, model, len(rewards)) | _not_default(given) | {key: given[key] for key in said}
+        named = {key for name, key in {**KEYS, **MORE}.items() if name in self._named and key in given}
+        keys = _theirs(args, more, model, len(rewards)) | _not_default(given) | {key: given[key] for key in named}
         keys |= _loss(loss_type) | _scale(scale_rewards) | _clips(epsilon, epsilon_high)
         own = None if isinstance(env, str) else env
         self._given = Given(rewards=rewards, env=own, train=_rows(train_dataset), validation=_rows(eval_dataset))

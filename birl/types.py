@@ -69,7 +69,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message, as the model's template sees it. `thinking` is what the model said to itself before, where its
+    """One chat message, as the model's template sees it. `thinking` is what the model thought before, where its
     template sets that apart; `tool_calls` are an assistant's; a message of role `tool` answers `tool_call_id`, or the
     tool `name`. `pictures`: in order, one for each `PLACE` in `content`. Raises `ValueError` where these differ.
 

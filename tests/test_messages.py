@@ -33,7 +33,7 @@ ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
         ("plan --jsn", ["--jsn: `birl plan` has --memory GIB, --json"]),
         ("rl steps=-1 data.train=good.jsonl", ["steps=-1: must be at least 0."]),
         ("rl bad.yaml", ["bad.yaml, line 2, column 8: is not valid YAML"]),
-        ("rl list.yaml", ["list.yaml: expected keys and values, such as `optimizer: {lr: 1e-5}`, found a list"]),
+        ("rl list.yaml", ["list.yaml: expected keys and values, such as `optimizer: {lr: 1e-5}`, not a list"]),
         ("rl badd.yaml", ["badd.yaml: cannot be read: there is no such file. Did you mean bad.yaml?"]),
         ("rl track.mlflow=http://h:5000 data.train=good.jsonl", ["export MLFLOW_TRACKING_URI=..., then track.mlflow="]),
         ("eval data.validation=good.jsonl output=/proc/x.json", ["output=/proc/x.json cannot be written"]),

@@ -1,7 +1,7 @@
 """Parts of an algorithm by name, or `my_file.py:my_function`, with their options bound and checked.
 
 A surrogate is `f(logp, old_logp, advantages, sample, *, options) -> Surrogate`, an advantage is `f(rewards, group, *,
-options) -> advantages`. An option is found by its name: among the tensors of the step (`ref_logp`, `entropy`, `group`,
+options) -> advantages`. An option is read by its name: among the tensors of the step (`ref_logp`, `entropy`, `group`,
 `lengths`, ...), among the keys of `algorithm` (`clip_low`, ...), or in the list of `name=value` beside the function's
 key. Missing, unknown and mistyped options are reported before the run begins.
 """

@@ -1,6 +1,6 @@
 """The command line: `birl COMMAND [key=value ...]`. Everything heavy is imported by the command that needs it.
 
-Exit codes: 0 done; 1 a job of --multirun failed, `birl doctor` found something
+Exit codes: 0 done; 1 a job of --multirun failed, `birl doctor` reports something
 missing, `birl eval --validate` a wrong row, `birl reproduce` a figure outside its band, `birl status` a process that
 failed, `birl ledger` one that does not close, or `verify` of checkpoints and cache damage; 2 a mistake in the input; 3
 the watchdog ended a run in which nothing went on; 130 after Ctrl-C and 143 after SIGTERM, also where a training has

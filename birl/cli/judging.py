@@ -138,14 +138,14 @@ def failures(panel: Panel, judged: Judged) -> dict[str, dict[str, int]]:
 
 
 def answers(panel: Panel, judged: Judged) -> list[dict[str, Any]]:
-    """For the file: what people and judges gave each answer, and what the judges said."""
+    """For the file: what people and judges gave each answer, and the judges' replies."""
     result = []
     for gold, questions, verdicts in zip(judged.gold, judged.questions, judged.verdicts, strict=True):
         values = panel.values(gold.answers, questions, verdicts)
         for answer, human, value in zip(gold.answers, gold.human, values, strict=True):
-            said = [[v.said for q, v in zip(questions, own, strict=True) if answer in q.shown] for own in verdicts]
+            replies = [[v.reply for q, v in zip(questions, own, strict=True) if answer in q.shown] for own in verdicts]
             given = {"problem": str(value)} if isinstance(value, NoAnswer) else {"judge": value}
-            result.append({"prompt": gold.prompt, "answer": answer, "human": human, **given, "said": said})
+            result.append({"prompt": gold.prompt, "answer": answer, "human": human, **given, "replies": replies})
     return result
 
 
@@ -179,7 +179,7 @@ def _preferences(rows: Rows, config: schema.Eval) -> Iterator[Gold]:
     for i in range(len(rows)):
         pair = form.read(rows[i], rows.where(i))
         prompt = pair.prompt if pair.prompt is not None else pair.answers[0][:-1]
-        yield Gold(prompt=_asked(prompt), answers=tuple(map(_said, pair.answers)), human=(1.0, 0.0))
+        yield Gold(prompt=_asked(prompt), answers=tuple(map(_last_text, pair.answers)), human=(1.0, 0.0))
 
 
 def _scores(rows: Rows, config: schema.Eval) -> Iterator[Gold]:
@@ -192,16 +192,16 @@ def _scores(rows: Rows, config: schema.Eval) -> Iterator[Gold]:
         )
     for i in range(len(rows)):
         row, where = rows[i], rows.where(i)
-        asked, said, value = pick(row, prompt), pick(row, response), pick(row, score)
+        asked, answer, value = pick(row, prompt), pick(row, response), pick(row, score)
         if not isinstance(value, bool | int | float) or not abs(value) < inf:
             raise BirlError(f"{where}: `{score}` is {value!r:.100}, it needs to be a number, or true or false.")
         if not isinstance(asked, str):
             asked = messages_of(asked, where, prompt)
-        if not isinstance(said, str):
-            said = messages_of(said, where, response, whole=True)
+        if not isinstance(answer, str):
+            answer = messages_of(answer, where, response, whole=True)
         yield Gold(
             prompt=_asked(asked) if not isinstance(asked, str) else text_of(asked, where, prompt),
-            answers=(_said(said),),
+            answers=(_last_text(answer),),
             human=(float(value),),
         )
 
@@ -210,7 +210,7 @@ def _asked(prompt: Conversation) -> str:
     return prompt if isinstance(prompt, str) else text([as_dict(message) for message in prompt])
 
 
-def _said(answer: Conversation) -> str:
+def _last_text(answer: Conversation) -> str:
     return answer if isinstance(answer, str) else answer[-1].content
 
 

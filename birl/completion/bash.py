@@ -27,7 +27,7 @@ _birl_files() {  # $1: what is there already, $2: any or folders
 }
 _birl() {
   # "=" and ":" split COMP_WORDS, so the word is taken from the line; the answer is what follows the last of them.
-  local IFS=$'\\n' line=${COMP_LINE:0:COMP_POINT} found
+  local IFS=$'\\n' line=${COMP_LINE:0:COMP_POINT} choices
   local word=${line##*[[:space:]]}
   local -a before
   IFS=$' \\t' read -r -a before <<< "${line%"$word"}"
@@ -41,8 +41,8 @@ _birl() {
     COMPREPLY=($(compgen -W "@COMMANDS@" -S ' ' -- "$word"))
   elif [[ $word == *=* ]]; then
     local key=${word%%=*} value=${word#*=}
-    if found=$(_birl_values "$key"); then
-      COMPREPLY=($(compgen -W "$found" -S ' ' -- "$value"))
+    if choices=$(_birl_values "$key"); then
+      COMPREPLY=($(compgen -W "$choices" -S ' ' -- "$value"))
     else
       COMPREPLY=($(_birl_files "$value" any))
     fi
@@ -51,9 +51,9 @@ _birl() {
     local words keys files
     { read -r files; read -r words; read -r keys; } < <(_birl_takes "$command")
     IFS=' '
-    found=$(compgen -W "$words" -S ' ' -- "$word"; compgen -W "$keys" -S '=' -- "$word")
+    choices=$(compgen -W "$words" -S ' ' -- "$word"; compgen -W "$keys" -S '=' -- "$word")
     IFS=$'\\n'
-    COMPREPLY=($found)
+    COMPREPLY=($choices)
     [[ -n $files ]] && COMPREPLY+=($(_birl_files "$word" "$files"))
   fi
 }

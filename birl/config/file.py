@@ -34,7 +34,7 @@ def read(name: str) -> Mapping[str, Any]:
         return {}
     if not isinstance(content, dict):
         result = type(content).__name__
-        raise BirlError(f"{name}: expected keys and values, such as `optimizer: {{lr: 1e-5}}`, found a {result}")
+        raise BirlError(f"{name}: expected keys and values, such as `optimizer: {{lr: 1e-5}}`, not a {result}")
     return dict(flat(content))
 
 

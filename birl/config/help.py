@@ -48,7 +48,7 @@ birl eval --judge data.validation=judged.jsonl reward.judge=http://localhost:800
 birl serve                                                   # SmolLM2-135M at a free port of this machine
 birl serve model=/path/to/model port=8000
 birl serve port=8000 host=0.0.0.0                            # for other machines: BIRL_TOKEN must be set
-birl serve name=arithmetic/0                                 # to be found by that name""",
+birl serve name=arithmetic/0                                 # to be reached by that name""",
     "tinker": """\
 birl tinker                                                  # SmolLM2-135M at http://127.0.0.1:8000, for one tenant
 birl tinker model=/path/to/model names=[Qwen/Qwen3-8B]       # under the name that a program asks for

@@ -71,12 +71,12 @@ def common_trees(
         return []
     alone = [(items[i].size, items[i].cost) for i, _ in order]
     after = [(items[i].size - shared, items[i].cost - cost(shared, pair_cost)) for i, shared in order]
-    found = runs(alone, after, max_tokens, parts)
-    prices = [sum([alone[run[0]][1], *(after[i][1] for i in run[1:])]) if run else 0.0 for run in found]
-    placed = [b[0] for b in in_rounds([[n] for n in range(len(found))], prices, parts)]
+    cut = runs(alone, after, max_tokens, parts)
+    prices = [sum([alone[run[0]][1], *(after[i][1] for i in run[1:])]) if run else 0.0 for run in cut]
+    placed = [b[0] for b in in_rounds([[n] for n in range(len(cut))], prices, parts)]
     if waited([prices[n] for n in placed], parts) >= time:
         return []
-    return [[order[i][0] for i in found[n]] for n in placed]
+    return [[order[i][0] for i in cut[n]] for n in placed]
 
 
 def waited(costs: Sequence[float], parts: int) -> float:
@@ -87,7 +87,7 @@ def waited(costs: Sequence[float], parts: int) -> float:
 def balance(
     sizes: Sequence[int], capacity: int, parts: int = 1, costs: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Item indices in bins: as few as were found, a multiple of `parts`, none with more than `capacity` tokens unless
+    """Item indices in bins: as few as possible, a multiple of `parts`, none with more than `capacity` tokens unless
     one item alone has more. Each `parts` bins in order cost alike, and so do the sums of every `parts`-th one.
 
     sizes: tokens; costs: those where None. The same lists give the same bins, always.

@@ -17,7 +17,7 @@ NEVER = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a group said of its task: `rates`, the success of each of its answers in [0, 1], and whether it has a
+    """What a group shows of its task: `rates`, the success of each of its answers in [0, 1], and whether it has a
     signal, rewards that are not all equal."""
 
     id: str

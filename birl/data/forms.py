@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from birl.config import schema
-from birl.data.messages import NO_TOOLS, Shown, check_input, kind, messages_of, said
+from birl.data.messages import NO_TOOLS, Shown, check_input, kind, messages_of, plain_text
 from birl.data.rows import Rows, pick
 from birl.data.tasks import PROMPTS, RESPONSES, column_of, existing, for_another
 from birl.errors import BirlError
@@ -107,7 +107,7 @@ class TextForm:
             raise BirlError(f"{where}: has no `{self.prompt}`, which other rows have. One form of rows a file.")
         if value is None:
             unplaced(shown, where)
-            return None, said(row.get("text"), where, "text")
+            return None, plain_text(row.get("text"), where, "text")
         if not isinstance(value, str) and not self._is_prompt(value, answer):
             talk = messages_of(value, where, str(self.prompt), whole=True, shown=shown)
             if "all" not in self.roles and not any(m.role in self.roles for m in talk):
@@ -123,7 +123,7 @@ class TextForm:
             )
         if isinstance(answer, list):
             return prompt, messages_of(answer, where, self.response, whole=True, shown=Shown(shown.finder))
-        return prompt, said(answer, where, self.response)
+        return prompt, plain_text(answer, where, self.response)
 
     def _is_prompt(self, value: Any, answer: Any) -> bool:
         """Messages that end with something to answer, and an answer in a column of its own."""
@@ -186,7 +186,7 @@ class PairForm:
                     f"{where}: `{name}` is an answer, but there is nothing that it answers: add a column `prompt` or "
                     "`messages`, or give whole conversations."
                 )
-            return said(value, where, name)
+            return plain_text(value, where, name)
         talk = messages_of(value, where, name, whole=True, shown=shown)
         if talk[-1].role != "assistant":
             raise BirlError(
@@ -207,7 +207,7 @@ class PairForm:
 def _prompt(value: Any, where: str, name: str, shown: Shown) -> Conversation:
     if not isinstance(value, str):
         return messages_of(value, where, name, shown=shown)
-    text = said(value, where, name)
+    text = plain_text(value, where, name)
     return shown.placed((Message(role="user", content=text),), 0) if shown.beside else text
 
 

@@ -77,7 +77,7 @@ def text_of(value: Any, where: str, field: str) -> str:
     return _whole(value, where, field)
 
 
-def said(value: Any, where: str, field: str) -> str:
+def plain_text(value: Any, where: str, field: str) -> str:
     """A column that is text. Raises `BirlError` where it is a list of messages that became text, as in CSV: a model
     would read its brackets and quotes."""
     text = text_of(value, where, field)
@@ -160,8 +160,8 @@ def _message(value: Any, where: str, field: str, unread: Sequence[str], given: G
         hint = f" Did you mean {near}?" if near else did_you_mean(role, ROLES)
         raise BirlError(f"{where}: {field}.role is {role[:80]!r}; roles are {', '.join(ROLES)}.{hint}")
     calls = _calls(value.get("tool_calls"), where, f"{field}.tool_calls", role)
-    said, answers = value.get("content"), role == "tool"
-    text, pictures = ("", ()) if calls and said is None else _content(said, where, f"{field}.content", given)
+    body, answers = value.get("content"), role == "tool"
+    text, pictures = ("", ()) if calls and body is None else _content(body, where, f"{field}.content", given)
     return Message(
         role=role,
         content=text,

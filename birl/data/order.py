@@ -140,7 +140,7 @@ class Order:
 
     @property
     def progress(self) -> float:
-        """How much of the run is over; 0 where nobody knows how long it is."""
+        """How much of the run is over; 0 where its length is not known."""
         over = self.step / self.steps if self.steps else self.position / self.end if self.end else 0.0
         return min(over, 1.0)
 

@@ -330,7 +330,7 @@ def _routes(row: Row, samples: Sequence[Sample]) -> Tensor | None:
 
 
 def _support(samples: Sequence[Sample], numbers: Sequence[int], counts: Sequence[int]) -> SupportRows | None:
-    """Of the trained tokens of these samples, so many each, and of what they read, which nobody drew."""
+    """Of the trained tokens of these samples, so many each, and of what they read, which were not drawn."""
     *own, read = counts
     each = [(samples[i].support, n) for i, n in zip(numbers, own, strict=True)]
     own = Support.joined([*each, (None, read)])

@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 
 from birl.config.schema import Data, Files
 from birl.data.files import no_column
-from birl.data.messages import Shown, check_input, messages_of, said
+from birl.data.messages import Shown, check_input, messages_of, plain_text
 from birl.data.rows import Rows, pick
 from birl.data.rows import given as handed_over
 from birl.data.sources import read
@@ -66,7 +66,7 @@ class Reader:
 
     def _prompt(self, value: Any, where: str, shown: Shown) -> tuple[Message, ...] | str:
         if isinstance(value, str):
-            text = said(value, where, self.prompt)
+            text = plain_text(value, where, self.prompt)
             if self.raw and shown.beside:
                 raise BirlError(f"{where}: has pictures, and its prompt is raw text, which has no place for them.")
             if self.raw:

@@ -97,7 +97,7 @@ class EmbeddedEngine:
         self._seen = self._version()  # version of the keys and values in the cache
         self.paused = self.asleep = False
         self.runner = Runner(model, routes, sequences=max_batch)
-        keeps = state_bytes(model)  # what pages do not hold can be neither found again by tokens nor taken back
+        keeps = state_bytes(model)  # what pages do not hold can be neither reused by tokens nor taken back
         room = max(0, int(kv_cache_gb * 2**30) - max_batch * keeps)
         pages = min(room // page_bytes(model), max_batch * pages_for(context))
         on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU launches captured graphs instead of guessing

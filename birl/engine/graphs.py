@@ -168,7 +168,7 @@ class Graphs:
 
 
 def begin_states(model: nn.Module, cache: Cache, place: int, page: int) -> None:
-    """One token of nobody, on this page: from now on the states of all layers are where they are."""
+    """One token of no request, on this page: from now on the states of all layers are where they are."""
     device = cache.keys[0].device
     table = torch.full((1, 1), page, dtype=torch.int32, device=device)
     layout = Paged.plain(cache, table, torch.ones(1, dtype=torch.int32, device=device))

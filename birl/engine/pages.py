@@ -1,4 +1,4 @@
-"""Pages of the KV cache: which are free, how many sequences use each of the others, and which are found again by their
+"""Pages of the KV cache: which are free, how many sequences use each of the others, and which are reused by their
 tokens. Numbers only.
 
 A full page is known by its tokens and the page before it, and so by every token up to its end: tokens are compared, not
@@ -30,7 +30,7 @@ class Pages:
     users: list[int] = field(default_factory=list)
     known: dict[Key, int] = field(default_factory=dict)
     keys: dict[int, Key] = field(default_factory=dict)  # of each known page
-    idle: dict[int, None] = field(default_factory=dict)  # known ones that nobody uses, the least recently used first
+    idle: dict[int, None] = field(default_factory=dict)  # known ones that are not in use, the least recently used first
     routes: dict[int, list[bytes]] = field(default_factory=dict)  # of known pages, where they are recorded
 
     def __post_init__(self) -> None:

@@ -52,7 +52,7 @@ class Request:
     versions: list[int] = field(default_factory=list)
     words: list[Any] = field(default_factory=list)  # that each token was drawn from, an array or None for all
     pages: list[int] = field(default_factory=list)  # of the KV cache, in order of position
-    known: int = 0  # so many of them are found by their tokens
+    known: int = 0  # so many of them are reused by their tokens
     cached: int = -1  # positions of the prompt that were computed before it first ran
     place: int = -1  # of its layers' states, where they keep such, among those of running requests
     computed: int = 0  # positions whose keys and values are there,

@@ -110,5 +110,5 @@ def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, limits: Tensor 
     # possible token.
     last = torch.searchsorted(cumulative, norm, right=False)
     tokens = torch.minimum(torch.searchsorted(cumulative, uniforms[:, None] * norm, right=True), last)[:, 0]
-    tokens = torch.where(greedy, best, tokens).clamp(max=logits.shape[1] - 1)  # of NaN nothing is found
+    tokens = torch.where(greedy, best, tokens).clamp(max=logits.shape[1] - 1)  # all-NaN logits give no place
     return Drawn(tokens, shifted.gather(1, tokens[:, None])[:, 0] - shifted.logsumexp(-1), left)

@@ -47,7 +47,7 @@ class ScheduledTokens:
 
 @dataclass(slots=True)
 class Scheduler:
-    """At most `max_batch` running requests, and about `prefill` prompt tokens in one step. `cache`: pages are found by
+    """At most `max_batch` running requests, and about `prefill` prompt tokens in one step. `cache`: pages are reused by
     their tokens; `early`: those of a prompt already in the step that computes it, where every layer writes all keys and
     values before it reads any, and nothing else of a position is kept. Both are False where layers keep
     states, which pages do not hold."""
@@ -128,7 +128,7 @@ class Scheduler:
         return ScheduledTokens(request=request, start=request.computed, tokens=tokens)
 
     def keep(self, request: Request, end: int) -> None:
-        """Full pages before position `end` are found by others from now on. Where there is another with the same
+        """Full pages before position `end` are reused by others from now on. Where there is another with the same
         tokens, it takes the place of the request's own, if that is computed."""
         if request.older or not self.cache:
             return

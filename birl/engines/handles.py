@@ -109,9 +109,9 @@ def _file(name: Any, count: int) -> Tensor:
             "learner's machine; use nccl or direct"
         ) from None
     try:
-        found = os.fstat(opened)
-        if not stat.S_ISREG(found.st_mode) or found.st_size < count:
-            raise ValueError(f"memory.file: {name} has {found.st_size} bytes, and should have {count}")
+        status = os.fstat(opened)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < count:
+            raise ValueError(f"memory.file: {name} has {status.st_size} bytes, and should have {count}")
         result = torch.empty(count, dtype=torch.uint8)
         with mmap.mmap(opened, count, prot=mmap.PROT_READ) as shared:
             result.numpy().data[:] = shared[:]

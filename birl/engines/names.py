@@ -1,7 +1,7 @@
-"""Where servers can be found by name: "experiment/trial" -> addresses, by files in the cache folder of this user.
+"""Addresses of servers by name: "experiment/trial" -> addresses, by files in the cache folder of this user.
 
 Each server writes one file and touches it every few seconds. One that was not touched for `LIFE` seconds belongs to a
-server that was killed: it is not found, and swept away. Tokens are never written here.
+server that was killed: it is not listed, and is removed. Tokens are never written here.
 """
 
 import asyncio

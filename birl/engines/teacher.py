@@ -61,7 +61,7 @@ class ServedTeacher:
     def likeliest(self, sample: Sample, k: int) -> tuple[np.ndarray, np.ndarray]:
         places = [sorted(entry.items(), key=lambda item: item[1]["rank"])[:k] for _, entry in self._places(sample, k)]
         words = np.array([[int(word) for word, _ in place] for place in places], np.int64).reshape(-1, k)
-        named = np.array([[said["logprob"] for _, said in place] for place in places], np.float64).reshape(-1, k)
+        named = np.array([[about["logprob"] for _, about in place] for place in places], np.float64).reshape(-1, k)
         if words.size and words.max() >= self.words:
             raise BirlError(
                 f"algorithm.teacher={self.address}: has a word {words.max()}, and the policy has {self.words}: it is "

@@ -8,7 +8,7 @@ from pathlib import Path
 from birl.errors import BirlError
 
 
-def found(words: list[str], key: str, text: str) -> list[str]:
+def full_names(words: list[str], key: str, text: str) -> list[str]:
     """A command whose program and files are named in full, as it runs in another folder. Raises `BirlError`, in which
     `key` is `text`."""
     # Not resolved, as a virtual environment's python is a link.
@@ -22,7 +22,7 @@ def found(words: list[str], key: str, text: str) -> list[str]:
 
 
 def missing(arguments: list[str]) -> str:
-    """The script that Python is to run, where it was not found: those that were have their full names."""
+    """The script that Python is to run, where it does not exist: those that do have their full names."""
     script = next((word for word in arguments if not word.startswith("-")), "")
     module = any(word.startswith(("-m", "-c")) for word in arguments)
     return script if script.endswith(".py") and not module and not os.path.isabs(script) else ""

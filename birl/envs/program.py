@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from birl.config.schema.kinds import Count
 from birl.envs.calls import CLOSING, called
-from birl.envs.command import found, path
+from birl.envs.command import full_names, path
 from birl.envs.functions import KEY, prompt, row
 from birl.errors import BirlError
 from birl.process import kill, tied
@@ -40,7 +40,7 @@ OWN = (
 class Config:
     command: str = ""
     """What starts the agent, as in a shell: words with quotes, but no variables and no pipes. Files that are named
-    relative to the current folder are found."""
+    relative to the current folder are resolved."""
     processes: Count = 16
     """Agents that run at once; the clock of env.timeout starts with the process."""
     reward: Literal["any", "printed"] = "any"
@@ -179,7 +179,7 @@ def words(config: Config) -> list[str]:
         raise BirlError(f"env.pass_environment={own[0]}: agents have their own.")
     if absent := [name for name in config.pass_environment if name not in os.environ]:
         raise BirlError(f"env.pass_environment={absent[0]}: there is no such environment variable.")
-    return tied(found(result, "env.command", config.command))
+    return tied(full_names(result, "env.command", config.command))
 
 
 def environment(config: Config, folder: Path, base_url: str, task: Path) -> dict[str, str]:

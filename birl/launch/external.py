@@ -1,4 +1,4 @@
-"""Programs of others that a launcher needs (ray, aws, kubectl, sky): found, run, or printed for the user."""
+"""Programs of others that a launcher needs (ray, aws, kubectl, sky): looked up, run, or printed for the user."""
 
 import os
 import shlex
@@ -36,7 +36,7 @@ def need(programs: Mapping[str, str], folder: Path, commands: str) -> None:
 
 
 def run(words: Sequence[str], timeout: float = 600.0, shown: bool = False, env: Mapping[str, str] | None = None) -> str:
-    """What it prints; with `shown` it prints to the terminal instead. Raises `BirlError` with the end of what it said
+    """What it prints; with `shown` it prints to the terminal instead. Raises `BirlError` with the end of its output
     where it fails, is missing, or takes more than `timeout` [s]."""
     try:
         done = subprocess.run(

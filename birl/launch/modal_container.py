@@ -24,7 +24,7 @@ from birl.launch import tail
 from birl.process import ProcessGroup
 
 BEAT = 5.0  # s between two notes
-START = 1800.0  # s that engines may take to come: a GPU has to be found, the image and the model fetched
+START = 1800.0  # s that engines may take to come: a GPU has to be assigned, the image and the model fetched
 UNCOUNTED = ("/metrics", "/health", "/ready")  # routes that say nothing about whether an engine is used
 RUNNING: "list[Streamed]" = []
 

@@ -50,7 +50,7 @@ class Keys(jobs.Keys):
     secrets: list[str] = field(default_factory=list)
     """Names of Modal secrets whose variables the processes get."""
     files: list[str] = field(default_factory=list)
-    """Files and folders of this machine that processes need. Those that the configuration names are found without."""
+    """Files and folders of this machine that processes need. Those that the configuration names need no mention."""
     package: str = ""
     """What pip installs as birl, such as birl==0.1.0. Empty: this installation's own source."""
     packages: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The Ray cluster that a job runs on: found, started on this machine where there is none, and joined.
+"""The Ray cluster that a job runs on: looked up, started on this machine where there is none, and joined.
 
 Every client of a Ray cluster may run anything on it. Ray asks for a token where RAY_AUTH_MODE=token, which `ray
 start` sets only where it finds a token; a cluster that does not ask for one is refused, unless a key allows it.

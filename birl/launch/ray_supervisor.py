@@ -216,7 +216,9 @@ class Supervisor:
         if spot.seen is None or spot.up or self.stopping or time.monotonic() < spot.after:
             return
         job, generation = self.plan.job, spot.generation + 1
-        name = f"{job.engines}.engine-{spot.index}.{generation}"  # so that this start of it is found, and no other one
+        name = (
+            f"{job.engines}.engine-{spot.index}.{generation}"  # so that this start of it is looked up, and no other one
+        )
         command = tuple(word.replace(job.engines, name) for word in spot.role.command)
         host = "127.0.0.1" if self.plan.nodes == 1 else spot.seen.ip
         self._begin(spot, generation, command, name, {"BIRL_HOST": host})

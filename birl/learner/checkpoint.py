@@ -142,7 +142,7 @@ def own_files(folder: Path, rank: int) -> list[Path]:
 
 
 def load(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
-    """`fill`, once every file is found to have its digest; otherwise nothing is written and `BirlError` names what is
+    """`fill`, once every file has its digest; otherwise nothing is written and `BirlError` names what is
     wrong."""
     check(path, ranks)
     return fill(path, tensors, ranks)

@@ -28,7 +28,7 @@ from birl.text.pictures import FIRST
 from birl.types import Sample
 
 #: micro-batches and their samples -> for each sample the teacher's log-probs of its trained tokens
-Said = Callable[[Sequence[Batch], Sequence[Sample]], list[Tensor]]
+TeacherLogprobs = Callable[[Sequence[Batch], Sequence[Sample]], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +53,18 @@ class Distillation:
         teacher = self.teachers[batch.teacher]
         with torch.no_grad():
             hidden, weight, bias = teacher.outputs.states(batch.hinted or batch)
-            said = Everything(hidden, Head(weight, bias, after_head(teacher.model), self.temperature))
+            target = Everything(hidden, Head(weight, bias, after_head(teacher.model), self.temperature))
             if self.top_k:
-                said = likeliest(said, self.top_k, min(len(weight), head(self.student).weight.shape[0]))
-        return partial(self.compared, said)
+                target = likeliest(target, self.top_k, min(len(weight), head(self.student).weight.shape[0]))
+        return partial(self.compared, target)
 
-    def compared(self, said: Everything | Likeliest, hidden: Tensor, layer: nn.Linear) -> Tensor:
+    def compared(self, target: Everything | Likeliest, hidden: Tensor, layer: nn.Linear) -> Tensor:
         """[U]."""
         own = Head(layer.weight, layer.bias, after_head(self.student), self.temperature)
-        return token_divergence(hidden, own, said, self.function)
+        return token_divergence(hidden, own, target, self.function)
 
 
-def taught_by(models: Mapping[str, Learner], served: Said | None, crew: RankGroup) -> Said:
+def taught_by(models: Mapping[str, Learner], served: TeacherLogprobs | None, crew: RankGroup) -> TeacherLogprobs:
     """(rank 0) Frozen models by name, and those behind an address."""
     ask: Callable[[Sequence[Batch]], list[Tensor]] = crew.each(lambda batch: models[batch.teacher].forward(batch))
 

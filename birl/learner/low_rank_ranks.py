@@ -145,13 +145,13 @@ class RankedBase(SharedBase):
             [(n, rows[part[rank]]) for n, (_, rows), part in zip(numbers, work, parts, strict=True) if rows[part[rank]]]
             for rank in range(self.crew.ranks.shares)
         )
-        found = self._call(
+        answers = self._call(
             Copy.forward, new, list(self.known), list(adapters), self._files(work), each, loss is not None
         )
-        if words := [f for f in found if isinstance(f, str)]:
+        if words := [f for f in answers if isinstance(f, str)]:
             self._call(Copy.close)
             raise RuntimeError(words[0])
-        queues = [iter(torch.from_numpy(p) for p in f) for f in found]
+        queues = [iter(torch.from_numpy(p) for p in f) for f in answers]
         rows = [
             [next(queues[rank]) for rank, own in enumerate(part) for _ in own_rows[own]]
             for (_, own_rows), part in zip(work, parts, strict=True)

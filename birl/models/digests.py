@@ -111,8 +111,8 @@ def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel()
     }
     finite = [(low.isfinite() & high.isfinite()).view(1) for low, high in extremes.values()]
-    said = torch.cat([each.to(finite[0].device) for each in finite]).tolist() if finite else []
-    return [name for name, each in zip(extremes, said, strict=True) if not each]
+    flags = torch.cat([each.to(finite[0].device) for each in finite]).tolist() if finite else []
+    return [name for name, each in zip(extremes, flags, strict=True) if not each]
 
 
 def whole(digests: Mapping[str, str]) -> str:

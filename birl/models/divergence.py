@@ -51,9 +51,9 @@ class Likeliest(NamedTuple):
     logprobs: Tensor
 
 
-def likeliest(said: Everything, k: int, size: int) -> Likeliest:
+def likeliest(target: Everything, k: int, size: int) -> Likeliest:
     """Of the first `size` words."""
-    hidden, head = said
+    hidden, head = target
     words = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     logprobs = torch.empty(len(hidden), k + 1, dtype=torch.float32, device=hidden.device)
     for rows in chunks(len(hidden), _room(hidden) // size):
@@ -66,7 +66,7 @@ def likeliest(said: Everything, k: int, size: int) -> Likeliest:
 def token_divergence(
     hidden: Tensor,
     head: Head,
-    said: Everything | Likeliest,
+    target: Everything | Likeliest,
     function: Callable[[Tensor, Tensor], Divergence],
     chunk: int = 0,
 ) -> Tensor:
@@ -74,9 +74,9 @@ def token_divergence(
     rows than the other (padding behind the same words), both distributions are those of the words that both have.
     `chunk`: logits that exist at once, 0 for the device's."""
     chunk = chunk or _room(hidden)
-    if isinstance(said, Likeliest):
-        return _BucketDivergence.apply(hidden, head.weight, head.bias, head, said, function, chunk)  # pyright: ignore
-    return _WordDivergence.apply(hidden, head.weight, head.bias, head, said, function, chunk)  # pyright: ignore
+    if isinstance(target, Likeliest):
+        return _BucketDivergence.apply(hidden, head.weight, head.bias, head, target, function, chunk)  # pyright: ignore
+    return _WordDivergence.apply(hidden, head.weight, head.bias, head, target, function, chunk)  # pyright: ignore
 
 
 class _WordDivergence(torch.autograd.Function):
@@ -84,20 +84,20 @@ class _WordDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, said: Everything,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, target: Everything,
         function: Callable[[Tensor, Tensor], Divergence], chunk: int,
     ) -> Tensor:  # fmt: skip
-        size = min(len(weight), len(said.head.weight))
+        size = min(len(weight), len(target.head.weight))
         value, total, norm, their_norm = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device).unbind()
         for rows in chunks(len(hidden), chunk // size):
             logq = _normalised(head.logits(hidden[rows], slice(0, size)), norm[rows])
-            logp = _normalised(said.head.logits(said.hidden[rows], slice(0, size)), their_norm[rows])
+            logp = _normalised(target.head.logits(target.hidden[rows], slice(0, size)), their_norm[rows])
             terms, flow = function(logq, logp)
             value[rows], total[rows] = terms.sum(-1), flow.sum(-1)
             del logq, logp, terms, flow  # before the next logits
-        theirs = said.hidden, said.head.weight, said.head.bias
+        theirs = target.hidden, target.head.weight, target.head.bias
         ctx.save_for_backward(hidden, weight, bias, *theirs, total, norm, their_norm)
-        ctx.head, ctx.their_head, ctx.function, ctx.chunk, ctx.size = head[2:], said.head[2:], function, chunk, size
+        ctx.head, ctx.their_head, ctx.function, ctx.chunk, ctx.size = head[2:], target.head[2:], function, chunk, size
         return value.clone()
 
     @staticmethod
@@ -122,20 +122,20 @@ class _BucketDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, said: Likeliest,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, target: Likeliest,
         function: Callable[[Tensor, Tensor], Divergence], chunk: int,
     ) -> Tensor:  # fmt: skip
         value, norm, rest = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device).unbind()
-        flow = torch.empty_like(said.logprobs)
+        flow = torch.empty_like(target.logprobs)
         for rows in chunks(len(hidden), chunk // len(weight)):
             logits = head.logits(hidden[rows], slice(0, len(weight)))
             torch.logsumexp(logits, -1, out=norm[rows])
-            logq = _buckets(logits, said.words[rows])
+            logq = _buckets(logits, target.words[rows])
             rest[rows] = logq[:, -1]
-            terms, flow[rows] = function(logq, said.logprobs[rows])
+            terms, flow[rows] = function(logq, target.logprobs[rows])
             value[rows] = terms.sum(-1)
             del logits  # before the next
-        ctx.save_for_backward(hidden, weight, bias, said.words, flow, norm, rest)
+        ctx.save_for_backward(hidden, weight, bias, target.words, flow, norm, rest)
         ctx.head, ctx.chunk = head[2:], chunk
         return value.clone()
 

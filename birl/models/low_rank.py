@@ -85,7 +85,7 @@ class Factors:
 @dataclass(eq=False)
 class AdapterWeights:
     """What one adapter adds to a base, by the names of its layers; never changed once it is made. `number` names its
-    content: pages of keys and values are found again for the same one only."""
+    content: pages of keys and values are reused for the same one only."""
 
     number: int
     factors: Mapping[str, Factors]

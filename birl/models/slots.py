@@ -21,7 +21,7 @@ from birl.models.vision import language_model
 
 #: for a model without attention: its sequences' lengths are counted in pages all the same, of one number a token
 COUNTED = Slot(layer=0, heads=0, kv_heads=1, key=1, value=0)
-FOUND: "WeakKeyDictionary[nn.Module, tuple[Slot, ...]]" = WeakKeyDictionary()
+KNOWN: "WeakKeyDictionary[nn.Module, tuple[Slot, ...]]" = WeakKeyDictionary()
 KEPT: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()  # bytes of a sequence's states
 
 
@@ -56,13 +56,13 @@ class Witness:
 def slots_of(model: nn.Module) -> tuple[Slot, ...]:
     """One for each call of attention in a forward pass, layer by layer. The first time one token goes through the
     model. Raises `BirlError` for a model whose layers do not call birl's attention."""
-    if model not in FOUND:
+    if model not in KNOWN:
         witness = Witness(_of_llama(model)) if llama_shaped(model) else seen(model)
         slots, KEPT[model] = tuple(sorted(witness.slots, key=lambda s: s.layer)), sum(witness.states.values())
         if not (slots or witness.states):
             raise BirlError(f"birl does not support {type(model).__name__}: it has no layer with attention.")
-        FOUND[model] = slots or (COUNTED,)
-    return FOUND[model]
+        KNOWN[model] = slots or (COUNTED,)
+    return KNOWN[model]
 
 
 def page_bytes(model: nn.Module) -> int:

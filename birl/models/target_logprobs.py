@@ -54,12 +54,12 @@ def pieces(count: int, words: int, device: torch.device, groups: Sequence[RowGro
 def likeliest(model: nn.Module, hidden: Tensor, count: int, groups: Sequence[RowGroup]) -> Top:
     """The `count` likeliest tokens of each place."""
     tokens = torch.empty(len(hidden), count, dtype=torch.int64)
-    found = torch.empty(len(hidden), count, dtype=torch.float32)
+    logprobs = torch.empty(len(hidden), count, dtype=torch.float32)
     for rows, own in pieces(len(hidden), head(model).weight.shape[0], hidden.device, groups):
         scores = adapted_logits(model, hidden[rows], own)
         best = scores.topk(count)
-        tokens[rows], found[rows] = best.indices.cpu(), (best.values - scores.logsumexp(-1, keepdim=True)).cpu()
-    return Top(tokens, found)
+        tokens[rows], logprobs[rows] = best.indices.cpu(), (best.values - scores.logsumexp(-1, keepdim=True)).cpu()
+    return Top(tokens, logprobs)
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def drawn(
     """Independent draws from each place's own distribution, by uniform numbers [N, K] -> tokens [N, K] and their
     log-probs under it."""
     tokens = torch.empty(uniforms.shape, dtype=torch.int64)
-    found = torch.empty(uniforms.shape, dtype=torch.float32)
+    logprobs = torch.empty(uniforms.shape, dtype=torch.float32)
     for rows, own in pieces(len(hidden), head(model).weight.shape[0], hidden.device, groups):
         logp = (adapted_logits(model, hidden[rows], own) / (temperature or 1.0)).log_softmax(-1)
         if temperature == 0:
@@ -78,8 +78,8 @@ def drawn(
             cumulative = logp.exp().cumsum(-1)
             points = uniforms[rows].to(cumulative) * cumulative[:, -1:]
             chosen = torch.searchsorted(cumulative, points, right=True).clamp(max=logp.shape[1] - 1)
-        tokens[rows], found[rows] = chosen.cpu(), logp.gather(1, chosen).cpu()
-    return tokens, found
+        tokens[rows], logprobs[rows] = chosen.cpu(), logp.gather(1, chosen).cpu()
+    return tokens, logprobs
 
 
 def _kernels(model: nn.Module) -> Any:

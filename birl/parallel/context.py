@@ -162,7 +162,7 @@ def split(batch: Batch, ranks: Ranks, seen: Seen | None = None) -> ContextShard:
         dealt = torch.cat([torch.arange(p.first, p.last) for pieces in shares for p in pieces])
         tokens, place = dealt.to(device), dealt.argsort().to(device)
         layout = Gathered(group, shares[rank], place, ahead)
-    mine = tokens.view(n, -1)[rank]  # and place [T] says where each token of the row is found among `tokens`
+    mine = tokens.view(n, -1)[rank]  # and place [T] says where each token of the row is among `tokens`
     source = place[batch.source]
     own = source // len(mine)
     order, counts = own.argsort(stable=True), tuple(own.bincount(minlength=n).tolist())
@@ -193,7 +193,7 @@ class Gathered:
     """Attention of a rank's own queries to the keys of all ranks."""
 
     def __init__(self, group: Any, pieces: Sequence[Piece], place: Tensor, mutual: Mutual | None = None) -> None:
-        """`place` [T]: where each token of the row is found among the gathered ones."""
+        """`place` [T]: where each token of the row is among the gathered ones."""
         self.group, self.pieces, self.place, self.mutual = group, pieces, place, mutual
         self.known: dict[int | None, Any] = {}  # by window; made once, used by every layer
 

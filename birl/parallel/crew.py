@@ -139,7 +139,7 @@ class RankGroup:
         return f"\nThe last collectives of rank {self.ranks.rank}, the newest first:\n{result}" if result else ""
 
     def failure(self, wait: float = 0.0) -> str:
-        """What the rank said that failed first, else what is known of one that is gone; empty where there is none of
+        """The error of the rank that failed first, else what is known of one that is gone; empty where there is none of
         either after `wait` seconds."""
         assert self._store is not None
         until = time.monotonic() + wait

@@ -1,4 +1,4 @@
-"""Gradients over ranks: their sum, and the norm that one rank alone would have found."""
+"""Gradients over ranks: their sum, and the norm that one rank alone would have computed."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -34,7 +34,7 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def swap(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x[i] goes to rank i, and what it sent is found at [i]: [n, ...] -> [n, ...]. Backward the same."""
+    """x[i] goes to rank i, and what it sent is at [i]: [n, ...] -> [n, ...]. Backward the same."""
     return _Swap.apply(x, group)  # pyright: ignore
 
 

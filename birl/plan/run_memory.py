@@ -373,14 +373,14 @@ def training(
     """The backward pass of a first micro-batch begins with all activations and the head's gradient, and ends with the
     whole gradient and no activations: the larger of the two counts. A later micro-batch begins with both."""
     logits, head = at_head(module, trained, load, config, gpu)
-    parallel, said = config.parallel, 0
+    parallel, taught = config.parallel, 0
     if config.algorithm.teacher_divergence != "sampled":  # hidden states, and a copy of a gathered head
         heads, shapes = parallel.fsdp * parallel.cp > 1, [s for _, s in teacher(module, config)] or [module.shape]
-        said = sum(module.wide * (load.microbatch * s.hidden + s.embedding * heads) for s in shapes)
+        taught = sum(module.wide * (load.microbatch * s.hidden + s.embedding * heads) for s in shapes)
     checkpointing = config.learner.gradient_checkpointing
     gradient, tokens = 4 * trained.gradient, load.microbatch
     activations = tokens * (module.shape.layers * (module.input if checkpointing else module.kept))
-    activations += said + tokens * module.shape.hidden * (4 + 2 * module.wide)  # before and behind the last norm
+    activations += taught + tokens * module.shape.hidden * (4 + 2 * module.wide)  # before and behind the last norm
     layer = tokens * (module.backward + (module.kept if checkpointing else 0))
     if not module.on_kernels:
         layer += 4 * 4 * min(SCORES, module.shape.heads * tokens**2)

@@ -131,7 +131,7 @@ def _compared(attempt: Attempt, findings: list[Finding]) -> Iterator[str]:
         yield f"{recipe.name}, seed {attempt.seed}: no band to compare with, as it never ran before ({recipe.not_run})."
         yield f"  its figures are in {attempt.folder}"
         return
-    heads = ("stage", "metric", "step", "band", "found", "")
+    heads = ("stage", "metric", "step", "band", "measured", "")
     rows = [(f.stage, f.metric, f.steps, f"{f.low:.3f} to {f.high:.3f}", *_verdict(f)) for f in findings]
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     for row in [heads, *rows]:

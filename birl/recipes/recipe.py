@@ -93,7 +93,7 @@ def _content(source: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BirlError(f"{source}: is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(result, dict):
-        raise BirlError(f"{source}: expected the keys {', '.join(TOP)}; found {type(result).__name__}")
+        raise BirlError(f"{source}: expected the keys {', '.join(TOP)}, not {type(result).__name__}")
     return result
 
 

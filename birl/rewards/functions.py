@@ -1,4 +1,4 @@
-"""What a reward function is: found by name, given the columns it asks for, and its answer checked.
+"""What a reward function is: looked up by name, given the columns it asks for, and its answer checked.
 
 A reward function is a plain callable, `(completions, prompts, **columns) -> list[float]`. This file is used on both
 sides of the pipe to a worker process, so it imports nothing heavy.

@@ -42,8 +42,8 @@ async def judge(
     log_metric: Callable[[str, float], None] | None = None,
     **columns: Sequence[Any],
 ) -> list[Value]:
-    """What judges give each completion, from 0 to 1. `panel`: of `Panel.of`. Logs what the first judge said of each
-    answer, and the share of questions that failed, by their kind."""
+    """What judges give each completion, from 0 to 1. `panel`: of `Panel.of`. Logs the reply of the first judge about
+    each answer, and the share of questions that failed, by their kind."""
     jury = opened(panel)
     groups: defaultdict[tuple[str, str, Rubric], list[int]] = defaultdict(list)
     for i, (prompt, right) in enumerate(zip(prompts, gold, strict=True)):
@@ -53,16 +53,18 @@ async def judge(
     asked = {key: jury.manner.questions(key[0], key[1], answers[key], key[2]) for key in groups}
     verdicts = await jury.verdicts([question for questions in asked.values() for question in questions])
     result: list[Value] = [0.0] * len(completions)
-    said = [""] * len(completions)
+    replies = [""] * len(completions)
     first = 0
     for key, questions in asked.items():
         own = [each[first : first + len(questions)] for each in verdicts]
         first += len(questions)
         for i, value in zip(groups[key], jury.values(answers[key], questions, own), strict=True):
             result[i] = value
-            said[i] = next((v.said for q, v in zip(questions, own[0], strict=True) if completions[i] in q.shown), "")
+            replies[i] = next(
+                (v.reply for q, v in zip(questions, own[0], strict=True) if completions[i] in q.shown), ""
+            )
     if log_extra is not None:
-        log_extra("judge", [words[:SHOWN] for words in said])
+        log_extra("judge", [words[:SHOWN] for words in replies])
     if log_metric is not None and first:
         for kind, share in failures(verdicts).items():
             log_metric(f"judge_{kind}", share)

@@ -197,7 +197,7 @@ def _final(text: str) -> str:
 
 
 def _parse(text: str, *how: Any) -> list[Any]:
-    """[expression, its text] as math-verify found them, [text] when it could not read it, [] when there was nothing."""
+    """[expression, its text] as math-verify reads them, [text] when it could not read it, [] when there was nothing."""
     return parse(text, *how, parsing_timeout=None)  # type: ignore[arg-type]
 
 

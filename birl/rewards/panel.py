@@ -76,7 +76,7 @@ class Verdict:
     """Of one judge on one question: a number for each answer that it saw, or why there is none."""
 
     values: tuple[float, ...] | NoAnswer
-    said: str = ""
+    reply: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ class Pace:
         self.free = 0.0  # when the next may start, on the monotonic clock [s]
 
     async def turn(self) -> None:
-        """Whoever is cancelled while it waits has taken no turn."""
+        """A call that is cancelled while it waits has taken no turn."""
         while (wait := self.free - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         self.free = time.monotonic() + self.gap
@@ -147,7 +147,7 @@ async def answer(client: httpx.AsyncClient, address: str, body: dict[str, Any]) 
 
 
 async def reachable(key: str, address: str) -> None:
-    """Raises `BirlError` that names the `key` where nothing listens at an address. Behind a proxy nobody can tell."""
+    """Raises `BirlError` that names the `key` where nothing listens at an address. Behind a proxy it cannot be told."""
     place = urlsplit(address)
     host = place.hostname or ""
     if host not in LOCAL and place.scheme in getproxies() and not proxy_bypass(host):

@@ -7,7 +7,7 @@ from birl.config.schema import Reward
 
 
 def format(completions: list[str], pattern: str = Reward.format_pattern, **_: Any) -> list[float]:
-    """1 where the pattern is found in the whole answer (`.` also matches a line break), else 0.
+    """1 where the pattern occurs in the answer (`.` also matches a line break), else 0.
 
     Example: format(["<think>3 + 4</think><answer>7</answer>", "7"]) == [1.0, 0.0]
     """

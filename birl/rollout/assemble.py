@@ -42,7 +42,7 @@ def has_signal(group: Group, usage: Usage) -> bool:
 def by_agent(group: Group) -> list[Group]:
     """The group itself; of several agents or policies, one group for each with its own turns and rewards. A single
     reward of an episode is each agent's. Failed episodes stay in each, without turns, so that they are counted as such.
-    What frozen policies said is in none."""
+    What frozen policies generated is in none."""
     turns = [turn for t in group.trajectories for turn in t.turns]
     if not any(t.rewards for t in group.trajectories) and not any(turn.policy for turn in turns):
         return [group]

@@ -2,7 +2,7 @@
 
     text       "A right answer is {answer}." -> what stands in its braces: a column of the row, or
     {sibling}  a right answer of the same group, never the answer's own
-    {feedback} what a reward function has said of this answer: log_extra("feedback", texts)
+    {feedback} what a reward function logged for this answer: log_extra("feedback", texts)
 
 The first text of which everything is there stands behind the prompt's last message of the user, or before a prompt that
 is plain text; an answer without any has no hint.
@@ -50,7 +50,7 @@ class Hints:
     def filled(self, text: str, group: Group, episode: int) -> str:
         """A text with what its names stand for; empty where something is missing."""
         columns = {"answer": group.task.answer, **group.task.columns}
-        said: dict[str, str] = {}
+        values: dict[str, str] = {}
         for name in NAME.findall(text):
             match name:
                 case "sibling":
@@ -65,8 +65,8 @@ class Hints:
                     )
             if value is None or not str(value).strip():
                 return ""
-            said[name] = str(value)
-        return NAME.sub(lambda match: said[match[1]], text)
+            values[name] = str(value)
+        return NAME.sub(lambda match: values[match[1]], text)
 
     def render(self, task: Task, hint: str) -> tuple[int, ...]:
         """Kept until another task comes, as the answers of a group often have one hint."""

@@ -84,7 +84,7 @@ def steps_of(run: Path) -> Iterator[Recorded]:
 
 
 def take_pictures(recorded: Path, run: Path) -> None:
-    """The files of what its prompts and environments showed; they are found by their tokens (`text/pictures.py`)."""
+    """The files of what its prompts and environments showed; they are read by their tokens (`text/pictures.py`)."""
     if (recorded / PICTURES).is_dir():
         shutil.copytree(recorded / PICTURES, run / PICTURES, dirs_exist_ok=True)
 

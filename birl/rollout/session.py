@@ -250,9 +250,9 @@ def chosen(engines: Engine | Mapping[str, Engine], policy: str, agent: str) -> t
     trained = [name for name in engines if not name.endswith(PAST)]
     name = policy or (agent if agent in engines else trained[0] if len(trained) == 1 else "")
     if name not in engines:
-        said = f"there is no policy {name!r}" if name else "it does not say which policy replies"
+        error = f"there is no policy {name!r}" if name else "it does not say which policy replies"
         raise BirlError(
-            f"{said}; there are {', '.join(engines)} (policies=...). An environment names it as `Feedback.policy` or "
+            f"{error}; there are {', '.join(engines)} (policies=...). An environment names it as `Feedback.policy` or "
             "as its attribute `policy`, an agent as `policy` of `ask`, a client as the request's `model`."
         )
     return name, engines[name]

@@ -1,4 +1,4 @@
-"""Which sandbox this machine can have: found out by trial runs, never by looking for a program."""
+"""Which sandbox this machine can have: it is tried, and not looked up by the name of a program."""
 
 import asyncio
 import json

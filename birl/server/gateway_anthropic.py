@@ -10,7 +10,7 @@ from birl.rollout.session import Known, following, owner_of, plain
 from birl.server.agent_session import Answers, Reply, Visit
 from birl.server.kept import Kept
 from birl.server.limits import OVERLOADED, Refused
-from birl.server.messages import invalid, said, text, typed
+from birl.server.messages import invalid, message_content, text, typed
 from birl.server.openai_format import call_id
 from birl.server.request_policy import SAMPLING, Terms, speaker
 from birl.types import Message, Stop, ToolCall, Turn
@@ -86,11 +86,11 @@ class AnthropicReply(Reply):
         return event("error", error=error(refused)["error"])
 
 
-def usage(turn: Turn, said: int) -> Block:
+def usage(turn: Turn, drawn: int) -> Block:
     """Tokens; those of the prompt that were computed before are counted apart."""
     cached = turn.completion.cached
     return {
-        "input_tokens": len(turn.prompt) - cached, "output_tokens": said,
+        "input_tokens": len(turn.prompt) - cached, "output_tokens": drawn,
         "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
     }  # fmt: skip
 
@@ -183,10 +183,10 @@ def spoken(role: str, content: Any, where: str) -> list[Message]:
                 id = str(block.get("id") or "")
                 calls.append(ToolCall(name=name, arguments=json.dumps(given, ensure_ascii=False), id=id))
             case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
-                answer = said(block.get("content") or "", f"{place}.content")
+                answer = message_content(block.get("content") or "", f"{place}.content")
                 results.append(Message(role="tool", **answer, tool_call_id=id))
             case {"type": "image", "source": dict()} if role == "user":
-                shown = said([block], place)
+                shown = message_content([block], place)
                 written += shown["content"]
                 pictures += shown["pictures"]
             case _:

@@ -15,7 +15,7 @@ from birl.server.agent_session import Visit
 from birl.server.bulk import NAMES
 from birl.server.kept import Kept
 from birl.server.limits import Refused
-from birl.server.messages import call, invalid, said, typed
+from birl.server.messages import call, invalid, message_content, typed
 from birl.server.parameters import FORMS
 from birl.server.request_policy import SAMPLING, Terms, speaker
 from birl.server.responses_format import Item, ResponsesReply
@@ -28,7 +28,7 @@ KNOWN = (
 SERVED = ("seed", "ignore_eos", "parallel_tool_calls", *FORMS)  # these, too, on a server
 INCLUDED = "message.output_text.logprobs", "reasoning.encrypted_content"  # the latter: its text is in the item
 ROLES = ("user", "assistant", "system", "developer")
-THOUGHT, SAID, CALL = range(3)  # parts of an answer, in their order
+THOUGHT, CONTENT, CALL = range(3)  # parts of an answer, in their order
 ECHOED: dict[str, Any] = {
     **{"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "tools": []},
     **{"previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "tool_choice": "auto"},
@@ -52,7 +52,7 @@ def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept
     for key in sorted(set(more) - {"include_obfuscation"}):
         terms.vain(f"stream_options.{key}", more[key])
     begun = [Message(role="system", content=instructions)] if instructions else []
-    items = [{"role": "user", "content": said}] if isinstance(said := data.get("input"), str) else said
+    items = [{"role": "user", "content": asked}] if isinstance(asked := data.get("input"), str) else asked
     given = (*begun, *continued(data, kept), *conversation(items, kept))
     tools = [tool(one, i) for i, one in enumerate(typed(data, "tools", list, []))]
     try:
@@ -134,13 +134,13 @@ def item(given: Any, where: str, kept: Kept) -> tuple[Message, int]:
             one = call({"function": function, "id": short(id, where)}, where)
             return Message(role="assistant", content="", tool_calls=(one,)), CALL
         case {"type": "function_call_output", "call_id": str(id)}:
-            output = said(given.get("output"), f"{where}.output")
-            return Message(role="tool", **output, tool_call_id=short(id, where)), SAID
+            output = message_content(given.get("output"), f"{where}.output")
+            return Message(role="tool", **output, tool_call_id=short(id, where)), CONTENT
         case {"type": "item_reference", "id": str(id)}:
             return referred(id, where, kept)
         case {"role": str(role)} if given.get("type") in (None, "message") and role in ROLES:
             role = "system" if role == "developer" else role
-            return Message(role=role, **said(given.get("content"), f"{where}.content")), SAID
+            return Message(role=role, **message_content(given.get("content"), f"{where}.content")), CONTENT
         case _:
             kind = given.get("type") or f"message of role {given.get('role')!r}"
             raise invalid(
@@ -158,7 +158,7 @@ def referred(id: str, where: str, kept: Kept) -> tuple[Message, int]:
         case "rs":
             return replace(last, content="", tool_calls=()), THOUGHT
         case "msg":
-            return replace(last, thinking="", tool_calls=()), SAID
+            return replace(last, thinking="", tool_calls=()), CONTENT
         case "fc" if number.isdecimal() and len(number) < 9 and int(number) < len(last.tool_calls):
             return replace(last, thinking="", content="", tool_calls=(last.tool_calls[int(number)],)), CALL
         case _:

@@ -17,7 +17,7 @@ TOKEN, SAMPLED = 36, 76  # bytes of a token of a prompt, and of one with its log
 @dataclass(slots=True, kw_only=True)
 class Kept:
     """At most `most` answers, of `most_bytes` together: the least recently cited go first. Without bounds for an
-    episode, whose turns have their own, and which nobody reads again. `size`: bytes that are held."""
+    episode, whose turns have their own, and which is not read again. `size`: bytes that are held."""
 
     most: float = inf
     most_bytes: float = inf

@@ -29,14 +29,14 @@ def message(given: Any, place: int, finder: Finder = NOWHERE) -> Message:
     thinking = given.get("reasoning_content") or given.get("reasoning")
     return Message(
         role="system" if given["role"] == "developer" else given["role"],  # its newer name
-        **said("" if given.get("content") is None else given["content"], f"{where}.content", finder),
+        **message_content("" if given.get("content") is None else given["content"], f"{where}.content", finder),
         thinking=thinking if isinstance(thinking, str) else "",
         tool_calls=tuple(call(one, f"{where}.tool_calls.{i}") for i, one in enumerate(calls)),
         **told,
     )
 
 
-def said(given: Any, where: str, finder: Finder = NOWHERE) -> dict[str, Any]:
+def message_content(given: Any, where: str, finder: Finder = NOWHERE) -> dict[str, Any]:
     """The content and the pictures of a message: text, or a list of parts. Raises `Refused`."""
     if not isinstance(given, list):
         return {"content": text(given, where)}

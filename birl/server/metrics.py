@@ -51,7 +51,7 @@ class _Engine:
             ("sequences_running", "Sequences being decoded", len(scheduler.running)),
             ("sequences_waiting", "Sequences that wait for their turn", len(scheduler.waiting)),
             ("kv_pages_used", "Pages of the KV cache in use", pages.total - pages.room),
-            ("kv_pages_known", "Pages of the KV cache that are found by their tokens", len(pages.known)),
+            ("kv_pages_known", "Pages of the KV cache that are looked up by their tokens", len(pages.known)),
             ("kv_pages_total", "Pages of the KV cache", pages.total),
             ("weight_version", "Version of the weights", self.engine.version),
         ):

@@ -3,7 +3,7 @@ an agent that trains also runs on a server.
 
     honoured    named by the caller of `check`
     SILENT      has no effect on the answer
-    NOTED       would have one, and has none: that is said once
+    NOTED       would have one, and has none: that is logged once
     REFUSED     the answer would be another thing altogether: 400, unless the value says that it is not wanted
 """
 

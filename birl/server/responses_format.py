@@ -48,7 +48,7 @@ class ResponsesReply(Reply):
 
     def finished(self, reply: Message, turn: Turn) -> Item:
         """All of it; where it may be continued it is kept."""
-        stop, asked, said = turn.completion.stop, len(turn.prompt), len(turn.completion.tokens)
+        stop, asked, drawn = turn.completion.stop, len(turn.prompt), len(turn.completion.tokens)
         result = self.head({Stop.STOP: "completed", Stop.LENGTH: "incomplete"}.get(stop, "cancelled"))
         result["output"] = self.items(reply, turn, ended(result))
         if stop is Stop.LENGTH:
@@ -56,8 +56,8 @@ class ResponsesReply(Reply):
         result["usage"] = {
             "input_tokens": asked,
             "input_tokens_details": {"cached_tokens": turn.completion.cached, "cache_write_tokens": 0},
-            "output_tokens": said, "output_tokens_details": {"reasoning_tokens": self.thought(reply, turn)},
-            "total_tokens": asked + said,
+            "output_tokens": drawn, "output_tokens_details": {"reasoning_tokens": self.thought(reply, turn)},
+            "total_tokens": asked + drawn,
         }  # fmt: skip
         if self.token_ids:
             result |= {"prompt_token_ids": turn.prompt.tolist(), "token_ids": turn.completion.ids}
@@ -79,16 +79,16 @@ class ResponsesReply(Reply):
             rows = self.rows(turn.completion.ids, turn.completion.logprobs.tolist())
             result.append(self.message(reply.content, rows, status))
         for i, one in enumerate(reply.tool_calls):
-            said = {"call_id": one.id, "name": one.name, "arguments": one.arguments, "status": "completed"}
-            result.append({"id": self.id_of("fc", i), "type": "function_call", **said})
+            about = {"call_id": one.id, "name": one.name, "arguments": one.arguments, "status": "completed"}
+            result.append({"id": self.id_of("fc", i), "type": "function_call", **about})
         return result
 
     def reasoning(self, thinking: str) -> Item:
         part = {"type": "reasoning_text", "text": thinking}
         return {"id": self.id_of("rs"), "type": "reasoning", "summary": [], "content": [part]}
 
-    def message(self, said: str, rows: list[Item], status: str) -> Item:
-        part = {"type": "output_text", "text": said, "annotations": [], "logprobs": rows}
+    def message(self, text: str, rows: list[Item], status: str) -> Item:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": rows}
         return {"id": self.id_of("msg"), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
     def id_of(self, kind: str, number: int | None = None) -> str:
@@ -145,9 +145,9 @@ class Events:
         yield self.event("response.created", response=head)
         yield self.event("response.in_progress", response=head)
 
-    def more(self, thinking: str, said: str, rows: Sequence[Item] = ()) -> Iterator[bytes]:
+    def more(self, thinking: str, content: str, rows: Sequence[Item] = ()) -> Iterator[bytes]:
         self.rows += rows
-        for kind, new in (("reasoning", thinking), ("message", said)):
+        for kind, new in (("reasoning", thinking), ("message", content)):
             if new:
                 yield from self.turn_to(kind)
                 yield self.delta(new)

@@ -1,4 +1,4 @@
-"""Tool calls in the text of a reply, one reader for each format: text and the declared tools -> what is said beside the
+"""Tool calls in the text of a reply, one reader for each format: text and the declared tools -> the text beside the
 calls, and the calls. What is no valid call stays text."""
 
 import json
@@ -257,7 +257,7 @@ HARMONY = re.compile(
 
 def harmony(text: str, tools: Tools) -> ParsedReply:
     """GPT-OSS's messages on channels: analysis is thinking, final is the answer, commentary to functions.NAME a call,
-    and other commentary is said to the user before a call. What is on no channel, or no valid call, is content."""
+    and other commentary is text for the user before a call. What is on no channel, or no valid call, is content."""
     thinking: list[str] = []
     content: list[str] = []
     calls: list[ToolCall] = []

@@ -245,7 +245,7 @@ class Chat:
     ) -> str:
         """What stands between the end of a reply's own text and the next answer, new messages included: what the
         template puts behind a mark in the reply's place. Checks that the template only appends, and says again what the
-        model said."""
+        model generated."""
         opened = self.thinks(ids)
         reply = self.parts(self.reply_text(reply_tokens), tools, opened)
         before, after = ([templates.as_dict(m) for m in talk] for talk in (history, messages))

@@ -280,7 +280,7 @@ def nested(processor: Any) -> bool:
 
 
 def extra(processor: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the processor's own call, what is said about pictures."""
+    """Of the processor's own call, what concerns pictures."""
     result = dict(options["images_kwargs"])
     if type(processor).__name__ == "Lfm2VlProcessor":
         result["use_image_special_tokens"] = options.get("use_image_special_tokens", True)

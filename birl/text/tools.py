@@ -155,7 +155,7 @@ def _apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, an
 
 def check(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools) -> None:
     """Raises `BirlError` where the template leaves out what it must not. Whether it does depends on who spoke, not on
-    what was said, so each shape of a conversation is looked at once, with made-up words."""
+    what is written, so each shape of a conversation is looked at once, with made-up words."""
     shape = tuple(
         (
             m["role"],

@@ -1,6 +1,6 @@
 """Tools for a chat template that has none: written into the messages, in the format of Hermes.
 
-The system message ends with the tools and with how to call one, a call is part of what the assistant said, and results
+The system message ends with the tools and with how to call one, a call is part of the assistant's text, and results
 are user messages. Where the template takes no system message the first user message has all that."""
 
 import json

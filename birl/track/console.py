@@ -215,7 +215,7 @@ class NotebookView:
         """`display`: IPython's function, unless a test has its own."""
         self.progress = progress
         self._display, self._handle = display, None
-        self._said: list[str] = []
+        self._messages: list[str] = []
         self._shown: dict[str, str] = {}
         self._stopped, self._lock = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
@@ -239,7 +239,7 @@ class NotebookView:
 
     def message(self, text: str) -> None:
         with self._lock:
-            self._said = [*self._said, visible(text)][-LINES:]
+            self._messages = [*self._messages, visible(text)][-LINES:]
 
     def stop(self) -> None:
         if self._stopped.is_set():
@@ -263,7 +263,7 @@ class NotebookView:
     def content(self) -> dict[str, str]:
         """By type, as Jupyter takes it. Everything that a run says is text, never markup."""
         with self._lock:
-            messages = list(self._said)
+            messages = list(self._messages)
         console = Console(
             file=io.StringIO(), record=True, width=WIDTH, height=24, force_terminal=True, color_system="truecolor",
             force_jupyter=False, legacy_windows=False,

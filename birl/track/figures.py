@@ -133,7 +133,7 @@ time/train | Time training | | s | Forward, backward and the optimizer.
 time/validate | Time validating | | s | The validation of this step.
 time/checkpoint | Time saving | | s | Saving after the step before.
 time/weights | Time updating engines | | s | An update of the engines' weights in all.
-engine/cache_hit | Tokens found in the cache | | share | Of all prompts' tokens, those that were not computed, as their pages were there.
+engine/cache_hit | Tokens read from the cache | | share | Of all prompts' tokens, those that were not computed, as their pages were there.
 speed/guessed | Tokens guessed right | | share | Generated tokens that were guessed right instead of being computed one by one.
 """,  # noqa: E501
     "Tokens and memory": """

@@ -164,7 +164,7 @@ def _waiting(shares: Shares, config: Mapping[str, Any], waited: float) -> Limit:
     )
 
 
-SAID = {
+PHRASES = {
     "wait:rollout": "waiting for groups",
     "wait:engines": "waiting for new weights to arrive",
     "wait:rank 0": "waiting for rank 0",
@@ -175,5 +175,5 @@ SAID = {
 
 
 def phrase(name: str) -> str:
-    """A span's name as words. Example: said("wait:environment") == "waiting for environment" """
-    return SAID.get(name) or (f"waiting for {name[5:]}" if name.startswith("wait:") else name)
+    """A span's name as words. Example: phrase("wait:environment") == "waiting for environment" """
+    return PHRASES.get(name) or (f"waiting for {name[5:]}" if name.startswith("wait:") else name)

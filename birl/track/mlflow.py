@@ -18,7 +18,7 @@ PARAMETERS, METRICS, CHARACTERS = 100, 1000, 6000  # what MLflow takes in one ca
 
 
 class MlflowRun:
-    """One MLflow run that a resumed training goes on writing to: it is found by its tag `birl.id`."""
+    """One MLflow run that a resumed training goes on writing to: it is looked up by its tag `birl.id`."""
 
     def start(self, start: Start) -> None:
         for name, value in {**IMPATIENT, **QUIET}.items():

@@ -1,6 +1,6 @@
 """What a run's folder says about the run, from its files alone: for `birl runs`, `birl diff` and the live page.
 
-A folder is read as it is found: a run may be writing into it, may have been killed in the middle of a line, or may have
+A folder is read as it is: a run may be writing into it, may have been killed in the middle of a line, or may have
 been made by another version.
 """
 

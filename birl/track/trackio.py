@@ -12,7 +12,7 @@ ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_BUCKET_ID", "TRA
 
 
 class TrackioRun:
-    """One Trackio run that a resumed training goes on writing to: it is found by its name."""
+    """One Trackio run that a resumed training goes on writing to: it is looked up by its name."""
 
     def start(self, start: Start) -> None:
         offline = start.mode == "offline"

@@ -277,7 +277,7 @@ class Episodes:
         return self._parsed(row, data if alone else data + b"}")
 
     def given(self, row: int) -> tuple[int, ...]:
-        """The tokens before the first that the model said; none where that is no list of whole numbers. Reads no more
+        """The tokens before the first of the model; none where that is no list of whole numbers. Reads no more
         of the line than that. Raises `BirlError`."""
         count = int(self._rows[row]["prompt"]) if 0 <= row < self.count else 0
         data = self._bytes(row, "size", most=int(self._rows[row]["head"]) + DIGITS * (count + 8))

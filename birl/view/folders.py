@@ -14,7 +14,7 @@ from typing import Any
 from birl.errors import BirlError, did_you_mean
 from birl.track import runs
 
-RESCAN = 2.0  # s; new runs are found that late
+RESCAN = 2.0  # s; new runs are shown that late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Run:
 
 
 class Runs:
-    """The runs at or below some folders, by id. New ones are found while the page is open.
+    """The runs at or below some folders, by id. New ones are added while the page is open.
 
     Example: runs = Runs([Path("runs")]); run = next(iter(runs)); runs[run.id].folder
     """

@@ -20,7 +20,7 @@ NAMED = [[name for name in flags.NAMES if BITS[name] & bits] for bits in range(1
 
 
 class Search:
-    """The rows that fit a query, found piece by piece. `looked`: rows that were looked at.
+    """The rows that fit a query, read piece by piece. `looked`: rows that were looked at.
 
     Example: search = Search(episodes, Query.parse("len(flags) > 0")); search.go_on(); search.rows
     """

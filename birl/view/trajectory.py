@@ -117,7 +117,7 @@ def _fits(name: str, values: Sequence[Any], wanted: int, row: int) -> None:
 
 
 def blocks(tokens: Sequence[int], mask: Sequence[bool], vocabulary: Vocabulary) -> Iterator[dict[str, Any]]:
-    """Who said what: where each message begins and ends [tokens], its role, where its own words begin behind the
+    """The messages: where each begins and ends [tokens], its role, where its own words begin behind the
     header, and the calls in it. A header counts only where the model did not say it itself."""
     data = [vocabulary.bytes_of(token).decode("utf-8", "replace") for token in tokens]
     starts = dict[int, tuple[str, int]]()  # first token of a block -> role, first token behind the header

@@ -181,7 +181,7 @@ class Broadcast:
         """Our part and that of each engine at once. As soon as one fails, the others are not waited for."""
         tasks = {remote: asyncio.create_task(call) for remote, call in calls.items()}
         mine = asyncio.create_task(own)
-        for remote, task in tasks.items():  # the fleet found that it is gone: it does not wait, so we do not either
+        for remote, task in tasks.items():  # the fleet knows that it is gone: it does not wait, so we do not either
             round.answers[remote].add_done_callback(lambda _, task=task: task.cancel())
         pending, broken = {mine, *tasks.values()}, False
         try:
@@ -250,7 +250,7 @@ class Broadcast:
 
 
 async def _let_go(remote: Joined) -> None:
-    """It would wait for ranks that do not come. One that does not answer is found by what it was asked before."""
+    """It would wait for ranks that do not come. One that does not answer is noticed by an earlier request."""
     try:
         await remote.part.leave()
     except (EngineDown, BirlError):

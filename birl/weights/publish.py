@@ -201,7 +201,7 @@ class Sender:
             await asyncio.sleep(LOOK)
 
     async def unless_lost(self, remote: Remote) -> float | None:
-        """The canary of one engine; None where it does not answer, or others have found that it does not."""
+        """The canary of one engine; None where it does not answer, or others have noticed that it does not."""
         work = asyncio.create_task(self.prove(remote))
         try:
             while not work.done() and remote in self.remotes():

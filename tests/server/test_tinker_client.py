@@ -197,7 +197,7 @@ def test_what_is_listed_and_searched(methods: dict[str, Any]) -> None:
         ("project", "BadRequestError", "no projects"),
         ("trace", "BadRequestError", "no traces"),
         ("audit", "BadRequestError", "audit.jsonl"),
-        ("billing", "BadRequestError", "bills nobody"),
+        ("billing", "BadRequestError", "has no billing"),
         ("encrypted", "RequestFailedError", "encrypted exports are not offered"),
         ("urls", "ValueError", "external"),  # the client's own
         ("whoami", "RuntimeError", "JWT"),  # the client's own

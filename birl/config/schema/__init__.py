@@ -1,4 +1,4 @@
-"""Every key that a run understands: type, choices or range, default, unit and meaning, each said once and here.
+"""Every key that a run understands: type, choices or range, default, unit and meaning, each stated once and here.
 
 The string under each field is its documentation: `birl rl --help all` prints it. A key that nothing reads must not
 exist (`tests/config/test_every_key.py` changes each one and looks for the effect).

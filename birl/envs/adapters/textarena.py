@@ -3,7 +3,7 @@
 birl rl env=textarena env.id=GuessTheNumber-v0 env.max_turns=12
 birl rl env=textarena_self_play env.id=TicTacToe-v0 env.max_turns=20
 
-TextArena's observation wrappers repeat all that was said in every turn. Here a player receives only new messages, so
+TextArena's observation wrappers repeat all earlier messages in every turn. Here a player receives only new messages, so
 the turns of an episode stay one sequence of tokens. Its action wrappers apply as they are.
 """
 
@@ -36,7 +36,7 @@ class Game:
             self.env.reset(num_players=players, seed=seed)
 
     def seen(self) -> tuple[int, str]:
-        """Whose turn it is, and what that player has not been told yet, without what it said itself."""
+        """Whose turn it is, and what that player has not been told yet, without its own messages."""
         inner = self.env
         while isinstance(inner, imported(KIND, KIND).Wrapper):
             inner = inner.env

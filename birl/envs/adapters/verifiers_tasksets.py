@@ -226,7 +226,7 @@ def figures(traces: Mapping[str, Any]) -> dict[str, float]:
 
 
 def forget(model: Any, roles: set[str]) -> None:
-    """What a role said that is not trained, as a user whom the policy plays."""
+    """What a role that is not trained wrote, as a user whom the policy plays."""
     for turn in [turn for turn in getattr(model, "turns", ()) if turn.agent in roles]:
         model.forget(turn)
 

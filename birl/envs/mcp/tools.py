@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from birl.config import schema
 from birl.envs.calls import called
-from birl.envs.command import found, path
+from birl.envs.command import full_names, path
 from birl.envs.mcp.connection import Connection, Misused
 from birl.envs.mcp.transport import Command, Problem, Streams, over_http, over_pipes
 from birl.errors import BirlError
@@ -43,7 +43,7 @@ SHOWN = ("/etc/ssl/openssl.cnf", *mimetypes.knownfiles)  # what Node and Python 
 @dataclass(slots=True, kw_only=True)
 class Servers:
     """Those of a run. `owners`: which has a tool; `confined`: how their processes are, None for not at all; `longest`:
-    characters of a result, or of what a tool is said to do, that the model sees."""
+    characters of a result, or of the description of a tool, that the model sees."""
 
     rows: Sequence[str]
     seconds: float
@@ -111,7 +111,7 @@ def words(row: str) -> list[str]:
         raise BirlError(f"env.mcp: {row}: {error}.") from None
     if not result:
         raise BirlError("env.mcp: an entry is empty. Name a command or an address, as in env.mcp=[python server.py].")
-    return found(result, "env.mcp", row)
+    return full_names(result, "env.mcp", row)
 
 
 def seen(command: Sequence[str]) -> list[str]:

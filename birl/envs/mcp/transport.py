@@ -1,5 +1,5 @@
 """The two ways to an MCP server, a process or an address, with bounds: no message is longer than `MOST`, and the cause
-of a server's end is known. The official client waits for ever where it should hear of either."""
+of a server's end is known. The official client waits for ever where it should received of either."""
 
 import asyncio
 import contextlib
@@ -54,16 +54,16 @@ async def over_pipes(command: Command, problem: Problem) -> AsyncIterator[Stream
         start_new_session=True,
         limit=MOST,
     )
-    heard, hear = anyio.create_memory_object_stream[Any](0)
-    say, said = anyio.create_memory_object_stream[Any](0)
+    incoming, received = anyio.create_memory_object_stream[Any](0)
+    sent, outgoing = anyio.create_memory_object_stream[Any](0)
     last = bytearray()
     tasks = [
-        asyncio.create_task(_read(process, heard, problem, last)),
-        asyncio.create_task(_write(process, said)),
+        asyncio.create_task(_read(process, incoming, problem, last)),
+        asyncio.create_task(_write(process, outgoing)),
         asyncio.create_task(_keep(process, last)),
     ]
     try:
-        yield hear, say
+        yield received, sent
     finally:
         assert process.stdin is not None
         process.stdin.close()
@@ -74,11 +74,11 @@ async def over_pipes(command: Command, problem: Problem) -> AsyncIterator[Stream
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for stream in (heard, hear, say, said):
+        for stream in (incoming, received, sent, outgoing):
             stream.close()
 
 
-async def _read(process: asyncio.subprocess.Process, heard: Any, problem: Problem, last: bytearray) -> None:
+async def _read(process: asyncio.subprocess.Process, incoming: Any, problem: Problem, last: bytearray) -> None:
     """Its messages, one a line; other lines are skipped, as programs print what they like."""
     from mcp.shared.message import SessionMessage
     from mcp.types import JSONRPCMessage
@@ -88,7 +88,7 @@ async def _read(process: asyncio.subprocess.Process, heard: Any, problem: Proble
         try:
             while line := await process.stdout.readline():
                 with contextlib.suppress(ValueError):
-                    await heard.send(SessionMessage(JSONRPCMessage.model_validate_json(line)))
+                    await incoming.send(SessionMessage(JSONRPCMessage.model_validate_json(line)))
         except ValueError:  # of asyncio, for a line that is too long
             tell(problem, f"it sent a message of more than {MOST >> 20} MiB")
     while await process.stdout.read(1 << 18):
@@ -98,13 +98,13 @@ async def _read(process: asyncio.subprocess.Process, heard: Any, problem: Proble
     lines = last.decode(errors="replace").strip().splitlines()
     how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
     tell(problem, f"{how}: {lines[-1].strip()[:300]}" if lines else how)
-    heard.close()
+    incoming.close()
 
 
-async def _write(process: asyncio.subprocess.Process, said: Any) -> None:
+async def _write(process: asyncio.subprocess.Process, outgoing: Any) -> None:
     assert process.stdin is not None
     with contextlib.suppress(OSError):  # it has ended, which is told elsewhere
-        async for one in said:
+        async for one in outgoing:
             text = one.message.model_dump_json(by_alias=True, exclude_none=True)
             process.stdin.write(text.encode() + b"\n")
             await process.stdin.drain()
@@ -124,9 +124,9 @@ async def over_http(url: str, problem: Problem) -> AsyncIterator[Streams]:
 
     async with (
         httpx.AsyncClient(transport=Bounded(problem), timeout=None) as http,
-        streamable_http_client(url, http_client=http) as (hear, say, _),
+        streamable_http_client(url, http_client=http) as (received, sent, _),
     ):
-        yield hear, say
+        yield received, sent
 
 
 @cache

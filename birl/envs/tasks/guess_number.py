@@ -15,7 +15,7 @@ INTEGER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 
 class GuessNumber:
     """The reward is 1 for the right guess, which ends the episode, and `-wasted` for a guess that the answers so far
-    rule out or that is no number, at its own turn. The score is 1 where the number was found, else 0."""
+    rule out or that is no number, at its own turn. The score is 1 where the number was guessed, else 0."""
 
     @dataclass(kw_only=True)
     class Config(Drawn):

@@ -49,7 +49,7 @@ def drawn(draw: Callable[[random.Random], tuple[str, Row]], config: Drawn, split
         if held_out(problem) == (split == "validation"):
             result.setdefault(row["prompt"], row)
     raise BirlError(
-        f"env.kind={kind}: found only {len(result)} different {split} tasks of {rows}. Lower "
+        f"env.kind={kind}: there are only {len(result)} different {split} tasks of {rows}. Lower "
         f"{rows_key(split)}, or make the problems larger (docs/tasks.md)."
     )
 

@@ -26,7 +26,7 @@ LONGEST = 500  # characters of a query that are looked at
 
 
 class Index:
-    """Passages found by the words they share with a query, the likeliest first."""
+    """Passages ranked by the words they share with a query, the likeliest first."""
 
     def __init__(self, texts: Sequence[dict[str, str]]) -> None:
         try:

@@ -94,7 +94,7 @@ class Checkpoints:
             )
 
     def prune(self, run: Run) -> None:
-        """Remove weights of sampling sessions that nobody has asked for in a while; not the newest."""
+        """Remove weights of sampling sessions that were not asked for in a while; not the newest."""
         old = [
             c for c in self.store.checkpoints(run.id) if c.kind == "sampler_weights" and c.name.startswith("session-")
         ]
@@ -115,22 +115,22 @@ class Checkpoints:
 
     def read(self, path: str, owner: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Raises `BirlError` where the owner has no such checkpoint, and it is not published."""
-        found = self.readable(path, owner)
-        if found.kind == "external_weights":
+        result = self.readable(path, owner)
+        if result.kind == "external_weights":
             raise BirlError(f"{path} is an export; load tinker://.../weights/... or .../sampler_weights/... instead.")
-        return read_tensors(self.store.folder(found) / "adapter.safetensors")
+        return read_tensors(self.store.folder(result) / "adapter.safetensors")
 
     def readable(self, path: str, owner: str) -> Checkpoint:
-        found = self.store.find(path)
-        if found is None or (found.owner != owner and not found.public):
+        result = self.store.find(path)
+        if result is None or (result.owner != owner and not result.public):
             raise BirlError(f"There is no checkpoint {path}.")
-        return found
+        return result
 
     def own(self, path: str, owner: str) -> Checkpoint:
-        found = self.readable(path, owner)
-        if found.owner != owner:
+        result = self.readable(path, owner)
+        if result.owner != owner:
             raise BirlError(f"There is no checkpoint {path} of yours.")
-        return found
+        return result
 
     def open_sampler(self, run: Run, made: Checkpoint) -> str:
         """For weights that were saved without a name; one id for one request."""
@@ -168,16 +168,16 @@ class Checkpoints:
         """What is added to the base; None: nothing. Raises `BirlError` where the checkpoint has gone."""
         if sampler.path is None:
             return None
-        found = self.readable(sampler.path, sampler.owner)
-        self.used[found.path] = time.monotonic()
-        if found.name.startswith("session-") and (found.expires or 0) < time.time() + EPHEMERAL / 2:
-            found.expires = time.time() + EPHEMERAL
-            self.store.change(found)
+        result = self.readable(sampler.path, sampler.owner)
+        self.used[result.path] = time.monotonic()
+        if result.name.startswith("session-") and (result.expires or 0) < time.time() + EPHEMERAL / 2:
+            result.expires = time.time() + EPHEMERAL
+            self.store.change(result)
         if sampler.path not in self.kept:
             tensors, about = self.read(sampler.path, sampler.owner)
             adapter = self.shared.run(LowRankConfig(**about["config"]))
             adapter.load(tensors)
-            self.remember(found, adapter.weights)
+            self.remember(result, adapter.weights)
         self.kept.move_to_end(sampler.path)
         return self.kept[sampler.path]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 PROTO, JSON = "application/x-protobuf", "application/json"
 KEPT = 600.0  # seconds that an answer which was fetched stays, for a client that lost it on the way
-LEFT = 3600.0  # seconds that an answer stays which nobody fetches
+LEFT = 3600.0  # seconds that an answer stays which is not fetched
 MOST_KEPT = 2 * 2**30  # bytes of answers in memory
 
 
@@ -32,7 +32,7 @@ class Answer:
 @dataclass(slots=True, eq=False)
 class Promise:
     """`owner`: the tenant that may ask for it. `fetched`: when it first was, `settled`: when the answer came, by the
-    clock. `brief`: one that nobody fetches is forgotten, too; a run's requests wait for their client, while there is
+    clock. `brief`: one that is not fetched is forgotten, too; a run's requests wait for their client, while there is
     room."""
 
     id: str

@@ -51,8 +51,8 @@ async def search_sessions(service: TinkerService, tenant: Tenant, request: Reque
     after = None
     if len(rows) > limit:
         after = {"last_created_at": moment(by_id[rows[limit - 1]].made), "last_session_id": rows[limit - 1]}
-    found = [described_session(by_id[id], id, sizes.get(id, [])) for id in rows[:limit]]
-    return JSONResponse({"sessions": found, "next_cursor": after})
+    result = [described_session(by_id[id], id, sizes.get(id, [])) for id in rows[:limit]]
+    return JSONResponse({"sessions": result, "next_cursor": after})
 
 
 def _place(session: Session, id: str) -> tuple[datetime, str]:
@@ -112,12 +112,12 @@ async def storage(service: TinkerService, tenant: Tenant, request: Request) -> R
 
 
 async def weights_info(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    found = service.checkpoints.readable(
+    checkpoint = service.checkpoints.readable(
         requests.words(await limits.json_object(request, service.most_bytes), "tinker_path"), tenant.name
     )
-    config = found.info["config"]
+    config = checkpoint.info["config"]
     about = {"train_unembed": config["unembed"], "train_mlp": config["mlp"], "train_attn": config["attention"]}
-    return JSONResponse({"base_model": found.info["base"], "is_lora": True, "lora_rank": config["rank"], **about})
+    return JSONResponse({"base_model": checkpoint.info["base"], "is_lora": True, "lora_rank": config["rank"], **about})
 
 
 async def list_runs(service: TinkerService, tenant: Tenant, request: Request) -> Response:
@@ -150,40 +150,40 @@ def addressed(service: TinkerService, tenant: Tenant, request: Request) -> Check
 
 
 async def delete_checkpoint(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    found = addressed(service, tenant, request)
-    service.checkpoints.kept.pop(found.path, None)
-    service.store.delete(found)
-    service.store.note(tenant.name, "delete_checkpoint", path=found.path)
+    checkpoint = addressed(service, tenant, request)
+    service.checkpoints.kept.pop(checkpoint.path, None)
+    service.store.delete(checkpoint)
+    service.store.note(tenant.name, "delete_checkpoint", path=checkpoint.path)
     return JSONResponse({})
 
 
 async def publish(public: bool, service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    found = addressed(service, tenant, request)
-    found.public = public
-    service.store.change(found)
-    service.store.note(tenant.name, "publish" if public else "unpublish", path=found.path)
+    checkpoint = addressed(service, tenant, request)
+    checkpoint.public = public
+    service.store.change(checkpoint)
+    service.store.note(tenant.name, "publish" if public else "unpublish", path=checkpoint.path)
     return JSONResponse({})
 
 
 async def set_ttl(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    found, data = addressed(service, tenant, request), await limits.json_object(request, service.most_bytes)
+    checkpoint, data = addressed(service, tenant, request), await limits.json_object(request, service.most_bytes)
     seconds = requests.whole(data, "ttl_seconds", 0, 3600, 10 * 366 * 24 * 3600)
-    found.expires = time.time() + seconds if seconds else None
-    service.store.change(found)
-    service.store.note(tenant.name, "set_ttl", path=found.path, seconds=seconds)
+    checkpoint.expires = time.time() + seconds if seconds else None
+    service.store.change(checkpoint)
+    service.store.note(tenant.name, "set_ttl", path=checkpoint.path, seconds=seconds)
     return JSONResponse({})
 
 
 async def export_urls(service: TinkerService, tenant: Tenant, request: Request) -> Response:
     """Links that need no key, for some time."""
-    found, until = addressed(service, tenant, request), service.clock() + LINK
+    checkpoint, until = addressed(service, tenant, request), service.clock() + LINK
     base, urls = str(request.base_url).rstrip("/"), {}
-    for file in sorted(service.store.folder(found).iterdir()):
+    for file in sorted(service.store.folder(checkpoint).iterdir()):
         if file.name != "checkpoint.json":
-            link = json.dumps([found.path, file.name, until]).encode()
+            link = json.dumps([checkpoint.path, file.name, until]).encode()
             sign = hmac.new(service.secret, link, hashlib.sha256).digest()
             urls[file.name] = f"{base}/api/v1/download/{base64.urlsafe_b64encode(sign + link).decode()}"
-    service.store.note(tenant.name, "external_weights_urls", path=found.path)
+    service.store.note(tenant.name, "external_weights_urls", path=checkpoint.path)
     return JSONResponse({"urls": urls, "expires": moment(until)})
 
 
@@ -196,11 +196,11 @@ async def download(service: TinkerService, tenant: Tenant, request: Request) -> 
     if not hmac.compare_digest(sign, hmac.new(service.secret, link, hashlib.sha256).digest()):
         raise Refused(403, "This link is none, or from before the server was started.", "user")
     path, name, until = json.loads(link)
-    found = service.store.find(path)
-    if until < service.clock() or found is None:
+    checkpoint = service.store.find(path)
+    if until < service.clock() or checkpoint is None:
         raise Refused(410, "This link has expired, or the checkpoint was deleted.", "user")
-    service.store.note(found.owner, "download", path=path, file=name)
-    return FileResponse(service.store.folder(found) / name, filename=name)
+    service.store.note(checkpoint.owner, "download", path=path, file=name)
+    return FileResponse(service.store.folder(checkpoint) / name, filename=name)
 
 
 def page(rows: list[Any], request: Request) -> tuple[list[Any], dict[str, int]]:

@@ -126,8 +126,8 @@ async def create_sampler(service: TinkerService, tenant: Tenant, request: Reques
     path = requests.words(data, "model_path") or None
     base = requests.words(data, "base_model")
     if path is not None:
-        found = service.checkpoints.readable(path, tenant.name)
-        base = str(found.info["base"])
+        checkpoint = service.checkpoints.readable(path, tenant.name)
+        base = str(checkpoint.info["base"])
     service.known(base)
     service.checkpoints.add_sampler(Sampler(id, tenant.name, base, path))
     service.store.note(tenant.name, "create_sampling_session", sampler=id, path=path)
@@ -217,7 +217,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
 }
 
 
-PROJECTS, BILLING = "This server has no projects.", "This server bills nobody."
+PROJECTS, BILLING = "This server has no projects.", "This server has no billing."
 NOT_OFFERED = {
     ("POST", "/api/v1/copy_weights"): f"{PROJECTS} Make a run from the weights, and save it.",
     ("PUT", "/api/v1/sessions/{session}/project"): PROJECTS,

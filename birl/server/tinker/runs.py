@@ -1,7 +1,7 @@
 """Runs: adapters in training, each with its requests in order, on disk and in memory.
 
 A run is its snapshot and the requests behind it. A request is journaled when it is accepted and done in the order of
-its number, once: one that is sent again is found by its number. After a kill the requests behind the snapshot are done
+its number, once: one that is sent again has the same number. After a kill the requests behind the snapshot are done
 again, from the same state to the same bits.
 """
 

@@ -78,14 +78,14 @@ class Sampling:
             actual = plain(torch.tensor(sample.prompt[first + 1 :], dtype=torch.int64, device=hidden.device))[:, None]
             result.logprobs = np.full(size, np.nan, np.float32)
             result.logprobs[first + 1 :] = target_logprobs(self.base.model, part, actual, own)[:, 0].cpu().numpy()
-            result.logprobs[sample.shown] = np.nan  # nobody predicts a picture
+            result.logprobs[sample.shown] = np.nan  # a picture is not predicted
             if sample.top:
                 top = likeliest(self.base.model, part, sample.top, own)
                 result.top = table(top, size, first + 1)
         if sample.targets is not None:
             ids = torch.from_numpy(sample.targets).to(hidden.device)
-            found = target_logprobs(self.base.model, hidden, ids.clamp(min=0), groups).cpu().numpy()
-            result.targets = np.where(sample.targets >= 0, found, 0.0).astype(np.float32)
+            of_targets = target_logprobs(self.base.model, hidden, ids.clamp(min=0), groups).cpu().numpy()
+            result.targets = np.where(sample.targets >= 0, of_targets, 0.0).astype(np.float32)
         if sample.alternatives:
             random = np.random.Generator(np.random.Philox(key=derive_seed(seed, -1) % 2**64))
             uniforms = torch.from_numpy(random.random((size - 1, sample.alternatives), np.float32))

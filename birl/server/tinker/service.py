@@ -70,11 +70,11 @@ class TinkerService:
 
     def session(self, id: str, tenant: Tenant) -> Session:
         """Raises `Refused` (404) where the tenant has none of this name: another's is as if it were not there."""
-        found = self.sessions.by_id.get(id)
-        if found is None or found.owner != tenant.name:
+        result = self.sessions.by_id.get(id)
+        if result is None or result.owner != tenant.name:
             raise Refused(404, f"There is no session {id[:80]!r}.", "user")
-        found.heard = time.monotonic()
-        return found
+        result.heard = time.monotonic()
+        return result
 
     def opened(self, id: str, tenant: Tenant) -> None:
         """Raises `Refused` where no run or sampler can be made in a session: it is none, or finished."""
@@ -82,16 +82,16 @@ class TinkerService:
             raise Refused(400, f"The session {id[:80]!r} is finished: begin a new one.", "user")
 
     def run(self, id: str, tenant: Tenant) -> Run:
-        found = self.runs.by_id.get(id)
-        if found is None or found.owner != tenant.name:
+        result = self.runs.by_id.get(id)
+        if result is None or result.owner != tenant.name:
             raise Refused(404, f"There is no training run {id[:80]!r}.", "user")
-        return found
+        return result
 
     def sampler(self, id: str, tenant: Tenant) -> Sampler:
-        found = self.checkpoints.samplers.get(id)
-        if found is None or found.owner != tenant.name:
+        result = self.checkpoints.samplers.get(id)
+        if result is None or result.owner != tenant.name:
             raise Refused(404, f"There is no sampling session {id[:80]!r}, or no longer.", "user")
-        return found
+        return result
 
     async def create(self, tenant: Tenant, data: Mapping[str, Any]) -> Promise:
         """A run with a new adapter. An error is the promise's answer."""
@@ -199,16 +199,16 @@ class TinkerService:
                 if stranger:
                     raise BirlError(NO_TOKENS)
                 _optimizer(data)
-                found = self.checkpoints.readable(requests.words(data, "path"), tenant.name)
-                self.known(requests.words(data, "base_model") or str(found.info["base"]))
+                result = self.checkpoints.readable(requests.words(data, "path"), tenant.name)
+                self.known(requests.words(data, "base_model") or str(result.info["base"]))
                 self._room_for_run(tenant)
             except BirlError as error:
                 promise = self.promises.make(f"{id}#0", tenant.name, brief=True)
                 promise.settle(Answer.failure(str(error)))
                 return Run(id=id, owner=tenant.name, base=""), promise
-            base = requests.words(data, "base_model") or str(found.info["base"])
+            base = requests.words(data, "base_model") or str(result.info["base"])
             self.runs.create(id, tenant.name, base, None, requests.metadata(data))
-            self.store.note(tenant.name, "load_weights", run=id, path=found.path)
+            self.store.note(tenant.name, "load_weights", run=id, path=result.path)
         run = self.runs.by_id[id]
         return run, self.submit(tenant, run, Record(0, "load_weights", body))
 
@@ -254,7 +254,7 @@ class TinkerService:
             promise.settle(Answer.failure(f"{type(error).__name__}: {error}", "server"))
 
     async def tidy(self) -> None:
-        """Put to disk what nobody uses, for ever."""
+        """Put to disk what is not in use, for ever."""
         while True:
             await asyncio.sleep(min(self.idle, 30.0))
             for run in list(self.runs.by_id.values()):

@@ -213,21 +213,21 @@ class Store:
     def checkpoints(self, run: str | None = None) -> Iterator[Checkpoint]:
         """Those that have not expired; the others are removed."""
         for file in sorted((self.root / "runs").glob(f"{'*' if run is None else file_of(run)}/*/*/checkpoint.json")):
-            found = None
+            result = None
             with left_out(file):
-                found = Checkpoint(**read_json(file))
-                expired = found.expires is not None and found.expires < time.time()
+                result = Checkpoint(**read_json(file))
+                expired = result.expires is not None and result.expires < time.time()
                 if (
                     file.parent.name.endswith(".partial")
-                    or self.folder(found) != file.parent
-                    or found.kind not in KINDS
+                    or self.folder(result) != file.parent
+                    or result.kind not in KINDS
                 ):
-                    found = None  # one that is being written or removed, or says that it is another
+                    result = None  # one that is being written or removed, or says that it is another
                 elif expired:
                     shutil.rmtree(file.parent, ignore_errors=True)
-                    found = None
-            if found is not None:
-                yield found
+                    result = None
+            if result is not None:
+                yield result
 
     def find(self, path: str) -> Checkpoint | None:
         """Of a tinker:// path; None where there is none."""

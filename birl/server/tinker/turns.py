@@ -41,7 +41,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was given, and nobody takes it
+            if not turn.cancelled():  # it was given, and is not taken
                 self._end(tenant)
             raise
 

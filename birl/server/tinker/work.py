@@ -95,9 +95,9 @@ class Work:
                 data = request.data[piece]
                 loss = partial(_summed, request, data, values) if learns else None
                 rows = [TargetRow(_int64(d.tokens), _int64(d.targets)) for d in data]
-                found = await self.passes(tenant, adapter.weights, rows, loss)
-                logp += [p.cpu() for p in found]
-                total += float(values[-1]) if learns else float(losses.of_data(request, data, found))
+                logprobs = await self.passes(tenant, adapter.weights, rows, loss)
+                logp += [p.cpu() for p in logprobs]
+                total += float(values[-1]) if learns else float(losses.of_data(request, data, logprobs))
         except Exception as error:
             if learns and logp:  # a part of it was added
                 adapter.drop_gradients()
