@@ -30,6 +30,10 @@ from birl.sandbox.values import pack, same_value, short, shown, unpack
 LONGEST = 1 << 24  # bytes of one message
 PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, Decimal, Fraction, type(None))
 PR_SET_DUMPABLE = 4
+#: questions to text, sets and numbers that are answered by yes or no
+PREDICATES = {"startswith", "endswith"} | {
+    name for kind in (str, frozenset, float) for name in dir(kind) if name.startswith("is")
+}
 NAMES = ("collections", "functools", "heapq", "itertools", "math", "random", "re", "string", "bisect", "operator")
 
 
@@ -141,17 +145,21 @@ class Ended(Exception):
 
 
 class Remote:
-    """An object of the solution. It is equal to itself only, and its arithmetic is not forwarded."""
+    """An object of the solution. It is equal to itself only, and its arithmetic is not forwarded. `made`: a class that
+    the test names has made it, or made what gave it. What a function gives has no methods of text: an object that
+    answers yes to whatever it is asked would pass."""
 
-    def __init__(self, link: "Link", number: int) -> None:
-        object.__setattr__(self, "_link", link)
-        object.__setattr__(self, "_number", number)
+    def __init__(self, link: "Link", number: int, made: bool) -> None:
+        for name, value in (("_link", link), ("_number", number), ("_made", made)):
+            object.__setattr__(self, name, value)
 
     def __call__(self, *args: Any, **words: Any) -> Any:
-        return self._link.call(self._number, args, words)
+        return self._link.call(self._number, args, words, self._made)
 
     def __getattr__(self, name: str) -> Any:
-        return self._link.ask("get", what=self._number, name=name)
+        if name in PREDICATES and not self._made:
+            raise AttributeError(f"what the function gave is no plain data, and has no {name}")
+        return self._link.ask("get", self._made, what=self._number, name=name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._link.ask("set", what=self._number, name=name, value=self._link.packed(value))
@@ -192,16 +200,16 @@ class Link:
         self.functions: list[Any] = []
         self.calls = 0
 
-    def ask(self, action: str, **words: Any) -> Any:
-        return self.find(self.exchange({"do": action, "with": words}).get("value"))
+    def ask(self, action: str, made: bool = False, **words: Any) -> Any:
+        return self.find(self.exchange({"do": action, "with": words}).get("value"), made)
 
-    def call(self, number: int, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+    def call(self, number: int, args: tuple[Any, ...], words: dict[str, Any], made: bool) -> Any:
         self.calls += 1
         sent = {"what": number, "args": [self.packed(a) for a in args]}
         reply = self.exchange({"do": "call", "with": sent | {"words": {k: self.packed(v) for k, v in words.items()}}})
         for value, after in zip((*args, *words.values()), reply.get("args", ()), strict=False):
             _overwrite(value, self.find(after))
-        return self.find(reply.get("value"))
+        return self.find(reply.get("value"), made)
 
     def exchange(self, request: dict[str, Any]) -> dict[str, Any]:
         write(self.output, request)
@@ -225,9 +233,9 @@ class Link:
 
         return pack(value, keep)
 
-    def find(self, value: Any) -> Any:
+    def find(self, value: Any, made: bool = False) -> Any:
         try:
-            return unpack(value, lambda kind, inner: Remote(self, inner))
+            return unpack(value, lambda kind, inner: Remote(self, inner, made))
         except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise SolutionFailed("no value") from error
 
@@ -287,7 +295,7 @@ def attempt(job: dict[str, Any], link: Link) -> dict[str, Any]:
     known = {"__name__": "test", **names.given, **names.either}
     for name in sorted(names.wanted | names.either.keys()):
         with contextlib.suppress(NameError):
-            own = link.ask("find", name=name)
+            own = link.ask("find", name[0].isupper() and name != "Solution", name=name)
             known[name] = _agreeing(names.either[name], own) if name in names.either else own
     exec(compile(job["snippet"], "test", "exec"), known)  # this is the sandbox
     if not link.calls:

@@ -245,6 +245,31 @@ def test_helpers_of_an_assertion_do_not_come_from_the_solution(sandbox: Sandbox,
     assert tried(sandbox, f"def f(x): return 3\n{lie}", [snippet]).share == 0
 
 
+def test_what_a_function_gives_does_not_answer_as_text_would(sandbox: Sandbox) -> None:
+    """An object that says yes to everything passed; one of a class that the test names has what methods it likes."""
+    tests = [
+        'assert f("abc").startswith("a")',
+        'x = f("abc")\nassert x.lower().endswith("c") and x.isalpha()',
+        'assert f("abc").split("b")[0].startswith("a")',
+        'assert all(map(lambda word: word.startswith("a"), [f("abc")]))',
+        'assert Solution().f("abc").startswith("a")',
+    ]
+    right = "def f(x): return x\nclass Solution:\n    def f(self, x): return x"
+    yes = (
+        "class Yes:\n    def __getattr__(self, name): return lambda *_: self if name in ('lower', 'split') else True\n"
+    )
+    yes += "    def __getitem__(self, i): return self\n"
+    assert passed(sandbox, right, tests) == [True] * 5
+    assert passed(sandbox, yes + right.replace("return x", "return Yes()"), tests) == [False] * 5
+    own = "class Words:\n    def __init__(self, *words): self.words = {*words}"
+    own += "\n    def isempty(self): return not self.words"
+    own += "\n    def issubset(self, other): return self.words <= other.words"
+    own += "\n    def both(self, other): return Words(*(self.words & other.words))"
+    tests = ['assert Words().isempty() and Words("a").issubset(Words("a", "b"))']
+    tests += ['assert Words("a", "b").both(Words("a")).issubset(Words("a"))']
+    assert passed(sandbox, own, tests) == [True] * 2
+
+
 def test_a_solution_may_be_named_like_a_function_of_the_library(sandbox: Sandbox) -> None:
     tests = ["assert gcd(4, 6) == 2", "for n in (1, 2):\n    assert gcd(n, 0) == n\nassert lcd(3) == 3"]
     tests += ["def check(candidate):\n    assert candidate(4, 6) == 2\ncheck(gcd)"]
