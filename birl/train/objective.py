@@ -68,12 +68,13 @@ class Objective:
     looked: Callable[[Sequence[Batch]], list[Tensor]]
     surrogate: NamedFunction
 
-    def look(self, batches: Sequence[Batch], seed: int) -> list[Known]:
+    def refer(self, batches: Sequence[Batch]) -> Sequence[Tensor | None]:
+        """(rank 0) The reference's log-probs, where the loss needs them: no update changes them."""
+        return self.reference(batches) if self.reference and self.needs_reference() else [None] * len(batches)
+
+    def look(self, batches: Sequence[Batch], seed: int, refs: Sequence[Tensor | None]) -> list[Known]:
         """(rank 0) Masks that rank or average tokens do so over the whole step: micro-batches change nothing."""
-        keys, reference = self.keys, self.reference
-        refs: Sequence[Tensor | None] = [None] * len(batches)
-        if reference is not None and self.needs_reference():
-            refs = reference(batches)
+        keys = self.keys
         if not self.needs_look():
             return [Known(ref_logp=r) for r in refs]
         sizes = [len(b.entry) for b in batches]

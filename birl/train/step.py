@@ -37,10 +37,9 @@ from birl.weights.gathered import gathered
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
     """How a batch of rollouts becomes optimizer steps: `parts` of the batch, one step each, `passes` times over.
-    `everything`: samples with advantage 0 have a
-    gradient, too; `observations`: what an environment wrote is predicted; `max_gap`: between the log-probs of engine
-    and learner [nats]; `critic_only`: the first steps, in which the policy stays; `rollouts_only`: nothing is trained;
-    `league`: steps between versions that are kept."""
+    `everything`: samples with advantage 0 have a gradient, too; `observations`: what an environment wrote is predicted;
+    `max_gap`: between the log-probs of engine and learner [nats]; `critic_only`: the first steps, in which the policy
+    stays; `rollouts_only`: nothing is trained; `league`: steps between versions that are kept."""
 
     seed: int
     parts: int
@@ -60,8 +59,8 @@ class Updates:
     league: int
 
 
-#: of one optimizer step: samples, their micro-batches, each policy's by themselves, and the weight of a token's value
-Part = tuple[list[Sample], list[Shared[Batch]], float]
+#: of one optimizer step: samples, their micro-batches by policy, what the reference says of these, a value's weight
+Part = tuple[list[Sample], list[Shared[Batch]], list[Sequence[Tensor | None]], float]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,11 +126,12 @@ class RLWorker(Worker):
         trained, weights, others = map(list, zip(*useful, strict=True)) if useful else ([], [], [])
         batches = keys.pack(trained, weights, others if keys.observations else ()) if useful else []
         each = [Shared(own) for _, own in groupby(batches, key=lambda b: b.policy)]
-        return trained, each, 1 / max(sum(assemble.trained_lengths(samples)), 1)
+        refs = [self.objective.refer(own) for own in each if self.step >= keys.critic_only]
+        return trained, each, refs, 1 / max(sum(assemble.trained_lengths(samples)), 1)
 
     def update_once(self, part: Part, stats: Stats, everything: list[Sample]) -> None:
         """One optimizer step. A part without any gradient moves nothing, the optimizer's momentum included."""
-        keys, critic, (trained, each, value_weight) = self.updates, self.critic, part
+        keys, critic, (trained, each, refs, value_weight) = self.updates, self.critic, part
         batches = [batch for own in each for batch in own]
         if not batches:
             stats.skipped += 1
@@ -141,9 +141,9 @@ class RLWorker(Worker):
         fitted = None if critic is None else self.crew.call(self, RLWorker.update_critic, each[0], value_weight)
         norms = [] if fitted is None else [fitted.grad_norm]
         stats.other |= {} if fitted is None else fitted.other
-        if critic is None or self.step >= keys.critic_only:
+        if refs:
             seed = derive_seed(keys.seed, self.step, stats.updates)
-            known = [Shared(self.objective.look(own, seed)) for own in each]
+            known = [Shared(self.objective.look(own, seed, its)) for own, its in zip(each, refs, strict=True)]
             seen = list[Tensor]()
             for own, its in zip(each, known, strict=True):
                 figures, watched = self.crew.call(self, RLWorker.gradients, own, its, self.kl.coef, value_weight)
@@ -199,9 +199,8 @@ class RLWorker(Worker):
         """Samples that have none need not go through the model."""
         if self.updates.rollouts_only:
             return False
-        own = sample.advantage
         everything = self.updates.everything or self.objective.needs_reference() or sample.hinted is not None
-        return everything or bool(np.any(own))
+        return everything or bool(np.any(sample.advantage))
 
     def host(self, token: str, context: int, longest: int) -> list[str]:
         """The first rank of every data-parallel group but rank 0's serves an engine; their addresses."""

@@ -59,7 +59,7 @@ def gradient(*words: str, ref_logp: Tensor | None = None) -> list[float]:
     made = batch(remembers(config))
     known = Known(ref_logp=ref_logp)
     if objective.needs_look():
-        (known,) = objective.look([made], 0)
+        (known,) = objective.look([made], 0, [None])
     kl_coef = config.algorithm.kl_coef if ref_logp is not None else 0.0
     loss, _ = objective._loss(logp, torch.zeros_like(logp), made, known=known, kl_coef=kl_coef, value_weight=0.0)
     loss.backward()

@@ -363,6 +363,17 @@ def test_passes_over_a_batch_are_updates(plain: Path, tmp_path: Path) -> None:
     assert [m["updates/done"] for m in steps] == [6, 6] and steps[-1]["lr"] == pytest.approx(0, abs=1e-12)
 
 
+def test_the_reference_is_asked_once_for_all_passes(plain: Path, tmp_path: Path, monkeypatch) -> None:
+    """No update moves it: three passes over two parts ask it of two."""
+    asked: list[int] = []
+    forward = Learner.forward
+    monkeypatch.setattr(Learner, "forward", lambda self, own: (asked.append(len(own.tokens)), forward(self, own))[1])
+    for passes in (1, 3):
+        words = (f"algorithm.passes={passes}", "algorithm.updates_per_batch=2", "algorithm.kl_coef=0.1", "steps=1")
+        run(plain, tmp_path / str(passes), *words)
+    assert asked[:2] == asked[2:] and log(tmp_path / "3")[0]["updates/done"] == 6
+
+
 SURROGATES = {
     "tensor": ("-(logp - old_logp).exp() * advantages", ""),
     "one number": ("(-logp * advantages).mean()", r"must give the loss of each of \d+ tokens"),
