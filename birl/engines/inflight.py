@@ -10,6 +10,8 @@ from birl.errors import EngineDown
 from birl.support import Support
 from birl.types import Completion, SamplingParams, Stop
 
+NOTHING = Completion.of((), (), (), Stop.ABORT)
+
 
 @dataclass(slots=True, eq=False)
 class Asked:
@@ -19,7 +21,7 @@ class Asked:
     params: SamplingParams
     session: str
     cut: "asyncio.Future[None]"  # done: give back what there is, now
-    part: Completion = field(default=Completion.of((), (), (), Stop.ABORT))
+    part: Completion = NOTHING
     aborted: bool = False  # the router was asked to
     failures: list[str] = field(default_factory=list)
     avoid: set[Member] = field(default_factory=set)  # where it failed
@@ -27,7 +29,10 @@ class Asked:
 
     def rest(self, engine: str) -> tuple[tuple[int, ...], SamplingParams]:
         """Prompt and parameters for what is missing. birl's engines take the part as `forced`, so that each later place
-        keeps its random number; others get it as prompt, and another seed: the same would draw the same numbers."""
+        keeps its random number; others get it as prompt, and another seed: the same would draw the same numbers. They
+        would not see a stop string that begins in a prompt: an answer that has one begins again, with its own seed."""
+        if engine != "birl" and self.params.stop:
+            self.part = NOTHING
         done = self.part.ids
         if not done:
             return self.prompt, self.params

@@ -216,7 +216,7 @@ class Router:
                 return asked.part
             member.suspect = True  # another client has paused it, or aborted this: check before it is asked again
             member.poke.set()
-            if len(asked.part.tokens) == before:
+            if len(asked.part.tokens) <= before:
                 error = EngineDown("it aborted the request without being asked to")
                 member.failed(error)
                 self._failed(member, asked, error)

@@ -539,6 +539,29 @@ def test_an_answer_that_somebody_cut_goes_on(engine: str) -> None:
     play(main)
 
 
+def test_an_answer_with_a_stop_string_that_another_client_cut_begins_again() -> None:
+    """vLLM looks for stop strings in what it samples, not in the prompt: one across the seam was missed."""
+
+    async def main() -> None:
+        (engine,) = fakes(1, engine="vllm")
+        router, seen, generate = Router([engine]), list[tuple[tuple[int, ...], SamplingParams]](), engine.generate
+
+        async def watched(prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+            seen.append((prompt_ids, params))
+            return await generate(prompt_ids, params, session)
+
+        engine.generate = watched  # type: ignore[method-assign]
+        await router.start()
+        wanted = params(50, seed=3, stop=("END",))
+        asked = asyncio.create_task(router.generate(PROMPT, wanted))
+        await asyncio.sleep(2.05)
+        assert await engine.abort() == 1
+        assert (await asked).ids == expected(PROMPT, wanted) and seen == [(PROMPT, wanted)] * 2
+        await router.close()
+
+    play(main)
+
+
 def test_an_abort_that_was_asked_for_gives_what_there_is() -> None:
     async def main() -> None:
         engines = fakes(2)
