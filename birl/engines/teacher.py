@@ -21,6 +21,7 @@ from birl.rewards.requests import AGAIN, ATTEMPTS, pause, seconds
 from birl.types import Sample
 
 AT_ONCE = 8  # requests
+SILENT: dict[str, Any] = {"echo": True, "max_tokens": 0}  # no answer: the sample may be as long as the context
 LEAST = 1e-9  # probability of the words that are not named: their log-probs are rounded
 TIMEOUT = 300.0  # seconds a request may take
 LONGEST = 30.0  # seconds between two attempts, whatever the server asks for
@@ -72,7 +73,7 @@ class ServedTeacher:
 
     def _places(self, sample: Sample, k: int) -> list[tuple[str, dict[str, Any]]]:
         """Of each trained token: itself, and what the server says of it and of its k likeliest words."""
-        result = self._ask({"prompt": sample.tokens.tolist(), "max_tokens": 1, "prompt_logprobs": k})
+        result = self._ask({"prompt": sample.tokens.tolist(), **SILENT, "prompt_logprobs": k})
         try:
             told = zip(result["choices"][0]["prompt_logprobs"], sample.tokens.tolist(), sample.mask, strict=True)
             places = [(str(token), entry) for entry, token, trained in told if trained]

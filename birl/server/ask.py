@@ -92,14 +92,14 @@ def common(
     prompt_logprobs: int | None = None,
 ) -> Ask:
     """`key` names the limit of an answer; `default` counts without it."""
+    mute = echo and data.get(key) == 0 and type(data[key]) is int
     for ids in prompts:
         try:
-            service.check_prompt(ids)
+            service.check_prompt(ids, mute)
         except BirlError as error:
             code = "context_length_exceeded" if ids else None
             raise Refused(400, str(error), param="messages" if chat else "prompt", code=code) from error
     n, (stream, usage) = choices(data), streaming(data, service.terms)
-    mute = echo and data.get(key) == 0 and type(data[key]) is int
     data = {**data, key: 1} if mute else data
     if echo and stream:
         raise invalid("echo", "goes without stream only")

@@ -279,11 +279,11 @@ class Service:
             self.staging.sweep()
             await asyncio.sleep(min(1.0, self.stuck_after / 4))
 
-    def check_prompt(self, ids: tuple[int, ...]) -> None:
-        """Raises `BirlError` where it leaves no room for an answer."""
+    def check_prompt(self, ids: tuple[int, ...], mute: bool = False) -> None:
+        """Raises `BirlError` where it leaves no room for an answer; `mute`: there will be none."""
         if not ids:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
-        if len(ids) >= self.engine.context:
+        if len(ids) >= self.engine.context + mute:
             raise BirlError(
                 f"The prompt has {len(ids)} tokens and leaves no room for an answer: the context has "
                 f"{self.engine.context}."

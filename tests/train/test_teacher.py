@@ -110,6 +110,35 @@ def test_birl_serve_is_such_a_teacher(tiny: Path, other: Path, tmp_path: Path, m
             assert found[1] == pytest.approx(found[0], rel=1e-3)
 
 
+def test_a_served_teacher_reads_a_sample_as_long_as_its_context(other: Path) -> None:
+    with running(other, model={"dtype": "float32"}) as server:
+        context = server.service.engine.context
+        teacher = serving.ServedTeacher(f"{server.url}/v1/completions", words=320)
+        for extra in (0, 1):
+            tokens = np.array([5 + i % 40 for i in range(context + extra)], np.int32)
+            sample = sample_of(tokens, np.arange(context + extra) > 2)
+            if extra:
+                with pytest.raises(BirlError, match=f"{context + 1} tokens cannot fit into the context of {context}"):
+                    teacher.logprobs(sample)
+                continue
+            with torch.no_grad():
+                table = load_model(other)(torch.from_numpy(tokens[None].astype(np.int64)), use_cache=False).logits[0]
+            each = table.log_softmax(-1).gather(1, torch.from_numpy(tokens[1:, None].astype(np.int64)))[2:, 0]
+            assert torch.allclose(teacher.logprobs(sample), each, atol=1e-4)
+
+
+def sample_of(tokens: np.ndarray, mask: np.ndarray) -> Sample:
+    return Sample(
+        tokens=tokens,
+        mask=mask,
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        advantage=0.0,
+        group=0,
+        episode=0,
+    )
+
+
 def test_a_served_teacher_of_a_larger_vocabulary_is_refused(tiny: Path, served: str, tmp_path: Path) -> None:
     words = ("algorithm.teacher_divergence=jsd", "algorithm.teacher_top_k=8")
     with pytest.raises(BirlError, match="has a word 5000, and the policy has 320"):
@@ -153,15 +182,7 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(serving, "pause", lambda *_: 0.0)
     server = HTTPServer(("127.0.0.1", 0), Shaky)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    sample = Sample(
-        tokens=np.array([3, 7], np.int32),
-        mask=np.array([False, True]),
-        logprobs=np.zeros(2, np.float32),
-        versions=np.array([-1, 0], np.int32),
-        advantage=0.0,
-        group=0,
-        episode=0,
-    )
+    sample = sample_of(np.array([3, 7], np.int32), np.array([False, True]))
     try:
         address = f"http://127.0.0.1:{server.server_port}/v1/completions"
         assert serving.ServedTeacher(address, words=320).logprobs(sample).tolist() == [-0.5]
