@@ -62,7 +62,8 @@ class Cache:
         keys, values = [], []
         for s in slots:
             # the kernels never read what was not written; PyTorch's attention does, and 0 * NaN would be NaN
-            lazy = device.type == "cpu" and s.key == s.value and kernels.load(dtype, s.key) is not None
+            plain = device.type == "cpu" and s.key == s.value and not s.extras
+            lazy = plain and kernels.load(dtype, s.key) is not None
             make = torch.empty if lazy else torch.zeros
             key_page = (s.key, PAGE) if device.type == "cpu" else (PAGE, s.key)
             keys.append(make(pages, s.kv_heads, *key_page, **options))

@@ -95,6 +95,14 @@ def test_the_cache_has_the_shape_of_what_attention_hands_over(name: str) -> None
     torch.testing.assert_close(decoded(model, ids), own(model, ids), atol=2e-4, rtol=0)
 
 
+def test_attention_without_kernels_finds_zeros_where_nothing_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside caps and sinks, too: a NaN in memory that is new spoilt every token, though it may not be looked at."""
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kinds: torch.full(shape, float("nan"), **kinds))
+    for extras in (("cap",), ("sinks",), ("chunk",)):
+        cache = Cache.make(4, [Slot(0, 4, 4, 32, 32, extras)], torch.float32, torch.device("cpu"))
+        assert not any(t.isnan().any() for t in (*cache.keys, *cache.values))
+
+
 def test_a_model_without_weights_has_the_same_slots(tmp_path: Any) -> None:
     model = build("gpt_neox", num_key_value_heads=2)
     model.save_pretrained(tmp_path)
