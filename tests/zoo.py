@@ -65,7 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {kind: {"num_key_value_heads": 4, "head_dim
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "llama4_text": {
-        **{"no_rope_layers": [1, 0, 1], "attn_temperature_tuning": False},
+        **{"no_rope_layers": [1, 0, 1], "floor_scale": 8},
         "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
     },
     "mamba2": {"num_heads": 8, "head_dim": 16},

@@ -53,12 +53,6 @@ def check_layers(model: nn.Module) -> None:
                     f"birl does not support {name}: layer {i} is of the kind {kind} ({option} in its config.json). "
                     f"birl has rules for {', '.join(sorted(KINDS))}."
                 )
-    if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", [])):
-        raise BirlError(
-            f"birl does not support {name} with attn_temperature_tuning (in its config.json): it counts a token's "
-            "place in the row instead of its position. Where all sequences are shorter than floor_scale="
-            f"{config.floor_scale} tokens it changes nothing: set it to false."
-        )
     with computed_by(model, attention.NAME):
         check_modules(model)
 

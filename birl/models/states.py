@@ -48,6 +48,7 @@ CACHE = {
 }
 #: classes of modules that hand on their cache and nothing else that they are called with: it is the layout
 RELAYS = {"JambaMambaDecoderLayer": "past_key_values", "FalconMambaModel": "cache_params", "MambaModel": "cache_params"}
+COUNTS = "Llama4TextDecoderLayer"  # asks its cache which position a row begins with, for the temperature of attention
 ASKING: "WeakSet[nn.Module | type]" = WeakSet()  # classes whose forward knows of layouts, and models of such
 
 PADDED = 0.75  # of the longest sequence of a batch, what the shortest has at least
@@ -121,6 +122,9 @@ def ask_layouts(model: nn.Module) -> None:
         for cache in {RELAYS[k.__name__] for k in type(module).__mro__ if k.__name__ in RELAYS}:
             module.register_forward_pre_hook(relaying(cache), with_kwargs=True)
             cast(Any, module)._can_checkpoint_with_cache = True  # else transformers takes it away
+        if owner.__name__ == COUNTS:
+            module.register_forward_pre_hook(placing, with_kwargs=True)
+            cast(Any, module)._can_checkpoint_with_cache = True
     from birl.models.handing import hand_down  # which needs attention, which needs this file
 
     hand_down(model)
@@ -131,6 +135,25 @@ def relaying(cache: str) -> Callable[..., Any]:
         return (args, {**options, cache: options["layout"]}) if options.get("layout") is not None else None
 
     return hook
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """A cache that keeps nothing, and says how far each token of a row [1, T] is behind its place in it."""
+
+    positions: Tensor
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self.positions[0] - torch.arange(self.positions.shape[1], device=self.positions.device)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def placing(module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+    if options.get("layout") is None:
+        return None
+    return args, {**options, "past_key_values": Places(options["position_ids"])}
 
 
 def asking(forward: Callable[..., Any], cache: str, name: str) -> Callable[..., Any]:

@@ -84,11 +84,6 @@ def test_small_weights_hide_nothing(scale: float, monkeypatch: pytest.MonkeyPatc
         verify(model)
 
 
-def test_queries_that_depend_on_the_place_in_the_row_are_refused() -> None:
-    with pytest.raises(BirlError, match=r"attn_temperature_tuning .* shorter than floor_scale=8192 tokens"):
-        verify(build("llama4_text", attn_temperature_tuning=True))
-
-
 def test_a_factor_that_a_model_does_not_read_is_none() -> None:
     """transformers keeps every key of a config.json, whether or not the architecture knows it."""
     assert after_head(build("llama", logit_scale=0.5, final_logit_softcapping=3.0)) is None
