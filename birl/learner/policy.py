@@ -13,14 +13,7 @@ from birl.config import schema
 from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.models.device import choose
-from birl.models.load import (
-    check_vocabulary,
-    context_limit,
-    end_ids,
-    load_model,
-    load_tokenizer,
-    skeleton,
-)
+from birl.models.load import check_vocabulary, context_limit, end_ids, load_model, load_tokenizer, skeleton
 from birl.models.processor import load_pictures, sees
 from birl.models.shape import Shape
 from birl.models.slices import quantize, sketched, verify_small

@@ -85,9 +85,11 @@ class Dither:
     def __call__(self, value: Tensor) -> Tensor:
         """Moves `value` float32 in place within what rounds to it, if it is a bfloat16 number; elsewhere it makes the
         share of a tensor that is rounded up what lies below. 0 stays, around which float32 is no finer."""
+        if not value.numel():  # a rank's part of a vector that has fewer numbers than there are ranks
+            return value
         if not value.is_contiguous():
             return value.copy_(self(value.contiguous()))
-        width = max(len(self.columns), 1)
+        width = len(self.columns)
         step = max((2**18 if value.device.type == "cpu" else 2**24) // width, 1)  # places have 8 bytes each
         for one, where in zip(value.view(-1, width).split(step), self.rows.split(step), strict=True):
             offset = self.noise[(where + self.columns).bitwise_and_(LENGTH - 1)]

@@ -3,6 +3,7 @@ out."""
 
 import contextlib
 import logging
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,6 +38,11 @@ TABLES = {
     "falcon": ("falcon.modeling_falcon", "FALCON_ATTENTION_CLASSES"),
 }
 MAKING = threading.RLock()
+LAYER = re.compile(r"\blayers\.(\d+)\.")
+#: kinds of rotary positions whose angles transformers changes where the longest sequence of a batch is beyond a limit:
+#: the model's context, or the one that it was pretrained with (longrope, arXiv:2402.13753). birl keeps the angles of
+#: shorter sequences, which no other sequence changes, and takes no longer ones
+CHANGING = {"dynamic", "longrope"}
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 REWARD_MODEL: dict[str, Any] = {
     "beside": {"score.weight"},
@@ -155,6 +161,7 @@ def load_model(
     report["missing_keys"] = set(report.get("missing_keys") or ()) - without
     report["unexpected_keys"] = set(report.get("unexpected_keys") or ()) - beside
     check_report(folder, model, report)
+    keep_angles(model)
     model.config.use_cache = False
     return model.eval()
 
@@ -225,6 +232,7 @@ def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None
             f"reward.model={folder}) or begin as a critic (critic.path={folder})."
         )
     problems = {kind: sorted(report.get(f"{kind}_keys") or []) for kind in ("missing", "unexpected")}
+    problems["unexpected"] = [key for key in problems["unexpected"] if not predicts_further(key, model)]
     problems["mismatched"] = [
         f"{name} ({tuple(stored)} instead of {tuple(wanted)})"
         for name, stored, wanted in sorted(report.get("mismatched_keys") or [])
@@ -236,6 +244,15 @@ def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None
         raise BirlError(
             f"{folder}: the weights do not belong to its config.json ({type(model).__name__}): {'; '.join(result)}."
         )
+
+
+def predicts_further(key: str, model: nn.Module) -> bool:
+    """Is a weight of a layer behind the last one, which predicts tokens after the next one (MTP, DeepSeek-V3)?
+    transformers leaves such layers out, but tells them by the numbers of the published models' layers."""
+    config: Any = model.config.get_text_config()  # pyright: ignore
+    further = getattr(config, "num_nextn_predict_layers", None) or 0
+    place = LAYER.search(key)
+    return place is not None and 0 <= int(place[1]) - config.num_hidden_layers < further
 
 
 def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizerBase:
@@ -272,9 +289,28 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def keep_angles(model: nn.Module) -> None:
+    """From now on no rotary angle depends on the longest sequence of a batch."""
+
+    def kept(kind: str) -> str:
+        return "default" if kind in CHANGING else kind
+
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
+            module.rope_type = {name: kept(kind) for name, kind in kinds.items()}  # pyright: ignore
+        elif isinstance(kinds, str):
+            module.rope_type = kept(kinds)  # pyright: ignore
+
+
 def context_limit(model: nn.Module) -> int:
-    """Longest sequence that the model was made for [tokens]."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 2**31))  # pyright: ignore
+    """Longest sequence that the model was made for [tokens]; with longrope the longest that its short factors are
+    for."""
+    config = model.config.get_text_config()  # pyright: ignore
+    rope = getattr(config, "rope_parameters", None) or {}
+    each = [p for p in (rope, *rope.values()) if isinstance(p, dict) and p.get("rope_type") == "longrope"]
+    limits = [p["original_max_position_embeddings"] for p in each]
+    return min([int(getattr(config, "max_position_embeddings", 2**31)), *limits])
 
 
 def end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

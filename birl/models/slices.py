@@ -39,6 +39,7 @@ from birl.models.load import (
     REWARD_MODEL,
     check_files,
     check_report,
+    keep_angles,
     model_class,
     not_loadable,
     quiet,
@@ -213,6 +214,7 @@ def _built(config: Any, pictures: bool = False) -> Any:
         finally:
             nn.Module.register_parameter = register
     model.tie_weights()
+    keep_angles(model)
     return model
 
 
@@ -242,15 +244,17 @@ def _boxes(folder: Path, model: Any, targets: dict[str, Tensor]) -> tuple[dict[s
             own = shape if same else swapped(shape, turned)
             result[name] = [Box(file, key, (0,) * len(shape), own, shape, None if same else turned)]
         else:
-            which = _source(converters, pattern)
-            expert = int(re.findall(r"\.(\d+)\.", key)[-1])
+            which, experts = _source(converters, pattern)
+            expert = int(re.findall(r"\.(\d+)\.", key)[-1]) if experts else -1
             parts.setdefault(name, []).append((expert, which, file, key, shape))
     model._weight_conversions = [m for m in mapping if m.was_used()]  # what transformers saves it with
     for name, tensors in parts.items():
         place = 0
         for expert, which, file, key, shape in sorted(tensors, key=lambda t: t[:2]):
             place = 0 if which == 0 else place
-            result.setdefault(name, []).append(Box(file, key, (expert, place, 0), (1, *shape), shape))
+            whole = (1, *shape) if expert >= 0 else shape
+            start = (expert, place, 0) if expert >= 0 else (place, *[0] * (len(shape) - 1))
+            result.setdefault(name, []).append(Box(file, key, start, whole, shape))
             place += shape[0]
     return result, unexpected
 
@@ -271,15 +275,16 @@ def swapped(items: Sequence[Any], dims: tuple[int, int]) -> tuple[Any, ...]:
     return tuple(result)
 
 
-def _source(converters: Sequence[WeightConverter], pattern: str) -> int:
-    """Which of a converter's sources a pattern is. Raises `BirlError` for one that does more than put experts behind
-    one another, and gate and up projections on top of one another."""
+def _source(converters: Sequence[WeightConverter], pattern: str) -> tuple[int, bool]:
+    """Which of a converter's sources a pattern is, and whether it is of experts. Raises `BirlError` for one that does
+    more than put experts behind one another, and projections or convolutions on top of one another."""
     for converter in converters:
         if pattern in converter.source_patterns:
             kinds = [(type(o), o.dim) for o in converter.operations if isinstance(o, MergeModulelist | Concatenate)]
             plain = len(kinds) == len(converter.operations)
-            if plain and kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
-                return converter.source_patterns.index(pattern)
+            experts = [(MergeModulelist, 0)]
+            if plain and kinds in (experts, [*experts, (Concatenate, 1)], [(Concatenate, 0)]):
+                return converter.source_patterns.index(pattern), kinds[:1] == experts
     raise BirlError(
         f"The weights {pattern} are stored otherwise than the model has them, in a way that cannot be read in parts. "
         "Save the model with transformers first (from_pretrained, then save_pretrained(save_original_format=False)), "

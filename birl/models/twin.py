@@ -15,7 +15,7 @@ from torch import nn
 from birl import kernels
 from birl.cache import cache_folder
 from birl.models import attention
-from birl.models.load import model_class, quiet
+from birl.models.load import keep_angles, model_class, quiet
 
 WINDOW = 8  # tokens that a sliding window or a chunk of attention has, at most
 WORDS = 512
@@ -72,6 +72,7 @@ def twin(config: Any, sees: bool = False) -> nn.Module:
                 parameter.normal_(0, wide)
             elif parameter.ndim == 1 and float(parameter.abs().max()) < wide:  # biases and sinks begin as zeros
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    keep_angles(model)
     return model.eval()
 
 

@@ -40,7 +40,6 @@ def verify(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     Raises `BirlError`.
     """
     check_layers(model)
-    check_positions(model)
     compare(model, Tree.of(5, (4, 3)), Tree.of(5), trained=True)
     prove(cast(Any, model).config, head(model).weight.device, type(model), dtype)
 
@@ -58,7 +57,6 @@ def prove(config: Any, device: torch.device, kind: type | None = None, dtype: to
             f"({first_line(error)})."
         ) from error
     check_layers(small)
-    check_positions(small)
     if kind is not None and type(small) is not kind:
         return
     proof = twin.proved(small, device, dtype)
@@ -204,20 +202,3 @@ def decoded(model: nn.Module, ids: Tensor) -> Tensor:
         hidden = hidden_states(model, ids[begin:end], torch.tensor(places, device=device, dtype=torch.int64), layout)
         rows.append(logits(model, hidden))
     return torch.cat(rows).log_softmax(-1)
-
-
-def check_positions(model: nn.Module) -> None:
-    """Raises `BirlError` where a token's angle depends on other sequences."""
-    if changing := rope_types(model) & {"dynamic", "longrope"}:
-        raise BirlError(
-            f"{type(model).__name__} has rotary positions of the kind {changing.pop()}: the angles of every token "
-            "depend on the longest sequence in the batch, so that no token has one log-prob. birl cannot train it; "
-            "where the sequences are short enough to do without, set rope_type to default in its config.json."
-        )
-
-
-def rope_types(model: nn.Module) -> set[str]:
-    """Kinds of rotary positions, which some architectures have one of for each kind of layer."""
-    result = getattr(cast(Any, model).config.get_text_config(), "rope_parameters", None) or {}
-    nested = [result, *(v for v in result.values() if isinstance(v, dict))]
-    return {p["rope_type"] for p in nested if "rope_type" in p}

@@ -83,12 +83,3 @@ def test_unknown_attention_options_are_refused() -> None:
         attention.attention(torch.nn.Module(), q, q, q, None, position_bias=q)
     with pytest.raises(BirlError, match="no rule for: a mask of its own"):
         attention.attention(torch.nn.Module(), q, q, q, q)
-
-
-def test_rotary_positions_that_depend_on_the_batch_are_refused() -> None:
-    """Frequencies taken from the longest sequence of a batch: sampled alone and trained in a pack, a token would have
-    two log-probs."""
-    model = tiny_model()
-    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    with pytest.raises(BirlError, match="the kind dynamic"):
-        verify(model)

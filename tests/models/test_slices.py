@@ -9,7 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    OlmoHybridConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from birl.errors import BirlError
 from birl.learner.learner import Learner
@@ -25,6 +34,11 @@ SMALL: Any = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None,
 }  # fmt: skip
+MLA: Any = {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
 CONFIGS = {
     "llama, tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama, untied": LlamaConfig(**SMALL, tie_word_embeddings=False),
@@ -38,6 +52,7 @@ CONFIGS = {
         head_dim=16,  # pyright: ignore
         decoder_sparse_step=1,
     ),  # pyright: ignore
+    "olmo hybrid": OlmoHybridConfig(**SMALL, layer_types=["linear_attention", "full_attention", "linear_attention"]),
 }
 
 
@@ -127,14 +142,29 @@ def test_what_load_model_refuses_is_refused(change: Any, message: str, tmp_path:
             load(folder)
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """Where a published model has them, transformers knows their number; here it is another model's."""
+    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**SMALL, **MLA))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    further = {f"model.layers.3.{name}.weight": torch.zeros(32, 4) for name in ("eh_proj", "self_attn.o_proj")}
+    save_file(tensors | further, file, metadata={"format": "pt"})
+    for load in (load_model, lambda folder: sketched(folder, CPU)):
+        load(tmp_path)
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
+    for load in (load_model, lambda folder: sketched(folder, CPU)):
+        with pytest.raises(BirlError, match=r"unexpected model\.layers\.4\.eh_proj"):
+            load(tmp_path)
+
+
 def test_an_architecture_is_verified_without_its_weights(tmp_path: Path) -> None:
     for name in ("llama, tied", "qwen3", "mixtral", "qwen3 moe"):
         verify_small(folder_of(name, tmp_path), CPU)
     folder = folder_of("llama, tied", tmp_path / "other")
     config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BirlError, match="dynamic"):
+    (folder / "config.json").write_text(json.dumps(config | {"layer_types": ["reference_sliding_attention"] * 3}))
+    with pytest.raises(BirlError, match="reference_sliding_attention"):
         verify_small(folder, CPU)
 
 
