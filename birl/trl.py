@@ -9,10 +9,10 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from birl.config import peers
+from birl.config.check import command
 from birl.config.keys import documentation
 from birl.config.nearest import suggest
 from birl.config.schema import DPO
-from birl.config.words import command
 from birl.errors import BirlError
 
 # What MRL and TRL call a loss: surrogate, clips, denominator and scale as in our presets.

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from birl.config.keys import Doc, adapter, documentation, written
-from birl.config.schema import Config
+from birl.config.schema import RL, Config, Stage
 from birl.config.schema.kinds import MOST
 from birl.errors import BirlError, did_you_mean
 
@@ -71,3 +71,31 @@ def refusal(doc: Doc, errors: list[ErrorDetails], prefix: str = "") -> str:
         return f"{start} {' | '.join(doc.choices)}{f', or {doc.example}' if doc.example else ''}.{hint}"
     most = one["type"] == "less_than_equal" and one.get("ctx", {})["le"] == MOST
     return f"{start} {f'at most {MOST}' if most else doc.range or 'a finite number'}."
+
+
+def command(config: Config | type) -> str:
+    """What `birl` calls the command of a configuration."""
+    return (config if isinstance(config, type) else type(config)).__name__.lower()
+
+
+def value_of(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def setting(config: Config, key: str) -> str:
+    return f"{key}={written(value_of(config, key))}"
+
+
+def capacity_setting(config: RL | Stage) -> str:
+    """How many tokens a packed row may have, and why."""
+    each, keys = setting(config, "learner.tokens_per_microbatch"), config.parallel
+    axes = {"cp": keys.cp, "tp": keys.splits // keys.cp}
+    factors = "".join(f" x parallel.{axis}={n}" for axis, n in axes.items() if n > 1)
+    return f"{each}{factors} ({config.capacity} tokens)" if factors else each
+
+
+def needed_setting(config: RL | Stage, tokens: int) -> str:
+    """The setting that lets a packed row have so many tokens."""
+    return f"learner.tokens_per_microbatch={-(-tokens // config.parallel.splits)}"

@@ -25,13 +25,12 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from birl.config import file
-from birl.config.check import configured, refusal, wrong_type
+from birl.config.check import command, configured, refusal, wrong_type
 from birl.config.keys import DEFAULT_PRESETS, PRESETS, SHORTHANDS, Doc, documentation, presets, written
 from birl.config.nearest import meant, suggest
 from birl.config.rules import rules
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, Tinker
 from birl.config.schema import Config as AnyConfig
-from birl.config.words import command
 from birl.errors import BirlError, did_you_mean, first_line
 from birl.hub import is_model, is_run
 

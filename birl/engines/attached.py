@@ -12,11 +12,10 @@ import httpx
 from birl.config import schema
 from birl.config.decided import ENGINES, LAUNCHED, NAME, SERVERS, kind_of
 from birl.engines import names
-from birl.engines.bounded import TooLarge, fetch
 from birl.engines.client import Client
 from birl.engines.fleet import Fleet
 from birl.engines.kinds import Wanted, speak
-from birl.engines.remote import Remote
+from birl.engines.remote import Remote, TooLarge, fetch
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown
 

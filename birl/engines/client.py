@@ -11,7 +11,7 @@ import httpx
 from safetensors.torch import save
 from torch import Tensor
 
-from birl.engines.bounded import A_TOKEN, MOST, fetch
+from birl.engines.remote import A_TOKEN, MOST, fetch
 from birl.engines.wire import BINARY, Info, Invitation, completion_from, header, held_from, params_to, unpacked
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.text.pictures import Files, is_picture

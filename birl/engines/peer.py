@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from birl.engine.weights import check_age, read
-from birl.engines.bounded import fetch
+from birl.engines.remote import fetch
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.models.digests import digests

@@ -18,8 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
 from birl.engines.fleet import Fleet
-from birl.engines.inflight import Asked
-from birl.engines.member import Loads, Member, Row, State, check_versions
+from birl.engines.member import Asked, Loads, Member, Row, State, check_versions
 from birl.engines.prefixes import Prefixes, Sessions
 from birl.engines.remote import Remote
 from birl.errors import BirlError, EngineDown, WeightsFailed

@@ -1,5 +1,5 @@
 """A teacher whose next-token distributions the learner's own are compared with: a frozen model beside it; or the
-learner itself, now or as a slow average (`average.py`), with a hint in its prompt (`rollout/hints.py`).
+learner itself, now or as a slow average (`Average`), with a hint in its prompt (`rollout/hints.py`).
 
 told     micro-batch -> the teacher's hidden states, or its likeliest words
 then     the learner's forward pass makes of them one divergence for each trained token (`models/divergence.py`)
@@ -23,6 +23,7 @@ from birl.models.divergence import Everything, Head, Likeliest, likeliest, token
 from birl.models.forward import head
 from birl.models.vision import pictures_of
 from birl.parallel.crew import RankGroup
+from birl.parallel.layout import drop_gathered
 from birl.parallel.ranks import Shared
 from birl.text.pictures import FIRST
 from birl.types import Sample
@@ -78,3 +79,25 @@ def taught_by(models: Mapping[str, Learner], served: TeacherLogprobs | None, cre
         return result
 
     return teacher
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """(every rank) A slow average of the weights that are trained: phi <- phi + rate (theta - phi) after every step of
+    the optimizer (SDFT arXiv:2601.19897 algorithm 1, SDPO arXiv:2601.20802). Of LoRA the matrices are averaged.
+    `teacher`: a learner that takes no step; its float32 masters are the average."""
+
+    teacher: Learner
+    rate: float
+
+    @torch.no_grad()
+    def follow(self, learner: Learner) -> None:
+        drop_gathered(self.teacher.outputs)
+        own, trained = self.teacher.masters, learner.masters.tensors
+        torch._foreach_lerp_(list(own.tensors.values()), [trained[name].data for name in own.tensors], self.rate)
+        own.publish()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold of it, by name, as the live tensors."""
+        own = self.teacher.masters
+        return {f"average.{name}": own.whole(name, master.data) for name, master in own.tensors.items()}

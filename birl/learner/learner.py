@@ -32,7 +32,7 @@ from birl.parallel.ranks import Ranks
 from birl.waits import alive
 
 if TYPE_CHECKING:  # loaded by the runs that have them
-    from birl.learner.average import Average
+    from birl.learner.distillation import Average
     from birl.learner.policies import Policies
 
 #: logp [N] (or scores), entropy [N], batch -> scalar loss, and figures to report: name -> [N], or [pairs]

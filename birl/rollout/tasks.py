@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from birl.config import schema
-from birl.config.words import capacity_setting, needed_setting
+from birl.config.check import capacity_setting, needed_setting
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
 from birl.errors import BirlError
 from birl.given import Given

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from birl.errors import Aborted, EngineFailed
-from birl.rollout.session import Known, owner_of, plain
+from birl.rollout.session import Known, Session, owner_of, plain
 from birl.server.kept import Kept
 from birl.server.limits import Refused
 from birl.text.chat import Chat
@@ -14,39 +14,6 @@ from birl.types import Conversation, Message, SamplingParams, Turn
 
 Tools = Sequence[Mapping[str, Any]]
 Answers = list[tuple[Message, Turn]]
-
-
-class Limits(Protocol):
-    tokens: int  # in one conversation
-
-
-class Session(Protocol):
-    """What is needed of `birl.rollout.session.Session`."""
-
-    params: SamplingParams
-
-    @property
-    def limits(self) -> Limits: ...
-
-    failure: Exception | None
-
-    @property
-    def known(self) -> Sequence[Known]: ...
-    @property
-    def asked(self) -> int: ...
-    @property
-    def policies(self) -> Sequence[str]: ...
-    async def answer(
-        self,
-        conversation: Conversation,
-        params: SamplingParams,
-        *,
-        tools: Tools = (),
-        agent: str = "",
-        policy: str = "",
-    ) -> tuple[Message, Turn]: ...
-    def forget(self, turn: Turn) -> None: ...
-    def rewarded(self, reward: float, agent: str = "") -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,17 +44,21 @@ class Reply:
 
 
 @dataclass(slots=True, kw_only=True)
-class Visit:
-    session: Session
+class Answering:
+    """What a request is answered by. `params`: where a request has none of its own; `kept`: what it may cite."""
+
+    params: SamplingParams
     kept: Kept = field(default_factory=Kept)
-    tell: Callable[[str, str], None] = lambda key, text: None  # once for each key, whatever the episode
     open: "set[asyncio.Task[Answers]]" = field(default_factory=set)
 
+    async def one(self, reply: Reply) -> tuple[Message, Turn]:
+        raise NotImplementedError
+
+    def forget(self, turn: Turn) -> None:
+        """Nobody has this answer."""
+
     def ask(self, reply: Reply) -> "asyncio.Task[Answers]":
-        """All n answers, on their way. Raises `EngineFailed` and `Aborted` where the episode is lost already: what is
-        sampled then would be for nothing."""
-        if isinstance(self.session.failure, EngineFailed | Aborted):
-            raise self.session.failure
+        """All n answers, on their way."""
         task = asyncio.ensure_future(self._answers(reply))
         self.open.add(task)
         task.add_done_callback(self.open.discard)
@@ -98,7 +69,37 @@ class Visit:
         asking.cancel()
         (result,) = await asyncio.gather(asking, return_exceptions=True)
         for _, turn in result if isinstance(result, list) else ():
-            self.session.forget(turn)
+            self.forget(turn)
+
+    async def _answers(self, reply: Reply) -> Answers:
+        asked = [asyncio.ensure_future(self.one(reply)) for _ in range(reply.n)]
+        try:
+            return list(await asyncio.gather(*asked))
+        except BaseException:
+            for task in asked:
+                task.cancel()
+            for result in await asyncio.gather(*asked, return_exceptions=True):
+                if not isinstance(result, BaseException):
+                    self.forget(result[1])
+            raise
+
+
+@dataclass(slots=True, kw_only=True)
+class Visit(Answering):
+    """An episode's."""
+
+    session: Session
+    tell: Callable[[str, str], None] = lambda key, text: None  # once for each key, whatever the episode
+
+    def forget(self, turn: Turn) -> None:
+        self.session.forget(turn)
+
+    def ask(self, reply: Reply) -> "asyncio.Task[Answers]":
+        """Raises `EngineFailed` and `Aborted` where the episode is lost already: what is sampled then would be for
+        nothing."""
+        if isinstance(self.session.failure, EngineFailed | Aborted):
+            raise self.session.failure
+        return Answering.ask(self, reply)
 
     def close(self) -> None:
         for task in self.open:
@@ -117,18 +118,6 @@ class Visit:
                 f"and the {len(result[1].prompt)} tokens of its prompt are computed again. Told once.",
             )
         return result
-
-    async def _answers(self, reply: Reply) -> Answers:
-        asked = [asyncio.ensure_future(self.one(reply)) for _ in range(reply.n)]
-        try:
-            return list(await asyncio.gather(*asked))
-        except BaseException:
-            for task in asked:
-                task.cancel()
-            for result in await asyncio.gather(*asked, return_exceptions=True):
-                if not isinstance(result, BaseException):
-                    self.session.forget(result[1])
-            raise
 
 
 def changed(known: Sequence[Known], reply: Reply) -> int | None:

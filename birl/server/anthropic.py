@@ -2,49 +2,23 @@
 gateway."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from birl.server import ask, gateway_anthropic
-from birl.server.agent_session import Reply, Visit
-from birl.server.bulk import check_bulk
+from birl.server.agent_session import Answering, Reply
 from birl.server.gateway import answered as replied
-from birl.server.limits import answered, json_object
+from birl.server.limits import answered, check_bulk, json_object
 from birl.server.service import Service
 from birl.text.grammar import whole
 from birl.text.visible import Visible
 from birl.types import Message, SamplingParams, Turn
 
 
-@dataclass(slots=True)
-class Limits:
-    tokens: int
-
-
-@dataclass(slots=True)
-class Alone:
-    """A request that belongs to no episode."""
-
-    params: SamplingParams
-    limits: Limits
-    failure: Exception | None = None
-    known: tuple[Any, ...] = ()
-    asked: int = 0
-    policies: tuple[str, ...] = ()
-
-    async def answer(self, *_: Any, **__: Any) -> tuple[Message, Turn]:
-        raise NotImplementedError
-
-    def forget(self, turn: Turn) -> None: ...
-
-    def rewarded(self, reward: float, agent: str = "") -> None: ...
-
-
 @dataclass(slots=True, kw_only=True)
-class Direct(Visit):
+class Direct(Answering):
     """Answers come from the server's own engine."""
 
     service: Service
@@ -65,9 +39,7 @@ class Direct(Visit):
 async def messages(service: Service, request: Request) -> Response:
     data = await json_object(request, service.most_bytes)
     context = service.engine.context
-    visit = Direct(
-        session=Alone(SamplingParams(max_tokens=context), Limits(context)), service=service, kept=service.kept
-    )
+    visit = Direct(params=SamplingParams(max_tokens=context), service=service, kept=service.kept)
 
     def read() -> Reply:
         check_bulk(data, context)

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from birl.errors import BirlError
-from birl.server.bulk import check_bulk, check_text, too_large
-from birl.server.limits import Refused, outside
+from birl.server.limits import Refused, check_bulk, check_text, outside, too_large
 from birl.server.messages import invalid, message, typed
-from birl.server.parameters import FORMS
-from birl.server.request_policy import Terms, speaker
+from birl.server.request_policy import FORMS, Terms, speaker
 from birl.server.service import Service
 from birl.text.grammar import whole
 from birl.types import SamplingParams

@@ -28,11 +28,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from birl.errors import Aborted, BirlError, EngineFailed, TooLong
-from birl.server.agent_session import Reply, Session, Visit
-from birl.server.bulk import check_bulk
+from birl.rollout.session import Session
+from birl.server.agent_session import Answering, Reply, Visit
 from birl.server.connections import Patient
 from birl.server.dialects import modules
-from birl.server.limits import TIMEOUT, Gone, Refused, ambiguous, disconnected, json_object
+from birl.server.limits import TIMEOUT, Gone, Refused, ambiguous, check_bulk, disconnected, json_object
 from birl.server.messages import typed
 from birl.server.request_policy import Terms
 from birl.text.chat import Chat
@@ -83,7 +83,7 @@ class Gateway:
     def enter(self, session: Session) -> str:
         """The address of a session, until `leave`."""
         secret = secrets.token_urlsafe(24)
-        self.visits[secret] = Visit(session=session, tell=self.terms.tell)
+        self.visits[secret] = Visit(params=session.params, session=session, tell=self.terms.tell)
         return f"{self._url}/s/{secret}/v1"
 
     def leave(self, session: Session) -> None:
@@ -162,7 +162,7 @@ async def asked(request: Request, visit: Visit) -> Body:
     return data
 
 
-async def answered(visit: Visit, reply: Reply, request: Request, timeout: float = math.inf) -> Any:
+async def answered(visit: Answering, reply: Reply, request: Request, timeout: float = math.inf) -> Any:
     """The answer in one piece; as a stream once it is there. Raises `Gone` when its client has disconnected, and
     `Refused` after `timeout` [s]."""
     asking = visit.ask(reply)
@@ -197,7 +197,7 @@ async def answered(visit: Visit, reply: Reply, request: Request, timeout: float 
 class Stream:
     """An answer that takes long: signs of life until it is there."""
 
-    visit: Visit
+    visit: Answering
     reply: Reply
     asking: "asyncio.Task[Any]"
     gone: "asyncio.Future[None]"

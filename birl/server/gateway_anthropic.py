@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from birl.rollout.session import Known, following, owner_of, plain
-from birl.server.agent_session import Answers, Reply, Visit
+from birl.server.agent_session import Answering, Answers, Reply
 from birl.server.kept import Kept
 from birl.server.limits import OVERLOADED, Refused
 from birl.server.messages import invalid, message_content, text, typed
@@ -95,7 +95,7 @@ def usage(turn: Turn, drawn: int) -> Block:
     }  # fmt: skip
 
 
-def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicReply:
+def message(data: Mapping[str, Any], terms: Terms, visit: Answering) -> AnthropicReply:
     """POST /messages. Raises `Refused`."""
     terms.check(data, (*KNOWN, *(("seed", "output_format", "output_config") if terms.served else ())))
     thread, (messages, tools) = typed(data, "thread", dict, {}), conversation(data)
@@ -110,7 +110,7 @@ def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicRep
     choice = typed(data, "tool_choice", dict, {})
     words = {None: None, "auto": "auto", "none": "none", "any": "required"}
     wanted = words.get(choice.get("type"), choice)
-    params = terms.params(data, visit.session.params, stop, "max_tokens")
+    params = terms.params(data, visit.params, stop, "max_tokens")
     seen, form = terms.tools(openai_form(data, choice), tools, wanted)
     return AnthropicReply(
         conversation=messages,
@@ -123,7 +123,7 @@ def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicRep
         chat=terms.chat,
         model=str(data.get("model") or "birl"),
         kept=visit.kept if thread else None,
-        own_stop=tuple(s for s in params.stop if s not in visit.session.params.stop),
+        own_stop=tuple(s for s in params.stop if s not in visit.params.stop),
     )
 
 
@@ -242,7 +242,7 @@ def error(refused: Refused) -> Block:
     return {"type": "error", "error": {"type": kind, "message": str(refused), **details}}
 
 
-def count_tokens(data: Mapping[str, Any], terms: Terms, visit: Visit) -> Block:
+def count_tokens(data: Mapping[str, Any], terms: Terms, visit: Answering) -> Block:
     return {"input_tokens": len(terms.chat.render(*conversation(data)))}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from birl.server.agent_session import Answers, Reply, Visit
+from birl.server.agent_session import Answering, Answers, Reply
 from birl.server.ask import Ask, choices, limit_of, sampled_logprobs, stops, streaming
 from birl.server.limits import Refused
 from birl.server.messages import invalid, message, typed
@@ -75,7 +75,7 @@ class OpenAIReply(Reply):
         return event(refused.body())
 
 
-def chat(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIReply:
+def chat(data: Mapping[str, Any], terms: Terms, visit: Answering) -> OpenAIReply:
     """POST /chat/completions. Raises `Refused`."""
     terms.check(data, (*KNOWN, "messages", "tools", "tool_choice", "max_completion_tokens"))
     messages = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
@@ -85,7 +85,7 @@ def chat(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIReply:
     return _reply(data, terms, visit, conversation=messages, limit=limit_of(data), logprobs=logprobs, talk=True)
 
 
-def completion(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIReply:
+def completion(data: Mapping[str, Any], terms: Terms, visit: Answering) -> OpenAIReply:
     """POST /completions. Raises `Refused`."""
     terms.check(data, (*KNOWN, "prompt"))
     prompt = data.get("prompt")
@@ -98,11 +98,11 @@ def completion(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIRep
     )
 
 
-def _reply(data: Mapping[str, Any], terms: Terms, visit: Visit, *, limit: str, **own: Any) -> OpenAIReply:
+def _reply(data: Mapping[str, Any], terms: Terms, visit: Answering, *, limit: str, **own: Any) -> OpenAIReply:
     stream, usage = streaming(data, terms)
     tools, form = terms.tools(data, typed(data, "tools", list, []), data.get("tool_choice"))
     return OpenAIReply(
-        params=terms.params(data, visit.session.params, stops(data), limit),
+        params=terms.params(data, visit.params, stops(data), limit),
         tools=tools,
         form=form,
         agent=speaker(data.get("model")),

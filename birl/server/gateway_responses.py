@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from birl.server.agent_session import Visit
-from birl.server.bulk import NAMES
+from birl.server.agent_session import Answering
 from birl.server.kept import Kept
-from birl.server.limits import Refused
+from birl.server.limits import NAMES, Refused
 from birl.server.messages import call, invalid, message_content, typed
-from birl.server.parameters import FORMS
-from birl.server.request_policy import SAMPLING, Terms, speaker
+from birl.server.request_policy import FORMS, SAMPLING, Terms, speaker
 from birl.server.responses_format import Item, ResponsesReply
 from birl.types import Message, SamplingParams
 
@@ -36,9 +34,9 @@ ECHOED: dict[str, Any] = {
 }
 
 
-def response(data: Mapping[str, Any], terms: Terms, visit: Visit) -> ResponsesReply:
+def response(data: Mapping[str, Any], terms: Terms, visit: Answering) -> ResponsesReply:
     """POST /responses. Raises `Refused`."""
-    return asked(data, terms, visit.session.params, visit.kept)
+    return asked(data, terms, visit.params, visit.kept)
 
 
 def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept, name: str = "") -> ResponsesReply:

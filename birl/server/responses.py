@@ -15,8 +15,7 @@ from starlette.responses import JSONResponse, Response
 from birl.errors import BirlError
 from birl.rollout.session import continued, owner_of
 from birl.server import ask, gateway_responses
-from birl.server.bulk import check_bulk
-from birl.server.limits import Refused, answered, json_object
+from birl.server.limits import Refused, answered, check_bulk, json_object
 from birl.server.responses_format import Events, ResponsesReply, named
 from birl.server.service import Service
 from birl.server.stream import sampled, streamed

@@ -31,11 +31,10 @@ from birl.models.released import shapes_of
 from birl.parallel.machine import compute_thread
 from birl.server.connections import Patient
 from birl.server.limits import Gate, Refused
-from birl.server.membership import Membership
 from birl.server.metrics import Metrics
 from birl.server.server import app
 from birl.server.service import Service
-from birl.server.staging import Staging
+from birl.server.staging import Membership, Staging
 from birl.types import Update
 from birl.weights import folder
 

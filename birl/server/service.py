@@ -17,10 +17,9 @@ from birl.models.digests import whole
 from birl.seeds import derive_seed
 from birl.server.kept import Kept
 from birl.server.limits import Gate, Refused
-from birl.server.membership import Membership
 from birl.server.metrics import Metrics
 from birl.server.request_policy import Terms
-from birl.server.staging import Staging
+from birl.server.staging import Membership, Staging
 from birl.text.chat import Chat
 from birl.text.grammar import Guide
 from birl.text.parts import Finder

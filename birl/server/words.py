@@ -7,8 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from birl.server import ask
-from birl.server.bulk import check_bulk, too_large
-from birl.server.limits import answered, json_object
+from birl.server.limits import answered, check_bulk, json_object, too_large
 from birl.server.messages import invalid, message, typed
 from birl.server.native import ids
 from birl.server.service import Service

@@ -318,7 +318,7 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
     learner = make_learner(config, policy.model, crew.ranks)
     learner.teacher = distilled(config, policy, crew.ranks, past or learner)
     if past is not None and keys.teacher_rate > 0:
-        from birl.learner.average import Average
+        from birl.learner.distillation import Average
 
         learner.average = Average(past, keys.teacher_rate)
     says = None

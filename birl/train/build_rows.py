@@ -12,7 +12,7 @@ from typing import Any
 from birl.algorithms import preference
 from birl.algorithms.custom import part
 from birl.config import schema
-from birl.config.words import capacity_setting, needed_setting
+from birl.config.check import capacity_setting, needed_setting
 from birl.data.examples import Examples, load_pairs, load_texts
 from birl.data.tasks import split_validation
 from birl.errors import BirlError

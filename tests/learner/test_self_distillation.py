@@ -13,8 +13,7 @@ from torch import Tensor
 from birl.algorithms.divergence import divergence
 from birl.data.pack import Batch, pack
 from birl.learner import checkpoint
-from birl.learner.average import Average
-from birl.learner.distillation import Distillation
+from birl.learner.distillation import Average, Distillation
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Lora
 from birl.models import attention

@@ -2,8 +2,7 @@
 
 import asyncio
 
-from birl.server.tinker.tenants import Tenant
-from birl.server.tinker.turns import Turns
+from birl.server.tinker.tenants import Tenant, Turns
 
 
 class Engine:

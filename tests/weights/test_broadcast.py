@@ -26,7 +26,7 @@ from birl.models.digests import digests, whole
 from birl.models.load import load_model
 from birl.models.released import shapes_of
 from birl.server.limits import Refused
-from birl.server.membership import Membership
+from birl.server.staging import Membership
 from birl.types import Held, SamplingParams, Update
 from birl.weights.broadcast import Broadcast, Joined
 from birl.weights.canary import Canary
@@ -332,8 +332,8 @@ def test_gpus_are_told_apart(monkeypatch) -> None:
     )
     with pytest.raises(Refused, match="weights are on cpu"):
         Membership(shapes={}, device=CPU).check(invited)
-    monkeypatch.setattr("birl.server.membership.backend", lambda device: "nccl")
-    monkeypatch.setattr("birl.server.membership.gpu", lambda device: "GPU-1")
+    monkeypatch.setattr("birl.server.staging.backend", lambda device: "nccl")
+    monkeypatch.setattr("birl.server.staging.gpu", lambda device: "GPU-1")
     with pytest.raises(Refused, match="on one GPU"):
         Membership(shapes={}, device=CPU).check(invited)
 

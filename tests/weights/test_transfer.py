@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from birl.engines import nccl
 from birl.engines.collective import host_store
 from birl.engines.sglang.adapter import SGLang
 from birl.engines.vllm import transfer as vllm
@@ -27,6 +26,7 @@ from birl.weights.broadcast import Broadcast, Joined
 from tests.weights.test_broadcast import TENSORS, Whole, scenario
 
 SPAN = timedelta(seconds=20)
+NCCL, UNIQUE_ID = vllm.Communicator, vllm.unique_id  # in place of which other tests have Gloo
 KINDS = {"vllm": VLLM, "sglang": SGLang}
 
 
@@ -63,16 +63,16 @@ def test_what_nccl_is_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
             return b"remote process exited"
 
     stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
-    monkeypatch.setattr(nccl, "library", Library)
+    monkeypatch.setattr(vllm, "library", Library)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda on: None, query=lambda: True))
-    assert len(nccl.unique_id()) == 128
-    group, flat = nccl.Communicator(bytes(range(128)), 3, torch.device("cpu")), torch.zeros(12, dtype=torch.uint8)
+    assert len(UNIQUE_ID()) == 128
+    group, flat = NCCL(bytes(range(128)), 3, torch.device("cpu")), torch.zeros(12, dtype=torch.uint8)
     assert bytes(seen[1][3]) == bytes(range(128)) and seen[1][2] == 3 and seen[1][4] == 0
-    assert seen[2][0] == "ncclAllReduce" and seen[2][3:6] == (1, nccl.FLOAT32, nccl.SUM) and seen[2][-1] == 7
+    assert seen[2][0] == "ncclAllReduce" and seen[2][3:6] == (1, vllm.FLOAT32, vllm.SUM) and seen[2][-1] == 7
     assert group.broadcast(flat, 0).is_completed()
-    assert seen[3] == ("ncclBroadcast", flat.data_ptr(), flat.data_ptr(), 12, nccl.UINT8, 0, group.comm, 7)
+    assert seen[3] == ("ncclBroadcast", flat.data_ptr(), flat.data_ptr(), 12, vllm.UINT8, 0, group.comm, 7)
     group.comm.value = 1
     with pytest.raises(RuntimeError, match="ncclCommAbort: remote process exited"):
         group.abort()

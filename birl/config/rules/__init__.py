@@ -1,11 +1,11 @@
 """What several keys must agree on."""
 
+from birl.config.check import setting, value_of
 from birl.config.keys import documentation
 from birl.config.rules.computed import COMPUTED
 from birl.config.rules.conflicts import CONFLICTS
 from birl.config.rules.unread import UNREAD
 from birl.config.schema import Config
-from birl.config.words import setting, value_of
 
 
 def rules(config: Config) -> list[str]:

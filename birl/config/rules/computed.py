@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from birl.config.check import capacity_setting, command, needed_setting, setting, value_of
 from birl.config.decided import (
     CRITIC,
     ENGINES,
@@ -21,7 +22,6 @@ from birl.config.decided import (
 from birl.config.keys import documentation, written
 from birl.config.rules.unread import SINGLE
 from birl.config.schema import RL, SFT, Config, Eval, Serve, Stage, reward_functions
-from birl.config.words import capacity_setting, command, needed_setting, setting, value_of
 from birl.errors import did_you_mean
 from birl.hub import addressed, is_address
 from birl.support import LISTED, MOST

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from birl.config.check import value_of
 from birl.config.decided import (
     CRITIC,
     LAUNCHED,
@@ -16,7 +17,6 @@ from birl.config.decided import (
     weights_method,
 )
 from birl.config.schema import DPO, RL, SFT, Eval, Stage, Tinker, reward_functions
-from birl.config.words import value_of
 from birl.hub import addressed
 
 ADDRESSES = "engine.attach uses servers that run already"

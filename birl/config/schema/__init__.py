@@ -9,39 +9,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from birl.config.schema.algorithm import Algorithm as Algorithm
-from birl.config.schema.algorithm import Critic as Critic
-from birl.config.schema.data import SIGHT as SIGHT
-from birl.config.schema.data import Data as Data
-from birl.config.schema.data import Files as Files
-from birl.config.schema.data import LabelledPairs as LabelledPairs
-from birl.config.schema.data import Model as Model
-from birl.config.schema.data import Pairs as Pairs
-from birl.config.schema.data import RankedPairs as RankedPairs
-from birl.config.schema.data import Texts as Texts
+from birl.config.schema.algorithm import Algorithm, Critic
+from birl.config.schema.data import SIGHT, Data, Files, LabelledPairs, Model, Pairs, RankedPairs, Texts
 from birl.config.schema.kinds import Count, Deadline, Section, Seed, Size, Threads, Wait, Whole
-from birl.config.schema.rollout import Engine as Engine
-from birl.config.schema.rollout import Env as Env
-from birl.config.schema.rollout import Generation as Generation
-from birl.config.schema.rollout import Reward as Reward
-from birl.config.schema.rollout import Rollout as Rollout
-from birl.config.schema.rollout import Sandbox as Sandbox
-from birl.config.schema.rollout import Validation as Validation
-from birl.config.schema.rollout import Weights as Weights
-from birl.config.schema.training import Checkpoint as Checkpoint
-from birl.config.schema.training import Compute as Compute
-from birl.config.schema.training import Debug as Debug
-from birl.config.schema.training import Distill as Distill
-from birl.config.schema.training import HeldOut as HeldOut
-from birl.config.schema.training import League as League
-from birl.config.schema.training import Learner as Learner
-from birl.config.schema.training import Lora as Lora
-from birl.config.schema.training import Optimizer as Optimizer
-from birl.config.schema.training import Parallel as Parallel
-from birl.config.schema.training import Preference as Preference
-from birl.config.schema.training import Ranking as Ranking
-from birl.config.schema.training import Reports as Reports
-from birl.config.schema.training import Track as Track
+from birl.config.schema.rollout import Engine, Env, Generation, Reward, Rollout, Sandbox, Validation, Weights
+from birl.config.schema.training import (
+    Checkpoint,
+    Compute,
+    Debug,
+    Distill,
+    HeldOut,
+    League,
+    Learner,
+    Lora,
+    Optimizer,
+    Parallel,
+    Preference,
+    Ranking,
+    Reports,
+    Track,
+)
 
 
 class Splits(Section):

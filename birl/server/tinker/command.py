@@ -45,8 +45,7 @@ from birl.server.tinker.sampling import Sampling
 from birl.server.tinker.service import TinkerService
 from birl.server.tinker.sessions import Sessions
 from birl.server.tinker.store import Store
-from birl.server.tinker.tenants import VARIABLE, Quota, Tenants
-from birl.server.tinker.turns import Turns
+from birl.server.tinker.tenants import VARIABLE, Quota, Tenants, Turns
 from birl.server.tinker.work import Work
 
 RESERVE = 8  # of so many answers at once, one for tenants that have none under way

@@ -16,8 +16,7 @@ from birl.models.vision import plain
 from birl.seeds import derive_seed
 from birl.server.tinker import wire
 from birl.server.tinker.requests import Sample
-from birl.server.tinker.tenants import Tenant
-from birl.server.tinker.turns import Turns
+from birl.server.tinker.tenants import Tenant, Turns
 from birl.types import Completion, Stop
 
 EMPTY, NO_LOGPROB = 0, -99999.0  # what an empty cell of a table of likeliest tokens has
