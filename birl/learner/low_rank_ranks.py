@@ -1,11 +1,18 @@
-"""A frozen base on several ranks, each with a whole copy (`parallel.ddp`): they share out the rows of each pass.
+"""A frozen base on several ranks, each with a whole copy (`parallel.ddp`) or a part (`SplitBase`): they share out the
+rows of each pass.
 
     rank 0      RankedBase.learn      log-probs of all rows, the loss and its gradient by them, as one rank has them
     all ranks   Copy.forward          log-probs of the rank's own rows, with what going back needs
                 Copy.backward         gradients of the adapters, summed over the ranks
 
-Masters and optimizers are rank 0's alone. The others are sent what is computed with (`AdapterWeights`), once for each
-content, and the files of pictures. How the rows of one adapter are shared out does not depend on others in the pass.
+Masters and optimizers are rank 0's alone, as is the whole copy that it samples with. The others are sent what is
+computed with (`AdapterWeights`), once for each content, and the files of pictures. How the rows of one adapter are
+shared out does not depend on others in the pass.
+
+Of a split base FSDP gathers weights within the forward and backward pass of a module: those of a layer within its own,
+the head's and the embedding's within those of `_Whole`, which therefore has all that a pass computes. Under tensor
+parallelism a rank has those rows of B that belong to its rows of W, and those columns of A that belong to its columns
+(`part`); what it adds to its summand of a layer's output is a summand, too, and so are its gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +28,21 @@ from torch import Tensor, nn
 from birl.errors import first_line
 from birl.learner.forest import TargetRow
 from birl.learner.low_rank_run import SharedBase, backward
+from birl.models import vision
+from birl.models.device import device_of
+from birl.models.load import cast
 from birl.models.low_rank import AdapterWeights, Factors
+from birl.models.slices import fill
 from birl.models.vision import pictures_of
 from birl.parallel.crew import RankGroup, stop_at_once
 from birl.parallel.ranks import Ranks
+from birl.parallel.regions import Regions
+from birl.parallel.shard import settle, shard
 from birl.parallel.shared import Shared
+from birl.parallel.tensor import check, split
 from birl.types import Picture
 
+NOTHING = TargetRow(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))
 KEPT = 2**31  # bytes of adapters that the other ranks keep beyond a pass
 Matrices = Mapping[str, tuple[Tensor, Tensor]]  # A and B of each layer
 Work = Sequence[tuple[AdapterWeights | None, Sequence[TargetRow]]]
@@ -40,6 +55,7 @@ class Copy:
     base: SharedBase
     ranks: Ranks
     adapters: dict[int, AdapterWeights] = field(default_factory=dict)
+    sums: dict[int, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict)  # whole gradients of A and B
     rows: list[Tensor] = field(default_factory=list)
     open: ExitStack = field(default_factory=ExitStack)
 
@@ -57,12 +73,16 @@ class Copy:
         `new` are not known yet."""
         self.adapters = {n: a for n, a in self.adapters.items() if n in kept}
         for number, layers in new.items():
-            self.adapters[number] = AdapterWeights(number, {n: Factors(*each) for n, each in layers.items()})
+            parts = {name: self.base.part(name, *both) for name, both in layers.items()}
+            factors = {name: Factors(a.contiguous(), b.contiguous()) for name, (a, b) in parts.items()}
+            self.adapters[number] = AdapterWeights(number, factors)
         (own,) = self.ranks.mine(work)
         result: Any = []
         try:
             result = self._forward(own, wanted, files, trained)
         except Exception as error:
+            if self.ranks.sharded:  # the others wait for this one's weights
+                raise
             self.close()
             result = f"{type(error).__name__}: {first_line(error)}"
         return self._gathered(result)
@@ -76,13 +96,24 @@ class Copy:
             pictures.add(picture)
         for f in (f for adapter in self.adapters.values() for f in adapter.factors.values()):
             f.gradients = None
-        for f in (f for n in wanted if trained for f in self.adapters[n].factors.values()):
-            f.gradients = torch.zeros_like(f.a, dtype=torch.float32), torch.zeros_like(f.b, dtype=torch.float32)
+        self.sums = {n: self._places(self.adapters[n]) for n in wanted if trained}
+        idle = not own and self.ranks.sharded  # the others need this one's weights in their passes
+        own = [(wanted[0] if wanted else 0, [NOTHING])] if idle else own
         if work := [(self.adapters.get(number), rows) for number, rows in own]:
             self.rows = [p for part in self.open.enter_context(self.base.passed(work, trained)) for p in part]
-        result = [p.detach().cpu().numpy() for p in self.rows]
+        result = [] if idle else [p.detach().cpu().numpy() for p in self.rows]
         if not trained:
             self.close()
+        return result
+
+    def _places(self, adapter: AdapterWeights) -> dict[str, tuple[Tensor, Tensor]]:
+        """For the gradients of a pass: of whole matrices, of which this rank adds to its part."""
+        result = {}
+        for name, f in adapter.factors.items():
+            layer, rank = self.base.layers[name], len(f.a)
+            a = torch.zeros(rank, layer.in_features, dtype=torch.float32, device=self.base.device)
+            b = torch.zeros(layer.out_features, rank, dtype=torch.float32, device=self.base.device)
+            result[name], f.gradients = (a, b), self.base.part(name, a, b)
         return result
 
     def backward(self, numbers: Sequence[int], grads: Sequence[list[Tensor]]) -> list[Any]:
@@ -90,17 +121,19 @@ class Copy:
         (own,) = self.ranks.mine(grads)
         word = ""
         try:
+            own = own or [torch.zeros_like(p) for p in self.rows]
             pairs = [(p, g.to(p.device)) for p, g in zip(self.rows, own, strict=True) if p.requires_grad]
             if pairs:
                 torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])
         except Exception as error:
+            if self.ranks.sharded:
+                raise
             word = f"{type(error).__name__}: {first_line(error)}"
         words = self._gathered(word, everywhere=True)
         for number in () if any(words) else numbers:
-            factors = self.adapters[number].factors.values()
-            places = [g for f in factors for g in f.gradients or ()]
+            places = [g for each in self.sums[number].values() for g in each]
             flat = torch.cat([g.reshape(-1) for g in places])
-            dist.all_reduce(flat, group=self.ranks.groups["share"])
+            dist.all_reduce(flat)
             for place, total in zip(places, flat.split([g.numel() for g in places]), strict=True):
                 place.copy_(total.view_as(place))
         self.close()
@@ -121,13 +154,56 @@ class Copy:
         return result
 
 
+class _Whole(nn.Module):
+    """The model, and all that is computed with it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def states(self, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+
+class SplitBase(SharedBase):
+    def __init__(self, model: nn.Module, dtype: torch.dtype, max_tokens: int, ranks: Ranks) -> None:
+        """(every rank) `model`: without weights (`models/slices.py`). Raises `BirlError` where it cannot be split."""
+        device = device_of(model)
+        super().__init__(cast(model, dtype), dtype, max_tokens)
+        self.device, self.tp, self.place = device, ranks.grid.tp, ranks.rank % ranks.grid.tp
+        self.kinds: dict[str, str] = {}
+        if self.tp > 1:
+            body: Any = vision.language_model(model) or model.base_model
+            known = {id(body.get_submodule(path)): kind for path, kind in check(model, self.tp).items()}
+            self.kinds = {name: known.get(id(layer), "colwise") for name, layer in self.layers.items()}
+            split(model, ranks, Regions(ranks.groups["tp"], sequence=False))
+        self.whole = _Whole(model)
+        shard(self.whole, model, ranks, dtype)
+        fill(model)
+        settle(self.whole)
+
+    def part(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of A and B of a layer, as views."""
+        if self.tp == 1:
+            return a, b
+        if self.kinds[name] == "colwise":
+            return a, b.chunk(self.tp, 0)[self.place]
+        return a.chunk(self.tp, 1)[self.place], b
+
+    def within(self, compute: Callable[[], Tensor]) -> Tensor:
+        return self.whole.states(compute)
+
+
 class RankedBase(SharedBase):
     """Rank 0's view of all copies."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, max_tokens: int, crew: RankGroup) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, max_tokens: int, crew: RankGroup, own: SharedBase | None = None
+    ) -> None:
+        """`model`: whole. `own`: what rank 0 has of it for passes, where that is another one."""
         super().__init__(model, dtype, max_tokens)
         self.crew = crew
-        self.copy = Copy(self, crew.ranks)
+        self.copy = Copy(own or self, crew.ranks)
         self.known: dict[int, AdapterWeights] = {}  # what the others have
 
     def learn(self, work: Work, loss: Callable[[int, Sequence[Tensor]], Tensor] | None) -> list[list[Tensor]]:
@@ -178,8 +254,7 @@ class RankedBase(SharedBase):
             raise RuntimeError(words[0])
         for number, adapter in adapters.items():
             for name, f in adapter.factors.items():
-                summed = self.copy.adapters[number].factors[name].gradients
-                for place, added in zip(f.gradients or (), summed or (), strict=False):
+                for place, added in zip(f.gradients or (), self.copy.sums[number][name], strict=False):
                     place += added
 
     def _files(self, work: Work) -> dict[str, bytes]:

@@ -249,12 +249,24 @@ class SharedBase:
         own = asked[:, 0].contiguous()
         bounds = [torch.searchsorted(own, torch.tensor((g.start, g.stop), dtype=torch.int64)).tolist() for g in groups]
         at_head = [RowGroup(low, high, g.adapter) for (low, high), g in zip(bounds, groups, strict=True)]
-        with torch.set_grad_enabled(trained), adapted(self.model, groups, trained=trained):
+
+        def compute() -> Tensor:
             hidden = self.forest(forests)[own.to(self.device)]
-            logp = target_logprobs(self.model, hidden, asked[:, 1:].contiguous().to(self.device), at_head)
+            return target_logprobs(self.model, hidden, asked[:, 1:].contiguous().to(self.device), at_head)
+
+        with torch.set_grad_enabled(trained), adapted(self.model, groups, trained=trained):
+            logp = self.within(compute)
             each = logp[where.to(self.device)].split([len(row.tokens) for row in rows])
             pieces = iter([p[:, : row.targets.shape[1]] for p, row in zip(each, rows, strict=True)])
             yield [[next(pieces) for _ in sequences] for _, sequences in work]
+
+    def within(self, compute: Callable[[], Tensor]) -> Tensor:
+        """What is computed where the weights are there, with a gradient if it has one."""
+        return compute()
+
+    def part(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """What this rank computes with of A and B of a layer."""
+        return a, b
 
     def forest(self, forests: Sequence[Forest]) -> Tensor:
         """Hidden states of all tokens, [T, H]; within `adapted`."""
@@ -278,7 +290,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in HEADS and m is not output}
     seeing = {n for n in layers if not SEEING.isdisjoint(n.split("."))}
     seeing |= {name.rpartition(".")[0] for name in vision.tower(model)}  # their rows are patches
-    return {n: m for n, m in layers.items() if n not in seeing and not m.weight.is_meta} | {HEAD: output}
+    return {n: m for n, m in layers.items() if n not in seeing} | {HEAD: output}
 
 
 def part_of(name: str) -> str:

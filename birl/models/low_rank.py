@@ -7,7 +7,7 @@ birl's bfloat16 kernels bit for bit; the gradient of A and B on the adapter's ro
 Shapes: T rows, K inputs, N outputs, R the rank, padded with zeros to a multiple of 32 (the kernels' blocks).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -181,21 +181,23 @@ def hook(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
     """Have transformers' forward add them, too: for a model that birl's kernels do not compute."""
     active = active_in(model)
     for name, layer in layers.items():
-        layer.register_forward_hook(_Hook(name, active))
+        layer.forward = _Hook(name, active, layer.forward)  # pyright: ignore  tensor parallelism comes around it
 
 
 @dataclass(frozen=True, slots=True)
 class _Hook:
     name: str
     active: Active
+    base: Callable[[Tensor], Tensor]
 
-    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    def __call__(self, x: Tensor) -> Tensor:
+        output = self.base(x)
         groups = [g for g in self.active.groups if self.name in g.adapter.factors]
         if not groups:
-            return None
+            return output
         leaf = torch.empty(0, dtype=torch.float32, requires_grad=self.active.trained)
-        x = inputs[0].reshape(-1, inputs[0].shape[-1])
-        return output + _LowRank.apply(x, leaf, self.name, groups).view_as(output)  # pyright: ignore
+        rows = x.reshape(-1, x.shape[-1])
+        return output + _LowRank.apply(rows, leaf, self.name, groups).view_as(output)  # pyright: ignore
 
 
 class _LowRank(torch.autograd.Function):

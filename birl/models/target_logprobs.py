@@ -2,7 +2,8 @@
 what training as a service answers with.
 
 Places are taken in pieces, forwards and backwards, since no gradient by the head's weight is wanted. With one target in
-a place the numbers are those that the engine samples with, on birl's kernels bit for bit.
+a place the numbers are those that the engine samples with, on birl's kernels bit for bit. Ranks that share out
+the head's words (tensor parallelism) are given the same places, and have logits of their own words.
 Shapes: N places, H hidden size, K targets in each, V vocabulary.
 """
 
@@ -10,13 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from birl.models import shape
 from birl.models.decoder import decoder_for
 from birl.models.forward import head, logits
-from birl.models.logprobs import float_product
+from birl.models.logprobs import first_row, float_logits, float_product
 from birl.models.low_rank import HEAD, RowGroup, absorb_low_rank, add_low_rank, low_rank_by_input
+from birl.parallel.layout import local
 
 
 class Top(NamedTuple):
@@ -33,8 +37,12 @@ def target_logprobs(model: nn.Module, hidden: Tensor, targets: Tensor, groups: S
 
 
 def adapted_logits(model: nn.Module, hidden: Tensor, groups: Sequence[RowGroup]) -> Tensor:
-    """[N, H] -> [N, V] float32."""
-    result = logits(model, hidden)
+    """[N, H] -> [N, V] float32; of this rank's own words where ranks share them out."""
+    layer = head(model)
+    if isinstance(layer.weight, DTensor):
+        result = float_logits(hidden, local(layer.weight), None if layer.bias is None else local(layer.bias))
+    else:
+        result = logits(model, hidden)
     add_low_rank(groups, [HEAD], [result.shape[1]], hidden, result, _kernels(model))
     return result
 
@@ -93,7 +101,13 @@ def _head_gradient(model: nn.Module) -> Callable[[Tensor], Tensor]:
     if decoder is not None and (k := decoder.head.on_kernels) is not None:
         packed = k.pack(decoder.head.weights, transposed=True)
         return lambda grad: k.gemm(grad, packed)
-    return lambda grad: float_product(grad, head(model).weight).to(grad.dtype)
+    return lambda grad: float_product(grad, local(head(model).weight)).to(grad.dtype)
+
+
+def _own_words(model: nn.Module) -> tuple[int, dist.ProcessGroup | None]:
+    """The first word that this rank has logits of, and the ranks that have the others."""
+    weight = head(model).weight
+    return (first_row(weight), weight.device_mesh.get_group()) if isinstance(weight, DTensor) else (0, None)
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -103,16 +117,26 @@ class _TargetLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, model: nn.Module, groups: Sequence[RowGroup]) -> Tensor:
         result = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         norm = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        decoder = decoder_for(model)
+        decoder, (start, group) = decoder_for(model), _own_words(model)
+        targets = targets - start
         for rows, own in pieces(len(hidden), head(model).weight.shape[0], hidden.device, groups):
             scores = adapted_logits(model, hidden[rows], own)
+            at = targets[rows].clamp(0, scores.shape[1] - 1)
+            result[rows] = scores.gather(1, at).where(at == targets[rows], 0.0)
             if decoder is None:
                 norm[rows] = scores.logsumexp(-1)
             else:
-                first, norm[rows], _ = decoder.kernels.logprobs(scores, targets[rows, 0].contiguous(), 1.0)
-            result[rows] = scores.gather(1, targets[rows]) - norm[rows, None]
-            if decoder is not None:
-                result[rows, 0] = first  # pyright: ignore
+                result[rows, 0], norm[rows], _ = decoder.kernels.logprobs(scores, targets[rows, 0].contiguous(), 1.0)
+                result[rows, 1:] -= norm[rows, None]
+        if group is not None:
+            largest = norm.clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            total = (norm - largest).exp_()
+            dist.all_reduce(total, group=group)
+            dist.all_reduce(result, group=group)
+            norm = largest + total.log_()
+        if decoder is None:
+            result -= norm[:, None]
         ctx.save_for_backward(hidden, targets, norm)
         ctx.model, ctx.groups = model, groups
         return result
@@ -126,11 +150,17 @@ class _TargetLogprobs(torch.autograd.Function):
             if not by_logp[rows].any():
                 continue
             grad = adapted_logits(ctx.model, hidden[rows], own).sub_(norm[rows, None]).exp_()
-            grad.mul_(-by_logp[rows].sum(1, keepdim=True)).scatter_add_(1, targets[rows], by_logp[rows])
+            at = targets[rows].clamp(0, grad.shape[1] - 1)
+            here = by_logp[rows].where(at == targets[rows], 0.0)
+            grad.mul_(-by_logp[rows].sum(1, keepdim=True)).scatter_add_(1, at, here)
             rounded = grad.to(hidden.dtype)
             by_hidden[rows] = to_hidden(rounded)
             x = hidden[rows].contiguous()
-            absorb_low_rank(own, [HEAD], [words], x, rounded, k)
+            absorb_low_rank(own, [HEAD], [grad.shape[1]], x, rounded, k)
             part = by_hidden[rows]
-            low_rank_by_input(own, [HEAD], [words], rounded, part, k)
+            low_rank_by_input(own, [HEAD], [grad.shape[1]], rounded, part, k)
+        if (group := _own_words(ctx.model)[1]) is not None:
+            whole = by_hidden.float()
+            dist.all_reduce(whole, group=group)
+            by_hidden = whole.to(hidden.dtype)
         return by_hidden, None, None, None

@@ -40,12 +40,9 @@ CASES: dict[str, tuple[str, Callable[[TinkerService], Any]]] = {
     "max_request_mb": ("2", lambda s: s.most_bytes),
 }
 ELSEWHERE = ("host", "port", "keys", "drain_timeout", "threads")  # of the process, below
-ELSEWHERE += ("parallel.ddp",)  # tests/server/test_tinker_ranks.py
+ELSEWHERE += ("parallel.ddp", "parallel.fsdp", "parallel.tp")  # tests/server/test_tinker_ranks.py
 REFUSED = {
-    **{
-        f"parallel.{key}": ("2", f"parallel.{key}=2: has no effect because each process")
-        for key in ("fsdp", "cp", "tp", "ep")
-    },
+    **{f"parallel.{key}": ("2", f"parallel.{key}=2: has no effect because each process") for key in ("cp", "ep")},
     "parallel.sequence": ("false", "parallel.sequence=false: has no effect because each process"),
     "parallel.context": ("ulysses", "parallel.context=ulysses: has no effect because each process"),
     "parallel.timeout": ("5", "there is only one process"),

@@ -1,4 +1,4 @@
-"""`birl tinker`: training as a service, in one process, or with ranks that share out each pass (`parallel.ddp`)."""
+"""`birl tinker`: training as a service, in one process, or with ranks that share out each pass (`parallel.*`)."""
 
 import asyncio
 import os
@@ -20,12 +20,14 @@ from birl.engine.open import cache_bytes
 from birl.errors import BirlError
 from birl.hosts import is_loopback
 from birl.kernels import PAGE
-from birl.learner.low_rank_ranks import Copy, RankedBase
+from birl.learner.low_rank_ranks import Copy, RankedBase, SplitBase
 from birl.learner.low_rank_run import SharedBase
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.models.decoder import decoder_for
-from birl.models.device import choose
+from birl.models.device import choose, device_of
 from birl.models.load import cast, end_ids
+from birl.models.slices import sketched
+from birl.models.vision import give, language_model, pictures_of
 from birl.parallel import processes
 from birl.parallel.crew import RankGroup
 from birl.parallel.grid import end_with_torchrun, grid_of, leads, rank_threads, started
@@ -92,7 +94,7 @@ def follow(config: schema.Tinker) -> int:
     """A rank other than 0: its copy of the base, which computes what rank 0 calls until that ends."""
 
     def make(crew: RankGroup, compute: Executor) -> Copy:
-        return Copy(base_of(config, loaded(config, compute), crew), crew.ranks)
+        return Copy(base_of(config, loaded(config, compute, crew.ranks), crew), crew.ranks)
 
     device = choose(config.model.device)
     processes.follow(grid_of(config), device, config.parallel.timeout, rank_threads(config), make)
@@ -174,8 +176,9 @@ def load(
     return service_of(config, policy, base, known, Store(root), context)
 
 
-def loaded(config: schema.Tinker, compute: Executor) -> Policy:
-    policy = load_policy(config.model, compute)
+def loaded(config: schema.Tinker, compute: Executor, ranks: Ranks | None = None) -> Policy:
+    """Without weights where `ranks` will have parts of it."""
+    policy = load_policy(config.model, compute, ranks)
     cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
     if policy.chat.pictures is not None:
         policy.chat.pictures.forgets = True
@@ -183,9 +186,17 @@ def loaded(config: schema.Tinker, compute: Executor) -> Policy:
 
 
 def base_of(config: schema.Tinker, policy: Policy, crew: RankGroup) -> SharedBase:
-    """Of this rank; rank 0's is the view of all where there are others."""
-    parts = policy.model, DTYPES[config.model.dtype], config.tokens_per_pass
-    return SharedBase(*parts) if crew.ranks.alone or not crew.leads else RankedBase(*parts, crew)
+    """Of this rank; rank 0's is the view of all where there are others, and has a whole copy to sample with."""
+    model, ranks, how = policy.model, crew.ranks, (DTYPES[config.model.dtype], config.tokens_per_pass)
+    if ranks.alone or not (crew.leads or ranks.sharded):
+        return SharedBase(model, *how)
+    if not ranks.sharded:
+        return RankedBase(model, *how, crew)
+    if not crew.leads:
+        return SplitBase(model, *how, ranks)
+    part = sketched(policy.folder, device_of(model), pictures=language_model(model) is not None)
+    give(part, pictures_of(model), frozen=True)
+    return RankedBase(model, *how, crew, SplitBase(part, *how, ranks))
 
 
 def service_of(
