@@ -42,10 +42,11 @@ FORMS = {
     "says tie, in this form:",
 }
 NUMBER = r"0(?:\.\d{1,6})?|1(?:\.0{1,6})?"
-SCORE = re.compile(rf"\**Score:\**\s*({NUMBER})\**")
+MARK = "[*_`]{0,3}"  # Markdown's, around the word, its colon or the number
+SCORE = re.compile(rf"{MARK}Score{MARK}:{MARK}\s*{MARK}({NUMBER}){MARK}")
 ENTRY = rf"\d{{1,4}}\s?=\s?(?:{NUMBER})"
-SCORES = re.compile(rf"\**Scores:\**\s*({ENTRY}(?:,\s?{ENTRY})*)\**")
-BETTER = re.compile(r"\**Better:\**\s*(1|2|tie)\**")
+SCORES = re.compile(rf"{MARK}Scores{MARK}:{MARK}\s*{MARK}({ENTRY}(?:,\s?{ENTRY})*){MARK}")
+BETTER = re.compile(rf"{MARK}Better{MARK}:{MARK}\s*{MARK}(1|2|tie){MARK}")
 LONGEST = 2**14  # characters of a last line
 
 
@@ -140,8 +141,8 @@ def _example(count: int) -> str:
 
 
 def last_line(reply: str, form: re.Pattern[str], example: str) -> str:
-    """What the form asks for. Raises `ValueError`."""
-    last = reply.strip().rpartition("\n")[2].strip()
+    """What the form asks for; a block of code may end behind it. Raises `ValueError`."""
+    last = reply.strip().removesuffix("\n```").rstrip().rpartition("\n")[2].strip()
     result = form.fullmatch(last) if len(last) <= LONGEST else None
     if not result:
         raise ValueError(f"the judge's last line is no verdict such as '{example}': {last[:120]!r}")

@@ -54,6 +54,10 @@ def judged(server: Hostile, *completions: str, columns: Any = None, **keys: Any)
         ("**Score: 0.5**", 0.5),
         ("**Score:** 0", 0.0),
         ("Score: 1.000", 1.0),
+        ("**Score**: 0.5", 0.5),
+        ("Score: **0.5**", 0.5),
+        ("`Score: 0.5`", 0.5),
+        ("```\nScore: 0.5\n```", 0.5),
         ("Score: 0.2\nScore: 0.9", 0.9),
     ],
 )
