@@ -1,5 +1,6 @@
 """`birl checkpoints`: list, verify, export and prune the checkpoints of a run."""
 
+import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -8,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from birl.errors import BirlError, did_you_mean, first_line
+from birl.regular import read_json
 
 FORMS = {
     "verify": "verify [STEP]",
@@ -158,9 +160,9 @@ def push(
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 
-    from birl.cli.model_card import model_card
+    from birl.cli.model_card import base_of, model_card
     from birl.learner import checkpoint
-    from birl.learner.export import export, export_adapter
+    from birl.learner.export import began_with, export, export_adapter
 
     api = HfApi()
     try:
@@ -171,6 +173,10 @@ def push(
             (export_adapter if adapter else export)(source, run, model, policy=policy)
             card = model_card(run, checkpoint.step_of(source.name), address.repo_id, licence, adapter)
             (model / "README.md").write_text(card, "utf-8")
+            if adapter:
+                own = read_json(file := model / "adapter_config.json")
+                own["base_model_name_or_path"] = base_of(began_with(run))[0]  # and no folder of this machine
+                file.write_text(json.dumps(own, indent=2), "utf-8")
             files = sorted(path for path in model.rglob("*") if path.is_file())
             added = [CommitOperationAdd(path.relative_to(model).as_posix(), path) for path in files]
             api.create_commit(address.repo_id, added, commit_message=f"{run.name}, {source.name}")

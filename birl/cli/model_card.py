@@ -36,11 +36,14 @@ ROWS = 12  # of the curve
 def model_card(run: Path, step: int, name: str, licence: str = "", adapter: bool = False) -> str:
     """Markdown with the hub's metadata. `licence`: as the hub names it; empty: the base model's, where it is known."""
     config = read_json(run / "config.json")
-    base, known = base_of(str(config["model.path"]))
+    path = str(config["model.path"])
+    base, known = base_of(path)
+    shared = path == "smollm2" or (base == path and not Path(path).expanduser().exists())  # the hub takes no others
     licence = licence or known
     method = algorithm(config)
     judges = "ranking.centering" in config
-    head: dict[str, Any] = {"base_model": base} | ({"license": licence} if licence else {})
+    head: dict[str, Any] = {"base_model": base} if shared else {}
+    head |= {"license": licence} if licence else {}
     head |= {"library_name": "peft" if adapter else "transformers"}
     head |= {"pipeline_tag": "text-classification" if judges else "text-generation"}
     head |= {"tags": ["birl", method.rstrip("*"), *(["lora"] if config.get("lora.rank") else [])]}

@@ -134,7 +134,8 @@ def test_what_was_pushed_is_the_model_with_its_card(tiny: Path, tmp_path: Path, 
     assert torch.equal(here, there)
     _, head, text = (folder / "README.md").read_text().split("---\n", 2)
     known = yaml.safe_load(head)
-    assert known["license"] == "mit" and known["base_model"] == tiny.name and known["library_name"] == "transformers"
+    assert known["license"] == "mit" and "base_model" not in known and known["library_name"] == "transformers"
+    assert f"base model | {tiny.name};" in text  # which is no model of the hub
     assert "| 0 |" in text and "| 2 |" in text and "Against step 0" in text and "95 %" in text
     assert str(tmp_path) not in text and not list(run.glob(".push-*"))
     again = push(hub, str(run), "export", "1", "hf://me/letters")  # into what is there
@@ -149,6 +150,8 @@ def test_an_adapter_alone(tiny: Path, tmp_path: Path, hub: Hub) -> None:
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), folder)
     head = yaml.safe_load((folder / "README.md").read_text().split("---\n", 2)[1])
     assert (head["library_name"], "lora" in head["tags"], "license" in head) == ("peft", True, False)
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == tiny.name
+    assert not any(str(tiny.parent).encode() in file.read_bytes() for file in folder.iterdir())
 
 
 @pytest.mark.parametrize(
