@@ -169,7 +169,7 @@ class SplitBase(SharedBase):
     def __init__(self, model: nn.Module, dtype: torch.dtype, max_tokens: int, ranks: Ranks) -> None:
         """(every rank) `model`: without weights (`models/slices.py`). Raises `BirlError` where it cannot be split."""
         device = device_of(model)
-        super().__init__(cast(model, dtype), dtype, max_tokens)
+        super().__init__(cast(model, dtype), dtype, max_tokens, split=ranks.grid.tp > 1)
         self.device, self.tp, self.place = device, ranks.grid.tp, ranks.rank % ranks.grid.tp
         self.kinds: dict[str, str] = {}
         if self.tp > 1:

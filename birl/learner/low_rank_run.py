@@ -188,8 +188,9 @@ class LowRankRun(LowRankMasters):
 class SharedBase:
     """A frozen model, and passes through it for rows of different adapters."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, max_tokens: int = 4096) -> None:
-        """`max_tokens`: most of one pass. Raises `BirlError` for a model whose head does more than multiply."""
+    def __init__(self, model: nn.Module, dtype: torch.dtype, max_tokens: int = 4096, split: bool = False) -> None:
+        """`max_tokens`: most of one pass. `split`: layers will be split over ranks. Raises `BirlError` for a model
+        whose head does more than multiply."""
         if after_head(model) is not None:
             raise BirlError(f"{type(model).__name__} scales or caps its logits, which shared adapters do not support.")
         self.model, self.dtype, self.max_tokens = model.requires_grad_(False), dtype, max_tokens
@@ -198,7 +199,7 @@ class SharedBase:
         self.device = head(model).weight.device
         if decoder_for(model) is None:
             fused_decoder.MADE[model] = None  # transformers' own layers, which hooks reach
-            hook(model, {n: m for n, m in self.layers.items() if n != HEAD})
+            hook(model, {n: m for n, m in self.layers.items() if n != HEAD}, split)
 
     def run(self, config: LowRankConfig) -> LowRankRun:
         return LowRankRun(config, self.chosen(config), self.dtype)

@@ -10,8 +10,9 @@ Shapes: T rows, K inputs, N outputs, R the rank, padded with zeros to a multiple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -177,27 +178,35 @@ def absorb_low_rank(groups: Sequence[RowGroup], names: Sequence[str], sizes: Seq
             start += size
 
 
-def hook(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
-    """Have transformers' forward add them, too: for a model that birl's kernels do not compute."""
+def hook(model: nn.Module, layers: Mapping[str, nn.Linear], inside: bool = False) -> None:
+    """Have transformers' forward add them, too: for a model that birl's kernels do not compute. `inside`: of what
+    tensor parallelism will sum over ranks (`parallel/tensor.py`); the engine replaces a layer's forward."""
     active = active_in(model)
     for name, layer in layers.items():
-        layer.forward = _Hook(name, active, layer.forward)  # pyright: ignore  tensor parallelism comes around it
+        added = _Hook(name, active)
+        if inside:
+            layer.forward = partial(added.forward, layer.forward)  # pyright: ignore
+        else:
+            layer.register_forward_hook(added)
 
 
 @dataclass(frozen=True, slots=True)
 class _Hook:
     name: str
     active: Active
-    base: Callable[[Tensor], Tensor]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        output = self.base(x)
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         groups = [g for g in self.active.groups if self.name in g.adapter.factors]
         if not groups:
-            return output
+            return None
         leaf = torch.empty(0, dtype=torch.float32, requires_grad=self.active.trained)
-        rows = x.reshape(-1, x.shape[-1])
-        return output + _LowRank.apply(rows, leaf, self.name, groups).view_as(output)  # pyright: ignore
+        x = inputs[0].reshape(-1, inputs[0].shape[-1])
+        return output + _LowRank.apply(x, leaf, self.name, groups).view_as(output)  # pyright: ignore
+
+    def forward(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        output = base(x)
+        added = self(cast("Any", None), (x,), output)
+        return output if added is None else added
 
 
 class _LowRank(torch.autograd.Function):

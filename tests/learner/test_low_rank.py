@@ -157,6 +157,12 @@ def test_the_engine_samples_for_several_adapters_with_the_learners_log_probs(dty
     runs: list[LowRankRun | None] = [moved(shared, 1), None, moved(shared, 2, unembed=False), moved(shared, 3, 40)]
     prompt = tuple(range(5, 75))
 
+    def of_prompt() -> list[Tensor]:
+        row = TargetRow(torch.tensor(prompt[:-1]), torch.tensor(prompt[1:])[:, None])
+        return [shared.learn([(run.weights if run else None, [row])], None)[0][0] for run in runs]
+
+    before = of_prompt()
+
     async def sampled() -> list:
         with ThreadPoolExecutor(1) as compute:
             engine = EmbeddedEngine(
@@ -174,6 +180,7 @@ def test_the_engine_samples_for_several_adapters_with_the_learners_log_probs(dty
 
     completions = asyncio.run(sampled())
     assert len({tuple(c.tokens.tolist()) for c in completions}) == 4
+    assert all(torch.equal(a, b) for a, b in zip(before, of_prompt(), strict=True))  # the engine leaves no trace
     for i, completion in enumerate(completions):
         run, ids = runs[i % 4], torch.tensor((*prompt, *completion.tokens.tolist()))
         row = TargetRow(ids[:-1], ids[1:, None])
