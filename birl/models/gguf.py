@@ -1,4 +1,5 @@
-"""A .gguf file as a model folder in Hugging Face format, converted once into a cache.
+"""A .gguf file as a model folder in Hugging Face format, and a folder whose weights are stored in 4 or 8 bits with
+scales as one with plain weights (bfloat16), converted once into a cache.
 
 Cache: $BIRL_CACHE or ~/.cache/birl, `models/<name>-<digest>/`, with a manifest of sizes and SHA-256 written last.
 Converting takes about 20 s, which is why it is kept; a damaged entry is noticed and made again.
@@ -11,17 +12,25 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from safetensors import SafetensorError
 
 from birl.cache import cache_folder, sweep
 from birl.errors import BirlError
+from birl.hub import WEIGHTS
 from birl.models.manifest import damage, digest
-from birl.regular import clear, open_regular
+from birl.regular import clear, open_regular, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MANIFEST = "birl-manifest.json"
 EDGE = 2**20  # bytes at each end of a file that, with its size, identify it
+#: by quant_method of a config.json, how the names of tensors end that are no weights: read here
+SCALES = {"fp8": ("_scale_inv", "activation_scale"), "mxfp4": ("_scales",)}
+TRAINED = {"bitnet"}  # quant_method of weights that are stored as they are trained
 
 
 def cache_root() -> Path:
@@ -39,16 +48,42 @@ def bundled() -> Path:
     return files[0]
 
 
+def plain(folder: Path, say: Callable[[str], None] = print) -> Path:
+    """A model folder with weights that can be trained: this one, or its converted copy. Raises `BirlError` where they
+    are stored in a way that birl does not read."""
+    method = quantized_by(folder)
+    if method in (None, *TRAINED):
+        return folder
+    if method not in SCALES:
+        raise BirlError(
+            f"{folder}: its weights are quantised by {method} (quantization_config in its config.json), which birl "
+            f"does not read; it reads {' and '.join(SCALES)}. Name the model that it was made of; lora.quantize=nf4 "
+            "trains adapters on 4 bits of that."
+        )
+    return converted(folder, say)
+
+
+def quantized_by(folder: Path) -> str | None:
+    """quant_method of a model folder, if it has any."""
+    try:
+        given = read_json(folder / "config.json")["quantization_config"]
+        return str(given["quant_method"])
+    except (OSError, ValueError, KeyError, TypeError):  # the next reader tells what is wrong with the file
+        return None
+
+
 def converted(source: Path, say: Callable[[str], None] = print) -> Path:
     """The folder for `source`, made if it is not there or damaged."""
-    target = cache_root() / f"{source.stem}-{identity(source)}"
+    name = source.parent.parent.name if source.parent.name == "snapshots" else source.stem
+    target = cache_root() / f"{name}-{identity(source)}"
     problems = verify(target, digests=False) if target.exists() else ["absent"]
     if not problems:
         return target
     if target.exists():
         say(f"The converted copy of {source.name} is damaged ({problems[0]}); converting again.")
         shutil.rmtree(target)
-    say(f"Converting {source.name}, once (about 20 s) ...")
+    how = f"{name}, once (to bfloat16 in {target})" if source.is_dir() else f"{source.name}, once (about 20 s)"
+    say(f"Converting {how} ...")
     try:
         make(source, target)
     except (OSError, SafetensorError) as error:
@@ -64,7 +99,7 @@ def make(source: Path, target: Path) -> None:
     sweep(target.parent, "*.part-*")
     part = Path(tempfile.mkdtemp(prefix=f"{target.name}.part-", dir=target.parent))
     try:
-        convert(source, part)
+        (dequantize if source.is_dir() else convert)(source, part)
         write_manifest(part, source)
         try:
             part.rename(target)
@@ -105,6 +140,80 @@ def convert(source: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
+def dequantize(source: Path, folder: Path) -> None:
+    """Tensor by tensor, in files of the same names: no more than one of them is in memory."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    from birl.models.load import check_files, weight_files  # which imports this module
+
+    check_files(source)
+    files, config = weight_files(source), read_json(source / "config.json")
+    given = config.pop("quantization_config")
+    where: dict[str, Path] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            where |= dict.fromkeys(opened.keys(), file)
+
+    def read(key: str) -> "Tensor | None":
+        if key not in where:
+            return None
+        with safe_open(where[key], framework="pt") as opened:
+            return opened.get_tensor(key)
+
+    written, total = dict[str, str](), 0
+    for file in files:
+        own = [k for k, place in where.items() if place == file and not k.endswith(SCALES[given["quant_method"]])]
+        tensors = dict(value_of(key, read, given) for key in own)
+        save_file(tensors, folder / file.name, metadata={"format": "pt"})
+        written |= dict.fromkeys(tensors, file.name)
+        total += sum(t.nbytes for t in tensors.values())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": written}
+        (folder / WEIGHTS[1]).write_text(json.dumps(index, indent=1))
+    config |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if key in config}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for file in source.iterdir():
+        if file.is_file() and not (folder / file.name).exists() and file.name not in WEIGHTS and file not in files:
+            shutil.copyfile(file, folder / file.name)
+
+
+def value_of(key: str, read: "Callable[[str], Tensor | None]", given: dict[str, Any]) -> "tuple[str, Tensor]":
+    """Name and values of the weight that the tensor `key` is, or is the codes of; bfloat16 where it was codes. Raises
+    `BirlError` where its scales are missing or do not fit."""
+    import torch
+
+    codes = read(key)
+    assert codes is not None
+    if given["quant_method"] == "mxfp4" and key.endswith("_blocks"):
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        name = key.removesuffix("_blocks")
+        scales = read(f"{name}_scales")
+        if scales is not None and scales.shape == codes.shape[:-1]:
+            return name, convert_moe_packed_tensors(codes, scales, dtype=torch.bfloat16).contiguous()
+        raise unfit(key, scales)
+    if codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return key, codes
+    scales = read(f"{key}_scale_inv")
+    if scales is None:
+        raise unfit(key, scales)
+    factor = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+    sizes = (given.get("weight_block_size") or ()) if factor.numel() > 1 else ()
+    for dim, size in zip((-2, -1), sizes, strict=False):
+        if factor.shape[dim] != -(-codes.shape[dim] // size):
+            raise unfit(key, scales)
+        factor = factor.repeat_interleave(size, dim).narrow(dim, 0, codes.shape[dim])
+    if factor.numel() > 1 and not sizes:
+        raise unfit(key, scales)
+    return key, (codes.float() * factor).to(torch.bfloat16)
+
+
+def unfit(key: str, scales: "Tensor | None") -> BirlError:
+    what = "are missing" if scales is None else f"have another shape than its blocks: {tuple(scales.shape)}"
+    return BirlError(f"The scales of {key} {what}. Download the model again.")
+
+
 def pre_tokenizer(source: Path) -> str:
     from gguf import GGUFReader
 
@@ -123,7 +232,11 @@ def split_digits(tokenizer) -> None:
 
 
 def identity(file: Path) -> str:
-    """Ten hex digits from the size and both ends: enough to tell files apart, without reading gigabytes."""
+    """Ten hex digits from the size and both ends: enough to tell files apart, without reading gigabytes. Of a folder
+    from those of its config.json and weights."""
+    if file.is_dir():
+        own = [file / "config.json", *sorted(file.glob("*.safetensors"))]
+        return hashlib.sha256(" ".join(map(identity, own)).encode()).hexdigest()[:10]
     size = file.stat().st_size
     with open_regular(file) as stream:
         head = stream.read(EDGE)

@@ -51,17 +51,18 @@ REWARD_MODEL: dict[str, Any] = {
 
 
 def resolve(path: str, say: Callable[[str], None] = print, weights: bool = True, key: str = "model.path") -> Path:
-    """A model folder for `smollm2`, a folder, a .gguf file or a hub id; of the latter `weights` may be left out. `key`
-    is what the errors call it."""
+    """A model folder for `smollm2`, a folder, a .gguf file or a hub id; of the latter `weights` may be left out, and
+    those in 4 or 8 bits become plain ones (`gguf.plain`). `key` is what the errors call it. Raises `BirlError`."""
+    from birl.models.gguf import bundled, converted, plain
+
     local = Path(path).expanduser()
     if path == "smollm2" or (is_local(key, path) and local.is_file()):
-        from birl.models.gguf import bundled, converted
-
         return converted(bundled() if path == "smollm2" else local.resolve(), say)
     if is_local(key, path):
         check_all(local)
-        return local
-    return from_hub(path, WANTED if weights else [p for p in WANTED if "safetensors" not in p], key)
+        return plain(local, say) if weights else local
+    folder = from_hub(path, WANTED if weights else [p for p in WANTED if "safetensors" not in p], key)
+    return plain(folder, say) if weights else folder
 
 
 def from_hub(name: str, wanted: list[str], key: str = "model.path") -> Path:
