@@ -235,7 +235,10 @@ class Order:
             for i, name in enumerate(known.ids)
         ]
         try:
-            names = list(islice(function(states, self.step, rng), len(states) + 1))  # a generator may have no end
+            told = function(states, self.step, rng)
+            if isinstance(told, set | frozenset | dict):  # strings have another order in each process
+                raise TypeError(f"it returned a {type(told).__name__}, which has no order: return a list of ids")
+            names = list(islice(told, len(states) + 1))  # a generator may have no end
         except BaseException as error:  # whatever the user's function raises
             why = harmless(error)
             raise BirlError(f"{key}: it failed at step {self.step}: {type(why).__name__}: {text_of(why)}") from why

@@ -198,6 +198,8 @@ def twice(tasks, step, rng): return ["0:train:1", "0:train:2", "0:train:1"]
 def nothing(tasks, step, rng): return []
 def later(tasks, step, rng): return [] if step else [t.id for t in tasks]
 def no_list(tasks, step, rng): return None
+def any_order(tasks, step, rng): return {t.id for t in tasks}
+def weighed(tasks, step, rng): return {t.id: 1.0 for t in tasks}
 def endless(tasks, step, rng):
     while True: yield from (t.id for t in tasks)
 """
@@ -229,6 +231,8 @@ def test_a_function_of_the_users(functions: Path) -> None:
         ("unknown", r"returned '0:train:99', which is the id of no task\. Did you mean 0:train:9\?"),
         ("number", "returned 7, which is the id of no task"),
         ("twice", "returned '0:train:1' more than once"),
+        ("any_order", "returned a set, which has no order: return a list of ids"),
+        ("weighed", "returned a dict, which has no order"),
         ("endless", "returned '0:train:0' more than once"),
         ("nothing", "returned no task"),
         ("no_list", "TypeError"),
