@@ -190,10 +190,11 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
     changes = baseline.against(parts.data, records) if baseline else []
     if config.output:
         about = {"model": config.model.path, "weights": parts.weights, "data": parts.data, "seed": config.seed}
-        about |= {"n": parts.plan.samples, "config": flatten(config)}
+        about |= {"n": parts.plan.samples, "config": flatten(config), "tokens": tokens(groups)}
         about |= {"metrics": metrics, "intervals": bounds, "changes": [asdict(change) for change in changes]}
         output.write(config.output, {**about, "answers": records})
     show(metrics, bounds)
+    print("Tokens: {prompts:,} of prompts, {answers:,} of answers.".format(**tokens(groups)))
     if rule := ruled(groups, config.validation.threshold):
         print(rule)
     if changes:
@@ -223,6 +224,12 @@ def check_versions(groups: Sequence[Group]) -> None:
             f"{', '.join(map(str, sorted(result)))}), so the result would belong to no model. Evaluate when the run "
             "that trains them is over, or a checkpoint of it."
         )
+
+
+def tokens(groups: Sequence[Group]) -> dict[str, int]:
+    """What it took, with answers that failed: a prompt counts for each answer to it, a conversation for each turn."""
+    turns = [turn for g in groups for t in g.trajectories for turn in t.turns]
+    return {"prompts": sum(len(t.prompt) for t in turns), "answers": sum(len(t.completion.tokens) for t in turns)}
 
 
 def ruled(groups: Sequence[Group], threshold: float) -> str:

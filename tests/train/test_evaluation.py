@@ -3,20 +3,22 @@
 import io
 import json
 import sys
+from dataclasses import replace
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from birl.algorithms.uncertainty import interval
-from birl.cli.evaluation import ruled, show
+from birl.cli.evaluation import ruled, show, tokens
 from birl.config.schema import Validation
 from birl.errors import BirlError
 from birl.rollout.compare import Baseline
 from birl.rollout.evaluate import by_prompt, measure, plan
 from birl.rollout.tasks import tell_plain
 from birl.run_folder import next_commands
-from birl.types import Group, Outcome, Task, Trajectory
+from birl.types import Completion, Group, Outcome, Stop, Task, Trajectory, Turn
 
 NAMES = ("openai/gsm8k", "math[algebra]", "competition_mathematics_of_many_years", "all")
 FIGURES = {"score": 0.5, "length": 12.25, "truncated": 3.0, "failed": 0.0, "n": 1319.0, "pass@1": 0.5, "pass@8": 0.75}
@@ -97,6 +99,14 @@ def test_a_source_without_right_answers_has_a_row(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.splitlines()[2].split()[:7] == row
     assert "validation.threshold=0.5" in ruled(groups, 0.0) and "at least 0.5" in ruled(groups, 0.5)
     assert ruled([group_of(0.0)], 0.0) == ""
+
+
+def test_what_it_took_has_every_turn_and_what_failed() -> None:
+    said = Completion(tokens=(5, 2), logprobs=(-1.0, -1.0), versions=(0, 0), stop=Stop.STOP)
+    turns = (Turn(prompt=(1, 2, 3), completion=said), Turn(prompt=(1, 2, 3, 5, 2, 4), completion=said))
+    good = Trajectory(turns=turns, reward=1.0, score=1.0, outcome=Outcome.OK)
+    bad = Trajectory(turns=turns[:1], reward=nan, score=nan, outcome=Outcome.TIMEOUT)
+    assert tokens([replace(group_of(1.0), trajectories=(good, bad))]) == {"prompts": 12, "answers": 6}
 
 
 def test_intervals_are_over_prompts_not_answers() -> None:
