@@ -5,7 +5,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from itertools import count
@@ -30,8 +30,8 @@ LONGEST = 30.0  # seconds between two attempts, whatever the server asks for
 class ServedTeachers:
     """Those of a run by name; each is asked of its own samples."""
 
-    def __init__(self, addresses: Mapping[str, str], words: int) -> None:
-        self.each = {name: ServedTeacher(address, words) for name, address in addresses.items()}
+    def __init__(self, addresses: Mapping[str, str], words: int, text: Callable[[int], str] | None = None) -> None:
+        self.each = {name: ServedTeacher(address, words, text) for name, address in addresses.items()}
 
     def __call__(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor]:
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -48,11 +48,13 @@ class ServedTeacher:
     several. Tokens go and log-probs come; the server must read the policy's own vocabulary.
 
     Asks for `prompt_logprobs`, with BIRL_TOKEN where it is set; `words`: the learner's, which the server must not go
-    beyond. Raises `BirlError` with the server's words where several attempts have failed, or another cannot help.
+    beyond; `text`: of a token, which the server must read alike. Raises `BirlError` with the server's words where
+    several attempts have failed, or another cannot help.
     """
 
-    def __init__(self, address: str, words: int) -> None:
-        (self.address, _, self.model), self.words = address.partition("#"), words
+    def __init__(self, address: str, words: int, text: Callable[[int], str] | None = None) -> None:
+        (self.address, _, self.model), self.words, self.text = address.partition("#"), words, text
+        self.alike: set[str] = set()  # tokens that both read as the same text
 
     def logprobs(self, sample: Sample) -> Tensor:
         """Of its trained tokens, at temperature 1."""
@@ -79,12 +81,28 @@ class ServedTeacher:
             places = [(str(token), entry) for entry, token, trained in told if trained]
             if not all(token in entry and len(entry) >= k for token, entry in places):
                 raise KeyError("a token, or as many words as were asked for")
+            for token, entry in places:
+                self._compare(token, entry[token])
             return places
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BirlError(
                 f"algorithm.teacher={self.address}: gave no prompt_logprobs of these tokens ({type(error).__name__}: "
                 f"{error}): {json.dumps(result)[:200]}. It must be vLLM or `birl serve`, with the policy's vocabulary."
             ) from error
+
+    def _compare(self, token: str, said: Mapping[str, Any]) -> None:
+        """Raises `BirlError` for a token that is another word there. Words of ASCII letters and digits are compared, as
+        of others servers tell pieces in ways of their own."""
+        if self.text is None or token in self.alike:
+            return
+        own, theirs = self.text(int(token)).strip(), said.get("decoded_token")
+        if isinstance(theirs, str) and own.isascii() and own.isalnum() and theirs.strip() != own:
+            raise BirlError(
+                f"algorithm.teacher={self.address}: has another vocabulary than the policy, so its tokens mean "
+                f"something else: token {token} is {theirs!r:.80} there, and {own!r} here. Serve a model of the same "
+                "family."
+            )
+        self.alike.add(token)
 
     def _ask(self, body: dict[str, Any]) -> Any:
         words = json.dumps(body | ({"model": self.model} if self.model else {})).encode()

@@ -145,6 +145,23 @@ def test_a_served_teacher_of_a_larger_vocabulary_is_refused(tiny: Path, served: 
         run(tiny, tmp_path, f"{served}#larger", *words)
 
 
+@pytest.mark.parametrize("words", [(), ("algorithm.teacher_divergence=jsd", "algorithm.teacher_top_k=8")])
+def test_a_served_teacher_of_another_tokenizer_is_refused(tiny: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """As many words, other ones: it was taken, and taught noise."""
+    folder = tiny_model_folder(tmp_path / "other")
+    file = folder / "tokenizer.json"
+    told = json.loads(file.read_text())
+    known = told["model"]["vocab"]
+    letters = [word for word in known if len(word) == 1 and word.isalnum()]
+    known |= dict(zip(letters, [known[word] for word in (*letters[1:], letters[0])], strict=True))
+    file.write_text(json.dumps(told))
+    with (
+        running(folder, model={"dtype": "float32"}) as server,
+        pytest.raises(BirlError, match="has another vocabulary"),
+    ):
+        run(tiny, tmp_path, f"{server.url}/v1/completions", *words)
+
+
 def test_the_policy_goes_towards_its_teacher(tiny: Path, other: Path, tmp_path: Path) -> None:
     """The mean advantage is the negative of the reverse KL, sampled."""
     records = run(tiny, tmp_path, str(other), "steps=50", "optimizer.lr=5e-3", "rollout.group_size=8")
