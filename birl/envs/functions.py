@@ -2,7 +2,7 @@
 
 An agent's is called with what it names, and returns the reward, or None when it was sent to base_url/reward:
 
-    task       the row of the task: its columns, `prompt` as text and as `messages`, and `answer`
+    task       the row of the task: its columns, `prompt` as text and as `messages`, and `answer`; and a task's attributes
     model      `await model.ask(messages)`: the model without a client (for async functions)
     base_url   the address of this episode's OpenAI and Anthropic API, for any client
     api_key    what such a client wants as a key
@@ -16,6 +16,7 @@ otherwise it sees the new text alone.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ class FunctionAgent:
     def _given(self, name: str, model: Model) -> Any:
         match name:
             case "task":
-                return row(self.task)
+                return TaskRow(self.task)
             case "model":
                 return model
             case "base_url":
@@ -52,6 +53,15 @@ class FunctionAgent:
 
     async def close(self) -> None:
         pass
+
+
+class TaskRow(dict[str, Any]):
+    """The row of a task, as JSON takes it, with the attributes that the task has in a class."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(row(task))
+        for key in fields(Task):
+            setattr(self, key.name, getattr(task, key.name))
 
 
 def row(task: Task) -> dict[str, Any]:

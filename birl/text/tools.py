@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -68,8 +69,13 @@ def with_parts(message: Mapping[str, Any]) -> Dict:
 
 
 def as_openai(message: Message) -> Dict:
-    """The same as OpenAI's clients have it: the arguments of calls are text."""
-    result = as_dict(message)
+    """The same as OpenAI's clients have it: the arguments of calls are text, and pictures hold their bytes."""
+    result, shown = with_parts(as_dict(message)), iter(message.pictures)
+    for part in result["content"] if message.pictures else ():
+        if part["type"] == "image":
+            one = next(shown)
+            url = f"data:{one.media_type};base64,{b64encode(one.data).decode()}"
+            part |= {"type": "image_url", "image_url": {"url": url}}
     for made, call in zip(result.get("tool_calls", ()), message.tool_calls, strict=True):
         made["function"]["arguments"] = call.arguments
     return result

@@ -1,6 +1,7 @@
 """Functions with the real clients are agents: in threads or in the event loop, with their reward returned or sent."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from birl.envs.open import open_world
 from birl.rollout.episode import run_episode
 from birl.rollout.session import Limits, Session
 from birl.server.gateway import Gateway
-from birl.types import Message, Outcome, SamplingParams, Task, ToolCall, Trajectory
+from birl.server.messages import message
+from birl.types import PLACE, Message, Outcome, Picture, SamplingParams, Task, ToolCall, Trajectory
 from tests.rollout.scripted import CHAT, Scripted
 from tests.scenario import scenario
 
@@ -130,6 +132,51 @@ def test_calls_in_a_prompt_reach_an_agent_as_openai_has_them() -> None:
         {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}, "id": "c"}
     ]
     assert asked[2] == {"role": "tool", "content": "2", "tool_call_id": "c"}
+
+
+def test_pictures_of_a_prompt_reach_an_agent_as_openai_has_them() -> None:
+    """They were a number beside the text, which no server reads: the picture was lost."""
+    task = Task(id="t", prompt=(Message(role="user", content=f"Which {PLACE}?", pictures=(Picture.of(b"\x89PNG"),)),))
+    (asked,) = row(task)["messages"]
+    assert asked["content"][1] == {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}}
+    assert message(asked, 0) == task.prompt[0] and json.loads(json.dumps(row(task)))["messages"] == [asked]
+
+
+TASKS = """
+def function(task):
+    import json
+    plain = isinstance(task, dict) and json.loads(json.dumps(task))
+    own = plain["level"] == 3 and plain["prompt"] == "Hi" and plain["messages"] == [{"role": "user", "content": "Hi"}]
+    return own * score(task)
+
+class Agent:
+    def __init__(self, task):
+        self.task = task
+
+    async def run(self, model):
+        await model.ask(self.task.prompt)
+        return score(self.task)
+
+    async def close(self):
+        pass
+
+def score(task):
+    return task.columns["level"] + float(task.answer == "x" and task.prompt[0].content == "Hi" and task.id == "t")
+"""
+
+
+@pytest.mark.parametrize("name", ["function", "Agent"])
+def test_what_reads_a_class_s_task_reads_a_function_s(name: str) -> None:
+    """A function's was a dict without attributes."""
+    Path("own.py").write_text(TASKS)
+    task = Task(id="t", prompt=(Message(role="user", content="Hi"),), answer="x", columns={"level": 3})
+
+    async def main() -> float:
+        world = await open_world(Keys(kind=f"own.py:{name}"), CHAT.text)
+        session = Session(Scripted(lambda _: "x"), CHAT, SamplingParams(max_tokens=9), Limits(), lambda turn: turn)
+        return await world.open(task).run(session)  # pyright: ignore
+
+    assert scenario(main) == 4.0
 
 
 def test_its_own_keys() -> None:
