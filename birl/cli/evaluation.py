@@ -36,7 +36,7 @@ from birl.rollout.failures import ALIKE, Start, reasons
 from birl.rollout.group import Rollout
 from birl.rollout.records import answers
 from birl.rollout.scorer import scorer
-from birl.rollout.tasks import limits_in, longest_prompt, own_rows, tell_plain
+from birl.rollout.tasks import limits_in, longest_prompt, own_rows, reading, tell_plain
 from birl.server.gateway import Gateway
 from birl.track.console import Terminal
 from birl.track.progress import source
@@ -77,7 +77,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
         world = await open_world(config.env, model.chat.text)
         opened.push_async_callback(world.close)
         rows = own_rows(config, world, "validation")
-        of = {"hosts": config.model.picture_hosts, "alone": world.kind == "single_turn"}
+        of = {"hosts": config.model.picture_hosts, **reading(world)}
         tasks = load_tasks(config.data, "validation", chat=model.chat.has_template, given=rows, **of)
         questions = [t[i] for t in tasks for i in range(len(t))]
         tell_plain(model.chat, questions)

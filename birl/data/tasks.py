@@ -40,7 +40,7 @@ THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
     """How the rows of one source become Tasks. `answer` None: they have none. `raw`: text stays text. `alone`: no
-    environment reads the rows. `hosts`, `offline`: of `Finder`."""
+    environment reads the rows. `sources`: columns of `Task.source`. `hosts`, `offline`: of `Finder`."""
 
     prompt: str
     answer: str | None
@@ -48,6 +48,7 @@ class Reader:
     chat: bool
     system: str
     alone: bool = False
+    sources: Sequence[str] = SOURCES
     hosts: tuple[str, ...] = ()
     offline: bool = False
 
@@ -60,7 +61,7 @@ class Reader:
             prompt=self._prompt(pick(row, self.prompt), where, Shown.of(row, finder, where)),
             answer=self._answer(pick(row, self.answer), where) if self.answer else None,
             columns={name: value for name, value in row.items() if name != self.prompt},
-            source=next((str(s) for path in SOURCES if (s := pick(row, path))), rows.stem(index)),
+            source=next((str(s) for path in self.sources if (s := pick(row, path))), rows.stem(index)),
             messages=self.prompt != "messages" and isinstance(pick(row, self.prompt), list),
         )
 
@@ -138,15 +139,15 @@ class Tasks(Sequence[Task]):
 
 
 def load_tasks(
-    config: Data, which: Which, *, chat: bool, given: Any = None, hosts: Sequence[str] = (), alone: bool = False
+    config: Data, which: Which, *, chat: bool, given: Any = None, hosts: Sequence[str] = (), **of: Any
 ) -> list[Tasks]:
     """One `Tasks` for each source of data.train or data.validation; `given` rows, or such by name, take their place.
 
-    `chat`: the tokenizer has a chat template. `hosts`: of `Finder`. `alone`: of `Reader`. What is wrong with a source
+    `chat`: the tokenizer has a chat template. `hosts`: of `Finder`; `of`: `Reader`. What is wrong with a source
     as a whole raises `BirlError` at once, what is wrong with a row raises when that row is asked for.
     """
     sources = read_sources(config, which, given, partial(_is_text, config))
-    return [Tasks(s, reader_of(s, config, chat, tuple(hosts), alone), prefix=p) for s, p in sources]
+    return [Tasks(s, reader_of(s, config, chat, tuple(hosts), **of), prefix=p) for s, p in sources]
 
 
 def _is_text(config: Any, name: str, value: str) -> bool:
@@ -264,7 +265,7 @@ def teacher_named(task: Task, column: str, names: Collection[str], where: str = 
     return name
 
 
-def reader_of(rows: Rows, config: Data, chat: bool, hosts: tuple[str, ...] = (), alone: bool = False) -> Reader:
+def reader_of(rows: Rows, config: Data, chat: bool, hosts: tuple[str, ...] = (), **of: Any) -> Reader:
     raw = not (chat and config.apply_chat_template)
     prompt = column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column")
     if prompt is None:
@@ -274,7 +275,7 @@ def reader_of(rows: Rows, config: Data, chat: bool, hosts: tuple[str, ...] = (),
         )
     answer = column_of(rows, config.answer_column, ANSWERS, "data.answer_column")
     own = {"prompt": prompt, "answer": answer, "raw": raw, "chat": chat, "system": config.system_prompt}
-    return Reader(**own, alone=alone, hosts=hosts)
+    return Reader(**own, hosts=hosts, **of)
 
 
 def column_of(rows: Rows, chosen: str, candidates: Sequence[str], key: str) -> str | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from birl.config import schema
 from birl.config.check import capacity_setting, needed_setting
-from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
+from birl.data.tasks import SOURCES, Tasks, filter_by_length, load_tasks, overlap, split_validation
 from birl.errors import BirlError
 from birl.given import Given
 from birl.rollout.session import Limits
@@ -48,7 +48,7 @@ def load_data(
     """Training sources and validation tasks; prompts that leave no room for an answer are dropped, and counted. Rows
     that are `given` take the place of data.train and data.validation."""
     data = config.data
-    of = {"chat": chat.has_template, "hosts": config.model.picture_hosts, "alone": world.kind == "single_turn"}
+    of = {"chat": chat.has_template, "hosts": config.model.picture_hosts, **reading(world)}
     train = load_tasks(data, "train", given=own_rows(config, world, "train", given), **of)
     rows = own_rows(config, world, "validation", given_validation)
     validation = load_tasks(data, "validation", given=rows, **of)
@@ -78,6 +78,12 @@ def load_data(
         fitting.append(kept)
     held_out = [t for tasks in validation for t in (tasks[i] for i in range(len(tasks)))]
     return fitting, held_out
+
+
+def reading(world: "World") -> dict[str, Any]:
+    """How a world's rows become tasks: keys of `birl.data.tasks.Reader`."""
+    sources = SOURCES if world.section is None else (*SOURCES, "env")  # which names one of several environments
+    return {"alone": world.kind == "single_turn", "sources": sources}
 
 
 def prompt_tokens(chat: "Chat", task: Task, limit: int) -> int:

@@ -166,3 +166,21 @@ def test_one_prompt_and_one_answer_may_be_a_part(tmp_path: Path, capsys: pytest.
     assert main([*words, "--print-config"]) == 2
     assert "single_turn, of env.parts, has no score of its own; name one" in capsys.readouterr().err
     assert main([*words, "reward=math", "--print-config"]) == 0
+
+
+def test_rows_of_a_file_are_scored_by_the_environment_that_they_name(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their scores were one figure, that of the file."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "Hi", "answer": "1", "env": env} for env in ("single_turn", "arithmetic") * 4]
+    rows += [{"prompt": "Ho", "answer": "1", "env": "arithmetic", "data_source": "own"}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["env=mixture", "env.parts=[single_turn,arithmetic]", "reward=math", "validation.every=1", "steps=1"]
+    words += ["data.train=rows.jsonl", "data.validation=rows.jsonl", f"model={tiny}", "rollout.max_tokens=4"]
+    words += ["rollout.prompts=9", "rollout.group_size=2", "threads=1", "track.console=off", "track.report=false"]
+    assert main(["rl", *words, "run=run"]) == 0
+    (step,) = (json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines())
+    assert {"score/single_turn", "score/arithmetic", "score/own"} <= set(step)
+    held_out = json.loads(Path("run/validation.jsonl").read_text().splitlines()[-1])
+    assert [held_out[f"validation/{name}/n"] for name in ("single_turn", "arithmetic", "own")] == [4, 4, 1]
