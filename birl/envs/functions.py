@@ -2,7 +2,7 @@
 
 An agent's is called with what it names, and returns the reward, or None when it was sent to base_url/reward:
 
-    task       the row of the task: its columns, `prompt` as text and as `messages`, and `answer`; and a task's attributes
+    task       the row of the task, a `TaskRow`: its columns, `prompt` as text and as `messages`, and `answer`
     model      `await model.ask(messages)`: the model without a client (for async functions)
     base_url   the address of this episode's OpenAI and Anthropic API, for any client
     api_key    what such a client wants as a key
