@@ -142,10 +142,8 @@ def load_tasks(
     config: Data, which: Which, *, chat: bool, given: Any = None, hosts: Sequence[str] = (), **of: Any
 ) -> list[Tasks]:
     """One `Tasks` for each source of data.train or data.validation; `given` rows, or such by name, take their place.
-
-    `chat`: the tokenizer has a chat template. `hosts`: of `Finder`; `of`: `Reader`. What is wrong with a source
-    as a whole raises `BirlError` at once, what is wrong with a row raises when that row is asked for.
-    """
+    `chat`: the tokenizer has a chat template. `hosts`: of `Finder`; `of`: `Reader`. What is wrong with a source as a
+    whole raises `BirlError` at once, what is wrong with a row raises when that row is asked for."""
     sources = read_sources(config, which, given, partial(_is_text, config))
     return [Tasks(s, reader_of(s, config, chat, tuple(hosts), **of), prefix=p) for s, p in sources]
 
