@@ -168,6 +168,10 @@ def push(
     try:
         api.whoami()  # before minutes of exporting
         address = api.create_repo(name, private=private or None, exist_ok=True)
+        if private and not api.model_info(address.repo_id).private:  # the call above changes nothing that is there
+            raise BirlError(
+                f"hf://{name} is there, and public. Make it private in its settings, or leave --private out."
+            )
         with tempfile.TemporaryDirectory(dir=run, prefix=".push-") as folder:
             model = Path(folder) / "model"
             (export_adapter if adapter else export)(source, run, model, policy=policy)

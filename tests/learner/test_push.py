@@ -53,6 +53,8 @@ class Hub:
                 known = name in self.private
                 self.private.setdefault(name, asked.get("visibility") == "private" or bool(asked.get("private")))
                 return (409 if known else 200), {"url": f"{self.url}/{name}", "id": name, "name": name}
+            case ["api", "models", user, name]:
+                return 200, {"id": f"{user}/{name}", "private": self.private[f"{user}/{name}"]}
             case ["api", "models", user, name, "preupload", "main"]:
                 files = json.loads(body)["files"]
                 mode = lambda f: "lfs" if f["path"].endswith(".safetensors") else "regular"  # noqa: E731
@@ -148,6 +150,9 @@ def test_an_adapter_alone(tiny: Path, tmp_path: Path, hub: Hub) -> None:
     assert done.returncode == 0, done.stderr
     folder = hub.folder / "me/adapter"
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), folder)
+    before = list(hub.commits)
+    done = push(hub, str(tmp_path / "run"), "export-adapter", "last", "hf://me/adapter", "--private")
+    assert (done.returncode, hub.commits) == (2, before) and "is there, and public" in done.stderr
     head = yaml.safe_load((folder / "README.md").read_text().split("---\n", 2)[1])
     assert (head["library_name"], "lora" in head["tags"], "license" in head) == ("peft", True, False)
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == tiny.name
