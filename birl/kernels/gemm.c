@@ -11,7 +11,6 @@
 
 enum {
     FEW = 128, /* rows of which few_rows is faster */
-    AHEAD = 3, /* tiles of a panel that its rows take turns over */
     TURN = 64  /* columns that block_of turns at once: two lines of each row, which the processor fetches together */
 };
 
@@ -170,42 +169,38 @@ static void put(const task *t, const float *sums, long m, long rows, long pair) 
 }
 
 /* With few rows reading the weights takes longer than computing. All rows take turns over a few tiles of them, which stay
-   in the first-level cache meanwhile; when the first rows are through, the next tiles are called for, so that memory works
-   while the other rows are computed. Sums wait in memory, which changes no bit. */
+   in the first-level cache meanwhile. The next tiles are called for behind the first rows, or a share by each turn, so
+   that memory works while rows are computed. Sums wait in memory, which changes no bit. */
 static void few_rows(const task *t) {
-    const long blocks = blocks_of(t->K), bytes = bytes_of(t), head = t->M <= 48 ? 16 : 32;
-    const long tail = t->M <= head ? t->M : (t->M - head - 1) % 32 + 1;
+    const long blocks = blocks_of(t->K), bytes = bytes_of(t), head = FIRST(t->M), callers = CALLERS(t->M);
+    const long tail = t->M <= head ? t->M : (t->M - head - 1) % MANY + 1;
     uint16_t *rest = padded(t->x + (t->M - tail) * t->ldx, t->ldx, tail, t->K);
     uint16_t made[2][AHEAD * TILE] __attribute__((aligned(64))); /* codes become bfloat16 first: several products read them */
     float sums[FEW * 32] __attribute__((aligned(64)));
     for (long pair = t->first; pair < t->last; pair++) {
         const char *b0 = panel(t, pair, 0), *b1 = panel(t, pair, 1);
-#if ROWS <= 4
-        if (t->M <= 4) {
-            product_of_four(rest ? rest : t->x, t->M, rest ? t->K : t->ldx, b0, b1, t->coded, blocks, sums, 32);
+#if MANY < 16
+        if (t->M <= MANY) {
+            product_of_few(rest ? rest : t->x, t->M, rest ? t->K : t->ldx, b0, b1, t->coded, blocks, sums, 32);
             put(t, sums, 0, t->M, pair);
             continue;
         }
 #endif
         for (long k = 0; k < blocks; k += AHEAD) {
             const long count = blocks - k < AHEAD ? blocks - k : AHEAD;
+            const long next = k + AHEAD < blocks ? k + AHEAD : 2 * blocks; /* of this pair, or the first of the next */
             const uint16_t *w0 = (const uint16_t *)(b0 + k * bytes), *w1 = (const uint16_t *)(b1 + k * bytes);
             for (long i = 0; i < count && t->coded; i++) {
                 decode((const int8_t *)(b0 + (k + i) * bytes), made[0] + i * TILE);
                 decode((const int8_t *)(b1 + (k + i) * bytes), made[1] + i * TILE);
                 w0 = made[0], w1 = made[1];
             }
-            for (long m = 0, step = head; m < t->M; m += step, step = 32) {
+            for (long m = 0, turn = 0, step = head; m < t->M; m += step, step = MANY, turn++) {
                 const int partial = m + step > t->M && rest;
                 const long rows = t->M - m < step ? t->M - m : step, lda = partial ? t->K : t->ldx;
+                const long share = turn < callers ? AHEAD * bytes / callers : 0, from = next * bytes + turn * share;
                 const uint16_t *a = (partial ? rest : t->x + m * t->ldx) + k * BLOCK;
-                product(a, rows, lda, w0, w1, TILE, count, sums + m * 32, 32, k > 0);
-                if (m) continue;
-                const long next = k + AHEAD < blocks ? k + AHEAD : 2 * blocks; /* of this pair, or the first of the next */
-                for (long i = 0; i < AHEAD * bytes; i += 64) {
-                    __builtin_prefetch(b0 + next * bytes + i, 0, 2);
-                    __builtin_prefetch(b1 + next * bytes + i, 0, 2);
-                }
+                product_ahead(a, rows, lda, w0, w1, count, b0 + from, b1 + from, share, sums + m * 32, 32, k > 0);
             }
         }
         put(t, sums, 0, t->M, pair);

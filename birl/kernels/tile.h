@@ -192,13 +192,27 @@ static inline void product(const uint16_t *a, long rows, long lda, const uint16_
         _tile_stored(3, sums + 16 * ld + 16, ld * 4);
     }
 }
+
+/* Over a few tiles; then memory is called for `length` bytes from n0 and n1 on. */
+static inline void product_ahead(const uint16_t *a, long rows, long lda, const uint16_t *b0, const uint16_t *b1, long blocks,
+                                 const char *n0, const char *n1, long length, float *sums, long ld, int add) {
+    product(a, rows, lda, b0, b1, TILE, blocks, sums, ld, add);
+    for (long i = 0; i < length; i += 64) __builtin_prefetch(n0 + i, 0, 2), __builtin_prefetch(n1 + i, 0, 2);
+}
 #define ROWS 16
+#define MANY 32                              /* rows of a product */
+#define AHEAD 3                              /* tiles of a panel that rows take turns over */
+#define FIRST(rows) ((rows) <= 48 ? 16 : 32) /* rows of the first turn */
+#define CALLERS(rows) 1                      /* turns that call for the next tiles */
 #define START_THREAD() _tile_loadconfig(&TILES)
 #define END_THREAD() _tile_release()
 
 #else
 
 #ifdef __AVX512F__
+
+#define ROWS 1
+#define MANY 8 /* rows that read a weight together */
 
 static inline vec dot2(vec total, uint32_t a, uvec pairs) {
 #ifdef __AVX512BF16__
@@ -219,27 +233,28 @@ static inline void two_lines_at(const char *tile, long pair, int coded, uvec out
         out[0] = *(const uvec *)(tile + 2 * pair * BLOCK), out[1] = *(const uvec *)(tile + 2 * (pair + 1) * BLOCK);
 }
 
-/* A few rows of both panels; n and coded are constants. With codes a sum is scaled before and behind each block, which
-   rounds nothing, instead of the weights. `far`: memory is called for what is so many bytes behind. */
-static inline __attribute__((always_inline)) void some(const int n, const int coded, const uint16_t *a, long lda,
-                                                       const char *b0, const char *b1, long bytes, long blocks, long far,
-                                                       float *sums, long ld, int add) {
-    vec s[4][2] = {};
+/* A few rows of both panels; n, coded and lines are constants. With codes a sum is scaled before and behind each block,
+   which rounds nothing, instead of the weights. Memory is called for what comes later from n0 and n1 on: for each block
+   `step` bytes of both, `lines` lines at a time. */
+static inline __attribute__((always_inline)) void some(const int n, const int coded, const int lines, const uint16_t *a,
+                                                       long lda, const char *b0, const char *b1, long bytes, long blocks,
+                                                       const char *n0, const char *n1, long step, float *sums, long ld,
+                                                       int add) {
+    vec s[MANY][2] = {};
     if (add)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int i = 0; i < n; i++) s[i][0] = *(vec *)(sums + i * ld), s[i][1] = *(vec *)(sums + i * ld + 16);
     for (long k = 0; k < blocks; k++, b0 += bytes, b1 += bytes) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int i = 0; i < n && coded; i++)
             s[i][0] *= power_of((const int8_t *)b0, 1), s[i][1] *= power_of((const int8_t *)b1, 1);
-        for (long pair = 0; pair < BLOCK / 2; pair += 2) {
+        for (long pair = 0; pair < BLOCK / 2; pair += 2, n0 += (step + 7) / 8, n1 += (step + 7) / 8) {
             uvec w0[2], w1[2];
             two_lines_at(b0, pair, coded, w0), two_lines_at(b1, pair, coded, w1);
-            for (long i = pair * bytes / 16; far && i < (pair + 2) * bytes / 16; i += 64)
-                __builtin_prefetch(b0 + far + i, 0, 2), __builtin_prefetch(b1 + far + i, 0, 2);
+            for (int i = 0; i < lines; i++) __builtin_prefetch(n0 + i * 64, 0, 2), __builtin_prefetch(n1 + i * 64, 0, 2);
 #pragma GCC unroll 2
             for (int j = 0; j < 2; j++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int i = 0; i < n; i++) {
                     uint32_t both;
                     memcpy(&both, a + i * lda + k * BLOCK + 2 * (pair + j), 4);
@@ -247,25 +262,29 @@ static inline __attribute__((always_inline)) void some(const int n, const int co
                     s[i][1] = dot2(s[i][1], both, w1[j]);
                 }
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int i = 0; i < n && coded; i++)
             s[i][0] *= power_of((const int8_t *)b0, 0), s[i][1] *= power_of((const int8_t *)b1, 0);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < n; i++) *(vec *)(sums + i * ld) = s[i][0], *(vec *)(sums + i * ld + 16) = s[i][1];
 }
 
-#define ROWS 1
-
-/* At most four rows. */
-static inline __attribute__((always_inline)) void quad(const int coded, const uint16_t *a, long rows, long lda, const char *b0,
-                                                       const char *b1, long bytes, long blocks, long far, float *sums, long ld,
-                                                       int add) {
+/* At most MANY rows. */
+static inline __attribute__((always_inline)) void few(const int coded, const int lines, const uint16_t *a, long rows, long lda,
+                                                      const char *b0, const char *b1, long bytes, long blocks, const char *n0,
+                                                      const char *n1, long step, float *sums, long ld, int add) {
     switch (rows) {
-    case 1: some(1, coded, a, lda, b0, b1, bytes, blocks, far, sums, ld, add); break;
-    case 2: some(2, coded, a, lda, b0, b1, bytes, blocks, far, sums, ld, add); break;
-    case 3: some(3, coded, a, lda, b0, b1, bytes, blocks, far, sums, ld, add); break;
-    default: some(4, coded, a, lda, b0, b1, bytes, blocks, far, sums, ld, add);
+#define CASE(n) some(n, coded, lines, a, lda, b0, b1, bytes, blocks, n0, n1, step, sums, ld, add)
+    case 1: CASE(1); break;
+    case 2: CASE(2); break;
+    case 3: CASE(3); break;
+    case 4: CASE(4); break;
+    case 5: CASE(5); break;
+    case 6: CASE(6); break;
+    case 7: CASE(7); break;
+    default: CASE(8);
+#undef CASE
     }
 }
 
@@ -273,11 +292,11 @@ static inline __attribute__((always_inline)) void quad(const int coded, const ui
 
 /* Four rows of one panel. */
 static inline __attribute__((always_inline)) void half(const int coded, const uint16_t *a, long lda, const char *b, long bytes,
-                                                       long blocks, long far, float *sums, long ld, int add) {
+                                                       long blocks, const char *next, long step, float *sums, long ld, int add) {
     vec s[4][PANEL / LANES];
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < PANEL / LANES; j++) s[i][j] = add ? *(const vec *)(sums + i * ld + j * LANES) : (vec){};
-    for (long k = 0; k < blocks; k++, b += bytes) {
+    for (long k = 0; k < blocks; k++, b += bytes, next += step) {
         uint32_t wide[4][BLOCK] __attribute__((aligned(64))); /* a in float32, read one number for all lanes */
         for (int i = 0; i < 4; i++)
             for (int j = 0; j < BLOCK; j++) wide[i][j] = (uint32_t)a[i * lda + k * BLOCK + j] << 16;
@@ -285,7 +304,7 @@ static inline __attribute__((always_inline)) void half(const int coded, const ui
             const vec inverse = power_of((const int8_t *)b + j * LANES, 1);
             for (int i = 0; i < 4; i++) s[i][j] *= inverse;
         }
-        for (long i = 0; far && i < bytes; i += 64) __builtin_prefetch(b + far + i, 0, 2);
+        for (long i = 0; i < step; i += 64) __builtin_prefetch(next + i, 0, 2);
         for (long pair = 0; pair < BLOCK / 2; pair++) {
             vec even[PANEL / LANES], odd[PANEL / LANES];
 #pragma GCC unroll 4
@@ -316,40 +335,52 @@ static inline __attribute__((always_inline)) void half(const int coded, const ui
 }
 
 /* Not inlined in twenty places: GCC 12 for ARM breaks down over that. */
-static __attribute__((noinline)) void half_quad(const uint16_t *a, long lda, const char *b, long bytes, long blocks, long far,
-                                                float *sums, long ld, int add) {
-    half(0, a, lda, b, bytes, blocks, far, sums, ld, add);
+static __attribute__((noinline)) void half_plain(const uint16_t *a, long lda, const char *b, long bytes, long blocks,
+                                                 const char *next, long step, float *sums, long ld, int add) {
+    half(0, a, lda, b, bytes, blocks, next, step, sums, ld, add);
 }
 
 static __attribute__((noinline, unused)) void half_coded(const uint16_t *a, long lda, const char *b, long bytes, long blocks,
-                                                         long far, float *sums, long ld, int add) {
-    half(1, a, lda, b, bytes, blocks, far, sums, ld, add);
+                                                         const char *next, long step, float *sums, long ld, int add) {
+    half(1, a, lda, b, bytes, blocks, next, step, sums, ld, add);
 }
 
 #define ROWS 4
+#define MANY 4
 
-static inline void quad(const int coded, const uint16_t *a, long rows, long lda, const char *b0, const char *b1, long bytes,
-                        long blocks, long far, float *sums, long ld, int add) {
-    (coded ? half_coded : half_quad)(a, lda, b0, bytes, blocks, far, sums, ld, add);
-    (coded ? half_coded : half_quad)(a, lda, b1, bytes, blocks, far, sums + PANEL, ld, add);
+static inline void few(const int coded, const int lines, const uint16_t *a, long rows, long lda, const char *b0,
+                       const char *b1, long bytes, long blocks, const char *n0, const char *n1, long step, float *sums,
+                       long ld, int add) {
+    (coded ? half_coded : half_plain)(a, lda, b0, bytes, blocks, n0, step, sums, ld, add);
+    (coded ? half_coded : half_plain)(a, lda, b1, bytes, blocks, n1, step, sums + PANEL, ld, add);
 }
 
 #endif
 
 static inline void product(const uint16_t *a, long rows, long lda, const uint16_t *b0, const uint16_t *b1, long step,
                            long blocks, float *sums, long ld, int add) {
-    for (long i = 0; i < rows && i < 32; i += 4)
-        quad(0, a + i * lda, rows - i, lda, (const char *)b0, (const char *)b1, step * 2, blocks, 0, sums + i * ld, ld, add);
+    const char *w0 = (const char *)b0, *w1 = (const char *)b1;
+    for (long i = 0; i < rows && i < 32; i += MANY)
+        few(0, 0, a + i * lda, rows - i, lda, w0, w1, step * 2, blocks, w0, w1, 0, sums + i * ld, ld, add);
 }
 
-/* The same of at most four rows, which read each weight once; the panels of the next two lie behind these two. */
-static inline void product_of_four(const uint16_t *a, long rows, long lda, const char *b0, const char *b1, int coded,
-                                   long blocks, float *sums, long ld) {
+/* Of at most MANY rows over a few tiles. Memory is called meanwhile for `length` bytes from n0 and n1 on. */
+static inline void product_ahead(const uint16_t *a, long rows, long lda, const uint16_t *b0, const uint16_t *b1, long blocks,
+                                 const char *n0, const char *n1, long length, float *sums, long ld, int add) {
+    few(0, 1, a, rows, lda, (const char *)b0, (const char *)b1, TILE * 2, blocks, n0, n1, length / blocks, sums, ld, add);
+}
+#define AHEAD 6
+#define FIRST(rows) MANY
+#define CALLERS(rows) (((rows) + MANY - 1) / MANY)
+
+/* The same of at most MANY rows, which read each weight once; the panels of the next two lie behind these two. */
+static inline void product_of_few(const uint16_t *a, long rows, long lda, const char *b0, const char *b1, int coded,
+                                  long blocks, float *sums, long ld) {
     const long bytes = coded ? CODED : TILE * 2, far = 2 * blocks * bytes;
     if (coded)
-        quad(1, a, rows, lda, b0, b1, bytes, blocks, far, sums, ld, 0);
+        few(1, 2, a, rows, lda, b0, b1, bytes, blocks, b0 + far, b1 + far, bytes, sums, ld, 0);
     else
-        quad(0, a, rows, lda, b0, b1, bytes, blocks, far, sums, ld, 0);
+        few(0, 2, a, rows, lda, b0, b1, bytes, blocks, b0 + far, b1 + far, bytes, sums, ld, 0);
 }
 #define START_THREAD()
 #define END_THREAD()

@@ -23,7 +23,7 @@ from birl import kernels
 from birl.kernels import CODES, Kernels
 from birl.models.attention import Packed, RowLayout
 from birl.models.low_rank import active_in
-from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
+from birl.models.matrix import LastingMemory, Matrix, deposit, gradient_place, unless_placed
 from birl.models.paged import Cache, Paged
 from birl.models.quantized import LINEAR
 
@@ -71,11 +71,11 @@ class Decoder:
 
     def __init__(self, model: nn.Module, kernels: Kernels) -> None:
         body: Any = cast(Any, model).base_model
-        self.kernels, self.body, self.active = kernels, body, active_in(model)
+        self.kernels, self.body, self.active, self.memory = kernels, body, active_in(model), LastingMemory()
         self.codes = CODES if getattr(model, "in_int8", False) and kernels.dtype == torch.bfloat16 else 0
         self.names = {m: name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         self.layers = [self._layer(i, layer) for i, layer in enumerate(body.layers)]
-        self.head = Matrix(kernels, [cast(Any, model).get_output_embeddings()])
+        self.head = Matrix(kernels, [cast(Any, model).get_output_embeddings()], memory=self.memory)
         self.checkpointing = False
         self.addresses: Tensor | None = None  # of weights and cache, while they are steady
         self.cache: Cache | None = None
@@ -98,7 +98,8 @@ class Decoder:
         )
 
     def _matrix(self, *linears: nn.Linear, halves: bool = False) -> Matrix:
-        return Matrix(self.kernels, linears, halves, [self.names[m] for m in linears], self.active, self.codes > 0)
+        names = [self.names[m] for m in linears]
+        return Matrix(self.kernels, linears, halves, names, self.active, self.codes > 0, self.memory)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, layout: RowLayout) -> Tensor:
         """Last hidden state of each token, normed: tokens [T], positions [T] -> [T, H]."""

@@ -1,5 +1,6 @@
 """Our decoder against transformers' own module: values, gradients, and what it must leave alone."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from birl.models.decoder import MADE, decoder_for
 from birl.models.forward import hidden_states
 from birl.models.heads import add_score_head
 from birl.models.load import load_model
+from birl.models.matrix import LastingMemory
 from birl.models.verify import verify
 from birl.types import Sample
 from tests.tiny import tiny_model
@@ -207,3 +209,22 @@ def test_stale_weights_are_never_used(tiny: Path, dtype: torch.dtype) -> None:
         parameter.data = parameter.data * 1.1
     seen.append(same_as_fresh())
     assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_packed_weights_lie_together_in_large_pages_until_the_last_is_gone() -> None:
+    memory = LastingMemory()
+    first, second = memory.take(100, torch.bfloat16).fill_(1), memory.take(3, torch.int8).fill_(2)
+    assert first.data_ptr() % 2**21 == 0 and second.data_ptr() - first.data_ptr() == 256
+    assert first.sum() == 100 and second.sum() == 6
+    mapping = weakref.ref(memory.mapping)
+    large = memory.take(2**26, torch.int8)
+    assert large.data_ptr() % 2**21 == 0
+    del memory, first, large
+    assert mapping() is not None
+    del second
+    assert mapping() is None
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16)
+    decoder = decoder_for(model)
+    assert decoder is not None
+    places = [m.layout().data.data_ptr() for layer in decoder.layers for m in (layer.qkv, layer.output, layer.down)]
+    assert max(places) - min(places) < 2**21
