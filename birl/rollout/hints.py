@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from birl.data.tasks import answer_text
 from birl.errors import BirlError
 from birl.rollout.session import Translator
 from birl.types import Conversation, Group, Sample, Task
@@ -49,7 +50,9 @@ class Hints:
 
     def filled(self, text: str, group: Group, episode: int) -> str:
         """A text with what its names stand for; empty where something is missing."""
-        columns = {"answer": group.task.answer, **group.task.columns}
+        columns = {"answer": (answer := group.task.answer), **group.task.columns}
+        if answer is not None and answer_text(columns["answer"]) != answer:  # else whole, as a solution of GSM8K
+            columns["answer"] = answer
         values: dict[str, str] = {}
         for name in NAME.findall(text):
             match name:

@@ -68,6 +68,12 @@ def test_the_first_text_of_which_everything_is_there() -> None:
     assert found == [behind("No. 0 is wrong."), None, behind("No. 2 is wrong."), None]
 
 
+@pytest.mark.parametrize(("column", "said"), [("3 + 4 = 7\n#### 7", "3 + 4 = 7\n#### 7"), ("8, as a pupil said", "7")])
+def test_the_answer_is_that_of_its_column(column: str, said: str) -> None:
+    """Whole where the column `answer` is data.answer_column; another column of that name was shown as right."""
+    assert prompts(hinted(group(answer=column), "{answer}"))[0] == behind(said)
+
+
 def test_what_follows_the_first_prompt_stays() -> None:
     """Of a conversation of two turns."""
     one, talk = group().trajectories[0], group()
