@@ -58,6 +58,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
     def count() -> int:
         check_bulk(data, service.engine.context)
+        ask.known({"model": data.get("model")}, ("model",), service)
         return len(service.chat.render(*gateway_anthropic.conversation(data)))
 
     return JSONResponse({"input_tokens": await answered(request, service.read(count), service.timeout)})

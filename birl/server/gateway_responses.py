@@ -42,7 +42,10 @@ def response(data: Mapping[str, Any], terms: Terms, visit: Answering) -> Respons
 def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept, name: str = "") -> ResponsesReply:
     """A request; `own`: parameters that count where it has no others; `name`: the model's. Raises `Refused`."""
     terms.check(data, (*KNOWN, *(SERVED if terms.served else ())))
-    included, told = typed(data, "include", list, []), {key: data.get(key) or v for key, v in ECHOED.items()}
+    included, told = (
+        typed(data, "include", list, []),
+        {k: v if data.get(k) is None else data[k] for k, v in ECHOED.items()},
+    )
     for one in included:
         if one not in INCLUDED:
             terms.vain("include", one)

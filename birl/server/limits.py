@@ -100,7 +100,10 @@ class Gate:
 
 
 async def body(request: Request, most: int) -> bytes:
-    """All of it. Raises `Refused` beyond `most` bytes, without reading on, or where it comes too slowly, and `Gone`."""
+    """All of it. Raises `Refused` beyond `most` bytes, without reading on, where it comes too slowly or compressed, and
+    `Gone`."""
+    if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise Refused(415, f"Content-Encoding: {encoding[:40]} is not read; send the body as it is.", close=True)
     told = request.headers.get("content-length", "0")
     parts: list[bytes] = []
     size = int(told) if told.isdigit() else 0
@@ -132,7 +135,7 @@ async def json_object(request: Request, most: int) -> dict[str, Any]:
         limit = f"{MOST_COST // 4:,} lists, objects and keys, or {MOST_COST:,} numbers"
         raise Refused(400, f"The body has more than {limit}. Send several requests.")
     try:
-        result = json.loads(raw.decode()) if raw.strip() else {}  # from bytes it takes other encodings, and halves
+        result = json.loads(raw.decode("utf-8-sig")) if raw.strip() else {}  # from bytes it takes other encodings, too
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"The body is not JSON: {error}.") from None
     if not isinstance(result, dict):

@@ -147,7 +147,7 @@ class Chat:
         included. Each piece is encoded alone, as when the conversation happens. Roles ("all",): everything counts.
         Raises `BirlError` where the template would leave out a message, `HistoryRewritten` where it changes one later.
         """
-        check_pictures(self, seen(messages))
+        templates.check_pictures(self, seen(messages))
         templates.check(self, [templates.as_dict(m) for m in messages], ())
         bound = None if most is None else CHARACTERS * most + 1
         if "all" in roles:
@@ -220,7 +220,7 @@ class Chat:
     def encode_with(self, text: str, pictures: Sequence[Picture]) -> tuple[int, ...]:
         """The same of a template's text that shows these pictures. Raises `BirlError` where it shows fewer or more, or
         the model sees none."""
-        check_pictures(self, pictures)
+        templates.check_pictures(self, pictures)
         left = iter(pictures)
         result = self._piece(text, left)
         if any(True for _ in left):
@@ -296,22 +296,6 @@ class Chat:
 
 def seen(messages: Sequence[Message]) -> tuple[Picture, ...]:
     return tuple(picture for message in messages for picture in message.pictures)
-
-
-def check_pictures(chat: Chat, pictures: Sequence[Picture]) -> None:
-    """Raises `BirlError` where the model sees none, or not so many."""
-    if not pictures:
-        return
-    if chat.pictures is None:
-        raise BirlError(
-            "A message has a picture, and this model reads text alone. Take a vision-language model whose folder has "
-            "its processor (model.pictures=true for one that can do without, as Qwen3.5)."
-        )
-    if len(pictures) > chat.pictures.bounds.count:
-        raise BirlError(
-            f"A conversation has {len(pictures)} pictures, at most {chat.pictures.bounds.count} are read "
-            "(model.max_pictures)."
-        )
 
 
 def _marked(own: Dict) -> Dict:

@@ -99,9 +99,26 @@ def render(
     """Ids of a prompt, up to where the assistant's answer starts. `messages` are dicts as chat templates know them: an
     assistant's `tool_calls` have their arguments as a mapping; `pictures`: all that they show. Raises `BirlError` where
     the template would leave out the tools, a call, a picture, or a message of a user, a tool or the system."""
+    check_pictures(chat, pictures)
     made = text(chat, messages, tools)
     check(chat, messages, tools)
     return chat.encode_with(made, pictures)
+
+
+def check_pictures(chat: "Chat", pictures: Sequence[Picture]) -> None:
+    """Raises `BirlError` where the model sees none, or not so many."""
+    if not pictures:
+        return
+    if chat.pictures is None:
+        raise BirlError(
+            "A message has a picture, and this model reads text alone. Take a vision-language model whose folder has "
+            "its processor (model.pictures=true for one that can do without, as Qwen3.5)."
+        )
+    if len(pictures) > chat.pictures.bounds.count:
+        raise BirlError(
+            f"A conversation has {len(pictures)} pictures, at most {chat.pictures.bounds.count} are read "
+            "(model.max_pictures)."
+        )
 
 
 def text(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = (), answer: bool = True) -> str:

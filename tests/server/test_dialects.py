@@ -2,6 +2,7 @@
 answers of a form."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -411,3 +412,25 @@ def test_a_thread_of_anthropics_on_a_server(server: Running, monkeypatch: pytest
         assert counted.input_tokens == reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0)
         monkeypatch.setattr(server.service, "kept", Kept(most=3, most_bytes=1 << 20))
         assert thread.send({"role": "user", "content": "And?"}).id != reply.id  # the client sends all of it again
+
+
+def test_bodies_as_they_come(server: Running) -> None:
+    """Compressed ones are refused by name; a mark of the byte order is none of JSON, and is left out."""
+    body = json.dumps({"messages": HI, "max_tokens": 2}).encode()
+    for path, sent, encoding, status in (
+        ("/v1/chat/completions", gzip.compress(body), "gzip", 415),
+        ("/v1/messages", gzip.compress(body), "gzip", 415),
+        ("/v1/chat/completions", b"\xef\xbb\xbf" + body, "identity", 200),
+    ):
+        reply = server.http.post(path, content=sent, headers={"content-encoding": encoding})
+        assert reply.status_code == status, reply.text
+        assert status == 200 or "Content-Encoding: gzip" in reply.json()["error"]["message"]
+    other = server.http.post("/v1/messages/count_tokens", json={"model": "other", "messages": HI})
+    assert other.status_code == 404 and "There is no model 'other'" in other.json()["error"]["message"]
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+    sent = [{"role": "user", "content": [{"type": "text", "text": "Which?"}, image]}]
+    for path in ("/v1/messages", "/v1/chat/completions"):
+        reply = server.http.post(path, json={"messages": sent, "max_tokens": 2})
+        assert reply.status_code == 400 and "this model reads text alone" in reply.json()["error"]["message"], (
+            reply.text
+        )

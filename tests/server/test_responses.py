@@ -156,8 +156,10 @@ def test_a_servers_calls_and_log_probs(server: Running, client: openai.OpenAI, m
 def test_answers_of_a_form(client: openai.OpenAI) -> None:
     strict = {**ADD, "strict": True, "parameters": SCHEMA}
     keys: Any = {"tools": [strict], "tool_choice": {"type": "function", "name": "add"}, "parallel_tool_calls": False}
-    (call,) = ask(client, **keys).output
+    told = ask(client, **keys)
+    (call,) = told.output
     assert json.loads(call.arguments)["a"] in (3, 4)
+    assert told.parallel_tool_calls is False  # it was told as true
     answer = client.responses.parse(model="any", input="Hi", text_format=Answer, max_output_tokens=60)
     assert isinstance(answer.output_parsed, Answer)
 
