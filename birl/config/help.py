@@ -81,7 +81,7 @@ EVERYDAY = dict.fromkeys(("rl", "sft", "rm", "dpo"), _TRAINING) | {
     "tinker": {
         "model": "model.path names model.dtype model.device model.max_length",
         "server": "folder host port keys",
-        "computing": "tokens_per_pass max_batch kv_cache_gb adapters_gb threads parallel.ddp parallel.fsdp",
+        "computing": "tokens_per_pass engines max_batch kv_cache_gb adapters_gb threads parallel.ddp parallel.fsdp",
         "limits": "quota_runs quota_tokens quota_gb max_request_mb",
     },
 }

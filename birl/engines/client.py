@@ -12,14 +12,30 @@ from safetensors.torch import save
 from torch import Tensor
 
 from birl.engines.remote import A_TOKEN, MOST, fetch
-from birl.engines.wire import BINARY, Info, Invitation, completion_from, header, held_from, params_to, unpacked
+from birl.engines.wire import (
+    BINARY,
+    AdapterParams,
+    Info,
+    Invitation,
+    completion_from,
+    header,
+    held_from,
+    params_to,
+    unpacked,
+)
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
+from birl.models.low_rank import AdapterWeights
 from birl.text.pictures import Files, is_picture
 from birl.types import Completion, Held, SamplingParams, Update
 
+SENT = 4096  # adapters of which it is known that the engine was sent them
 CONTROL = 16  # connections beside those of `generate`: a full engine can still be asked how it is
 RELEASE = 5.0  # s in which a server should have heard that it is free
 IDLE = 2.0  # s; less than the 5 s after which uvicorn closes a quiet connection, perhaps while a request is on its way
+
+
+class MissingAdapter(BirlError):
+    """The engine does not have the adapter, or no longer."""
 
 
 class Client:
@@ -45,6 +61,8 @@ class Client:
     ) -> None:
         self.address, self.version = checked_address(address), -1
         self.pictures: Files | None = None  # of the prompts' pictures, where the model sees
+        self.adapters: Mapping[str, AdapterWeights] = {}  # those that `AdapterParams` name
+        self._sent: dict[str, asyncio.Task[None]] = {}
         self.timeout, self.control_timeout, self.load_timeout = timeout, control_timeout, load_timeout
         self.bucket_mb, self._run, self._claimed = bucket_mb, run, False
         self._room = asyncio.Semaphore(connections)
@@ -78,16 +96,45 @@ class Client:
         what = f"session {session!r} on {self.address}"
         try:
             async with asyncio.timeout(self.timeout), self._room:
-                result = await self._json(
-                    "POST", "/generate", json=body, headers={"Accept": BINARY}, seconds=self.timeout, what=what,
-                    most=MOST + A_TOKEN * (len(prompt_ids) + params.max_tokens) + told(params),
-                )  # fmt: skip
+                how = {"json": body, "headers": {"Accept": BINARY}, "seconds": self.timeout, "what": what}
+                how["most"] = MOST + A_TOKEN * (len(prompt_ids) + params.max_tokens) + told(params)
+                result = await self._answer(how, params.adapter if isinstance(params, AdapterParams) else "")
         except TimeoutError as error:
             raise EngineDown(f"{what} had no answer within {self.timeout:g} s") from error
         try:
             return checked_completion(completion_from(result), params)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise Malformed(f"{self.address} gave no completion: {_first(result)} ({error})") from error
+
+    async def _answer(self, how: Mapping[str, Any], adapter: str) -> dict[str, Any]:
+        """An adapter is sent once, and again to an engine that has lost it."""
+        sent = await self._send(adapter, None)
+        try:
+            return await self._json("POST", "/generate", **how)
+        except MissingAdapter:
+            await self._send(adapter, sent)
+            return await self._json("POST", "/generate", **how)
+
+    async def _send(self, name: str, lost: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
+        if name and self._sent.get(name) is lost:
+            self._sent[name] = asyncio.create_task(self._put(name))
+            for old in list(self._sent)[:-SENT]:
+                del self._sent[old]
+        sent = self._sent.get(name)
+        if sent is not None:
+            try:
+                await asyncio.shield(sent)
+            except (BirlError, EngineDown):
+                if self._sent.get(name) is sent:
+                    del self._sent[name]
+                raise
+        return sent
+
+    async def _put(self, name: str) -> None:
+        factors = self.adapters[name].factors
+        tensors = {f"{layer}.{key}": m for layer, f in factors.items() for key, m in (("A", f.a), ("B", f.b))}
+        data = await asyncio.to_thread(packed, tensors)
+        await self._json("PUT", f"/adapters/{name}", content=data, seconds=self.load_timeout)
 
     async def load(self, update: Update) -> Held:
         body: dict[str, Any] = {"version": update.version, "digests": dict(update.digests), "anew": update.anew}
@@ -201,6 +248,8 @@ def refusal(what: str, response: httpx.Response, body: Any) -> EngineDown | Birl
     error: Mapping[str, Any] = told if isinstance(told, dict) else {}
     why = _first(error["message"], 1000) if "message" in error else _first(response.text)
     message = f"{what}: {status} {why}"
+    if status == 409 and error.get("type") == "adapter":
+        return MissingAdapter(message)
     if status == 409 and error.get("type") == "weights":
         return WeightsFailed(str(error.get("cause", "mismatch")), message)
     if status < 300:

@@ -7,6 +7,7 @@ exactly (a float is written with all its digits). Answers of /generate come as a
                                                                support {counts, ids} where params.support asks for it
     POST /load       {version, digests, folder, anew}       -> {version, digest, seconds, bytes}
     PUT  /stage/{version}   safetensors bytes, a bucket of tensors; then /load without a folder
+    PUT  /adapters/{name}   safetensors bytes, LAYER.A [R, K] and LAYER.B [N, R]; then params.adapter of /generate
     POST /stage/{version}   {memory, tensors}   the same, read from memory that is lent (`handles.py`)
     POST /join      {store, group, rank, size, ...}         -> {group, rank}   when all are there (`Invitation`)
     POST /load      {version, digests, anew, group}         the tensors come from rank 0 of that group
@@ -39,6 +40,13 @@ HEADER = "birl-run"  # host:folder of the run that asks
 def header(run: str) -> dict[str, str]:
     """What a request says about the run that asks."""
     return {HEADER: quote(run)} if run else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterParams(SamplingParams):
+    """`adapter`: of PUT /adapters/{name}, whose low-rank matrices are added to the weights; empty: none."""
+
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +123,7 @@ def invitation_from(data: Mapping[str, Any]) -> Invitation:
 
 def params_to(params: SamplingParams) -> dict[str, Any]:
     """Only what differs from the defaults."""
-    default = SamplingParams(max_tokens=params.max_tokens)
+    default = type(params)(max_tokens=params.max_tokens)
     result = {f.name: getattr(params, f.name) for f in fields(params)}
     return {k: v for k, v in result.items() if k == "max_tokens" or v != getattr(default, k)}
 
@@ -123,7 +131,7 @@ def params_to(params: SamplingParams) -> dict[str, Any]:
 def params_from(data: Mapping[str, Any]) -> SamplingParams:
     """Raises `ValueError` naming the key that is unknown, missing or of a wrong type."""
     kinds = {
-        **{"max_tokens": int, "top_k": int, "seed": int, "ignore_eos": bool, "support": bool},
+        **{"max_tokens": int, "top_k": int, "seed": int, "ignore_eos": bool, "support": bool, "adapter": str},
         **{"temperature": float, "top_p": float, "min_p": float, "stop": str, "stop_ids": int, "forced": int},
     }
     if unknown := sorted(set(data) - set(kinds)):
@@ -142,7 +150,7 @@ def params_from(data: Mapping[str, Any]) -> SamplingParams:
             if not good or (isinstance(item, bool) and kinds[key] is not bool):
                 raise ValueError(f"params.{key}: {item!r} is no {kinds[key].__name__}")
         result[key] = tuple(value) if listed else value
-    return SamplingParams(**result)
+    return AdapterParams(**result) if "adapter" in result else SamplingParams(**result)
 
 
 def completion_to(completion: Completion) -> dict[str, Any]:

@@ -116,6 +116,15 @@ async def stage(service: Service, request: Request) -> Response:
     return reply({"version": version, "tensors": len(service.staging.tensors), "bytes": size})
 
 
+async def adapter(service: Service, request: Request) -> Response:
+    """Low-rank matrices that requests may name."""
+    name = request.path_params["name"]
+    data = await body(request, service.staging.most + 2**24)
+    tensors = await asyncio.to_thread(read, data, 0)
+    await asyncio.get_running_loop().run_in_executor(service.engine.compute, service.adapters.put, name, tensors)
+    return reply({"adapter": name})
+
+
 async def borrow(service: Service, request: Request) -> Response:
     """A bucket in the learner's memory (`handles.py`)."""
     version, data = request.path_params["version"], await json_object(request, service.most_bytes)
@@ -273,6 +282,7 @@ ROUTES = {
     ("POST", "/generate"): generate,
     ("POST", "/load"): load,
     ("PUT", "/stage/{version:int}"): stage,
+    ("PUT", "/adapters/{name}"): adapter,
     ("POST", "/stage/{version:int}"): borrow,
     ("POST", "/join"): join,
     ("POST", "/leave"): leave,

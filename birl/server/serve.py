@@ -34,7 +34,7 @@ from birl.server.limits import Gate, Refused
 from birl.server.metrics import Metrics
 from birl.server.server import app
 from birl.server.service import Service
-from birl.server.staging import Membership, Staging
+from birl.server.staging import Adapters, Membership, Staging
 from birl.types import Update
 from birl.weights import folder
 
@@ -183,6 +183,7 @@ def service_of(policy: Policy, engine: EmbeddedEngine, token: str, dtype: str) -
         gate=Gate(most=sys.maxsize),
         metrics=Metrics(engine),
         staging=Staging(most=sum(p.nbytes for p in weights.values())),
+        adapters=Adapters(engine.runner.model),
         membership=Membership(shapes=shapes_of(weights), device=next(iter(weights.values())).device),
         timeout=inf,
         most_bytes=sys.maxsize,

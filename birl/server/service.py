@@ -19,7 +19,7 @@ from birl.server.kept import Kept
 from birl.server.limits import Gate, Refused
 from birl.server.metrics import Metrics
 from birl.server.request_policy import Terms
-from birl.server.staging import Membership, Staging
+from birl.server.staging import Adapters, Membership, Staging
 from birl.text.chat import Chat
 from birl.text.grammar import Guide
 from birl.text.parts import Finder
@@ -34,7 +34,7 @@ Scored = tuple[list[float], Likeliest]  # of a prompt's tokens but the first
 
 LIFE = 30.0  # seconds; a router looks at its engines every two
 GUARDED = (
-    *("/generate", "/load", "/stage/{version:int}", "/join", "/leave"),
+    *("/generate", "/load", "/stage/{version:int}", "/adapters/{name}", "/join", "/leave"),
     *("/pause", "/resume", "/abort", "/sleep", "/wake"),
 )
 SHARED = ("/generate",)  # also for those who are no run: they change nothing
@@ -94,6 +94,7 @@ class Service:
     gate: Gate
     metrics: Metrics
     staging: Staging
+    adapters: Adapters
     membership: Membership
     timeout: float
     most_bytes: int
@@ -152,7 +153,7 @@ class Service:
         session: str = "",
         watch: Callable[[Request], None] | None = None,
     ) -> Completion:
-        return await self.engine.generate(prompt, params, session, watch)
+        return await self.engine.generate(prompt, params, session, watch, adapter=self.adapters.named(params))
 
     def answering(self, grammar: str) -> Callable[..., Coroutine[Any, Any, Completion]]:
         """`generate`, of answers that this grammar allows; an empty one allows all."""

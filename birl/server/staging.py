@@ -2,21 +2,27 @@
 them; or in the broadcasts of a learner, from the group that the engine was asked to join, one at a time."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
-from torch import Tensor
+from torch import Tensor, nn
 
 from birl.engine.weights import check_layouts, layout
 from birl.engines.collective import GLOO, BroadcastGroup, backend
-from birl.engines.wire import Invitation
-from birl.errors import WeightsFailed, first_line
+from birl.engines.wire import AdapterParams, Invitation
+from birl.errors import BirlError, WeightsFailed, first_line
+from birl.kernels import BLOCK
+from birl.learner.low_rank_run import NUMBERS, SharedBase
 from birl.models.device import gpu
+from birl.models.forward import head
+from birl.models.low_rank import AdapterWeights, Factors
 from birl.models.released import Shapes
 from birl.server.limits import Refused
+from birl.types import SamplingParams
 
 ABANDONED = 600.0  # seconds without a new piece after which the others are dropped
 
@@ -80,6 +86,41 @@ def read(data: bytes, version: int) -> dict[str, Tensor]:
     except (SafetensorError, ValueError, KeyError) as error:
         why = first_line(error)
         raise WeightsFailed("truncated", f"A piece of version {version} is damaged: {why}.") from error
+
+
+@dataclass(slots=True)
+class Adapters:
+    """Low-rank matrices that are added to `model` in requests that name them; those that were used longest ago go."""
+
+    model: nn.Module
+    most: int = 2**32  # bytes
+    base: SharedBase | None = None
+    held: "OrderedDict[str, AdapterWeights]" = field(default_factory=OrderedDict)
+
+    def put(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """(compute thread) A [R, K] and B [N, R], scaled, of each layer. Raises `BirlError` where they do not fit."""
+        if self.base is None:
+            self.base = SharedBase(self.model, head(self.model).weight.dtype)
+        factors: dict[str, Factors] = {}
+        for layer in dict.fromkeys(key.rpartition(".")[0] for key in tensors):
+            own, a, b = self.base.layers.get(layer), tensors.get(f"{layer}.A"), tensors.get(f"{layer}.B")
+            if own is None or a is None or b is None or a.ndim != 2 or len(a) % BLOCK or a.dtype != self.base.dtype:
+                raise BirlError(f"adapters/{name}: {layer} is no layer of the model with A and B of its type.")
+            if a.shape[1] != own.in_features or b.shape != (own.out_features, len(a)) or b.dtype != a.dtype:
+                raise BirlError(f"adapters/{name}: {layer} has other shapes: {list(a.shape)} and {list(b.shape)}.")
+            factors[layer] = Factors(a.to(self.base.device), b.to(self.base.device))
+        self.held[name] = AdapterWeights(next(NUMBERS), factors)
+        while len(self.held) > 1 and sum(a.nbytes for a in self.held.values()) > self.most:
+            self.held.popitem(last=False)
+
+    def named(self, params: SamplingParams) -> AdapterWeights | None:
+        """Raises `Refused` where it is not here."""
+        if not isinstance(params, AdapterParams) or not params.adapter:
+            return None
+        if params.adapter not in self.held:
+            raise Refused(409, f"There is no adapter {params.adapter[:80]!r}: PUT /adapters/NAME first.", "adapter")
+        self.held.move_to_end(params.adapter)
+        return self.held[params.adapter]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, Callable[[TinkerService], Any]]] = {
 }
 ELSEWHERE = ("host", "port", "keys", "drain_timeout", "threads")  # of the process, below
 ELSEWHERE += ("parallel.ddp", "parallel.fsdp", "parallel.tp")  # tests/server/test_tinker_ranks.py
+ELSEWHERE += ("engines",)  # tests/server/test_tinker_engines.py
 REFUSED = {
     **{f"parallel.{key}": ("2", f"parallel.{key}=2: has no effect because each process") for key in ("cp", "ep")},
     "parallel.sequence": ("false", "parallel.sequence=false: has no effect because each process"),

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from birl.config.keys import SHORTHANDS, documentation, presets
-from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
+from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Tinker
 from birl.envs.open import BUILT_IN
 from birl.plan import scenario
 from tests.docs.pages import CODE, FENCE, OTHERS, PAGES, PEERS, ROOT, preset_rows, spans
 
-SCHEMAS = (RL, Eval, SFT, RM, DPO, Serve)
+SCHEMAS = (RL, Eval, SFT, RM, DPO, Serve, Tinker)
 KEYS = {key for kind in SCHEMAS for key in documentation(kind)}
 for module, name in (where.split(":") for where in BUILT_IN.values()):  # the keys of tasks that come along
     KEYS |= {f"env.{key}" for key in documentation(getattr(import_module(module), name).Config)}

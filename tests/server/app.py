@@ -15,9 +15,9 @@ from birl.server.serve import run
 from tests.server.running import config
 
 
-def tiny_engine(folder: Path) -> EmbeddedEngine:
+def tiny_engine(folder: Path, dtype: torch.dtype = torch.bfloat16) -> EmbeddedEngine:
     """What the server has, in this process."""
-    model = cast(load_model(folder), torch.bfloat16).requires_grad_(False)
+    model = cast(load_model(folder), dtype).requires_grad_(False)
     compute = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
     keys: dict[str, Any] = {"end_ids": frozenset({2}), "context": 512, "compute": compute, "kv_cache_gb": 0.01}
     return EmbeddedEngine(model, load_tokenizer(folder), draft_rows=0, **keys)

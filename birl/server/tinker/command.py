@@ -17,9 +17,12 @@ from birl.config.load import load as load_config
 from birl.config.load import to_yaml
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import cache_bytes
+from birl.engines.kinds import Wanted
+from birl.engines.servers import Servers, open_servers
 from birl.errors import BirlError
 from birl.hosts import is_loopback
 from birl.kernels import PAGE
+from birl.learner.export import resolved
 from birl.learner.low_rank_ranks import Copy, RankedBase, SplitBase
 from birl.learner.low_rank_run import SharedBase
 from birl.learner.policy import DTYPES, Policy, load_policy
@@ -27,10 +30,11 @@ from birl.models.decoder import decoder_for
 from birl.models.device import choose, device_of
 from birl.models.load import cast, end_ids
 from birl.models.slices import sketched
+from birl.models.slots import page_bytes, state_bytes
 from birl.models.vision import give, language_model, pictures_of
 from birl.parallel import processes
 from birl.parallel.crew import RankGroup
-from birl.parallel.grid import end_with_torchrun, grid_of, leads, rank_threads, started
+from birl.parallel.grid import end_with_torchrun, grid_of, leads, rank_threads, ranks_here, started
 from birl.parallel.machine import compute_thread
 from birl.parallel.processes import rank_processes
 from birl.parallel.ranks import Ranks
@@ -43,7 +47,7 @@ from birl.server.tinker.inputs import Reader
 from birl.server.tinker.passes import Passes
 from birl.server.tinker.routes import app
 from birl.server.tinker.runs import Runs
-from birl.server.tinker.sampling import Sampling
+from birl.server.tinker.sampling import ManyEngines, Sampling
 from birl.server.tinker.service import TinkerService
 from birl.server.tinker.sessions import Sessions
 from birl.server.tinker.store import Store
@@ -139,6 +143,8 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     service = await loop.run_in_executor(compute, load, config, known, root, compute, crew)
+    if config.engines:
+        service.sampling.engine = ManyEngines(await engines_of(config, service, root))
     server = uvicorn_server(app(service))
     listen(sock)
     told: list[int] = []
@@ -164,6 +170,22 @@ async def _serve(
             await tidying
         await service.close(config.drain_timeout)
     return 128 + told[0] if told else 0
+
+
+async def engines_of(config: schema.Tinker, service: TinkerService, root: Path) -> Servers:
+    """Processes of `birl serve` with the base. Raises `BirlError`, and then none is left running."""
+    sampling, folder = service.sampling, resolved(config.model.path)
+    assert isinstance(sampling.engine, EmbeddedEngine)
+    context, pictures, model = sampling.engine.context, service.work.reader.pictures, sampling.base.model
+    size = sampling.engine.scheduler.pages.total * page_bytes(model) + config.max_batch * state_bytes(model)
+    needs = Wanted(
+        folder=folder, dtype=config.model.dtype, device=config.model.device, context=context, longest=context,
+        kv_cache_gb=size / 2**30 + 1e-4,
+        end_ids=sampling.engine.end_ids, logs=root / "engines", sequences=config.max_batch,
+        pictures=pictures.used if pictures else None,
+    )  # fmt: skip
+    engine = schema.Engine(kind="birl", count=config.engines, max_batch=config.max_batch, draft_rows=0)
+    return await open_servers(engine, needs, ranks_here(config))
 
 
 def load(
@@ -222,7 +244,8 @@ def service_of(
     checkpoints = Checkpoints(store, base, memory, quota, sessions)
     words, seen = model.get_input_embeddings().weight.shape[0], policy.chat.pictures  # pyright: ignore
     work = Work(runs, passes, checkpoints, known, compute, Reader(words, engine.context, seen))
-    turns = Turns(config.max_batch, config.max_batch // RESERVE if len(known.keys) > 1 else 0)
+    room = config.max_batch * max(config.engines, 1)
+    turns = Turns(room, room // RESERVE if len(known.keys) > 1 else 0)
     own = config.names or [short_name(str(policy.folder))]
     return TinkerService(
         names=tuple(dict.fromkeys([*own, short_name(str(policy.folder)), config.model.path])),

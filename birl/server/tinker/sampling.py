@@ -1,14 +1,18 @@
 """Answers to prompts, and log-probs of their tokens, with the weights of a sampling session."""
 
 import asyncio
+import secrets
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from birl.engine.engine import EmbeddedEngine
+from birl.engines.servers import Servers
+from birl.engines.wire import AdapterParams
 from birl.learner.low_rank_run import SharedBase
 from birl.models.low_rank import AdapterWeights, RowGroup, adapted
 from birl.models.target_logprobs import Top, drawn, likeliest, target_logprobs
@@ -17,7 +21,7 @@ from birl.seeds import derive_seed
 from birl.server.tinker import wire
 from birl.server.tinker.requests import Sample
 from birl.server.tinker.tenants import Tenant, Turns
-from birl.types import Completion, Stop
+from birl.types import Completion, SamplingParams, Stop
 
 EMPTY, NO_LOGPROB = 0, -99999.0  # what an empty cell of a table of likeliest tokens has
 STOPPED, TOO_LONG = 0, 1  # the message's stop reasons
@@ -35,9 +39,35 @@ class Scores:
 
 
 @dataclass(slots=True)
+class ManyEngines:
+    """Processes of `birl serve` behind a router: each is sent an adapter once, when it is first asked with it."""
+
+    servers: Servers
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
+    used: "WeakValueDictionary[str, AdapterWeights]" = field(default_factory=WeakValueDictionary)
+
+    def __post_init__(self) -> None:
+        for remote in self.servers.remotes.values():
+            remote.adapters = self.used  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, *,
+                       adapter: AdapterWeights | None = None) -> Completion:  # fmt: skip
+        """Raises `EngineDown` where no engine answers in time."""
+        if adapter is None:
+            return await self.servers.generate(prompt_ids, params)
+        name = f"{self.run}-{adapter.number}"
+        self.used[name] = adapter
+        given = {f.name: getattr(params, f.name) for f in fields(params)}
+        return await self.servers.generate(prompt_ids, AdapterParams(**given, adapter=name))
+
+    async def close(self) -> None:
+        await self.servers.close()
+
+
+@dataclass(slots=True)
 class Sampling:
     base: SharedBase
-    engine: EmbeddedEngine
+    engine: EmbeddedEngine | ManyEngines
     compute: Executor
     turns: Turns
 
