@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from birl.errors import BirlError
+from birl.models.gguf_rope import FACTORS, factors
 from birl.models.load import load_tokenizer, quiet
 from birl.regular import clear, read_json
 
@@ -68,6 +69,9 @@ def to_gguf(folder: Path, target: Path, kind: str = "f16") -> None:
             own = turned(name, tensor, config) if form.paired else tensor
             data, as_type = coded(name, own, kind)
             writer.add_tensor(goal, data, raw_dtype=as_type)
+        if config.rope_parameters.get("rope_type") == "llama3":
+            writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+            writer.add_tensor(FACTORS, factors(config).numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -114,7 +118,7 @@ def form_of(folder: Path, config: Any) -> Form:
     if form is None:
         raise BirlError(f"{folder}: {kind} has no form as GGUF here, only {', '.join(FORMS)}.")
     rope = config.rope_parameters.get("rope_type", "default")
-    if rope != "default":
+    if rope != "default" and not (rope == "llama3" and form.paired):
         raise BirlError(f"{folder}: rotary embeddings of the kind {rope} have no form as GGUF here.")
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         raise BirlError(f"{folder}: layers with a window have no form as GGUF here.")

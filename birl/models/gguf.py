@@ -115,6 +115,7 @@ def convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
 
+    from birl.models.gguf_rope import restore
     from birl.models.load import quiet  # which imports this module
 
     options = {"gguf_file": source.name}
@@ -135,6 +136,7 @@ def convert(source: Path, folder: Path) -> None:
             ) from error
         if pre_tokenizer(source) == "smollm":
             split_digits(tokenizer)
+        restore(source, model.config)
         model.config.name_or_path = source.stem
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -56,6 +56,27 @@ def test_what_is_read_again_is_the_model(kind: str, tmp_path: Path, monkeypatch:
     assert not [*tmp_path.glob(".*part*")]
 
 
+@pytest.mark.parametrize("high", [4.0, 5.0])
+def test_the_scaled_rotary_embedding_of_llama_3_comes_back(
+    high: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its factors are a tensor, which transformers passes over: such a file was read as another model."""
+    monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
+    folder, ids = saved("llama", tmp_path / "model"), torch.arange(3, 90)[None]
+    plain = load_model(folder)(ids).logits
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": high}
+    config["rope_parameters"] |= rope | {"original_max_position_embeddings": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    to_gguf(folder, tmp_path / "m.gguf", "f32")
+    if high == 5.0:  # a file does not tell this one, and no model that was released has it
+        with pytest.raises(BirlError, match=r"embedding is scaled \(rope_freqs.weight\) in a way that is not read"):
+            resolve(str(tmp_path / "m.gguf"))
+        return
+    own, again = (load_model(f)(ids).logits for f in (folder, resolve(str(tmp_path / "m.gguf"))))
+    assert torch.allclose(own, again, atol=1e-5) and not torch.allclose(own, plain, atol=1e-2)
+
+
 def test_of_a_run(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i} + 1?", "response": str(i + 1)}) + "\n" for i in range(8)))

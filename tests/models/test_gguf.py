@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 gguf = pytest.importorskip("gguf", reason="needs `pip install 'birl[gguf]'`")
 
 
-def write_gguf(path: Path, pre_tokenizer: str = "smollm") -> Path:
+def write_gguf(path: Path, pre_tokenizer: str = "smollm", scaling: Any = None) -> Path:
     """`tiny_model` and `tiny_tokenizer` as llama.cpp would store them."""
     model, tokenizer = tiny_model(heads=4, kv_heads=2), tiny_tokenizer()
     config, bpe = model.config, json.loads(tokenizer.backend_tokenizer.to_str())["model"]
@@ -31,6 +32,9 @@ def write_gguf(path: Path, pre_tokenizer: str = "smollm") -> Path:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if scaling is not None:
+        writer.add_rope_scaling_type(scaling)
+        writer.add_rope_scaling_factor(4.0)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(sorted(bpe["vocab"], key=bpe["vocab"].get))
@@ -80,6 +84,11 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def silent(_: str) -> None: ...
+
+
+def test_a_scaling_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BirlError, match=r"its rotary embedding is scaled \(yarn\) in a way that is not read"):
+        resolve(str(write_gguf(tmp_path / "m.gguf", scaling=gguf.RopeScalingType.YARN)), silent)
 
 
 def test_a_converted_model_computes_the_same(source: Path) -> None:
