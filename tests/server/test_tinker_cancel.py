@@ -9,6 +9,7 @@ import httpx
 
 from birl.server.tinker.inputs import Reader
 from birl.server.tinker.routes import app
+from birl.server.tinker.service import QUIET
 from birl.server.tinker.tenants import Tenant
 from tests.server.tinker_server import KEYS, without_model
 
@@ -64,6 +65,22 @@ async def run(root: Path) -> None:
     assert sampling.ended and (tenant.tokens, tenant.requests) == (0, 0)
     assert await post(alice, "cancel_future", request_id="none") == {}
 
+    for gone in ("silent", "closed"):  # its program
+        sampling.began.clear()
+        id = (await post(alice, "asample", seq_id=3, **asked))["request_id"]
+        await asyncio.wait_for(sampling.began.wait(), 5)
+        if gone == "silent":
+            service.sessions.by_id[session].heard -= 2 * QUIET
+            service.abandon()
+            assert not service.promises.by_id[id].answer  # asked for after the last heartbeat: by a copy of the client
+            service.promises.by_id[id].made -= 2 * QUIET
+            service.abandon()
+        else:
+            await post(alice, f"sessions/{session}/finish")
+        await asyncio.sleep(0.01)
+        assert (tenant.tokens, tenant.requests) == (0, 0), gone
+        assert (await alice.post("retrieve_future", json={"request_id": id})).status_code == 410  # it asks anew
 
-def test_a_cancelled_sample_stops_and_frees_its_tokens(tmp_path: Path) -> None:
+
+def test_a_sample_that_is_cancelled_or_whose_program_is_gone_stops_and_frees_its_tokens(tmp_path: Path) -> None:
     asyncio.run(run(tmp_path))

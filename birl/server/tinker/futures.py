@@ -39,6 +39,7 @@ class Promise:
     owner: str
     brief: bool = False
     answer: Answer | None = None
+    made: float = field(default_factory=time.monotonic)
     settled: float = 0.0
     fetched: float | None = None
     task: "asyncio.Task[None] | None" = None  # what computes it, where it can be cancelled
@@ -76,6 +77,14 @@ class Promises:
         """Of this owner only: another's is as if it were not there."""
         promise = self.by_id.get(id)
         return promise if promise is not None and promise.owner == owner else None
+
+    def abandon(self, session: str, until: float) -> None:
+        """Compute no further what a session asked for up to that time. Where somebody is still there, it asks anew."""
+        for promise in list(self.by_id.values()):
+            own = promise.id.partition(":")[0] == session and promise.made <= until
+            if promise.task is not None and promise.answer is None and own:
+                promise.task.cancel()
+                self._drop(promise)
 
     def sweep(self) -> None:
         """Forget what was fetched, or answered, long ago, and where too much is kept, more of the owner that has most:

@@ -78,6 +78,7 @@ async def finish_session(service: TinkerService, tenant: Tenant, request: Reques
         session.finished = True
         session.reason = str(reason.get("type") or "")[:20] if isinstance(reason, dict) else ""
         service.sessions.keep(id)
+        service.promises.abandon(id, time.monotonic())
     return JSONResponse({})
 
 

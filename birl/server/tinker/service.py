@@ -23,6 +23,7 @@ from birl.server.tinker.store import Record, Store
 from birl.server.tinker.tenants import Quota, Tenant, Tenants
 from birl.server.tinker.work import Work
 
+QUIET = 120.0  # seconds without a heartbeat, which clients send every ten; then what they wait for ends
 CLONES = 1_000_000_000  # requests of a copy of a sampling session begin at a multiple of it
 
 
@@ -254,14 +255,21 @@ class TinkerService:
             promise.settle(Answer.failure(f"{type(error).__name__}: {error}", "server"))
 
     async def tidy(self) -> None:
-        """Put to disk what is not in use, for ever."""
+        """Put to disk what is not in use, and end what no program waits for, for ever."""
         while True:
             await asyncio.sleep(min(self.idle, 30.0))
             for run in list(self.runs.by_id.values()):
                 if run.adapter is not None and run.working is None and time.time() - run.used > self.idle:
                     with suppress(OSError):  # the disk is full: it stays in memory
                         await asyncio.to_thread(self.runs.unload, run)
+            self.abandon()
             self.promises.sweep()
+
+    def abandon(self) -> None:
+        """End the samples of programs that are gone."""
+        for id, session in self.sessions.by_id.items():
+            if time.monotonic() > session.heard + QUIET:
+                self.promises.abandon(id, session.heard + QUIET)
 
     async def close(self, grace: float) -> None:
         """Take nothing more, finish the requests that are being done, for `grace` seconds at most, and write snapshots.
