@@ -1,7 +1,9 @@
 """A rubric: criteria with weights, of the configuration or of a row."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +32,13 @@ Rubric = tuple[Criterion, ...]
 
 def rubric(value: Any, where: str) -> Rubric:
     """Of "weight: text" or text alone, of objects with a text and a weight (HealthBench's `criterion` and `points`,
-    RaR's `description` and `weight`), or of a list of these. Raises `BirlError`.
+    RaR's `description` and `weight`), of a list of these, or of the JSON text of one. Raises `BirlError`.
 
     Example: rubric(["2: It is right.", "It is short."], "reward.judge_rubric")[0].weight == 2.0
     """
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):  # else it is a criterion that begins so
+            value = json.loads(value)
     given = value if isinstance(value, list | tuple) else [value]
     result = tuple(_criterion(one, f"{where}[{i}]") for i, one in enumerate(given))
     if not 0 < len(result) <= MOST:

@@ -115,6 +115,8 @@ def test_a_row_has_criteria_of_its_own(server: Hostile) -> None:
         (["2: A: b", "-0.5: C", "12:30 is named"], [("A: b", 2.0), ("C", -0.5), ("12:30 is named", 1.0)]),
         ([{"criterion": "A", "points": 5, "tags": []}], [("A", 5.0)]),
         ([{"title": "T", "description": "D", "weight": 2}], [("D", 2.0)]),
+        ('[{"criterion": "A", "points": 5}, "-1: B"]', [("A", 5.0), ("B", -1.0)]),  # of a CSV column
+        ("[1] is named", [("[1] is named", 1.0)]),
     ],
 )
 def test_criteria_are_read(value: Any, result: list[tuple[str, float]]) -> None:
