@@ -27,7 +27,9 @@ from birl.envs.open import check_world
 from birl.errors import BirlError, did_you_mean
 from birl.hub import addressed, check_model
 from birl.named import missing
+from birl.rollout.tasks import check_answers
 from birl.text.parts import Finder
+from birl.track.folder_lock import check_same
 
 STORES = ("checkpoint.store", "resume")
 MODELS = ("model.path", "critic.path", "reward.model", "algorithm.teacher", "distill.teacher")
@@ -65,6 +67,7 @@ def _check(rows: Rows, config: Any, taught: bool) -> None:
     first = range(min(len(rows), ROWS))
     if isinstance(config.data, schema.Data):
         reader = reader_of(rows, config.data, True, tuple(config.model.picture_hosts))
+        check_answers(config, rows, reader.answer)
         tasks = Tasks(rows, replace(reader, offline=True))
         names = teachers_of(config) if taught and isinstance(config, schema.RL) and config.algorithm.teachers else {}
         for i in first:
@@ -79,6 +82,15 @@ def _check(rows: Rows, config: Any, taught: bool) -> None:
     for i in first:
         finder = Finder(folder=rows.folder(i), hosts=tuple(config.model.picture_hosts), offline=True)
         form.read(rows[i], rows.where(i), Shown.of(rows[i], finder, rows.where(i)))
+
+
+def check_folder(run: Path, config: Any) -> None:
+    """Raises `BirlError` where a run with steps of another configuration is in it: `find_checkpoint` of
+    birl/run_folder.py says so, too, but needs torch."""
+    metrics = run / "metrics.jsonl"
+    if config.resume == "auto" and not config.checkpoint.store and metrics.is_file() and metrics.stat().st_size:
+        saved = sorted(file.parent for file in run.glob("checkpoints/step-*/manifest.json"))
+        check_same(run, config, saved[-1] if saved else None)
 
 
 def check_names(config: Any) -> None:
@@ -131,7 +143,9 @@ def check_function(key: str, place: str, name: str) -> None:
         raise BirlError(f"{key}={file}:{name}: there is no file {file} in {Path.cwd()}.")
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
+    except SyntaxError as error:
+        raise BirlError(f"{key}={file}:{name}: {file}, line {error.lineno}: {error.msg}.") from error
+    except ValueError:
         return  # the worker says where
     for package in imported(tree.body):
         if not is_module(package, path.parent):
@@ -139,6 +153,10 @@ def check_function(key: str, place: str, name: str) -> None:
                 f"{key}={file}:{name}: {file} imports {package}, which is not installed."
                 + missing(ModuleNotFoundError(name=package))
             )
+    if any(isinstance(node, ast.ClassDef) and node.name == name for node in tree.body):
+        raise BirlError(
+            f"{key}={file}:{name}: {name} is a class; name a function, or an object of it, as in `score = {name}()`."
+        )
     known = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     if not re.search(rf"\b{re.escape(name)}\b", path.read_text("utf-8", "replace")):  # nor assigned, nor imported
         raise BirlError(

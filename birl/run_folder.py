@@ -4,29 +4,17 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import Any
 
 from birl.config import schema
-from birl.config.load import flatten, to_yaml
+from birl.config.load import to_yaml
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.policy import Policy
 from birl.learner.store import Store, location
 from birl.models.load import save_hf_config
 from birl.models.processor import FILES as PROCESSORS
-from birl.regular import clear, read_json, write_whole
-from birl.track.folder_lock import unwritable
-from birl.track.runs import COMMAND_KEYS
-
-# Keys that may change when a run goes on: its length, and what bounds memory or time but changes a result by rounding
-# at most.
-FREE = (
-    *("steps", "epochs", "resume", "run", "threads", "watchdog"),
-    *("learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.max_logprob_gap"),
-    *("weights.method", "weights.folder", "weights.bucket_mb", "weights.timeout", "weights.canary", "weights.max_gap"),
-    *("reward.timeout", "reward.workers", "env.timeout", "rollout.max_failure_rate"),
-)
-FREE_SECTIONS = ("track.", "checkpoint.", "engine.", "parallel.")
+from birl.regular import clear, write_whole
+from birl.track.folder_lock import check_same, plain, unwritable
 
 
 def recovered(url: str, run: Path) -> Path | None:
@@ -98,34 +86,8 @@ def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
             )
         return None
     if used:
-        before, now = read_config(run), _plain(config)
-        changed = [k for k in sorted({*before, *now}) if before.get(k) != now.get(k) and not _free(k)]
-        others = next((name for name, key in COMMAND_KEYS.items() if (key in before) != (key in now)), "")
-        if others:
-            raise BirlError(
-                f"{run} belongs to a run of another command than `birl {type(config).__name__.lower()}`. "
-                "To start a new run: run=ANOTHER_FOLDER."
-            )
-        if changed:
-            last = newest or f"{run}/checkpoints/step-..."
-            lines = "\n".join(f"  {k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed)
-            raise BirlError(
-                f"{run} belongs to a run with another configuration:\n{lines}\n"
-                "To start a new run: run=ANOTHER_FOLDER. To continue its weights under this configuration: "
-                f"run=ANOTHER_FOLDER resume={last}"
-            )
+        check_same(run, config, newest)
     return newest
-
-
-def read_config(run: Path) -> dict[str, Any]:
-    try:
-        result = read_json(run / "config.json")
-    except (OSError, ValueError) as error:
-        raise BirlError(
-            f"{run}/config.json, which says what this run is, cannot be read ({error}). Choose another folder with "
-            f"run=... and go on from a checkpoint with resume={run}/checkpoints/step-..."
-        ) from error
-    return result if isinstance(result, dict) else {}
 
 
 def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
@@ -143,20 +105,12 @@ def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
         clear(model)
         part.rename(model)
         write_whole(run / "config.yaml", to_yaml(config).encode())
-        write_whole(run / "config.json", json.dumps(_plain(config), indent=1).encode())
+        write_whole(run / "config.json", json.dumps(plain(config), indent=1).encode())
     except BirlError:
         raise
     except Exception as error:  # the tokenizers library has no error type of its own
         clear(part)
         raise unwritable(run, error) from error
-
-
-def _plain(config: schema.RL | schema.Stage) -> dict[str, Any]:
-    return json.loads(json.dumps(flatten(config)))
-
-
-def _free(key: str) -> bool:
-    return key in FREE or key.startswith(FREE_SECTIONS)
 
 
 def next_commands(run: Path, finished: bool, talks: bool = True, tensorboard: bool = True) -> list[str]:

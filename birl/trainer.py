@@ -146,12 +146,13 @@ class Trainer(Started):
     model: folder, .gguf file, hub id or "smollm2". reward_funcs: a function, a name (`math`, `file.py:function`), or a
     list of them; each takes (completions, prompts, **columns) and returns one number for each completion (math, unless
     there is an env). env: an environment or agent, as a class, a function or a name (docs/environments.md).
-    train_dataset and eval_dataset: a path, a hub name, a `datasets.Dataset` or a list of dicts with a `prompt` (or
-    `messages`, `question`) column. num_generations: answers per prompt; batch_size: prompts per step; max_steps: -1
-    means num_epochs. beta: weight of the KL to the first weights. loss_type: grpo | bnpo | dapo | dr_grpo | cispo |
-    sapo | gspo: surrogate, clips, denominator and scale of the preset of that name (dr_grpo). epsilon,
-    epsilon_high: clip range, instead of that; epsilon alone is both sides. scale_rewards: group | batch | none, instead
-    of that. output_dir: the run folder. overrides: further keys, such as {"optimizer.schedule": "cosine"}.
+    train_dataset and eval_dataset: a path, a hub name, a `datasets.Dataset`, a data frame of pandas or polars, or a
+    list of dicts, with a `prompt` (or `messages`, `question`) column. num_generations: answers per prompt; batch_size:
+    prompts per step; max_steps: -1 means num_epochs. beta: weight of the KL to the first weights. loss_type: grpo |
+    bnpo | dapo | dr_grpo | cispo | sapo | gspo: surrogate, clips, denominator and scale of the preset of that name
+    (dr_grpo). epsilon, epsilon_high: clip range, instead of that; epsilon alone is both sides. scale_rewards: group |
+    batch | none, instead of that. output_dir: the run folder. overrides: further keys, such as {"optimizer.schedule":
+    "cosine"}.
 
     num_rollout_workers: engines in processes of their own (engine.count); 0 samples in the learner's process.
     weight_sync_method: how they get new weights (weights.method).
@@ -178,7 +179,7 @@ class Trainer(Started):
         eval_dataset: Any = None,
         *,
         env: str | Callable[..., Any] = "single_turn",
-        reward_weights: Sequence[float] = (),
+        reward_weights: Sequence[float] | None = (),
         num_generations: int = 8,
         batch_size: int = 8,
         max_steps: int = -1,
@@ -321,8 +322,9 @@ def _judges(reward_funcs: Any, env: Any, rows: bool) -> list[Reward]:
     return rewards
 
 
-def _reward_keys(rewards: list[Reward], weights: Sequence[float], tests: bool, launcher: str) -> dict[str, Any]:
-    keys: dict[str, Any] = {"reward.functions": _names(rewards), "reward.weights": list(weights)}
+def _reward_keys(rewards: list[Reward], weights: Sequence[float] | None, tests: bool, launcher: str) -> dict[str, Any]:
+    given = [] if weights is None else list(weights)
+    keys: dict[str, Any] = {"reward.functions": _names(rewards), "reward.weights": given}
     if tests:
         keys["reward.timeout"] = 300.0  # a call runs the tests of a whole group
         keys |= {"sandbox.kind": "modal"} if launcher == "modal" else {}
@@ -419,8 +421,9 @@ def _unknown(name: str) -> str:
 
     known = [p for p in inspect.signature(Trainer).parameters if p != "names"]
     near = ["reward_funcs"] if name == "reward_fn" else difflib.get_close_matches(name, known, n=1)
-    key = next(iter(nearest_keys(name, RL)), "")
-    if key and (not near or key.endswith(f".{name}")):
+    section = [key for key in _docs() if key.startswith(f"{name}.")]
+    key = next(iter(section or nearest_keys(name, RL)), "")
+    if key and (not near or section or key.endswith(f".{name}") or key == name):
         hint = f' Did you mean overrides={{"{key}": ...}}?'
     else:
         hint = f" Did you mean {near[0]}?" if near else ""
@@ -473,6 +476,11 @@ def _source(dataset: Any) -> list[str]:
 
 
 def _rows(dataset: Any) -> Any:
+    """The rows of a Python object, those of a data frame (polars, pandas) as a list of dicts."""
+    if hasattr(dataset, "to_dicts"):
+        return dataset.to_dicts()
+    if hasattr(dataset, "columns") and hasattr(dataset, "to_dict"):
+        return dataset.to_dict("records")
     return dataset if _source(dataset) == ["given"] else None
 
 

@@ -1,6 +1,7 @@
 """`birl chat`: talk to a model, or to what a run has learned."""
 
 import asyncio
+import sys
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Literal
@@ -37,6 +38,7 @@ def run(words: list[str]) -> int:
     target = (named or ["smollm2"])[0]
     settings = read_section(Settings, dict(word.split("=", 1) for word in words if not is_target(word)), "")
     check_model("model.path", target)
+    print(f"birl: loading {target}", file=sys.stderr, flush=True)  # torch alone takes seconds
     from birl.models.device import choose
     from birl.parallel.machine import compute_thread
 

@@ -32,7 +32,7 @@ RUNS = dict.fromkeys(TRAINING, "birl.train.command") | {
 
 def run(command: str, words: list[str]) -> int:
     """Exit code; raises `BirlError`."""
-    from birl.config.load import load_with_choices, to_yaml
+    from birl.config.load import load_with_choices, run_folder, to_yaml
     from birl.config.schema import COMMANDS
 
     schema = COMMANDS[command]
@@ -57,11 +57,15 @@ def run(command: str, words: list[str]) -> int:
     if "--judge" in flags:
         return load("birl.cli.judging").run(config)
     if RUNS[command] not in sys.modules:  # else it tells as soon
-        from birl.preflight import check_names
+        from birl.preflight import check_folder, check_names
 
         check_names(config)
+        if command in TRAINING:
+            check_folder(Path(run_folder(config, choices)).absolute(), config)
         if command == "eval" and config.baseline:
             load("birl.rollout.compare").Baseline.read(config.baseline)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"birl: loading {config.model.path}", file=sys.stderr, flush=True)  # torch alone takes seconds
     if "--validate" in flags:
         return load("birl.cli.validate").run(config)
     elif "--contamination" in flags:

@@ -36,7 +36,7 @@ from birl.rollout.failures import ALIKE, Start, reasons
 from birl.rollout.group import Rollout
 from birl.rollout.records import answers
 from birl.rollout.scorer import scorer
-from birl.rollout.tasks import limits_in, longest_prompt, own_rows, reading, tell_plain
+from birl.rollout.tasks import check_answers, limits_in, longest_prompt, own_rows, reading, tell_plain
 from birl.server.gateway import Gateway
 from birl.track.console import Terminal
 from birl.track.progress import source
@@ -79,6 +79,8 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
         rows = own_rows(config, world, "validation")
         of = {"hosts": config.model.picture_hosts, **reading(world)}
         tasks = load_tasks(config.data, "validation", chat=model.chat.has_template, given=rows, **of)
+        for source in tasks:
+            check_answers(config, source.rows, source.reader.answer)
         questions = [t[i] for t in tasks for i in range(len(t))]
         tell_plain(model.chat, questions)
         context = min(config.model.max_length or model.context, model.context)

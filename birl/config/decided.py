@@ -99,6 +99,11 @@ def teachers_of(config: RL) -> dict[str, str]:
     return {"": keys.teacher} if keys.teacher else {}
 
 
+def compares(config: RL | Eval) -> bool:
+    """Does the reward need a right answer in every row?"""
+    return config.env.kind == "single_turn" and "math" in reward_functions(config)
+
+
 def kind_of(engine: Engine) -> str:
     """engine.kind, or `OWN`."""
     return OWN if ":" in engine.kind else engine.kind

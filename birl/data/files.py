@@ -59,6 +59,8 @@ def check_readable(path: Path) -> str:
         raise BirlError(f"{path} cannot be read: {error.strerror or error}.") from error
     if packed := next((name for magic, name in PACKED.items() if head.startswith(magic)), ""):
         raise BirlError(f"{path} is compressed ({packed}). Decompress it first.")
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise BirlError(f"{path} is UTF-16, as PowerShell's > and Excel's Unicode text are. Save it as UTF-8.")
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
         raise BirlError(f"{path}: unknown file type {path.suffix!r}. Known are {' '.join(FORMATS)}.")

@@ -45,10 +45,12 @@ def read(
 
 def check_place(path: str) -> None:
     """Raises `BirlError` where there is no such file or folder, nor a data set of the hub. Reads nothing."""
-    place = _parse(path)[1]
+    split, place = _parse(path)
     local = Path(place).expanduser()
     if local.exists():
         return
+    if split and Path(split).expanduser().exists():
+        raise BirlError(f"{path}: the split comes first, as in {place}@{split}.")
     if any(c in place for c in "*?["):
         parent, pattern = local.parent, local.name
         files = sorted(str(file) for file in parent.glob(pattern)) if parent.is_dir() else []

@@ -268,8 +268,8 @@ def reader_of(rows: Rows, config: Data, chat: bool, hosts: tuple[str, ...] = (),
     prompt = column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column")
     if prompt is None:
         raise BirlError(
-            f"{rows.name} has no column {', '.join(PROMPTS)}. {existing(rows)} Set data.prompt_column to one of them."
-            + for_another(rows, "rl")
+            f"{rows.name} has no column {', '.join(PROMPTS)}. {existing(rows)}"
+            + (" Set data.prompt_column to one of them." + for_another(rows, "rl")) * bool(rows.columns)
         )
     answer = column_of(rows, config.answer_column, ANSWERS, "data.answer_column")
     own = {"prompt": prompt, "answer": answer, "raw": raw, "chat": chat, "system": config.system_prompt}
@@ -306,7 +306,7 @@ def for_another(rows: Rows, *commands: str) -> str:
 
 
 def existing(rows: Rows) -> str:
-    return f"It has the columns {', '.join(rows.columns)}."
+    return f"It has the columns {', '.join(rows.columns)}." if rows.columns else "Its rows have no columns at all."
 
 
 def _prefixes(sources: Sequence[Rows]) -> list[str]:

@@ -219,7 +219,7 @@ class Rewards:
         if first is None or self._unjudged:
             return
         self._unjudged = True
-        row = {name: values[first] for name, values in offered.items() if name not in PER_CALL}
+        row = {name: values[first] for name, values in offered.items() if name not in (*PER_CALL, "completion_ids")}
         log.warning(
             "All reward functions returned None for %.600s. Such answers are left out; at least one function should "
             "return a number for each row.",

@@ -12,12 +12,15 @@ from birl.track.units import counted
 from birl.types import UNSCORED, Outcome, Task, Trajectory
 
 
-def check(step: Step, most: float) -> None:
-    """Raises `BirlError` where more than this share of the episodes failed."""
+def check(step: Step, most: float, told: set[str]) -> str:
+    """A warning with the reasons of failures that no earlier step had; `told` remembers them. Raises `BirlError` where
+    more than this share of the episodes failed."""
     episodes = [(g.task, t) for g in (*step.groups, *step.refused) for t in g.trajectories]
     failed = [(task, t) for task, t in episodes if not t.outcome.scored and t.detail != UNSCORED]
     if len(failed) <= most * len(episodes):
-        return
+        new = [(task, t) for task, t in failed if t.outcome is not Outcome.ABORTED and _kind(t) not in told]
+        told |= {_kind(t) for _, t in new}
+        return f"Step {step.number}: {counted(len(new), 'episode')} failed:\n{reasons(new)}" if new else ""
     kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(str(t.outcome) for _, t in failed).most_common())
     raise BirlError(
         f"Step {step.number}: {len(failed)} of {len(episodes)} episodes failed ({kinds}), more than "
@@ -58,7 +61,7 @@ class Start:
     def saw(self, task: Task, trajectory: Trajectory) -> None:
         """Raises `BirlError` where no episode up to this one has ended otherwise, and there are enough."""
         self.failed += [] if self.over else [(task, trajectory)]
-        kinds = {(t.outcome, VARIES.sub("", t.detail)) for _, t in self.failed}
+        kinds = {(t.outcome, _kind(t)) for _, t in self.failed}
         self.over |= len(kinds) > 1 or any(o.scored or o is Outcome.ABORTED or why == UNSCORED for o, why in kinds)
         rate, n, tasks = self.most, len(self.failed), {task.id for task, _ in self.failed}
         if not self.over and n >= ALIKE and rate**n < CHANCE and len(tasks) >= self.tasks and self.rows <= tasks:
@@ -67,6 +70,10 @@ class Start:
                 f"All of the first {counted(n, 'episode')} failed alike ({n} {trajectory.outcome}), so the run stops"
                 f"{chance}:\n{reasons(self.failed)}"
             )
+
+
+def _kind(trajectory: Trajectory) -> str:
+    return VARIES.sub("", trajectory.detail)
 
 
 def start(most: float, prompts: int, rows: int) -> Start:

@@ -1,16 +1,20 @@
-"""The lock of a run folder: one process at a time writes into it, also where the disk has no locks."""
+"""Who may write into a run folder: one process at a time, also where the disk has no locks, and one configuration."""
 
 import errno
+import json
 import os
 import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from birl.config import schema
+from birl.config.load import flatten
 from birl.errors import BirlError
-from birl.regular import check, read_text
-from birl.track.runs import began_at
+from birl.regular import check, read_json, read_text
+from birl.track.runs import COMMAND_KEYS, began_at
 
 try:
     import fcntl
@@ -18,6 +22,16 @@ except ImportError:  # not on Windows: there, nothing keeps two processes out of
     fcntl = None
 
 HOST = socket.gethostname()
+
+# Keys that may change when a run goes on: its length, and what bounds memory or time but changes a result by rounding
+# at most.
+FREE = (
+    *("steps", "epochs", "resume", "run", "threads", "watchdog"),
+    *("learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.max_logprob_gap"),
+    *("weights.method", "weights.folder", "weights.bucket_mb", "weights.timeout", "weights.canary", "weights.max_gap"),
+    *("reward.timeout", "reward.workers", "env.timeout", "rollout.max_failure_rate"),
+)
+FREE_SECTIONS = ("track.", "checkpoint.", "engine.", "parallel.")
 
 
 @contextmanager
@@ -144,3 +158,40 @@ def _ended(text: str) -> bool:
 def unwritable(run: Path, error: Exception) -> BirlError:
     reason = getattr(error, "strerror", None) or str(error)
     return BirlError(f"Cannot write into the run folder {run}: {reason}. Choose another with run=..., or make room.")
+
+
+def check_same(run: Path, config: schema.RL | schema.Stage, newest: Path | None) -> None:
+    """Raises `BirlError` naming the keys that differ. `newest`: the newest checkpoint in `run`."""
+    before, now = read_config(run), plain(config)
+    if next((name for name, key in COMMAND_KEYS.items() if (key in before) != (key in now)), ""):
+        raise BirlError(
+            f"{run} belongs to a run of another command than `birl {type(config).__name__.lower()}`. "
+            "To start a new run: run=ANOTHER_FOLDER."
+        )
+    changed = [k for k in sorted({*before, *now}) if before.get(k) != now.get(k) and not _free(k)]
+    if changed:
+        lines = "\n".join(f"  {k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed)
+        raise BirlError(
+            f"{run} belongs to a run with another configuration:\n{lines}\n"
+            "To start a new run: run=ANOTHER_FOLDER. To continue its weights under this configuration: "
+            f"run=ANOTHER_FOLDER resume={newest or f'{run}/checkpoints/step-...'}"
+        )
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    try:
+        result = read_json(run / "config.json")
+    except (OSError, ValueError) as error:
+        raise BirlError(
+            f"{run}/config.json, which says what this run is, cannot be read ({error}). Choose another folder with "
+            f"run=... and go on from a checkpoint with resume={run}/checkpoints/step-..."
+        ) from error
+    return result if isinstance(result, dict) else {}
+
+
+def plain(config: schema.RL | schema.Stage) -> dict[str, Any]:
+    return json.loads(json.dumps(flatten(config)))
+
+
+def _free(key: str) -> bool:
+    return key in FREE or key.startswith(FREE_SECTIONS)

@@ -67,6 +67,7 @@ class Loop:
     schedule: Schedule
     greedy: dict[int, float] = field(default_factory=dict[int, float])  # reward of the greedy answer, until it is used
     ledger: Ledger = field(init=False)
+    told: set[str] = field(default_factory=set[str])  # why episodes failed, as far as it was shown
     last_metrics: dict[str, float] = field(default_factory=dict[str, float])
     sent: Sent = field(default_factory=Sent)  # the last weights that the engines were given
     waited: float = 0.0  # seconds that training has waited for groups, up to the last step
@@ -162,9 +163,9 @@ class Loop:
         """One step: rewards to advantages, advantages to updates, new weights to the engines, then reports."""
         run, schedule, rolled_out = self.run, self.schedule, time.perf_counter()
         self.parts.tracker.phase("training")
-        failures.check(step, schedule.max_failure_rate)
-        if few := failures.refill(step, schedule.groups, schedule.max_refill):
-            self.parts.tracker.message(few)
+        warning = failures.check(step, schedule.max_failure_rate, self.told)
+        for text in filter(None, (warning, failures.refill(step, schedule.groups, schedule.max_refill))):
+            self.parts.tracker.message(text)
         if self.parts.engine.version in versions_of(step.groups):
             await self.parts.publisher.proved()
         await self.parts.publisher.rest()

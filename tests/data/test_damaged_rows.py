@@ -56,6 +56,15 @@ def test_bytes_that_are_not_utf8(tmp_path: Path, before: int) -> None:
     assert f"a.jsonl, line {before + 1}: not UTF-8 (byte 0xff" in message and "Save the file as UTF-8" in message
 
 
+@pytest.mark.parametrize("order", ["le", "be"])
+def test_utf16_is_told_by_its_mark(tmp_path: Path, order: str) -> None:
+    """Line 1 was shown with a NUL behind each letter."""
+    (tmp_path / "a.csv").write_bytes("\ufeffprompt,answer\nx,1\n".encode(f"utf-16-{order}"))
+    assert refused(tmp_path / "a.csv").endswith(
+        "a.csv is UTF-16, as PowerShell's > and Excel's Unicode text are. Save it as UTF-8."
+    )
+
+
 def test_bytes_that_are_not_utf8_in_csv_and_parquet(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"prompt\na\nb\xff\n")
     assert "a.csv, line 3: not UTF-8" in refused(tmp_path / "a.csv")

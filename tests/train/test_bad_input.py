@@ -192,7 +192,8 @@ def test_where_failures_are_allowed_they_are_typed_and_train_nothing(
 
 
 def test_a_reward_that_sometimes_raises_costs_only_those_episodes(bench: Bench) -> None:
-    bench.done("reward.functions=rewards.py:picky", "steps=0", "rollout.prompts=5", "data.shuffle=false")
+    said = bench.done("reward.functions=rewards.py:picky", "steps=0", "rollout.prompts=5", "data.shuffle=false")
+    assert "Step 1: 2 episodes failed:\n  2 x reward picky: rewards.py:" in said and "ValueError: bad one" in said
     (metrics,) = bench.metrics()
     assert metrics["outcome/asked"] == sum(metrics[f"outcome/{o}"] for o in OUTCOMES) == 10
     assert metrics["outcome/env_error"] == 2 and metrics["updates/done"] == 1

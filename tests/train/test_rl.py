@@ -344,9 +344,9 @@ def test_dry_run_writes_nothing(tiny: Path, tmp_path: Path, capsys: pytest.Captu
             "threads=1",
         ],
     )
-    train(config, dry_run=True, given=Given(rewards=[many_a], train=[{"prompt": "hello", "answer": "1"}]))
+    train(config, dry_run=True, given=Given(rewards=[many_a], train=[{"prompt": "hello\nyou", "answer": "1"}]))
     said = capsys.readouterr().out
-    assert "hello" in said and "GB" in said.replace("GiB", "GB")
+    assert "First prompt (train, row 1, answer '1'):" in said and "hello\n  you" in said and "GiB" in said
     assert not (tmp_path / "run").exists()
 
 

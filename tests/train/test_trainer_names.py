@@ -302,6 +302,21 @@ def test_a_preset_decides_where_no_parameter_does(make: Make) -> None:
     assert make(beta=0.2, overrides=preset).config.algorithm.kl_coef == 0.2
 
 
+def test_weights_may_be_none_as_in_trl(make: Make) -> None:
+    assert make(reward_weights=None).config.reward.weights == []
+
+
+def test_a_data_frame_is_its_rows(make: Make) -> None:
+    """Of pandas, or of polars, which is not installed here: only the name of its method differs."""
+
+    class Polars:
+        def to_dicts(self) -> list[dict[str, Any]]:
+            return ROWS
+
+    for frame in (Dataset.from_list(ROWS).to_pandas(), Polars()):
+        assert make(train_dataset=frame)._given.train == ROWS
+
+
 class Loaded:
     """A module of transformers, as far as its name goes."""
 
@@ -320,6 +335,8 @@ class Loaded:
         ({"num_generation": 4}, r"no parameter num_generation\. Did you mean num_generations\?"),
         ({"train_datasets": ROWS}, r"no parameter train_datasets\. Did you mean train_dataset\?"),
         ({"reward_fn": letters}, r"Did you mean reward_funcs\?"),
+        ({"rollout.prompts": 3}, r'Did you mean overrides=\{"rollout\.prompts": \.\.\.\}\?'),
+        ({"rollout": {"prompts": 3}}, r'Did you mean overrides=\{"rollout\.'),
         ({"clip_ratio": 3}, r'Did you mean overrides=\{"algorithm\.clip_low": \.\.\.\}\?'),
         ({"per_device_train_batch_size": 9}, r"9 answers .* is no multiple of num_generations=2; birl counts prompts"),
         ({"callbacks": [print]}, r"callbacks=.* is not taken\. TRL's word, without a key here: .*trainer\.metrics"),
