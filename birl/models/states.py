@@ -170,8 +170,6 @@ def asking(forward: Callable[..., Any], cache: str, name: str) -> Callable[..., 
         layout = options[cache] if hasattr(options.get(cache), "attend") else layout
         if layout is None:
             return forward(self, hidden_states, *args, **options)
-        if not hasattr(layout, "carry"):
-            raise BirlError(f"{type(self).__name__} keeps a state, which parallel.cp cannot split. Set parallel.cp=1.")
         result = layout.carry(self.layer_idx, hidden_states, partial(step, self))
         if name == CCA:
             sizes = [n * self.head_dim for n in (self.num_attention_heads, *[self.num_key_value_heads] * 2)]

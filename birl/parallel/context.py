@@ -7,9 +7,10 @@ memory allows.
                         its own queries only, dealt so that all have the same work (`zigzag`)
               ulysses   instead of all heads of its tokens a rank gets all tokens of its heads, and back afterwards
                         (DeepSpeed Ulysses, arXiv:2309.14509); the row is cut into n equal stretches
+    carry     layers that keep a state: each rank computes them for the whole row, and goes on with its own tokens
     join      log-probs of a rank's trained tokens become those of all, on every rank; the loss never notices
 
-Hidden states, logits and targets stay where they are. Every rank's gradient of a weight is that of its own tokens:
+All else stays where it is: hidden states, logits, targets. Every rank's gradient of a weight is that of its own tokens:
 FSDP adds them over the ranks of a row as over those of other rows.
 
 Shapes: n ranks, T tokens of the row with padding, t = T / n of each rank, N trained tokens, H query heads, K key heads,
@@ -30,8 +31,9 @@ from birl.data.support import SupportRows
 from birl.data.trees import Tree, ways
 from birl.errors import BirlError
 from birl.models import varlen
-from birl.models.attention import Layout, Mutual, Packed, Variant, area
-from birl.models.slots import slots_of, state_bytes
+from birl.models.attention import Layout, Packed, Variant, area
+from birl.models.slots import slots_of
+from birl.models.states import Step
 from birl.models.tree_attention import Area, tree_attention
 from birl.models.vision import Seen
 from birl.parallel.ranks import Ranks
@@ -153,15 +155,15 @@ def split(batch: Batch, ranks: Ranks, seen: Seen | None = None) -> ContextShard:
         here = embedded(seen, own, count, ranks) if ranks.grid.tp > 1 else seen
         return ContextShard(batch.tokens, batch.positions, layout, batch.source, batch.targets, batch.support, here)
     group = ranks.groups["cp"]
-    rank, trees = dist.get_rank(group), batch.trees
+    rank, row = dist.get_rank(group), Packed(batch.trees, device, mutual=ahead)
     if ranks.grid.context == "ulysses":
         tokens = place = torch.arange(count, device=device)
-        layout: Layout = Swapped(group, Packed(trees, device, mutual=ahead))
+        layout: Layout = Swapped(group, row)
     else:
-        shares = zigzag(trees, n)
+        shares = zigzag(batch.trees, n)
         dealt = torch.cat([torch.arange(p.first, p.last) for pieces in shares for p in pieces])
         tokens, place = dealt.to(device), dealt.argsort().to(device)
-        layout = Gathered(group, shares[rank], place, ahead)
+        layout = Gathered(group, row, shares[rank], place)
     mine = tokens.view(n, -1)[rank]  # and place [T] says where each token of the row is among `tokens`
     source = place[batch.source]
     own = source // len(mine)
@@ -192,9 +194,9 @@ def embedded(seen: Seen | None, mine: Tensor, count: int, ranks: Ranks) -> Seen 
 class Gathered:
     """Attention of a rank's own queries to the keys of all ranks."""
 
-    def __init__(self, group: Any, pieces: Sequence[Piece], place: Tensor, mutual: Mutual | None = None) -> None:
+    def __init__(self, group: Any, row: Packed, pieces: Sequence[Piece], place: Tensor) -> None:
         """`place` [T]: where each token of the row is among the gathered ones."""
-        self.group, self.pieces, self.place, self.mutual = group, pieces, place, mutual
+        self.group, self.row, self.pieces, self.place = group, row, pieces, place
         self.known: dict[int | None, Any] = {}  # by window; made once, used by every layer
 
     def attend(
@@ -211,6 +213,12 @@ class Gathered:
         ordered = rows.index_select(0, self.place).transpose(0, 1)
         return tree_attention(query[0], ordered[..., :size], ordered[..., size:], self.areas(window), scale)[None]
 
+    def carry(self, layer: int, rows: Tensor, step: Step) -> Tensor:
+        """Rows [1, t, H] -> the same."""
+        whole = gather(rows[0], self.group).index_select(0, self.place)
+        own = self.place.argsort().view(self.group.size(), -1)[dist.get_rank(self.group)]
+        return self.row.carry(layer, whole[None], step).index_select(1, own)
+
     def areas(self, window: int | None) -> list[Area]:
         """Each piece, and what it sees of the row."""
         if window not in self.known:
@@ -223,7 +231,7 @@ class Gathered:
 
     def blocks(self, window: int | None) -> tuple[tuple[int, int], ...]:
         """Tokens of pictures that see one another in such a layer."""
-        return () if self.mutual is None else self.mutual.of(window)
+        return () if self.row.mutual is None else self.row.mutual.of(window)
 
     def cut(self, window: int | None) -> varlen.Segments:
         """The same for FlashAttention, with keys by their place among the gathered ones."""
@@ -258,6 +266,11 @@ class Swapped:
         back = swap(out.reshape(n, -1), self.group).view(n, tokens, *out.shape[1:])
         return back.transpose(0, 1).flatten(1, 2)[None]
 
+    def carry(self, layer: int, rows: Tensor, step: Step) -> Tensor:
+        """Rows [1, t, H] -> the same."""
+        out = self.row.carry(layer, gather(rows[0], self.group)[None], step)
+        return out.chunk(self.group.size(), 1)[dist.get_rank(self.group)]
+
 
 def copies(heads: int, kv_heads: int, ranks: int) -> int:
     """How often each key head is sent so that every rank has the one its queries want: once, or where there are fewer
@@ -279,11 +292,6 @@ def check_heads(model: nn.Module, ranks: Ranks) -> None:
         raise BirlError(
             f"parallel.cp={ranks.grid.cp}: the attention of {type(model).__name__} has sinks, a soft cap or chunks, "
             "which birl does not compute over several processes. Set parallel.cp=1."
-        )
-    if ranks.grid.cp > 1 and state_bytes(model):
-        raise BirlError(
-            f"parallel.cp={ranks.grid.cp}: layers of {type(model).__name__} keep states, which birl does not compute "
-            "over several processes. Set parallel.cp=1."
         )
     if ranks.grid.context == "ulysses" and ranks.grid.cp > 1:
         for slot in slots_of(model):

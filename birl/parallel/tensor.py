@@ -3,6 +3,7 @@
     columns   q, k, v, gate, up: a rank has some rows of the weight [N, K], thus some heads or some inner features
     rows      o, down: a rank has the columns that belong to those, and its output is a summand of the whole one
     words     embedding and head: a rank has a part of the vocabulary; tied, they stay one parameter
+    whole     layers that keep a state: each rank computes them for all tokens, with all of their weights
 
 The parameters become DTensors over the axis, so that FSDP and checkpoints know the whole; a module computes with its
 plain part. Between the split blocks stands `regions.py`, behind the head `models/logprobs.py`. Norms, biases of `rows`
@@ -24,7 +25,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from birl.errors import BirlError
 from birl.models import vision
 from birl.models.logprobs import first_row
-from birl.models.slots import slots_of, state_bytes
+from birl.models.slots import slots_of
+from birl.models.states import CACHE, CCA
 from birl.parallel.ranks import Ranks
 from birl.parallel.regions import Regions
 
@@ -33,6 +35,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 #: model types whose attention reads the number of heads from their config, not from what its projections give
 FIXED = {"stablelm"}
+WHOLE = "whole"
 #: for models without a plan of their own, by the last name of a module
 PLAN = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
@@ -61,7 +64,11 @@ def split(model: nn.Module, ranks: Ranks, regions: Regions) -> list[str]:
     for block in {path.rpartition(".")[0] for path, kind in kinds.items() if kind == "colwise"}:
         body.get_submodule(block).register_forward_pre_hook(_entering(regions), with_kwargs=True)
     body.register_forward_hook(_ending(regions))
-    within = [body.get_submodule(path) for path, kind in kinds.items() if kind not in styles]
+    if regions.sequence:
+        for mixer in (m for _, m in body.named_modules() if keeps_state(m)):
+            mixer.register_forward_pre_hook(_entering(regions), with_kwargs=True)
+            mixer.register_forward_hook(_keeping(regions))
+    within = [body.get_submodule(path) for path, kind in kinds.items() if kind not in (*styles, WHOLE)]
     inside = {id(p) for module in within for p in module.parameters()}
     between = [*body.parameters(), *vision.tower(model).values()] if regions.sequence else []
     inside |= {id(p) for p in between if not isinstance(p, DTensor)}
@@ -78,18 +85,13 @@ def check(model: nn.Module, tp: int) -> dict[str, str]:
             f"parallel.tp={tp}: the attention of {type(model).__name__} has sinks, which birl cannot share out. Set "
             "parallel.tp=1, and parallel.fsdp to split the weights."
         )
-    if state_bytes(model):
-        raise BirlError(
-            f"parallel.tp={tp}: layers of {type(model).__name__} keep states, which birl cannot share out. Set "
-            "parallel.tp=1, and parallel.fsdp to split the weights."
-        )
     if body.config.model_type in FIXED:
         raise BirlError(
             f"parallel.tp={tp}: the attention of {type(model).__name__} counts on all of its heads, of which a rank "
             "has a part. Set parallel.tp=1, and parallel.fsdp to split the weights."
         )
     kinds = plan(body, {s.key for s in slots})
-    if not kinds:
+    if not {*kinds.values()} - {WHOLE}:
         raise BirlError(
             f"parallel.tp={tp}: birl knows no layers of {type(model).__name__} that ranks could share out. Set "
             "parallel.tp=1, and parallel.fsdp to split the weights."
@@ -115,10 +117,14 @@ def plan(body: nn.Module, widths: set[int]) -> dict[str, str]:
     own: dict[str, str] = getattr(body.config, "base_model_tp_plan", None) or {}
     wide = {(width,) for width in widths}
     result: dict[str, str] = {}
+    mixers = [f"{path}." for path, module in body.named_modules() if keeps_state(module)]
     for path, module in body.named_modules():
         shapes = [p.shape for p in module.parameters(recurse=False)]
         last = path.rpartition(".")[2]
         if not path.startswith("layers.") or not shapes:
+            continue
+        if f"{path}.".startswith(tuple(mixers)):
+            result[path] = WHOLE
             continue
         kind = next((k for pattern, k in own.items() if fnmatch(path, pattern)), PLAN.get(last))
         if kind is None and all(len(shape) == 1 for shape in shapes) and path.count(".") == 2:
@@ -132,6 +138,12 @@ def plan(body: nn.Module, widths: set[int]) -> dict[str, str]:
             )
         result[path] = kind
     return result
+
+
+def keeps_state(module: nn.Module) -> bool:
+    """But for what gives attention its queries, of which a rank would have a part."""
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return not names.isdisjoint(CACHE) and CCA not in names
 
 
 class Columns(ParallelStyle):
@@ -225,6 +237,17 @@ def _entering(regions: Regions):
         if args:
             return (regions.enter(args[0]), *args[1:]), kwargs
         return args, kwargs | {"hidden_states": regions.enter(kwargs["hidden_states"])}
+
+    return hook
+
+
+def _keeping(regions: Regions):
+    """Of what every rank has computed for all tokens its own tokens."""
+
+    def hook(mixer: nn.Module, args: tuple[Any, ...], output: Any):
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        own = first.chunk(regions.group.size(), dim=-2)[regions.group.rank()]
+        return (own, *rest) if isinstance(output, tuple) else own
 
     return hook
 

@@ -5,13 +5,12 @@ import torch
 from torch import Tensor
 
 from birl.data.trees import Tree, ways
-from birl.errors import BirlError
 from birl.kernels import PAGE
 from birl.learner.learner import Learner
 from birl.models.attention import Packed, places
 from birl.models.forward import hidden_states
 from birl.models.shape import Shape
-from birl.models.slots import COUNTED, Witness, computed_by, page_bytes, seen, slots_of, state_bytes
+from birl.models.slots import COUNTED, computed_by, page_bytes, seen, slots_of, state_bytes
 from birl.models.states import State, by_trees
 from birl.models.verify import compare
 from birl.parallel.shard import layers
@@ -98,16 +97,6 @@ def test_the_limits_of_time_steps_hold_for_one_token_too(kind: str, shift: float
         if name.endswith("dt_bias"):
             parameter.data += shift
     compare(model, Tree.of(5, (4, 3)), Tree.of(5))
-
-
-def test_a_layer_is_refused_where_nothing_keeps_its_state() -> None:
-    model = build("lfm2")
-
-    class Other:
-        attend = Witness().attend
-
-    with pytest.raises(BirlError, match=r"Lfm2ShortConv keeps a state.* Set parallel.cp=1"):
-        hidden_states(model, torch.arange(3), torch.arange(3), Other())
 
 
 def test_the_size_of_a_state_is_known_without_weights() -> None:

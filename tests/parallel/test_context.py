@@ -27,6 +27,7 @@ from tests.data.test_pack import groups, make
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_learner import Outcome, reinforce, same
 from tests.tiny import tiny_model
+from tests.zoo import build
 
 Loss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
 #: float32 gradients differ by 1e-6 when they are added up otherwise, and AdamW divides by their size: with an epsilon
@@ -57,6 +58,11 @@ def gemma() -> nn.Module:
     """One layer with a window and one without."""
     kinds = ["sliding_attention", "full_attention"]
     return small(Gemma3TextConfig, Gemma3ForCausalLM, sliding_window=5, layer_types=kinds, query_pre_attn_scalar=16)
+
+
+def hybrid() -> nn.Module:
+    """Gated DeltaNet, whose queries and keys go through a convolution, and attention."""
+    return build("qwen3_5_text", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
 
 
 def critic() -> nn.Module:
@@ -119,6 +125,7 @@ CASES = {
     "plain": Case(samples=alone_each),
     "windows": Case(mistral),
     "two kinds of layers": Case(gemma),
+    "states": Case(hybrid),
     "longer than a rank": Case(samples=one_long),
     "a rank without trained tokens": Case(samples=few_trained),
     "whole samples": Case(loss=geometric),

@@ -75,11 +75,11 @@ SWAPPED = Grid(cp=2, context="ulysses")
         *(("qwen3_vl", True, grid) for grid in (Grid(fsdp=2), Grid(tp=2), Grid(cp=2))),
         *(
             (kind, False, grid)
-            for kind in ("qwen3_vl", "qwen2_5_vl", "gemma3", "smolvlm")
+            for kind in ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3", "smolvlm")
             for grid in (Grid(tp=2), Grid(cp=2))
         ),
-        *((kind, False, grid) for kind in ("qwen3_vl", "gemma3") for grid in (PLAIN, SWAPPED, BOTH)),
-        *((kind, False, Grid(cp=2)) for kind in ("gemma4", "internvl")),
+        *((kind, False, grid) for kind in ("qwen3_vl", "qwen3_5", "gemma3") for grid in (PLAIN, SWAPPED, BOTH)),
+        *((kind, False, Grid(cp=2)) for kind in ("gemma4", "internvl", "lfm2_vl")),
         *(("qwen3_vl_moe", False, grid) for grid in (Grid(fsdp=2, ep=2), Grid(cp=2, ep=2))),
         ("qwen3_5_moe", False, Grid(fsdp=2, ep=2)),
     ],
@@ -108,7 +108,7 @@ def test_a_split_model_is_the_whole_one(kind: str, frozen: bool, grid: Grid, tmp
     ("command", "kind", "axis", "words"),
     [
         ("sft", "qwen3_5", "fsdp", ("model.freeze_vision=true",)),
-        ("rl", "qwen3_5", "fsdp", ()),
+        *(("rl", "qwen3_5", axis, ()) for axis in ("fsdp", "tp", "cp")),
         ("rl", "qwen3_vl", "fsdp", ("lora.rank=2", "lora.targets=all-linear")),
         ("rl", "qwen3_vl", "tp", ("lora.rank=2", "lora.targets=all-linear", "lora.dora=true")),
         ("rl", "gemma3", "tp", ()),
@@ -148,8 +148,6 @@ def test_a_run_resumes_on_another_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "word", "reason"),
     [
-        ("qwen3_5", "tp", "layers of Qwen3_5ForConditionalGeneration keep states, which birl cannot share out"),
-        ("qwen3_5", "cp", "layers of Qwen3_5ForConditionalGeneration keep states, which birl does not compute over"),
         ("qwen3_vl_moe", "tp", "layers.0.mlp.experts of Qwen3VLMoeTextModel is nothing that birl can split"),
     ],
 )

@@ -26,9 +26,9 @@ LORA, DORA = Lora(rank=4, seed=1), Lora(rank=4, alpha=8.0, seed=1, dora=True)
 
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["lora", "dora"])
 @pytest.mark.parametrize("grid", [Grid(fsdp=2), Grid(tp=2), Grid(fsdp=2, tp=2), Grid(cp=2, tp=2)], ids=str)
-def test_split_weights_change_no_number(grid: Grid, lora: Lora) -> None:
-    """Biases, that nothing trains, and rows of both kinds of linear layers."""
-    name = "llama untied, with biases"
+@pytest.mark.parametrize("name", ["llama untied, with biases", "states"])
+def test_split_weights_change_no_number(name: str, grid: Grid, lora: Lora) -> None:
+    """Biases, that nothing trains, rows of both kinds of linear layers, and layers that every rank has whole."""
     alone = trained_on(Ranks(), name, {"lora": lora})
     for found in on_ranks(grid, trained_on, name, {"lora": lora}):
         same(found, alone, 1e-5)
