@@ -5,10 +5,11 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import httpx
 import numpy as np
@@ -19,6 +20,7 @@ from birl.engines.remote import fetch
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.models.digests import digests
+from birl.support import Support
 from birl.text.pictures import is_picture
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
@@ -96,8 +98,11 @@ class Peer:
 
 
 class Adapter:
-    """`end_ids` are those of the model, for given answers (`SamplingParams.forced`); the server knows its own.
-    `timeout` is that of one answer, pauses included [s]."""
+    """Implements `birl.types.Engine` by the requests of one project. `end_ids` are those of the model, for given
+    answers (`SamplingParams.forced`); the server knows its own. `timeout`: of one answer, pauses included [s]."""
+
+    name = ""  # of the project
+    anew = False  # all of an answer is computed anew when the weights change meanwhile
 
     def __init__(
         self,
@@ -123,9 +128,127 @@ class Adapter:
         """Raises `EngineDown`."""
         raise NotImplementedError
 
-    async def take(self, update: Update, change: Callable[[], Awaitable[Any]]) -> None:
-        """Pause, put the new weights in place by `change`, go on. Raises `WeightsFailed`; then it is broken."""
+    async def let_in(self, params: SamplingParams, session: str) -> bool:
+        """Wait until it may be asked. False: it was aborted. Raises `BirlError` for what it cannot do."""
+        return True
+
+    async def ask(
+        self, token_ids: tuple[int, ...], params: SamplingParams, count: int, session: str, scored: int = 0
+    ) -> Any:
+        """Its own answer; `scored`: so many of the last tokens get log-probs, too."""
         raise NotImplementedError
+
+    def parse(self, answer: Any, count: int) -> Completion:
+        """The tokens that it sampled."""
+        raise NotImplementedError
+
+    def scores(self, answer: Any, given: tuple[int, ...]) -> tuple[float, ...]:
+        """Log-probs of the given tokens."""
+        raise NotImplementedError
+
+    async def halt(self) -> None:
+        """Between two tokens, unless it is paused."""
+        raise NotImplementedError
+
+    async def relabelled(self, label: str) -> str:
+        """What it calls its weights once they are new and `label` was given to them."""
+        raise NotImplementedError
+
+    async def go_on(self) -> None:
+        raise NotImplementedError
+
+    async def release(self) -> None:
+        """Callers of a broken engine wait no longer."""
+        raise NotImplementedError
+
+    async def occupy(self, what: str) -> None:
+        """Have memory for it again: weights | kv_cache."""
+        raise NotImplementedError
+
+    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+        """One answer. Raises `EngineDown`, and `BirlError` for what the engine refuses or would report wrongly."""
+        if not prompt_ids:
+            raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
+        if is_picture(max(prompt_ids)):
+            raise BirlError(
+                f"The prompt has a picture, and {self.name} is sent tokens alone: set engine.kind=embedded or birl."
+            )
+        if not await self.let_in(params, session):
+            return Completion.of((), (), (), Stop.ABORT)
+        if self.broken:
+            raise EngineDown(f"{self.address}: {self.broken}")
+        room = min(params.max_tokens, await self.longest() - len(prompt_ids))
+        if room <= 0:
+            return Completion.of((), (), (), Stop.LENGTH)
+        if params.forced:
+            return await self._given(prompt_ids, params, room, session)
+        answer = await self.ask(prompt_ids, params, room, session)
+        result = self.parse(answer, room)
+        return replace(result, support=self.kept(answer)) if params.told else result
+
+    def kept(self, answer: Any) -> Support:
+        """The words that each token was drawn from."""
+        raise NotImplementedError
+
+    async def _given(self, prompt_ids: tuple[int, ...], params: SamplingParams, room: int, session: str) -> Completion:
+        """An answer that begins with `params.forced`, of at most `room` tokens: the given ones are scored as a part of
+        the prompt, under the model itself. Raises `BirlError` where that is not the distribution that is asked for."""
+        if params.temperature not in (0.0, 1.0) or params.top_p < 1 or params.top_k or params.min_p:
+            raise BirlError(
+                f"{self.name} scores given tokens under the model itself, not under temperature "
+                f"{params.temperature:g}, top_p {params.top_p:g}, top_k {params.top_k}, min_p {params.min_p:g}: ask "
+                "with temperature=1 and without them."
+            )
+        given, ended = cut(params, self.end_ids, room)
+        if len(prompt_ids) + len(given) == self.context:
+            raise BirlError(
+                f"{self.name} scores at most {self.context - 1} tokens, prompt and answer, one less than its context: "
+                "start it with a context of one token more."
+            )
+        more = 0 if ended else room - len(given)
+        for _ in range(3):
+            known = self.takes
+            answer = await self.ask(prompt_ids + given, params, max(more, 1), session, scored=len(given))
+            rest = self.parse(answer, max(more, 1))
+            # Scores are of one version, and its label is that of the first token after them.
+            if self.takes == known or self.anew or not len(rest.versions):
+                break
+        else:
+            raise EngineDown(f"{self.address}: its weights changed three times while it scored one answer.")
+        if not len(rest.versions):  # aborted before there was anything
+            return rest
+        keep = len(rest.tokens) if more else 0
+        return Completion(
+            tokens=np.append(np.array(given, np.int32), rest.tokens[:keep]),
+            logprobs=np.append(np.array(self.scores(answer, given), np.float32), rest.logprobs[:keep]),
+            versions=np.append(np.repeat(rest.versions[:1], len(given)), rest.versions[:keep]),
+            stop=rest.stop if more else Stop.STOP if ended else Stop.LENGTH,
+        )
+
+    async def take(self, update: Update, change: Callable[[], Awaitable[Any]]) -> None:
+        """Put the new weights in place by `change`, between two tokens. Raises `WeightsFailed`; then it is broken, and
+        has neither the old nor the new ones."""
+        label = str(update.version)
+        self.takes += 1
+        try:
+            await self.halt()
+            await change()
+            result = await self.relabelled(label)
+            if result != label:
+                raise WeightsFailed("stale", f"{self.address} says that it has version {result}, not {label}.")
+            self.version, self.broken, self.empty = update.version, "", False
+            if not self.paused:
+                await self.go_on()
+        except (EngineDown, BirlError, asyncio.CancelledError) as error:
+            self.broken = f"loading version {label} of the weights failed half-way ({error or 'cancelled'})"
+            with suppress(EngineDown, BirlError):  # it is down as well: waiting callers know
+                await asyncio.shield(self.release())
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            failed = refusal(update, error)
+            raise WeightsFailed(
+                failed.cause, f"{failed} The engine is broken: it has neither the old nor the new weights."
+            ) from error
 
     async def replaced(self, update: Update, change: Callable[[], Awaitable[Any]], size: int) -> Held:
         """`take`, and nothing else meanwhile. `size` [bytes]. Raises `WeightsFailed`."""
@@ -143,10 +266,23 @@ class Adapter:
         async with self._asking:
             return self.context or (await self.info()).context
 
-    def check_awake(self) -> None:
-        """Raises `BirlError` where there are no weights to go on with."""
-        if self.asleep or self.empty:
-            raise BirlError("The engine sleeps: wake it and load weights first.")
+    async def resume(self) -> None:
+        async with self._control:
+            if self.asleep or self.empty:
+                raise BirlError("The engine sleeps: wake it and load weights first.")
+            if self.cacheless:
+                await self.occupy("kv_cache")
+                self.cacheless = False
+            await self.go_on()
+            self.paused = False
+
+    async def wake(self) -> None:
+        """Have room for weights again: then `load`, then `resume`, which brings the cache back: engines go on computing
+        as soon as they have both."""
+        async with self._control:
+            if self.asleep:
+                await self.occupy("weights")
+                self.asleep = False
 
     async def close(self) -> None:
         """Of this client: the server goes on."""
@@ -190,16 +326,6 @@ def versions(spans: Collection[Any], count: int) -> tuple[int, ...]:
     return tuple(result)
 
 
-def scorable(params: SamplingParams, engine: str) -> None:
-    """Given tokens are scored as a part of the prompt, under the model itself. Raises `BirlError` where that is not the
-    distribution that is asked for."""
-    if params.temperature not in (0.0, 1.0) or params.top_p < 1 or params.top_k or params.min_p:
-        raise BirlError(
-            f"{engine} scores given tokens under the model itself, not under temperature {params.temperature:g}, top_p "
-            f"{params.top_p:g}, top_k {params.top_k}, min_p {params.min_p:g}: ask with temperature=1 and without them."
-        )
-
-
 def cut(params: SamplingParams, end_ids: Collection[int], room: int) -> tuple[tuple[int, ...], bool]:
     """The given tokens as far as an answer with them would have gone, and whether an end token is their last."""
     ends = {*params.stop_ids, *(() if params.ignore_eos else end_ids)}
@@ -208,68 +334,10 @@ def cut(params: SamplingParams, end_ids: Collection[int], room: int) -> tuple[tu
     return (given, False) if first is None else (given[: first + 1], True)
 
 
-class Scores(Protocol):
-    """What `answer_given` needs of an adapter. `takes` counts how often the engine's weights were changed; `ask` gives
-    the engine's own answer, `parse` the tokens that it sampled, `scores` the log-probs of the given ones."""
-
-    address: str
-    context: int
-    end_ids: frozenset[int]
-    takes: int
-
-    async def ask(
-        self, token_ids: tuple[int, ...], params: SamplingParams, count: int, session: str, scored: int = 0
-    ) -> Any: ...
-    def parse(self, answer: Any, count: int) -> Completion: ...
-    def scores(self, answer: Any, given: tuple[int, ...]) -> tuple[float, ...]: ...
-
-
-def refuse_pictures(prompt: Sequence[int], engine: str) -> None:
-    """Raises `BirlError` for a prompt with pictures, which only birl's own engines are given."""
-    if is_picture(max(prompt)):
-        raise BirlError(
-            f"The prompt has a picture, and {engine} is sent tokens alone: set engine.kind=embedded or birl."
-        )
-
-
-async def answer_given(
-    adapter: Scores,
-    engine: str,
-    prompt_ids: tuple[int, ...],
-    params: SamplingParams,
-    room: int,
-    session: str,
-    exact: bool = False,
-) -> Completion:
-    """An answer that begins with `params.forced`, of at most `room` tokens: the given ones are scored as a part of the
-    prompt. `exact`: the engine computes all of it anew when its weights change meanwhile."""
-    scorable(params, engine)
-    given, ended = cut(params, adapter.end_ids, room)
-    if len(prompt_ids) + len(given) == adapter.context:
-        raise BirlError(
-            f"{engine} scores at most {adapter.context - 1} tokens, prompt and answer, one less than its context: "
-            "start it with a context of one token more."
-        )
-    more = 0 if ended else room - len(given)
-    for _ in range(3):
-        known = adapter.takes
-        answer = await adapter.ask(prompt_ids + given, params, max(more, 1), session, scored=len(given))
-        rest = adapter.parse(answer, max(more, 1))
-        # Scores are of one version, and its label is that of the first token after them.
-        if adapter.takes == known or exact or not len(rest.versions):
-            break
-    else:
-        raise EngineDown(f"{adapter.address}: its weights changed three times while it scored one answer.")
-    if not len(rest.versions):  # aborted before there was anything
-        return rest
-    scores = adapter.scores(answer, given)
-    keep = len(rest.tokens) if more else 0
-    return Completion(
-        tokens=np.append(np.array(given, np.int32), rest.tokens[:keep]),
-        logprobs=np.append(np.array(scores, np.float32), rest.logprobs[:keep]),
-        versions=np.append(np.repeat(rest.versions[:1], len(given)), rest.versions[:keep]),
-        stop=rest.stop if more else Stop.STOP if ended else Stop.LENGTH,
-    )
+def refusal(update: Update, error: Exception) -> WeightsFailed:
+    """With the cause, where it is known."""
+    cause = error.cause if isinstance(error, WeightsFailed) else "unreachable"
+    return WeightsFailed(cause, f"Version {update.version} of the weights: {error}.")
 
 
 def check_folder(update: Update, current: int) -> dict[str, Tensor]:

@@ -83,13 +83,10 @@ def common(
     prompts: tuple[tuple[int, ...], ...],
     key: str,
     default: int,
-    logprobs: bool,
-    tools: tuple[Mapping[str, Any], ...] = (),
     echo: bool = False,
-    grammar: str = "",
-    prompt_logprobs: int | None = None,
+    **own: Any,
 ) -> Ask:
-    """`key` names the limit of an answer; `default` counts without it."""
+    """`key` names the limit of an answer; `default` counts without it. `own`: of `Ask`, as it is."""
     mute = echo and data.get(key) == 0 and type(data[key]) is int
     for ids in prompts:
         try:
@@ -108,13 +105,10 @@ def common(
         n=n,
         stream=stream,
         usage=usage,
-        logprobs=logprobs,
         token_ids=typed(data, "return_token_ids", bool, False),
-        tools=tools,
         echo=echo,
-        grammar=grammar,
         mute=mute,
-        prompt_logprobs=prompt_logprobs,
+        **own,
     )
 
 

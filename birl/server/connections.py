@@ -4,15 +4,23 @@ file descriptors for. Those that ask nothing make room for others."""
 import asyncio
 import os
 import resource
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import h11
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import DEFAULT_MAX_INCOMPLETE_EVENT_SIZE, H11Protocol
 
 HEAD = 20.0  # seconds until the head of the first request is there
 KEEP = 75.0  # seconds until that of the next one is
+GRACE = 5
 RESERVE = 64  # file descriptors for files, engines and clients
 WANTED = 8192  # connections
 PIECES, SMALL = 2000, 64  # pieces of a body of less than so many bytes: reading each takes 30 microseconds
@@ -33,6 +41,31 @@ def room() -> int:
     except OSError:
         used = RESERVE
     return WANTED if soft < 0 else max(min(WANTED, soft - used - RESERVE), 8)
+
+
+def uvicorn_server(served: ASGIApp, grace: int = GRACE, backlog: int = 2048) -> uvicorn.Server:
+    """`grace`: seconds for connections to take what was answered, once nothing is sampled any more."""
+    server = uvicorn.Server(
+        uvicorn.Config(
+            served, http=Patient, ws="none", lifespan="off", log_level="error", access_log=False,
+            timeout_graceful_shutdown=grace, timeout_keep_alive=75, server_header=False, backlog=backlog,
+        )
+    )  # fmt: skip
+    server.capture_signals = nullcontext  # pyright: ignore[reportAttributeAccessIssue]  uvicorn would raise the signal again
+    return server
+
+
+def routed(routes: Mapping[tuple[str, str], Any], answer: Callable[..., Awaitable[None]], no_route: Any) -> Starlette:
+    """`answer(handler, path, request, scope, receive, send)` is called for each request of a route."""
+
+    def endpoint(handler: Any, path: str) -> Callable[[Request], Awaitable[Any]]:
+        async def endpoint(request: Request) -> ASGIApp:
+            return partial(answer, handler, path, request)
+
+        return endpoint
+
+    every = [Route(path, endpoint(handler, path), methods=[method]) for (method, path), handler in routes.items()]
+    return Starlette(routes=every, exception_handlers={HTTPException: no_route})
 
 
 class Whole(h11.Connection):

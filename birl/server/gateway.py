@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 from birl.errors import Aborted, BirlError, EngineFailed, TooLong
 from birl.rollout.session import Session
 from birl.server.agent_session import Answering, Reply, Visit
-from birl.server.connections import Patient
+from birl.server.connections import uvicorn_server
 from birl.server.dialects import modules
 from birl.server.limits import TIMEOUT, Gone, Refused, ambiguous, check_bulk, disconnected, json_object
 from birl.server.messages import typed
@@ -67,14 +67,8 @@ class Gateway:
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with proto 0 Nagle stays on
         sock.bind(("127.0.0.1", 0))
         sock.listen(4096)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                Starlette(routes=[Route("/{path:path}", self._endpoint, methods=["GET", "POST"])]),
-                http=Patient, ws="none", lifespan="off", log_level="error", access_log=False,
-                timeout_graceful_shutdown=1, timeout_keep_alive=75, server_header=False, backlog=4096,
-            )
-        )  # fmt: skip
-        self._server.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]  the run's own
+        routes = [Route("/{path:path}", self._endpoint, methods=["GET", "POST"])]
+        self._server = uvicorn_server(Starlette(routes=routes), grace=1, backlog=4096)
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.01)

@@ -12,6 +12,7 @@ from birl.server.kept import Kept
 from birl.server.limits import OVERLOADED, Refused
 from birl.server.messages import invalid, message_content, text, typed
 from birl.server.openai_format import call_id
+from birl.server.openai_format import typed_event as event
 from birl.server.request_policy import SAMPLING, Terms, speaker
 from birl.types import Message, Stop, ToolCall, Turn
 
@@ -230,10 +231,6 @@ def opened(block: Block) -> tuple[Block, Block]:
         case _:
             given = json.dumps(block["input"], ensure_ascii=False)
             return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": given}
-
-
-def event(kind: str, **data: Any) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data}, ensure_ascii=False)}\n\n".encode()
 
 
 def error(refused: Refused) -> Block:

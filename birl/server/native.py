@@ -1,11 +1,11 @@
 """birl's own dialect: the routes of `birl/engines/wire.py`."""
 
 import asyncio
-import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -152,13 +152,6 @@ async def pause(service: Service, request: Request) -> Response:
     return reply(state(service))
 
 
-async def resume(service: Service, request: Request) -> Response:
-    only(await json_object(request, service.most_bytes))
-    async with service.control():
-        await service.resume()
-    return reply(state(service))
-
-
 async def abort(service: Service, request: Request) -> Response:
     """`sessions` null or absent: all."""
     data = await json_object(request, service.most_bytes)
@@ -171,17 +164,10 @@ async def abort(service: Service, request: Request) -> Response:
     return reply({"aborted": count})
 
 
-async def sleep(service: Service, request: Request) -> Response:
+async def controlled(change: Callable[[Service], Awaitable[None]], service: Service, request: Request) -> Response:
     only(await json_object(request, service.most_bytes))
     async with service.control():
-        await service.sleep()
-    return reply(state(service))
-
-
-async def wake(service: Service, request: Request) -> Response:
-    only(await json_object(request, service.most_bytes))
-    async with service.control():
-        await service.engine.wake()
+        await change(service)
     return reply(state(service))
 
 
@@ -201,28 +187,23 @@ async def ready(service: Service, request: Request) -> Response:
 
 async def info(service: Service, request: Request) -> Response:
     engine = service.engine
-    return reply(
-        dataclasses.asdict(
-            wire.Info(
-                engine="birl",
-                model=service.name,
-                version=engine.version,
-                digest=service.digest,
-                dtype=service.dtype,
-                context=engine.context,
-                vocabulary=service.vocabulary,
-                words=service.words,
-                volume=service.volume,
-                run=service.owner.now(),
-                running=len(engine.scheduler.running),
-                waiting=max(service.gate.open - len(engine.scheduler.running), 0),
-                paused=engine.paused,
-                asleep=engine.asleep,
-                pid=os.getpid(),
-                counters=dataclasses.asdict(engine.counters),
-            )
-        )
+    result = wire.Info(
+        engine="birl",
+        model=service.name,
+        digest=service.digest,
+        dtype=service.dtype,
+        context=engine.context,
+        vocabulary=service.vocabulary,
+        words=service.words,
+        volume=service.volume,
+        run=service.owner.now(),
+        running=len(engine.scheduler.running),
+        waiting=max(service.gate.open - len(engine.scheduler.running), 0),
+        pid=os.getpid(),
+        counters=asdict(engine.counters),
+        **state(service),
     )
+    return reply(asdict(result))
 
 
 async def digests(service: Service, request: Request) -> Response:
@@ -287,10 +268,10 @@ ROUTES = {
     ("POST", "/join"): join,
     ("POST", "/leave"): leave,
     ("POST", "/pause"): pause,
-    ("POST", "/resume"): resume,
+    ("POST", "/resume"): partial(controlled, Service.resume),
     ("POST", "/abort"): abort,
-    ("POST", "/sleep"): sleep,
-    ("POST", "/wake"): wake,
+    ("POST", "/sleep"): partial(controlled, Service.sleep),
+    ("POST", "/wake"): partial(controlled, lambda service: service.engine.wake()),
     ("GET", "/health"): health,
     ("GET", "/ready"): ready,
     ("GET", "/info"): info,

@@ -5,6 +5,7 @@ and, for each choice, `token_ids` and `weight_versions`. Log-probs are those of 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -33,15 +34,7 @@ async def model(service: Service, request: Request) -> Response:
     return JSONResponse({"id": service.name, "object": "model", "created": service.created, "owned_by": "birl"})
 
 
-async def chat(service: Service, request: Request) -> Response:
-    return await completed(service, request, ask.chat)
-
-
-async def completion(service: Service, request: Request) -> Response:
-    return await completed(service, request, ask.completion)
-
-
-async def completed(service: Service, request: Request, read: Callable[[Body, Service], Ask]) -> Response:
+async def completed(read: Callable[[Body, Service], Ask], service: Service, request: Request) -> Response:
     data = await json_object(request, service.most_bytes)
     asked = await answered(request, service.read(lambda: read(data, service)), service.timeout)
     jobs = [(prompt, p) for prompt in asked.prompts for p in service.seeded(asked.params, asked.n)]
@@ -72,6 +65,6 @@ async def scores(service: Service, asked: Ask) -> list[Scored]:
 ROUTES = {
     ("GET", "/v1/models"): models,
     ("GET", "/v1/models/{name:path}"): model,
-    ("POST", "/v1/chat/completions"): chat,
-    ("POST", "/v1/completions"): completion,
+    ("POST", "/v1/chat/completions"): partial(completed, ask.chat),
+    ("POST", "/v1/completions"): partial(completed, ask.completion),
 }

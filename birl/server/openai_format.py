@@ -202,3 +202,8 @@ def octets(text: str) -> list[int] | None:
 
 def event(data: Mapping[str, Any]) -> bytes:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+
+
+def typed_event(kind: str, **data: Any) -> bytes:
+    """As Anthropic's messages and OpenAI's Responses have them."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data}, ensure_ascii=False)}\n\n".encode()

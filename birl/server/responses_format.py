@@ -14,6 +14,7 @@ from birl.server.agent_session import Answers, Reply
 from birl.server.kept import Kept
 from birl.server.limits import Refused
 from birl.server.openai_format import call_id, octets
+from birl.server.openai_format import typed_event as event
 from birl.types import Conversation, Message, Stop, Turn
 
 Item = dict[str, Any]
@@ -218,7 +219,3 @@ def ended(response: Item) -> str:
 def named(reply: Message) -> Message:
     """Each of its calls has an id, by which the result is sent."""
     return replace(reply, tool_calls=tuple(replace(c, id=c.id or call_id()) for c in reply.tool_calls))
-
-
-def event(kind: str, **data: Any) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data}, ensure_ascii=False)}\n\n".encode()

@@ -1,7 +1,6 @@
 """`birl serve`: a model behind HTTP, in a process of its own."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -14,12 +13,12 @@ from math import inf
 from pathlib import Path
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from birl.config import schema
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache, open_engine
 from birl.engines import names
+from birl.engines.collective import own_address
 from birl.errors import BirlError, WeightsFailed
 from birl.hosts import is_loopback
 from birl.kernels import PAGE
@@ -29,7 +28,7 @@ from birl.models.digests import words
 from birl.models.load import cast
 from birl.models.released import shapes_of
 from birl.parallel.machine import compute_thread
-from birl.server.connections import Patient
+from birl.server.connections import uvicorn_server
 from birl.server.limits import Gate, Refused
 from birl.server.metrics import Metrics
 from birl.server.server import app
@@ -39,7 +38,6 @@ from birl.types import Update
 from birl.weights import folder
 
 LOOK = 0.1  # seconds between two looks into `volume`
-GRACE = 5  # seconds for connections to take what was answered, once nothing is sampled any more
 
 
 def run(config: schema.Serve) -> int:
@@ -193,29 +191,11 @@ def service_of(policy: Policy, engine: EmbeddedEngine, token: str, dtype: str) -
 
 def hosted(service: Service) -> str:
     """Serve until the process ends, in a thread, for the other ranks of a learner; the address."""
-    sock = bind(own_host(), 0)
+    sock = bind(own_address(os.environ["MASTER_ADDR"]), 0)  # as rank 0 reaches this machine
     sock.listen(2048)
     server = uvicorn_server(app(service))
     threading.Thread(target=server.run, args=([sock],), name="engine", daemon=True).start()
     return address(sock)
-
-
-def own_host() -> str:
-    """The address of this machine towards rank 0's: the loopback where that is this machine, too."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
-        return way.getsockname()[0]
-
-
-def uvicorn_server(served: ASGIApp) -> uvicorn.Server:
-    server = uvicorn.Server(
-        uvicorn.Config(
-            served, http=Patient, ws="none", lifespan="off", log_level="error", access_log=False,
-            timeout_graceful_shutdown=GRACE, timeout_keep_alive=75, server_header=False, backlog=2048,
-        )
-    )  # fmt: skip
-    server.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]  uvicorn would raise the signal again
-    return server
 
 
 def short_name(path: str) -> str:

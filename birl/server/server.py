@@ -4,17 +4,16 @@ import functools
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.server import native
+from birl.server.connections import routed
 from birl.server.dialects import modules
 from birl.server.limits import Gone, Refused, ambiguous, intruder
 from birl.server.service import Service
@@ -30,17 +29,7 @@ ERRORS = {path: m.error for m in MODULES if hasattr(m, "error") for _, path in m
 
 
 def app(service: Service) -> Starlette:
-    routes = [
-        Route(path, _endpoint(service, handler, path), methods=[method]) for (method, path), handler in ROUTES.items()
-    ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
-
-
-def _endpoint(service: Service, handler: Handler, path: str) -> Callable[[Request], Awaitable[Any]]:
-    async def endpoint(request: Request) -> ASGIApp:
-        return functools.partial(answer, service, handler, path, request)
-
-    return endpoint
+    return routed(ROUTES, functools.partial(answer, service), _no_route)
 
 
 async def answer(

@@ -10,31 +10,29 @@ the keys and values of the older tokens stay.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from birl.engines.peer import (
     QUICK,
     Adapter,
-    answer_given,
     check_folder,
     number,
-    refuse_pictures,
     size,
     versions,
     vocabulary,
 )
 from birl.engines.sglang.transfer import SGLangTransfer
 from birl.engines.wire import Info
-from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.errors import BirlError, EngineDown
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 STOPS = {"stop": Stop.STOP, "length": Stop.LENGTH, "abort": Stop.ABORT}
 
 
 class SGLang(Adapter):
-    """Implements `birl.types.Engine`."""
+    name = "SGLang"
 
     def __init__(self, address: str, **options: Any) -> None:
         """`options`: those of `Adapter`."""
@@ -76,29 +74,12 @@ class SGLang(Adapter):
             pid=0,
         )
 
-    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
-        """One answer. Raises `EngineDown`, and `BirlError` for what SGLang refuses or would report wrongly."""
-        if not prompt_ids:
-            raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
-        refuse_pictures(prompt_ids, "SGLang")
+    async def let_in(self, params: SamplingParams, session: str) -> bool:
         if params.top_p < 1 or params.top_k or params.min_p:
             raise BirlError(
                 "SGLang reports log-probs before top_p, top_k and min_p, not those of the distribution that it samples "
                 "from: sample without them (temperature is accounted for)."
             )
-        if not await self.let_in(session):
-            return Completion.of((), (), (), Stop.ABORT)
-        if self.broken:
-            raise EngineDown(f"{self.address}: {self.broken}")
-        room = min(params.max_tokens, await self.longest() - len(prompt_ids))
-        if room <= 0:
-            return Completion.of((), (), (), Stop.LENGTH)
-        if not params.forced:
-            return self.parse(await self.ask(prompt_ids, params, room, session), room)
-        return await answer_given(self, "SGLang", prompt_ids, params, room, session)
-
-    async def let_in(self, session: str) -> bool:
-        """Wait for the end of a pause. False: it was aborted."""
         if self._going.is_set():
             return True
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -179,38 +160,18 @@ class SGLang(Adapter):
         if answer.get("success") is not True:
             raise BirlError(str(answer.get("message", answer)))
 
-    async def take(self, update: Update, change: Callable[[], Awaitable[Any]]) -> None:
-        """SGLang says that it goes back to the old weights when it fails half-way, but reads the new folder again."""
+    async def halt(self) -> None:
         self._going.clear()
-        self.takes += 1
-        label = str(update.version)
-        try:
-            if not self.paused:
-                await self.peer.call("POST", "/pause_generation", json={"mode": self.mode}, timeout=QUICK)
-            await change()
-            result = (await self.peer.json("GET", "/model_info", timeout=QUICK))["weight_version"]
-            if result != label:
-                raise WeightsFailed("stale", f"{self.address} says that it has version {result}, not {label}.")
-            self.version, self.broken, self.empty = update.version, "", False
-            if not self.paused:
-                await self.go_on()
-        except (EngineDown, BirlError, asyncio.CancelledError) as error:
-            self.broken = f"loading version {label} of the weights failed half-way ({error or 'cancelled'})"
-            await asyncio.shield(self.release())
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            cause = error.cause if isinstance(error, WeightsFailed) else "unreachable"
-            what = f"Version {label} of the weights: {error}"
-            raise WeightsFailed(cause, f"{what} The engine is broken: its weights are unknown.") from error
+        if not self.paused:
+            await self.peer.call("POST", "/pause_generation", json={"mode": self.mode}, timeout=QUICK)
+
+    async def relabelled(self, label: str) -> str:
+        return (await self.peer.json("GET", "/model_info", timeout=QUICK))["weight_version"]
 
     async def release(self) -> None:
-        """Let go who waits for a broken engine."""
         self._going.set()
-        try:
-            await self.peer.call("POST", "/pause_generation", json={"mode": "abort"}, timeout=QUICK)
-            await self.peer.call("POST", "/continue_generation", json={}, timeout=QUICK)
-        except (EngineDown, BirlError):
-            return  # it is down as well: waiting callers know
+        await self.peer.call("POST", "/pause_generation", json={"mode": "abort"}, timeout=QUICK)
+        await self.peer.call("POST", "/continue_generation", json={}, timeout=QUICK)
 
     async def go_on(self) -> None:
         await self.peer.call("POST", "/continue_generation", json={}, timeout=QUICK)
@@ -224,14 +185,8 @@ class SGLang(Adapter):
             await self.peer.call("POST", "/pause_generation", json={"mode": mode}, timeout=QUICK)
             self.paused = True
 
-    async def resume(self) -> None:
-        async with self._control:
-            self.check_awake()
-            if self.cacheless:
-                await self.peer.call("POST", "/resume_memory_occupation", json={"tags": ["kv_cache"]}, timeout=QUICK)
-                self.cacheless = False
-            self.paused = False
-            await self.go_on()
+    async def occupy(self, what: str) -> None:
+        await self.peer.call("POST", "/resume_memory_occupation", json={"tags": [what]}, timeout=QUICK)
 
     async def abort(self, sessions: Collection[str] | None = None) -> int:
         """End the requests of these sessions, or all of this client, with what they have; says how many."""
@@ -256,10 +211,3 @@ class SGLang(Adapter):
                 "POST", "/release_memory_occupation", json={"tags": ["kv_cache", "weights"]}, timeout=QUICK
             )
             self.paused = self.asleep = self.empty = self.cacheless = True
-
-    async def wake(self) -> None:
-        """Have room for weights again: then `load`, then `resume`, which brings the cache back."""
-        async with self._control:
-            if self.asleep:
-                await self.peer.call("POST", "/resume_memory_occupation", json={"tags": ["weights"]}, timeout=QUICK)
-                self.asleep = False

@@ -11,8 +11,7 @@ the log-prob of a token of version v is exactly what version v gives it. Without
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import replace
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from birl.engines.peer import (
     QUICK,
     Adapter,
-    answer_given,
     check_folder,
     fresh,
     number,
-    refuse_pictures,
+    refusal,
     size,
     tied,
     versions,
@@ -48,7 +46,7 @@ COUNTED = ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:num_preemptions
 
 
 class VLLM(Adapter):
-    """Implements `birl.types.Engine`."""
+    name = "vLLM"
 
     def __init__(self, address: str, *, method: str = "birl", **options: Any) -> None:
         """`options`: those of `Adapter`."""
@@ -109,21 +107,9 @@ class VLLM(Adapter):
         self.dtype = model["dtype"].removeprefix("torch.")
         self.on_cpu = result["vllm_config"].get("device_config", {}).get("device") == "cpu"
 
-    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
-        """One answer. Raises `EngineDown`, and `BirlError` for what vLLM refuses."""
-        if self.broken:
-            raise EngineDown(f"{self.address}: {self.broken}")
-        if not prompt_ids:
-            raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
-        refuse_pictures(prompt_ids, "vLLM")
-        room = min(params.max_tokens, await self.longest() - len(prompt_ids))
-        if room <= 0:
-            return Completion.of((), (), (), Stop.LENGTH)
-        if not params.forced:
-            answer = await self.ask(prompt_ids, params, room, session)
-            result = self.parse(answer, room)
-            return replace(result, support=self.kept(answer)) if params.told else result
-        return await answer_given(self, "vLLM", prompt_ids, params, room, session, exact=self.recompute_kv)
+    @property
+    def anew(self) -> bool:
+        return self.recompute_kv
 
     async def ask(
         self, token_ids: tuple[int, ...], params: SamplingParams, count: int, session: str, scored: int = 0
@@ -250,54 +236,30 @@ class VLLM(Adapter):
         tensors = check_folder(update, self.version)
         return {name: vllm_plugin.fingerprint(tensor, self.hash) for name, tensor in tensors.items()}
 
-    async def take(self, update: Update, change: Callable[[], Awaitable[Any]]) -> None:
-        """Put the new weights in place between two tokens. A failure here leaves neither the old nor the new ones."""
-        label = str(update.version)
-        self.takes += 1
-        try:
-            if not self.paused:
-                await self.peer.call("POST", KEEP, timeout=QUICK)
-            await change()
-            await self.peer.call("POST", "/update_weight_version", json={"new_version": label})
-            reset = f"/reset_prefix_cache?reset_running_requests={str(self.recompute_kv).lower()}"
-            await self.peer.call("POST", reset, timeout=QUICK)
-            result = (await self.peer.json("GET", "/weight_info", timeout=QUICK))["weight_version"]
-            if result != label:
-                raise WeightsFailed("stale", f"{self.address} says that it has version {result}, not {label}.")
-            self.version, self.broken, self.empty = update.version, "", False
-            if not self.paused:
-                await self.peer.call("POST", "/resume", timeout=QUICK)
-        except (EngineDown, BirlError, asyncio.CancelledError) as error:
-            self.broken = f"loading version {label} of the weights failed half-way ({error or 'cancelled'})"
-            await asyncio.shield(self.release())
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            failed = refusal(update, error)
-            raise WeightsFailed(
-                failed.cause, f"{failed} The engine is broken: it has neither the old nor the new weights."
-            ) from error
+    async def halt(self) -> None:
+        if not self.paused:
+            await self.peer.call("POST", KEEP, timeout=QUICK)
+
+    async def relabelled(self, label: str) -> str:
+        await self.peer.call("POST", "/update_weight_version", json={"new_version": label})
+        reset = f"/reset_prefix_cache?reset_running_requests={str(self.recompute_kv).lower()}"
+        await self.peer.call("POST", reset, timeout=QUICK)
+        return (await self.peer.json("GET", "/weight_info", timeout=QUICK))["weight_version"]
 
     async def release(self) -> None:
-        """Let go who waits for a broken engine."""
-        try:
-            await self.peer.call("POST", "/pause?mode=abort", timeout=QUICK)
-        except (EngineDown, BirlError):
-            return  # it is down as well: waiting callers know
+        await self.peer.call("POST", "/pause?mode=abort", timeout=QUICK)
+
+    async def go_on(self) -> None:
+        await self.peer.call("POST", "/resume", timeout=QUICK)
+
+    async def occupy(self, what: str) -> None:
+        await self.peer.call("POST", f"/wake_up?tags={what}", timeout=QUICK)
 
     async def pause(self, abort: bool = False) -> None:
         """Stop between two tokens. What runs is kept; with `abort` it ends with what it has. New requests wait."""
         async with self._control:
             await self.peer.call("POST", "/pause?mode=abort" if abort else KEEP, timeout=QUICK)
             self.paused = True
-
-    async def resume(self) -> None:
-        async with self._control:
-            self.check_awake()
-            if self.cacheless:
-                await self.peer.call("POST", "/wake_up?tags=kv_cache", timeout=QUICK)
-                self.cacheless = False
-            await self.peer.call("POST", "/resume", timeout=QUICK)
-            self.paused = False
 
     async def abort(self, sessions: Collection[str] | None = None) -> int:
         """End the requests of these sessions, or all of this client, with what they have; says how many."""
@@ -313,20 +275,6 @@ class VLLM(Adapter):
         async with self._control:
             await self.peer.call("POST", "/sleep?level=2&mode=keep", timeout=QUICK)
             self.paused = self.asleep = self.empty = self.cacheless = True
-
-    async def wake(self) -> None:
-        """Have room for weights again: then `load`, then `resume`. The cache stays away until `resume`, since vLLM goes
-        on computing as soon as it has both."""
-        async with self._control:
-            if self.asleep:
-                await self.peer.call("POST", "/wake_up?tags=weights", timeout=QUICK)
-                self.asleep = False
-
-
-def refusal(update: Update, error: Exception) -> WeightsFailed:
-    """With the cause, where it is known."""
-    cause = error.cause if isinstance(error, WeightsFailed) else "unreachable"
-    return WeightsFailed(cause, f"Version {update.version} of the weights: {error}.")
 
 
 def gauges(text: str) -> dict[str, float]:

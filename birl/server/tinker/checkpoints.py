@@ -4,7 +4,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from birl.learner.low_rank_run import ALPHA, LowRankConfig, LowRankRun, SharedBa
 from birl.models.low_rank import HEAD, AdapterWeights
 from birl.regular import read_json
 from birl.server.tinker import requests
-from birl.server.tinker.runs import Run, described
+from birl.server.tinker.runs import Run
 from birl.server.tinker.sessions import Sessions, make_room
 from birl.server.tinker.store import Checkpoint, Store, left_out, named, read_tensors
 from birl.server.tinker.tenants import Quota
@@ -68,7 +68,7 @@ class Checkpoints:
         made = Checkpoint(
             run=run.id, kind=kind, name=f"session-{seq}" if name is None else named(requests.words(data, "path")),
             owner=run.owner, made=time.time(), expires=None if seconds is None else time.time() + seconds,
-            metadata=requests.metadata(data), info={"base": run.base, "config": described(run.config)},
+            metadata=requests.metadata(data), info={"base": run.base, "config": run.config and asdict(run.config)},
         )  # fmt: skip
         again = name is None or requests.flag(data, "overwrite", False)
         if (old := self.store.find(made.path)) is not None and old.info.get("seq") == seq:

@@ -39,7 +39,8 @@ from birl.parallel.machine import compute_thread
 from birl.parallel.processes import rank_processes
 from birl.parallel.ranks import Ranks
 from birl.regular import check_target
-from birl.server.serve import address, bind, listen, short_name, uvicorn_server
+from birl.server.connections import uvicorn_server
+from birl.server.serve import address, bind, listen, short_name
 from birl.server.tinker import tenants
 from birl.server.tinker.checkpoints import Checkpoints
 from birl.server.tinker.futures import Promises

@@ -12,11 +12,11 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from birl.errors import BirlError
 from birl.server import limits
+from birl.server.connections import routed
 from birl.server.limits import Gone, Refused
 from birl.server.tinker import listing, requests
 from birl.server.tinker.checkpoints import Sampler
@@ -239,17 +239,7 @@ ROUTES |= {route: functools.partial(not_offered, reason) for route, reason in NO
 
 
 def app(service: TinkerService) -> Starlette:
-    routes = [
-        Route(path, _endpoint(service, handler, path), methods=[method]) for (method, path), handler in ROUTES.items()
-    ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
-
-
-def _endpoint(service: TinkerService, handler: Handler, path: str) -> Callable[[Request], Awaitable[Any]]:
-    async def endpoint(request: Request) -> ASGIApp:
-        return functools.partial(_answer, service, handler, path, request)
-
-    return endpoint
+    return routed(ROUTES, functools.partial(_answer, service), _no_route)
 
 
 async def _answer(

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from birl.errors import BirlError
@@ -61,17 +61,8 @@ class Run:
 
     def about(self) -> dict[str, Any]:
         """What `run.json` holds."""
-        result = {"owner": self.owner, "base": self.base, "metadata": self.metadata, "config": described(self.config)}
-        return result | {"made": self.made, "deleted": self.deleted}
-
-
-def described(config: LowRankConfig | None) -> dict[str, Any] | None:
-    if config is None:
-        return None
-    return {
-        "rank": config.rank, "seed": config.seed, "attention": config.attention, "mlp": config.mlp,
-        "unembed": config.unembed,
-    }  # fmt: skip
+        result = {"owner": self.owner, "base": self.base, "metadata": self.metadata}
+        return result | {"config": self.config and asdict(self.config), "made": self.made, "deleted": self.deleted}
 
 
 @dataclass(slots=True)

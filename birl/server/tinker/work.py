@@ -27,6 +27,12 @@ from birl.server.tinker.tenants import Tenants
 
 SNAPSHOT = 30.0  # seconds: after a kill, requests of no longer time are done again
 MOST_JOURNALED = 256  # requests
+#: requests for checkpoints, and the kind of these
+SAVED = {
+    "save_weights": "weights",
+    "save_weights_external": "external_weights",
+    "save_weights_for_sampler": "sampler_weights",
+}
 
 
 @dataclass(slots=True)
@@ -128,29 +134,20 @@ class Work:
         norm = await asyncio.get_running_loop().run_in_executor(self.compute, adapter.step, how)
         return Answer.of(metrics={"grad_norm": norm, "optimizer_steps": float(adapter.steps)})
 
-    async def _save_weights(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+    async def _save(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+        """Weights to sample with stay in memory; without a name they are for a new sampling session, whose id is the
+        answer."""
+        kind, seq = request.record.kind, request.record.seq
         adapter = await asyncio.to_thread(self.runs.load, run)
-        made = await asyncio.to_thread(self.checkpoints.save, run, adapter, "weights", data, request.record.seq)
-        return Answer.of(path=made.path, type="save_weights")
-
-    async def _save_external(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
-        adapter = await asyncio.to_thread(self.runs.load, run)
-        made = await asyncio.to_thread(
-            self.checkpoints.save, run, adapter, "external_weights", data, request.record.seq
-        )
-        return Answer.of(path=made.path, type="save_weights_external")
-
-    async def _save_for_sampler(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
-        """Without a name: for a new sampling session, whose id is the answer."""
-        adapter = await asyncio.to_thread(self.runs.load, run)
-        if data.get("path") is None:
+        opens = SAVED[kind] == "sampler_weights" and data.get("path") is None
+        if opens:
             self.checkpoints.room_for_sampler(run.owner)
-        made = await asyncio.to_thread(self.checkpoints.save, run, adapter, "sampler_weights", data, request.record.seq)
-        self.checkpoints.remember(made, adapter.weights)
-        if data.get("path") is not None:
-            return Answer.of(path=made.path, type="save_weights_for_sampler")
-        sampler = self.checkpoints.open_sampler(run, made)
-        return Answer.of(path=None, sampling_session_id=sampler, type="save_weights_for_sampler")
+        made = await asyncio.to_thread(self.checkpoints.save, run, adapter, SAVED[kind], data, seq)
+        if SAVED[kind] == "sampler_weights":
+            self.checkpoints.remember(made, adapter.weights)
+        if opens:
+            return Answer.of(path=None, sampling_session_id=self.checkpoints.open_sampler(run, made), type=kind)
+        return Answer.of(path=made.path, type=kind)
 
     async def _load_weights(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
         """Into a run that is, or that is made by it."""
@@ -185,9 +182,7 @@ class Work:
 
 KINDS = {
     "optim_step": Work._optim_step,
-    "save_weights": Work._save_weights,
-    "save_weights_external": Work._save_external,
-    "save_weights_for_sampler": Work._save_for_sampler,
+    **dict.fromkeys(SAVED, Work._save),
     "load_weights": Work._load_weights,
     "unload_model": Work._unload,
     "refused": Work._refused,
