@@ -96,19 +96,14 @@ def balance(
     filled = first_fit(sizes, capacity)
     least = max(-(-sum(sizes) // capacity), sum(2 * size > capacity for size in sizes), 1)
     for count in dict.fromkeys(-(-n // parts) * parts for n in (least, max(len(filled), 1))):
-        for solve in (by_level, by_cost, by_size) if parts > 1 else (by_size,):
-            bins = solve(sizes, costs, capacity, count, parts)
+        for by in ("level", "cost", "size") if parts > 1 else ("size",):
+            if by == "level":
+                bins = by_level(sizes, costs, capacity, count, parts)
+            else:
+                bins = largest_differencing(costs if by == "cost" else sizes, count)
             if all(sum(sizes[i] for i in items) <= capacity for items in bins):
                 return in_rounds(bins, costs, parts)
     return in_rounds(_spread(filled, costs, -(-len(filled) // parts) * parts), costs, parts)
-
-
-def by_cost(sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int, parts: int) -> list[list[int]]:
-    return largest_differencing(costs, count)
-
-
-def by_size(sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int, parts: int) -> list[list[int]]:
-    return largest_differencing(sizes, count)
 
 
 def by_level(sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int, parts: int) -> list[list[int]]:
@@ -179,7 +174,7 @@ def imbalance(costs: Sequence[float], parts: int) -> float:
     """sum over rounds of the dearest x parts / all - 1: the time that shares wait for others, by the time they work.
     Never below (dearest share / mean share) - 1."""
     total = sum(costs)
-    return sum(max(costs[i : i + parts]) for i in range(0, len(costs), parts)) * parts / total - 1 if total else 0.0
+    return waited(costs, parts) * parts / total - 1 if total else 0.0
 
 
 def largest_differencing(weights: Sequence[float], count: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ use; that is closed with the run. `shared(config, folder)` receives the run fold
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,16 @@ async def open_world(
     world = await _open_world(config, text, given, folder)
     if not config.mcp or config.kind == "mixture":  # whose parts have them
         return world
-    from birl.envs.mcp.tools import equip
+    from birl.envs.mcp.tools import Equipped, servers_of
 
-    return await equip(world, config)
+    try:
+        if world.runs:
+            raise BirlError(f"env.mcp: env.kind={config.kind} is an agent, which calls its tools itself.")
+        servers = await servers_of(config)
+    except BaseException:
+        await world.close()
+        raise
+    return replace(world, open=lambda task: Equipped(world.open(task), servers), turns=True)  # pyright: ignore
 
 
 async def _open_world(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from birl.config import schema
 from birl.envs.calls import called
@@ -32,9 +32,6 @@ from birl.process import tied
 from birl.sandbox.attach import Confinement, confinement
 from birl.sandbox.command import SYSTEM_PATH
 from birl.types import Conversation, Env, Feedback, Message, ToolCall
-
-if TYPE_CHECKING:
-    from birl.envs.open import World
 
 PROCESSES = 16  # episodes with processes of servers at once
 SHOWN = ("/etc/ssl/openssl.cnf", *mimetypes.knownfiles)  # what Node and Python read by themselves
@@ -226,15 +223,3 @@ def written(part: Any) -> str:
         return getattr(resource, "text", None) or f"(a resource: {resource.uri})"
     kind = getattr(part, "mimeType", None) or part.type
     return f"(not text: {kind}, {getattr(part, 'uri', '')})".replace(", )", ")")
-
-
-async def equip(world: "World", config: schema.Env) -> "World":
-    """The same environment with the servers' tools. Raises `BirlError`, and closes it then."""
-    try:
-        if world.runs:
-            raise BirlError(f"env.mcp: env.kind={config.kind} is an agent, which calls its tools itself.")
-        servers, opened = await servers_of(config), world.open
-        return replace(world, open=lambda task: Equipped(opened(task), servers), turns=True)  # pyright: ignore
-    except BaseException:
-        await world.close()
-        raise
