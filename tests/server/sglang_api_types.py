@@ -1,5 +1,6 @@
-# From SGLang 0.5.23 (sglang/api/v1/api_types.py): the definitions of requests and answers of /generate, unchanged, so
-# that tests check what birl sends to SGLang, and what their double answers, with SGLang's own contract.
+# From SGLang 0.5.23 (sglang/api/v1/api_types.py): what requests and answers of /generate are and what decodes
+# them, unchanged, so that tests check what birl sends to SGLang, and what their double answers, with SGLang's own
+# contract.
 #
 # Copyright 2023-2024 SGLang Team
 # Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except in compliance with
@@ -14,9 +15,9 @@
 """Generated SGLang API types: the HTTP JSON interface of package sglang.api.v1.
 
 Frozen msgspec Structs for JSON objects and tuples, type aliases for the other
-JSON shapes, and `decode_*` / `encode_*` codecs implementing the sglang.json.v1
-options exactly as the Rust server does. Decode with
-`X.from_json_value(json.loads(s))` and encode with `json.dumps(x.to_json_value())`.
+JSON shapes, and `decode_*` codecs implementing the sglang.json.v1 options
+exactly as the Rust server does. Decode with
+`X.from_json_value(json.loads(s))`.
 """
 
 from __future__ import annotations
@@ -126,29 +127,11 @@ class FinishStop(msgspec.Struct, kw_only=True, frozen=True):
 
     matched: Optional[Matched] = None
 
-    @classmethod
-    def from_json_value(cls, value: Any) -> "FinishStop":
-        """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
-        return decode_FinishStop(value)
-
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_FinishStop(self)
-
 
 class FinishLength(msgspec.Struct, kw_only=True, frozen=True):
     """sglang.api.v1.FinishLength: JSON object (unknown keys ignored)."""
 
     length: Optional[int] = None
-
-    @classmethod
-    def from_json_value(cls, value: Any) -> "FinishLength":
-        """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
-        return decode_FinishLength(value)
-
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_FinishLength(self)
 
 
 class FinishAbort(msgspec.Struct, kw_only=True, frozen=True):
@@ -157,15 +140,6 @@ class FinishAbort(msgspec.Struct, kw_only=True, frozen=True):
     message: Optional[str] = None
     status_code: Optional[int] = None
     err_type: Optional[str] = None
-
-    @classmethod
-    def from_json_value(cls, value: Any) -> "FinishAbort":
-        """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
-        return decode_FinishAbort(value)
-
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_FinishAbort(self)
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
@@ -200,15 +174,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     watermark: Optional[WatermarkRequestConfig] = None
     choice: List[str] = []
 
-    @classmethod
-    def from_json_value(cls, value: Any) -> "SamplingParams":
-        """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
-        return decode_SamplingParams(value)
-
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_SamplingParams(self)
-
 
 class WatermarkRequestConfig(msgspec.Struct, kw_only=True, frozen=True):
     """sglang.api.v1.WatermarkRequestConfig: JSON object (unknown keys rejected)."""
@@ -216,15 +181,6 @@ class WatermarkRequestConfig(msgspec.Struct, kw_only=True, frozen=True):
     enabled: Optional[bool] = None
     key: Optional[str] = None
     context_window: Optional[int] = None
-
-    @classmethod
-    def from_json_value(cls, value: Any) -> "WatermarkRequestConfig":
-        """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
-        return decode_WatermarkRequestConfig(value)
-
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_WatermarkRequestConfig(self)
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -275,25 +231,12 @@ class GenerateRequest(msgspec.Struct, kw_only=True, frozen=True):
         """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
         return decode_GenerateRequest(value)
 
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_GenerateRequest(self)
-
 
 class ImagesConfig(msgspec.Struct, kw_only=True, frozen=True):
     """sglang.api.v1.ImagesConfig: JSON object (unknown keys ignored)."""
 
     image_mode: Optional[str] = None
     prefix: str = ""
-
-    @classmethod
-    def from_json_value(cls, value: Any) -> "ImagesConfig":
-        """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
-        return decode_ImagesConfig(value)
-
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_ImagesConfig(self)
 
 
 class KvHintsEnvelope(msgspec.Struct, kw_only=True, frozen=True):
@@ -302,15 +245,6 @@ class KvHintsEnvelope(msgspec.Struct, kw_only=True, frozen=True):
     protocol_version: str = ""
     message_id: str = ""
     actions: List[KvHintAction] = []
-
-    @classmethod
-    def from_json_value(cls, value: Any) -> "KvHintsEnvelope":
-        """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
-        return decode_KvHintsEnvelope(value)
-
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_KvHintsEnvelope(self)
 
 
 class KvHintAction(msgspec.Struct, kw_only=True, frozen=True):
@@ -321,15 +255,6 @@ class KvHintAction(msgspec.Struct, kw_only=True, frozen=True):
     action_version: str = ""
     payload: Optional[Any] = None
 
-    @classmethod
-    def from_json_value(cls, value: Any) -> "KvHintAction":
-        """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
-        return decode_KvHintAction(value)
-
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_KvHintAction(self)
-
 
 class LogprobEntry(msgspec.Struct, kw_only=True, frozen=True):
     """sglang.api.v1.LogprobEntry: JSON positional array [logprob, token_id, text]."""
@@ -337,15 +262,6 @@ class LogprobEntry(msgspec.Struct, kw_only=True, frozen=True):
     logprob: Optional[float] = None
     token_id: int = 0
     text: Optional[str] = None
-
-    @classmethod
-    def from_json_value(cls, value: Any) -> "LogprobEntry":
-        """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
-        return decode_LogprobEntry(value)
-
-    def to_json_value(self) -> List[Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_LogprobEntry(self)
 
 
 class GenerateMetaInfo(msgspec.Struct, kw_only=True, frozen=True):
@@ -372,15 +288,6 @@ class GenerateMetaInfo(msgspec.Struct, kw_only=True, frozen=True):
     audio_tokens: Optional[int] = None
     video_tokens: Optional[int] = None
 
-    @classmethod
-    def from_json_value(cls, value: Any) -> "GenerateMetaInfo":
-        """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
-        return decode_GenerateMetaInfo(value)
-
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_GenerateMetaInfo(self)
-
 
 class WeightVersionSpan(msgspec.Struct, kw_only=True, frozen=True):
     """sglang.api.v1.WeightVersionSpan: JSON object (unknown keys ignored)."""
@@ -388,15 +295,6 @@ class WeightVersionSpan(msgspec.Struct, kw_only=True, frozen=True):
     version: str = ""
     start: int = 0
     end: int = 0
-
-    @classmethod
-    def from_json_value(cls, value: Any) -> "WeightVersionSpan":
-        """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
-        return decode_WeightVersionSpan(value)
-
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_WeightVersionSpan(self)
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True, frozen=True):
@@ -412,10 +310,6 @@ class GenerateResponse(msgspec.Struct, kw_only=True, frozen=True):
     def from_json_value(cls, value: Any) -> "GenerateResponse":
         """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
         return decode_GenerateResponse(value)
-
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_GenerateResponse(self)
 
 
 class MediaRef(msgspec.Struct, kw_only=True, frozen=True):
@@ -436,15 +330,6 @@ class MediaRef(msgspec.Struct, kw_only=True, frozen=True):
     max_image_tokens: Optional[int] = None
     use_audio: Optional[bool] = None
     image_grid_thw: Optional[ImageGridThw] = None
-
-    @classmethod
-    def from_json_value(cls, value: Any) -> "MediaRef":
-        """Decode a parsed JSON value; raises JsonContractError on a contract violation."""
-        return decode_MediaRef(value)
-
-    def to_json_value(self) -> Dict[str, Any]:
-        """Encode to a JSON-ready value (json.dumps-compatible)."""
-        return encode_MediaRef(self)
 
 
 # ---- type aliases: JSON shapes without an object of their own ----
@@ -565,28 +450,14 @@ def decode_TokenIds(value: Any) -> TokenIds:
     return [_expect_int(e, expected="i64") for e in _expect_seq(value, expected="a sequence")]
 
 
-def encode_TokenIds(v: TokenIds) -> List[Any]:
-    return list(v)
-
-
 def decode_StringOrList(value: Any) -> StringOrList:
     if isinstance(value, list):
         return decode_StringList(value)
     return _expect_str(value, expected="a value or an array of values for StringOrList")
 
 
-def encode_StringOrList(v: StringOrList) -> Any:
-    if isinstance(v, list):
-        return encode_StringList(v)
-    return v
-
-
 def decode_StringList(value: Any) -> StringList:
     return [_expect_str(e, expected="a string") for e in _expect_seq(value, expected="a sequence")]
-
-
-def encode_StringList(v: StringList) -> List[Any]:
-    return list(v)
 
 
 def decode_StringListOrList(value: Any) -> StringListOrList:
@@ -598,18 +469,8 @@ def decode_StringListOrList(value: Any) -> StringListOrList:
     raise _invalid_type(value, expected="a value or an array of values for StringListOrList")
 
 
-def encode_StringListOrList(v: StringListOrList) -> Any:
-    if v and isinstance(v[0], list):
-        return encode_StringListList(v)
-    return encode_StringList(v)
-
-
 def decode_StringListList(value: Any) -> StringListList:
     return [decode_StringList(e) for e in _expect_seq(value, expected="a sequence")]
-
-
-def encode_StringListList(v: StringListList) -> List[Any]:
-    return [encode_StringList(e) for e in v]
 
 
 def decode_BoolOrList(value: Any) -> BoolOrList:
@@ -618,18 +479,8 @@ def decode_BoolOrList(value: Any) -> BoolOrList:
     return _expect_bool(value, expected="a value or an array of values for BoolOrList")
 
 
-def encode_BoolOrList(v: BoolOrList) -> Any:
-    if isinstance(v, list):
-        return encode_BoolList(v)
-    return v
-
-
 def decode_BoolList(value: Any) -> BoolList:
     return [_expect_bool(e, expected="a boolean") for e in _expect_seq(value, expected="a sequence")]
-
-
-def encode_BoolList(v: BoolList) -> List[Any]:
-    return list(v)
 
 
 def decode_Int64OrList(value: Any) -> Int64OrList:
@@ -638,18 +489,8 @@ def decode_Int64OrList(value: Any) -> Int64OrList:
     return _expect_int(value, expected="a value or an array of values for Int64OrList")
 
 
-def encode_Int64OrList(v: Int64OrList) -> Any:
-    if isinstance(v, list):
-        return encode_Int64List(v)
-    return v
-
-
 def decode_Int64List(value: Any) -> Int64List:
     return [_expect_int(e, expected="i64") for e in _expect_seq(value, expected="a sequence")]
-
-
-def encode_Int64List(v: Int64List) -> List[Any]:
-    return list(v)
 
 
 def decode_TokenIdsOrList(value: Any) -> TokenIdsOrList:
@@ -661,26 +502,12 @@ def decode_TokenIdsOrList(value: Any) -> TokenIdsOrList:
     raise _invalid_type(value, expected="a value or an array of values for TokenIdsOrList")
 
 
-def encode_TokenIdsOrList(v: TokenIdsOrList) -> Any:
-    if v and isinstance(v[0], list):
-        return encode_TokenIdsList(v)
-    return encode_TokenIds(v)
-
-
 def decode_TokenIdsList(value: Any) -> TokenIdsList:
     return [decode_TokenIds(e) for e in _expect_seq(value, expected="a sequence")]
 
 
-def encode_TokenIdsList(v: TokenIdsList) -> List[Any]:
-    return [encode_TokenIds(e) for e in v]
-
-
 def decode_OptionalString(value: Any) -> OptionalString:
     return None if value is None else _expect_str(value, expected="a string")
-
-
-def encode_OptionalString(v: OptionalString) -> Any:
-    return None if v is None else v
 
 
 def decode_OptionalStringOrList(value: Any) -> OptionalStringOrList:
@@ -689,26 +516,12 @@ def decode_OptionalStringOrList(value: Any) -> OptionalStringOrList:
     return _expect_str(value, expected="a value or an array of values for OptionalStringOrList")
 
 
-def encode_OptionalStringOrList(v: OptionalStringOrList) -> Any:
-    if isinstance(v, list):
-        return encode_OptionalStringList(v)
-    return v
-
-
 def decode_OptionalStringList(value: Any) -> OptionalStringList:
     return [decode_OptionalString(e) for e in _expect_seq(value, expected="a sequence")]
 
 
-def encode_OptionalStringList(v: OptionalStringList) -> List[Any]:
-    return [encode_OptionalString(e) for e in v]
-
-
 def decode_OptionalInt64(value: Any) -> OptionalInt64:
     return None if value is None else _expect_int(value, expected="i64")
-
-
-def encode_OptionalInt64(v: OptionalInt64) -> Any:
-    return None if v is None else v
 
 
 def decode_OptionalInt64OrList(value: Any) -> OptionalInt64OrList:
@@ -717,18 +530,8 @@ def decode_OptionalInt64OrList(value: Any) -> OptionalInt64OrList:
     return _expect_int(value, expected="a value or an array of values for OptionalInt64OrList")
 
 
-def encode_OptionalInt64OrList(v: OptionalInt64OrList) -> Any:
-    if isinstance(v, list):
-        return encode_OptionalInt64List(v)
-    return v
-
-
 def decode_OptionalInt64List(value: Any) -> OptionalInt64List:
     return [decode_OptionalInt64(e) for e in _expect_seq(value, expected="a sequence")]
-
-
-def encode_OptionalInt64List(v: OptionalInt64List) -> List[Any]:
-    return [encode_OptionalInt64(e) for e in v]
 
 
 def decode_Matched(value: Any) -> Matched:
@@ -741,75 +544,8 @@ def decode_Matched(value: Any) -> Matched:
     raise _invalid_type(value, expected="one of the Matched shapes")
 
 
-def encode_Matched(v: Matched) -> Any:
-    if isinstance(v, (int,)):
-        return v
-    if isinstance(v, (str,)):
-        return v
-    if isinstance(v, (list,)):
-        return encode_MatchedTokens(v)
-    return v
-
-
 def decode_MatchedTokens(value: Any) -> MatchedTokens:
     return [_expect_int(e, expected="i64") for e in _expect_seq(value, expected="a sequence")]
-
-
-def encode_MatchedTokens(v: MatchedTokens) -> List[Any]:
-    return list(v)
-
-
-def decode_FinishStop(value: Any) -> FinishStop:
-    m = _expect_map(value, expected="struct FinishStop")
-    kw: Dict[str, Any] = {}
-    for key, x in m.items():
-        if key == "matched":
-            kw["matched"] = None if x is None else decode_Matched(x)
-    return FinishStop(**kw)
-
-
-def encode_FinishStop(v: FinishStop) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    if v.matched is not None:
-        d["matched"] = encode_Matched(v.matched)
-    return d
-
-
-def decode_FinishLength(value: Any) -> FinishLength:
-    m = _expect_map(value, expected="struct FinishLength")
-    kw: Dict[str, Any] = {}
-    for key, x in m.items():
-        if key == "length":
-            kw["length"] = None if x is None else _expect_uint(x, expected="u64")
-    return FinishLength(**kw)
-
-
-def encode_FinishLength(v: FinishLength) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    if v.length is not None:
-        d["length"] = v.length
-    return d
-
-
-def decode_FinishAbort(value: Any) -> FinishAbort:
-    m = _expect_map(value, expected="struct FinishAbort")
-    kw: Dict[str, Any] = {}
-    for key, x in m.items():
-        if key == "message":
-            kw["message"] = None if x is None else _expect_str(x, expected="a string")
-        elif key == "status_code":
-            kw["status_code"] = None if x is None else _expect_uint(x, expected="u32")
-        elif key == "err_type":
-            kw["err_type"] = None if x is None else _expect_str(x, expected="a string")
-    return FinishAbort(**kw)
-
-
-def encode_FinishAbort(v: FinishAbort) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    d["message"] = v.message
-    d["status_code"] = v.status_code
-    d["err_type"] = v.err_type
-    return d
 
 
 def decode_FinishReason(value: Any) -> FinishReason:
@@ -839,26 +575,6 @@ def decode_FinishReason(value: Any) -> FinishReason:
         except JsonContractError:
             return dict(raw)
     return dict(raw)
-
-
-def encode_FinishReason(v: FinishReason) -> Any:
-    if isinstance(v, FinishStop):
-        d: Dict[str, Any] = {"type": "stop"}
-        d["matched"] = None if v.matched is None else encode_Matched(v.matched)
-        return d
-    if isinstance(v, FinishLength):
-        d: Dict[str, Any] = {"type": "length"}
-        d["length"] = v.length
-        return d
-    if isinstance(v, FinishAbort):
-        d: Dict[str, Any] = {"type": "abort"}
-        d["message"] = v.message
-        d["status_code"] = v.status_code
-        d["err_type"] = v.err_type
-        return d
-    if isinstance(v, dict):
-        return dict(v)
-    raise TypeError(f"FinishReason: unsupported value {type(v).__name__}")
 
 
 _FIELDS_SamplingParams = ("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "n", "json_schema", "regex", "ebnf", "structural_tag", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval", "logit_bias", "sampling_seed", "custom_params", "beam_width", "watermark", "choice",)
@@ -929,66 +645,6 @@ def decode_SamplingParams(value: Any) -> SamplingParams:
     return SamplingParams(**kw)
 
 
-def encode_SamplingParams(v: SamplingParams) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    d["max_new_tokens"] = v.max_new_tokens
-    if v.stop is not None:
-        d["stop"] = encode_StringOrList(v.stop)
-    if v.stop_token_ids is not None:
-        d["stop_token_ids"] = encode_Int64List(v.stop_token_ids)
-    if v.stop_regex is not None:
-        d["stop_regex"] = encode_StringOrList(v.stop_regex)
-    if v.temperature is not None:
-        d["temperature"] = float(v.temperature)
-    if v.top_p is not None:
-        d["top_p"] = float(v.top_p)
-    if v.top_k is not None:
-        d["top_k"] = v.top_k
-    if v.min_p is not None:
-        d["min_p"] = float(v.min_p)
-    if v.frequency_penalty is not None:
-        d["frequency_penalty"] = float(v.frequency_penalty)
-    if v.presence_penalty is not None:
-        d["presence_penalty"] = float(v.presence_penalty)
-    if v.repetition_penalty is not None:
-        d["repetition_penalty"] = float(v.repetition_penalty)
-    if v.min_new_tokens is not None:
-        d["min_new_tokens"] = v.min_new_tokens
-    if v.n is not None:
-        d["n"] = v.n
-    if v.json_schema is not None:
-        d["json_schema"] = v.json_schema
-    if v.regex is not None:
-        d["regex"] = v.regex
-    if v.ebnf is not None:
-        d["ebnf"] = v.ebnf
-    if v.structural_tag is not None:
-        d["structural_tag"] = v.structural_tag
-    if v.ignore_eos is not None:
-        d["ignore_eos"] = v.ignore_eos
-    if v.skip_special_tokens is not None:
-        d["skip_special_tokens"] = v.skip_special_tokens
-    if v.spaces_between_special_tokens is not None:
-        d["spaces_between_special_tokens"] = v.spaces_between_special_tokens
-    if v.no_stop_trim is not None:
-        d["no_stop_trim"] = v.no_stop_trim
-    if v.stream_interval is not None:
-        d["stream_interval"] = v.stream_interval
-    if v.logit_bias:
-        d["logit_bias"] = {k: float(e) for k, e in v.logit_bias.items()}
-    if v.sampling_seed is not None:
-        d["sampling_seed"] = v.sampling_seed
-    if v.custom_params is not None:
-        d["custom_params"] = v.custom_params
-    if v.beam_width is not None:
-        d["beam_width"] = v.beam_width
-    if v.watermark is not None:
-        d["watermark"] = encode_WatermarkRequestConfig(v.watermark)
-    if v.choice:
-        d["choice"] = list(v.choice)
-    return d
-
-
 _FIELDS_WatermarkRequestConfig = ("enabled", "key", "context_window",)
 
 
@@ -1005,17 +661,6 @@ def decode_WatermarkRequestConfig(value: Any) -> WatermarkRequestConfig:
         else:
             raise _unknown_field(key, fields=_FIELDS_WatermarkRequestConfig)
     return WatermarkRequestConfig(**kw)
-
-
-def encode_WatermarkRequestConfig(v: WatermarkRequestConfig) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    if v.enabled is not None:
-        d["enabled"] = v.enabled
-    if v.key is not None:
-        d["key"] = v.key
-    if v.context_window is not None:
-        d["context_window"] = v.context_window
-    return d
 
 
 def decode_GenerateRequest(value: Any) -> GenerateRequest:
@@ -1103,87 +748,6 @@ def decode_GenerateRequest(value: Any) -> GenerateRequest:
     return GenerateRequest(**kw)
 
 
-def encode_GenerateRequest(v: GenerateRequest) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    if v.rid is not None:
-        d["rid"] = encode_StringOrList(v.rid)
-    if v.text is not None:
-        d["text"] = encode_StringOrList(v.text)
-    if v.input_ids is not None:
-        d["input_ids"] = encode_TokenIdsOrList(v.input_ids)
-    if v.stream is not None:
-        d["stream"] = v.stream
-    if v.sampling_params is not None:
-        d["sampling_params"] = encode_SamplingParamsOrList(v.sampling_params)
-    if v.return_logprob is not None:
-        d["return_logprob"] = encode_BoolOrList(v.return_logprob)
-    if v.logprob_start_len is not None:
-        d["logprob_start_len"] = encode_Int64OrList(v.logprob_start_len)
-    if v.top_logprobs_num is not None:
-        d["top_logprobs_num"] = encode_Int64OrList(v.top_logprobs_num)
-    if v.token_ids_logprob is not None:
-        d["token_ids_logprob"] = encode_TokenIdsOrList(v.token_ids_logprob)
-    if v.return_hidden_states is not None:
-        d["return_hidden_states"] = encode_BoolOrList(v.return_hidden_states)
-    if v.return_text_in_logprobs is not None:
-        d["return_text_in_logprobs"] = v.return_text_in_logprobs
-    if v.bootstrap_host is not None:
-        d["bootstrap_host"] = encode_OptionalStringOrList(v.bootstrap_host)
-    if v.bootstrap_port is not None:
-        d["bootstrap_port"] = encode_OptionalInt64OrList(v.bootstrap_port)
-    if v.bootstrap_room is not None:
-        d["bootstrap_room"] = encode_OptionalInt64OrList(v.bootstrap_room)
-    if v.bootstrap_pair_key is not None:
-        d["bootstrap_pair_key"] = encode_OptionalStringOrList(v.bootstrap_pair_key)
-    if v.decode_tp_size is not None:
-        d["decode_tp_size"] = encode_OptionalInt64OrList(v.decode_tp_size)
-    if v.routed_dp_rank is not None:
-        d["routed_dp_rank"] = v.routed_dp_rank
-    if v.disagg_prefill_dp_rank is not None:
-        d["disagg_prefill_dp_rank"] = v.disagg_prefill_dp_rank
-    if v.image_data is not None:
-        d["image_data"] = encode_MediaInput(v.image_data)
-    if v.mm_hashes is not None:
-        d["mm_hashes"] = encode_StringListOrList(v.mm_hashes)
-    if v.video_data is not None:
-        d["video_data"] = encode_MediaInput(v.video_data)
-    if v.audio_data is not None:
-        d["audio_data"] = encode_MediaInput(v.audio_data)
-    if v.extra_key is not None:
-        d["extra_key"] = encode_StringOrList(v.extra_key)
-    if v.priority is not None:
-        d["priority"] = v.priority
-    if v.cache_salt is not None:
-        d["cache_salt"] = encode_StringOrList(v.cache_salt)
-    if v.require_reasoning is not None:
-        d["require_reasoning"] = v.require_reasoning
-    if v.lora_path is not None:
-        d["lora_path"] = encode_OptionalStringOrList(v.lora_path)
-    if v.session_params is not None:
-        d["session_params"] = v.session_params
-    if v.kv_hints is not None:
-        d["kv_hints"] = encode_KvHintsEnvelopeOrList(v.kv_hints)
-    if v.routing_key is not None:
-        d["routing_key"] = v.routing_key
-    if v.max_thinking_tokens is not None:
-        d["max_thinking_tokens"] = v.max_thinking_tokens
-    if v.session_id is not None:
-        d["session_id"] = v.session_id
-    if v.custom_logit_processor is not None:
-        d["custom_logit_processor"] = encode_OptionalStringOrList(v.custom_logit_processor)
-    if v.custom_labels:
-        d["custom_labels"] = dict(v.custom_labels)
-    if v.images_config is not None:
-        d["images_config"] = encode_ImagesConfig(v.images_config)
-    d["return_prompt_token_ids"] = v.return_prompt_token_ids
-    d["routed_experts_start_len"] = v.routed_experts_start_len
-    if v.return_sampling_mask is not None:
-        d["return_sampling_mask"] = encode_BoolOrList(v.return_sampling_mask)
-    if v.modalities is not None:
-        d["modalities"] = encode_OptionalStringList(v.modalities)
-    return d
-
-
 def decode_ImagesConfig(value: Any) -> ImagesConfig:
     m = _expect_map(value, expected="struct ImagesConfig")
     kw: Dict[str, Any] = {}
@@ -1195,40 +759,18 @@ def decode_ImagesConfig(value: Any) -> ImagesConfig:
     return ImagesConfig(**kw)
 
 
-def encode_ImagesConfig(v: ImagesConfig) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    if v.image_mode is not None:
-        d["image_mode"] = v.image_mode
-    d["prefix"] = v.prefix
-    return d
-
-
 def decode_KvHintsEnvelopeOrList(value: Any) -> KvHintsEnvelopeOrList:
     if isinstance(value, list):
         return decode_KvHintsEnvelopeList(value)
     return decode_KvHintsEnvelope(_expect_map(value, expected="a value or an array of values for KvHintsEnvelopeOrList"))
 
 
-def encode_KvHintsEnvelopeOrList(v: KvHintsEnvelopeOrList) -> Any:
-    if isinstance(v, list):
-        return encode_KvHintsEnvelopeList(v)
-    return encode_KvHintsEnvelope(v)
-
-
 def decode_KvHintsEnvelopeList(value: Any) -> KvHintsEnvelopeList:
     return [decode_OptionalKvHintsEnvelope(e) for e in _expect_seq(value, expected="a sequence")]
 
 
-def encode_KvHintsEnvelopeList(v: KvHintsEnvelopeList) -> List[Any]:
-    return [encode_OptionalKvHintsEnvelope(e) for e in v]
-
-
 def decode_OptionalKvHintsEnvelope(value: Any) -> OptionalKvHintsEnvelope:
     return None if value is None else decode_KvHintsEnvelope(value)
-
-
-def encode_OptionalKvHintsEnvelope(v: OptionalKvHintsEnvelope) -> Any:
-    return None if v is None else encode_KvHintsEnvelope(v)
 
 
 def decode_KvHintsEnvelope(value: Any) -> KvHintsEnvelope:
@@ -1242,15 +784,6 @@ def decode_KvHintsEnvelope(value: Any) -> KvHintsEnvelope:
         elif key == "actions":
             kw["actions"] = [] if x is None else [decode_KvHintAction(e) for e in _expect_seq(x, expected="a sequence")]
     return KvHintsEnvelope(**kw)
-
-
-def encode_KvHintsEnvelope(v: KvHintsEnvelope) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    d["protocol_version"] = v.protocol_version
-    d["message_id"] = v.message_id
-    if v.actions:
-        d["actions"] = [encode_KvHintAction(e) for e in v.actions]
-    return d
 
 
 def decode_KvHintAction(value: Any) -> KvHintAction:
@@ -1268,34 +801,14 @@ def decode_KvHintAction(value: Any) -> KvHintAction:
     return KvHintAction(**kw)
 
 
-def encode_KvHintAction(v: KvHintAction) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    d["action_id"] = v.action_id
-    d["action_type"] = v.action_type
-    d["action_version"] = v.action_version
-    if v.payload is not None:
-        d["payload"] = v.payload
-    return d
-
-
 def decode_SamplingParamsOrList(value: Any) -> SamplingParamsOrList:
     if isinstance(value, list):
         return decode_SamplingParamsList(value)
     return decode_SamplingParams(_expect_map(value, expected="a value or an array of values for SamplingParamsOrList"))
 
 
-def encode_SamplingParamsOrList(v: SamplingParamsOrList) -> Any:
-    if isinstance(v, list):
-        return encode_SamplingParamsList(v)
-    return encode_SamplingParams(v)
-
-
 def decode_SamplingParamsList(value: Any) -> SamplingParamsList:
     return [decode_SamplingParams(e) for e in _expect_seq(value, expected="a sequence")]
-
-
-def encode_SamplingParamsList(v: SamplingParamsList) -> List[Any]:
-    return [encode_SamplingParams(e) for e in v]
 
 
 def decode_LogprobEntry(value: Any) -> LogprobEntry:
@@ -1309,44 +822,20 @@ def decode_LogprobEntry(value: Any) -> LogprobEntry:
     )
 
 
-def encode_LogprobEntry(v: LogprobEntry) -> List[Any]:
-    return [
-        None if v.logprob is None else float(v.logprob),
-        v.token_id,
-        v.text,
-    ]
-
-
 def decode_LogprobEntries(value: Any) -> LogprobEntries:
     return [decode_LogprobEntry(e) for e in _expect_seq(value, expected="a sequence")]
-
-
-def encode_LogprobEntries(v: LogprobEntries) -> List[Any]:
-    return [encode_LogprobEntry(e) for e in v]
 
 
 def decode_TopLogprobRow(value: Any) -> TopLogprobRow:
     return [decode_LogprobEntry(e) for e in _expect_seq(value, expected="a sequence")]
 
 
-def encode_TopLogprobRow(v: TopLogprobRow) -> List[Any]:
-    return [encode_LogprobEntry(e) for e in v]
-
-
 def decode_NullableTopLogprobs(value: Any) -> NullableTopLogprobs:
     return None if value is None else decode_TopLogprobRow(value)
 
 
-def encode_NullableTopLogprobs(v: NullableTopLogprobs) -> Any:
-    return None if v is None else encode_TopLogprobRow(v)
-
-
 def decode_HiddenStateRow(value: Any) -> HiddenStateRow:
     return [_expect_float(e, expected="f64") for e in _expect_seq(value, expected="a sequence")]
-
-
-def encode_HiddenStateRow(v: HiddenStateRow) -> List[Any]:
-    return [float(e) for e in v]
 
 
 def decode_GenerateMetaInfo(value: Any) -> GenerateMetaInfo:
@@ -1396,45 +885,6 @@ def decode_GenerateMetaInfo(value: Any) -> GenerateMetaInfo:
     return GenerateMetaInfo(**kw)
 
 
-def encode_GenerateMetaInfo(v: GenerateMetaInfo) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    d["id"] = v.id
-    d["prompt_tokens"] = v.prompt_tokens
-    d["completion_tokens"] = v.completion_tokens
-    d["finish_reason"] = None if v.finish_reason is None else encode_FinishReason(v.finish_reason)
-    if v.output_token_logprobs is not None:
-        d["output_token_logprobs"] = encode_LogprobEntries(v.output_token_logprobs)
-    if v.input_token_logprobs is not None:
-        d["input_token_logprobs"] = encode_LogprobEntries(v.input_token_logprobs)
-    if v.output_top_logprobs:
-        d["output_top_logprobs"] = [encode_NullableTopLogprobs(e) for e in v.output_top_logprobs]
-    if v.input_top_logprobs:
-        d["input_top_logprobs"] = [encode_NullableTopLogprobs(e) for e in v.input_top_logprobs]
-    if v.output_token_ids_logprobs:
-        d["output_token_ids_logprobs"] = [encode_NullableTopLogprobs(e) for e in v.output_token_ids_logprobs]
-    if v.input_token_ids_logprobs:
-        d["input_token_ids_logprobs"] = [encode_NullableTopLogprobs(e) for e in v.input_token_ids_logprobs]
-    if v.hidden_states:
-        d["hidden_states"] = [encode_HiddenStateRow(e) for e in v.hidden_states]
-    if v.e2e_latency is not None:
-        d["e2e_latency"] = float(v.e2e_latency)
-    d["cached_tokens"] = v.cached_tokens
-    d["reasoning_tokens"] = v.reasoning_tokens
-    if v.output_token_logprobs_length is not None:
-        d["output_token_logprobs_length"] = v.output_token_logprobs_length
-    if v.weight_version is not None:
-        d["weight_version"] = v.weight_version
-    if v.weight_versions:
-        d["weight_versions"] = [encode_WeightVersionSpan(e) for e in v.weight_versions]
-    if v.image_tokens is not None:
-        d["image_tokens"] = v.image_tokens
-    if v.audio_tokens is not None:
-        d["audio_tokens"] = v.audio_tokens
-    if v.video_tokens is not None:
-        d["video_tokens"] = v.video_tokens
-    return d
-
-
 def decode_WeightVersionSpan(value: Any) -> WeightVersionSpan:
     m = _expect_map(value, expected="struct WeightVersionSpan")
     kw: Dict[str, Any] = {}
@@ -1446,14 +896,6 @@ def decode_WeightVersionSpan(value: Any) -> WeightVersionSpan:
         elif key == "end":
             kw["end"] = _expect_int(x, expected="i64")
     return WeightVersionSpan(**kw)
-
-
-def encode_WeightVersionSpan(v: WeightVersionSpan) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    d["version"] = v.version
-    d["start"] = v.start
-    d["end"] = v.end
-    return d
 
 
 def decode_GenerateResponse(value: Any) -> GenerateResponse:
@@ -1471,20 +913,6 @@ def decode_GenerateResponse(value: Any) -> GenerateResponse:
         elif key == "prompt_token_ids":
             kw["prompt_token_ids"] = None if x is None else decode_TokenIds(x)
     return GenerateResponse(**kw)
-
-
-def encode_GenerateResponse(v: GenerateResponse) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    d["text"] = v.text
-    if v.meta_info is not None:
-        d["meta_info"] = encode_GenerateMetaInfo(v.meta_info)
-    if v.output_ids is not None:
-        d["output_ids"] = encode_TokenIds(v.output_ids)
-    if v.index is not None:
-        d["index"] = v.index
-    if v.prompt_token_ids is not None:
-        d["prompt_token_ids"] = encode_TokenIds(v.prompt_token_ids)
-    return d
 
 
 _FIELDS_MediaRef = ("url", "detail", "max_dynamic_patch", "content_hash", "min_pixels", "max_pixels", "total_max_pixels", "fps", "num_frames", "min_frames", "max_frames", "max_tokens_per_frame", "max_image_tokens", "use_audio", "image_grid_thw",)
@@ -1529,46 +957,8 @@ def decode_MediaRef(value: Any) -> MediaRef:
     return MediaRef(**kw)
 
 
-def encode_MediaRef(v: MediaRef) -> Dict[str, Any]:
-    d: Dict[str, Any] = {}
-    d["url"] = v.url
-    if v.detail is not None:
-        d["detail"] = v.detail
-    if v.max_dynamic_patch is not None:
-        d["max_dynamic_patch"] = v.max_dynamic_patch
-    if v.content_hash is not None:
-        d["content_hash"] = v.content_hash
-    if v.min_pixels is not None:
-        d["min_pixels"] = v.min_pixels
-    if v.max_pixels is not None:
-        d["max_pixels"] = v.max_pixels
-    if v.total_max_pixels is not None:
-        d["total_max_pixels"] = v.total_max_pixels
-    if v.fps is not None:
-        d["fps"] = float(v.fps)
-    if v.num_frames is not None:
-        d["num_frames"] = v.num_frames
-    if v.min_frames is not None:
-        d["min_frames"] = v.min_frames
-    if v.max_frames is not None:
-        d["max_frames"] = v.max_frames
-    if v.max_tokens_per_frame is not None:
-        d["max_tokens_per_frame"] = v.max_tokens_per_frame
-    if v.max_image_tokens is not None:
-        d["max_image_tokens"] = v.max_image_tokens
-    if v.use_audio is not None:
-        d["use_audio"] = v.use_audio
-    if v.image_grid_thw is not None:
-        d["image_grid_thw"] = encode_ImageGridThw(v.image_grid_thw)
-    return d
-
-
 def decode_ImageGridThw(value: Any) -> ImageGridThw:
     return [decode_Int64List(e) for e in _expect_seq(value, expected="a sequence")]
-
-
-def encode_ImageGridThw(v: ImageGridThw) -> List[Any]:
-    return [encode_Int64List(e) for e in v]
 
 
 def decode_MediaItem(value: Any) -> MediaItem:
@@ -1579,44 +969,20 @@ def decode_MediaItem(value: Any) -> MediaItem:
     raise _invalid_type(value, expected="one of the MediaItem shapes")
 
 
-def encode_MediaItem(v: MediaItem) -> Any:
-    if isinstance(v, (str,)):
-        return v
-    if isinstance(v, (MediaRef,)):
-        return encode_MediaRef(v)
-    return v
-
-
 def decode_OptionalMediaItem(value: Any) -> OptionalMediaItem:
     return None if value is None else decode_MediaItem(value)
-
-
-def encode_OptionalMediaItem(v: OptionalMediaItem) -> Any:
-    return None if v is None else encode_MediaItem(v)
 
 
 def decode_MediaItems(value: Any) -> MediaItems:
     return [decode_OptionalMediaItem(e) for e in _expect_seq(value, expected="a sequence")]
 
 
-def encode_MediaItems(v: MediaItems) -> List[Any]:
-    return [encode_OptionalMediaItem(e) for e in v]
-
-
 def decode_OptionalMediaItems(value: Any) -> OptionalMediaItems:
     return None if value is None else decode_MediaItems(value)
 
 
-def encode_OptionalMediaItems(v: OptionalMediaItems) -> Any:
-    return None if v is None else encode_MediaItems(v)
-
-
 def decode_MediaItemsList(value: Any) -> MediaItemsList:
     return [decode_OptionalMediaItems(e) for e in _expect_seq(value, expected="a sequence")]
-
-
-def encode_MediaItemsList(v: MediaItemsList) -> List[Any]:
-    return [encode_OptionalMediaItems(e) for e in v]
 
 
 def decode_MediaInput(value: Any) -> MediaInput:
@@ -1629,15 +995,5 @@ def decode_MediaInput(value: Any) -> MediaInput:
             return decode_MediaItemsList(value)
         return decode_MediaItems(value)
     raise _invalid_type(value, expected="one of the MediaInput shapes")
-
-
-def encode_MediaInput(v: MediaInput) -> Any:
-    if isinstance(v, (str, MediaRef,)):
-        return encode_MediaItem(v)
-    if isinstance(v, list) and not (v and isinstance(v[0], list)):
-        return encode_MediaItems(v)
-    if isinstance(v, list) and (v and isinstance(v[0], list)):
-        return encode_MediaItemsList(v)
-    return v
 
 
