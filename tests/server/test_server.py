@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 
 from birl.engine.engine import EmbeddedEngine
 from birl.engines import names, wire
@@ -233,14 +233,6 @@ def test_weights_change_in_the_middle_of_an_answer(server: Running, folders: lis
     assert server.http.get("/info").json()["digest"] == held.digest
     fresh = server.generate(PROMPT, max_tokens=20, seed=1)
     assert fresh["tokens"] == list(embedded(folders[1], PROMPT, SamplingParams(max_tokens=20, seed=1)).tokens)
-
-
-def test_weights_from_a_folder(server: Running, folders: list[Path], tmp_path: Path) -> None:
-    new = weights(folders[1])
-    save_file(new, tmp_path / "model.safetensors")
-    reply = server.http.post("/load", json={"version": 1, "digests": digests(new), "folder": str(tmp_path)})
-    assert reply.status_code == 200 and reply.json()["digest"] == whole(digests(new))
-    assert server.service.engine.version == 1
 
 
 def test_weights_from_a_volume(folders: list[Path], tmp_path: Path) -> None:
