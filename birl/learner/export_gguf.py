@@ -122,6 +122,8 @@ def form_of(folder: Path, config: Any) -> Form:
         raise BirlError(f"{folder}: rotary embeddings of the kind {rope} have no form as GGUF here.")
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         raise BirlError(f"{folder}: layers with a window have no form as GGUF here.")
+    if form.name == "QWEN3" and config.attention_bias:
+        raise BirlError(f"{folder}: llama.cpp has no biases in the attention of {kind}.")
     return form
 
 

@@ -137,6 +137,7 @@ def convert(source: Path, folder: Path) -> None:
         if pre_tokenizer(source) == "smollm":
             split_digits(tokenizer)
         restore(source, model.config)
+        check_biases(source, model.config)
         model.config.name_or_path = source.stem
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -214,6 +215,19 @@ def value_of(key: str, read: "Callable[[str], Tensor | None]", given: dict[str, 
 def unfit(key: str, scales: "Tensor | None") -> BirlError:
     what = "are missing" if scales is None else f"have another shape than its blocks: {tuple(scales.shape)}"
     return BirlError(f"The scales of {key} {what}. Download the model again.")
+
+
+def check_biases(source: Path, config: Any) -> None:
+    """Raises `BirlError` where a file has biases that transformers passes over: it takes a Llama to have none."""
+    from gguf import GGUFReader
+
+    names = sorted(tensor.name for tensor in GGUFReader(source).tensors if tensor.name.endswith(".bias"))
+    for key, parts in {"attention_bias": (".attn_q.", ".attn_output."), "mlp_bias": (".ffn_up.", ".ffn_down.")}.items():
+        if getattr(config, key, None) is False and (left := [n for n in names if any(part in n for part in parts)]):
+            raise BirlError(
+                f"{source} has a tensor {left[0]}, which is not read from .gguf files of {config.model_type}. Name the "
+                "folder or hub id of the model that it was made of."
+            )
 
 
 def pre_tokenizer(source: Path) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +31,9 @@ print(json.dumps(server.handle_completions(asked)["choices"][0]["text"]))
 TEXTS = ("What is 12 + 345?", "<|im_start|>user\nHi  there<|im_end|>\n", "né\t\U0001f600")
 
 
-def saved(kind: str, folder: Path) -> Path:
-    model = build(kind, vocab_size=320, **({"head_dim": 128} if kind == "qwen3" else {}))  # transformers reads no other
+def saved(kind: str, folder: Path, **options: Any) -> Path:
+    size = {"head_dim": 128} if kind == "qwen3" else {}  # transformers reads no other
+    model = build(kind, vocab_size=320, **size, **options)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
@@ -75,6 +77,18 @@ def test_the_scaled_rotary_embedding_of_llama_3_comes_back(
         return
     own, again = (load_model(f)(ids).logits for f in (folder, resolve(str(tmp_path / "m.gguf"))))
     assert torch.allclose(own, again, atol=1e-5) and not torch.allclose(own, plain, atol=1e-2)
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])
+def test_biases_that_are_not_read_again_are_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers passed over them: the file was read as another model."""
+    monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
+    to_gguf(saved("llama", tmp_path / "model", **{key: True}), tmp_path / "m.gguf", "f32")
+    with pytest.raises(BirlError, match=r"has a tensor blk\.0\..*\.bias, which is not read from .gguf files of llama"):
+        resolve(str(tmp_path / "m.gguf"))
+    if key == "attention_bias":
+        with pytest.raises(BirlError, match="no biases in the attention of qwen3"):
+            to_gguf(saved("qwen3", tmp_path / "other", attention_bias=True), tmp_path / "x.gguf")
 
 
 def test_of_a_run(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
