@@ -385,7 +385,6 @@ static __attribute__((noinline, unused)) void half_coded(const uint16_t *a, long
 
 #define ROWS 4
 #define MANY 4
-#define FAR 16384
 
 static inline void few(const int coded, const int lines, const uint16_t *a, long rows, long lda, const char *b0,
                        const char *b1, long bytes, long blocks, const char *n0, const char *n1, long step, float *sums,
@@ -395,7 +394,7 @@ static inline void few(const int coded, const int lines, const uint16_t *a, long
 }
 
 static inline void one(const uint16_t *a, long rows, long lda, const char *b, long blocks, float *sums, long ld) {
-    half_plain(a, lda, b, TILE * 2, blocks, b + FAR, TILE * 2, sums, ld, 0);
+    half_plain(a, lda, b, TILE * 2, blocks, b + 4 * blocks * TILE, TILE * 2, sums, ld, 0); /* two panels later */
 }
 
 #endif
