@@ -177,7 +177,7 @@ def dequantize(source: Path, folder: Path) -> None:
     config |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if key in config}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     for file in source.iterdir():
-        if file.is_file() and not (folder / file.name).exists() and file.name not in WEIGHTS and file not in files:
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in (WEIGHTS[1], "config.json"):
             shutil.copyfile(file, folder / file.name)
 
 

@@ -44,6 +44,7 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 #: shorter sequences, which no other sequence changes, and takes no longer ones
 CHANGING = {"dynamic", "longrope"}
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+AGAIN = ["*/*.safetensors", "consolidated*"]  # the same weights in another program's form: gpt-oss, Mistral
 REWARD_MODEL: dict[str, Any] = {
     "beside": {"score.weight"},
     "without": {"lm_head.weight"},
@@ -70,7 +71,7 @@ def from_hub(name: str, wanted: list[str], key: str = "model.path") -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=AGAIN))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = first_line(error)
         raise BirlError(

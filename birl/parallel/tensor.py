@@ -38,9 +38,10 @@ FIXED = {"stablelm"}
 WHOLE = "whole"
 #: for models without a plan of their own, by the last name of a module
 PLAN = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
-    **dict.fromkeys(("o_proj", "down_proj"), "rowwise"),
-    **dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce"),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3"), "colwise"),
+    **dict.fromkeys(("o_proj", "out_proj", "down_proj", "w2"), "rowwise"),
+    **dict.fromkeys(("q_norm", "k_norm", "q_layernorm", "k_layernorm"), "replicated_with_grad_allreduce"),
+    **dict.fromkeys(("query_layernorm", "key_layernorm"), "replicated_with_grad_allreduce"),
 }
 
 

@@ -26,6 +26,7 @@ from birl.learner.lora import Lora
 from birl.models import twin
 from birl.models.decoder import llama_shaped
 from birl.models.fused_layers import fused_layers
+from birl.models.load import keep_angles
 from birl.models.slots import computed_by
 from birl.models.verify import verify
 from birl.parallel import experts, tensor
@@ -37,6 +38,11 @@ from tests.zoo import KINDS, LEFT_OUT, build
 
 PROMPT, ANSWER = tuple(range(5, 28)), 64  # more tokens than a window of the zoo has
 LOGP, TIE = 1e-4, 1e-3  # TIE: of two log-probs
+#: for models that know no other kind
+LONGROPE: dict[str, Any] = {
+    **{"rope_type": "longrope", "original_max_position_embeddings": 128, "short_mscale": 1.2, "long_mscale": 1.3},
+    **{"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.0 + 2 * i for i in range(8)]},
+}
 GRADIENT = 5e-4  # of the largest number in it: a delta rule whose chunks are cut elsewhere differs by 1.7e-4 in float32
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 HEAD = """# Models
@@ -49,7 +55,8 @@ classes in float32 on a CPU by `make models`, which writes this page. Nothing he
   the gradient is that of each alone (within {gradient:g} of its largest number).
 - **trees**: the same where the answers of a prompt share it.
 - **LoRA**: adapters on all linear layers take a step, and the engine's log-probs are the learner's (within {logp:g}).
-- **rope**: trees with rotary positions that are scaled (linear, by 4). -: its config has no one such option.
+- **rope**: trees with rotary positions that are scaled (linear, by 4; Phi's by longrope). -: its config has no one such
+  option.
 - **exported**: transformers loads what birl writes of it, and every weight has the same bits. vLLM and others read the
   same names.
 - **TP**, **EP**: `parallel.tp=2` splits its layers, `parallel.ep=2` its experts (-: it has none). no: refused when a
@@ -207,7 +214,9 @@ def scaled(kind: str) -> str:
     before = getattr(build(kind).config, "rope_parameters", None)
     if not isinstance(before, dict) or before.get("rope_type") != "default":
         return NONE
-    model = build(kind, rope_parameters={**before, "rope_type": "linear", "factor": 4.0})
+    scaling = LONGROPE if kind in ("phi3", "phimoe") else {"rope_type": "linear", "factor": 4.0}
+    model = build(kind, rope_parameters={**before, **scaling}, original_max_position_embeddings=128)
+    keep_angles(model)
     verify(model)
     return trained(Bench(model), rows(groups=2, episodes=2))
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -335,6 +336,17 @@ def test_the_end_token_counts_even_where_it_pads(tiny: Path) -> None:
     tokenizer = load_tokenizer(tiny)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     assert tokenizer.eos_token_id in end_ids(load_model(tiny), tokenizer)
+
+
+def test_weights_are_downloaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some repositories have them for other programs, too; `*` of the hub's patterns is also a slash."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **words: asked.update(words) or str(folder))
+    assert resolve("someone/something") == folder
+    files = ["config.json", "model-00001-of-00002.safetensors", "original/model.safetensors", "metal/model.bin"]
+    files += ["consolidated-00001-of-00002.safetensors", "chat_template.jinja", "tekken.json"]
+    wanted = list(huggingface_hub.utils.filter_repo_objects(files, **asked))
+    assert wanted == ["config.json", "model-00001-of-00002.safetensors", "chat_template.jinja", "tekken.json"]
 
 
 def test_no_end_token_at_all() -> None:

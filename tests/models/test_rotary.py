@@ -15,12 +15,11 @@ from birl.models.verify import verify
 from tests.models import sweep
 from tests.zoo import build
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128}
-LONGROPE |= {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.0 + 2 * i for i in range(8)]}
+LONGROPE = sweep.LONGROPE | {"rope_theta": 10000.0}
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {  # kind, options, context
     "dynamic": ("llama", {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, 512),
     "longrope": ("phi3", LONGROPE, 128),
-    "longrope of experts": ("phimoe", LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.3}, 128),
+    "longrope of experts": ("phimoe", LONGROPE, 128),
 }
 
 

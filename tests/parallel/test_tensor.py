@@ -55,6 +55,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma"},
     "gemma2": {"model_type": "gemma2", "sliding_window": 16, **NO_CAPS},
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 16},
+    "hunyuan": {"model_type": "hunyuan_v1_dense"},
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "states": {
         "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
