@@ -2,8 +2,10 @@
 
 import json
 import secrets
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from birl.rollout.session import Known, following, owner_of, plain
@@ -76,9 +78,10 @@ class AnthropicReply(Reply):
         self.keep(reply, turn)
         yield event("message_start", message=self.head(turn))
         for i, block in enumerate(blocks(reply)):
-            empty, delta = opened(block)
+            empty, *deltas = opened(block)
             yield event("content_block_start", index=i, content_block=empty)
-            yield event("content_block_delta", index=i, delta=delta)
+            for delta in deltas:
+                yield event("content_block_delta", index=i, delta=delta)
             yield event("content_block_stop", index=i)
         yield event("message_delta", delta=self.end(reply, turn), usage=usage(turn, len(turn.completion.tokens)))
         yield event("message_stop")
@@ -212,7 +215,8 @@ def tool(given: Any, place: int) -> Block:
 def blocks(reply: Message) -> list[Block]:
     result: list[Block] = []
     if reply.thinking:
-        result.append({"type": "thinking", "thinking": reply.thinking, "signature": ""})
+        signature = b64encode(sha256(reply.thinking.encode()).digest()).decode()  # clients drop thinking without one
+        result.append({"type": "thinking", "thinking": reply.thinking, "signature": signature})
     if reply.content.strip() or not reply.tool_calls:
         result.append({"type": "text", "text": reply.content})
     for call in reply.tool_calls:
@@ -221,13 +225,15 @@ def blocks(reply: Message) -> list[Block]:
     return result
 
 
-def opened(block: Block) -> tuple[Block, Block]:
-    """A block as a stream begins it, and what comes behind."""
+def opened(block: Block) -> tuple[Block, ...]:
+    """A block as a stream begins it, and its deltas."""
     match block["type"]:
         case "text":
             return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
         case "thinking":
-            return {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+            signed = {"type": "signature_delta", "signature": block["signature"]}
+            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+            return {**block, "thinking": "", "signature": ""}, delta, signed
         case _:
             given = json.dumps(block["input"], ensure_ascii=False)
             return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": given}

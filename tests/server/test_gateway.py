@@ -499,9 +499,11 @@ def test_thoughts_are_blocks_for_anthropic() -> None:
     async def body(here: Place) -> None:
         thought, words = (await here.message()).content
         assert (thought.type, thought.thinking.strip(), words.text.strip()) == ("thinking", "hm", "seven")
+        assert thought.signature  # clients leave thinking without one out of what they send back
         async with here.anthropic.messages.stream(model="any", max_tokens=90, messages=HI) as events:
-            thought, words = (await events.get_final_message()).content
-        assert (thought.type, thought.thinking.strip(), words.text.strip()) == ("thinking", "hm", "seven")  # pyright: ignore
+            kinds = [e.delta.type async for e in events if e.type == "content_block_delta"]
+            again, words = (await events.get_final_message()).content
+        assert (again, words.text.strip(), kinds[:2]) == (thought, "seven", ["thinking_delta", "signature_delta"])  # pyright: ignore
 
     played(Scripted(["<think>\nhm\n</think>\n\nseven"] * 2, THINKING), body)
 
