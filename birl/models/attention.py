@@ -99,7 +99,7 @@ class Packed:
             variant = variant or Variant()
             areas = self.areas(window, variant.chunk)
             return tree_attention(query[0], key[0], value[0], areas, scale, variant.cap, variant.sinks)[None]
-        if query.device.type == "cpu":
+        if not query.is_cuda:
             return tree_attention(query[0], key[0], value[0], self.areas(window), scale)[None]
         if len(query) == 1 and varlen.takes(query, value):
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -33,7 +33,7 @@ def hidden_states(
     given = {"input_ids": ids} if seen is None else embedded(model, tokens, seen)
     places = positions[None] if positions.ndim == 1 else positions[:, None]
     output = body(**given, attention_mask=mask, position_ids=places, layout=layout, use_cache=False)
-    return output.last_hidden_state[0].to(cast(Any, model).get_input_embeddings().weight.dtype)  # Mamba's are float32
+    return output.last_hidden_state[0].to(head(model).weight.dtype)  # Mamba's are float32
 
 
 def weights_changed(model: nn.Module) -> None:

@@ -61,11 +61,12 @@ class FusedDecoder:
         x = self.body.embed_tokens(tokens)
         return x * self.body.embedding_multiplier if hasattr(self.body, "embedding_multiplier") else x
 
-    def layer(self, layer: Layer, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """`forward`, whose results the backward pass computes again if they are not kept."""
+    def layer(self, layer: Layer, x: Tensor, delta: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        """`forward`, whose results the backward pass computes again if they are not kept: then the sum is, not both."""
         if self.checkpointing and torch.is_grad_enabled():
-            return cast(Any, checkpoint(self.forward, layer, *arguments, use_reentrant=False))
-        return self.forward(layer, *arguments)
+            x = x if delta is None else x + delta
+            return cast(Any, checkpoint(self.forward, layer, x, None, *rest, use_reentrant=False))
+        return self.forward(layer, x, delta, *rest)
 
     def forward(
         self, layer: Layer, x: Tensor, delta: Tensor | None, cosine: Tensor, sine: Tensor, layout: Layout

@@ -48,6 +48,7 @@ class Shape:
     chosen: int = 0  # experts of a token
     expert_inner: int = 0
     shared_inner: int = 0  # of the MLP that all tokens of a mixture-of-experts layer go through
+    head_norms: bool = False  # of queries and keys
     dense_layers: int = 0  # of a mixture of experts: the first ones
     query_rank: int = 0  # multi-head latent attention (DeepSeek-V3)
     latent: int = 0  # width of its compressed keys and values
@@ -87,6 +88,7 @@ class Shape:
                 chosen=(config.get("num_experts_per_tok") or 0) if experts else 0,
                 expert_inner=expert_inner if experts else 0,
                 shared_inner=(config.get("shared_expert_intermediate_size") or shared * expert_inner) if experts else 0,
+                head_norms=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
                 dense_layers=(config.get("first_k_dense_replace") or 0) if experts else 0,
                 query_rank=config.get("q_lora_rank") or 0,
                 latent=config.get("kv_lora_rank") or 0,
@@ -209,12 +211,14 @@ def shape_of(model: str) -> Shape:
 
 
 def backward_bytes(
-    tokens: int, hidden: int, words: int, wide: int, *, gpu: bool = False, kernels: bool = False, kept: int = 0
-) -> int:
+    tokens: int, hidden: int, words: int, wide: int, *, gpu: bool = False, kernels: bool = False, kept: int = 0,
+    master: bool = True,
+) -> int:  # fmt: skip
     """The most that the backward pass of `token_logprobs` holds at once [bytes], beside what it is given and the
-    weight's gradient; the forward pass holds less. `words`: of this rank. `wide`: bytes of the weight's type, with a
-    float32 master where it is 2. `gpu`: on one, by Triton's kernels; `kernels`: by birl's for CPUs. `kept`: words of
-    all tokens' supports together, whose places are computed beside the logits."""
+    weight's gradient; the forward pass holds less. `words`: of this rank. `wide`: bytes of the weight's type; where
+    it is 2, the weight's gradient goes into a float32 `master`, or is of that type. `gpu`: on one, by Triton's kernels;
+    `kernels`: by birl's for CPUs. `kept`: words of all tokens' supports together, whose places are computed beside the
+    logits."""
     size = (GPU_CHUNK if gpu else CHUNK) // max(tokens, 1)
     piece = min(max(size // 32 * 32 or 32 if kernels else size, 1), words)  # words at once
     count, rows = tokens * piece, 4 * tokens * hidden  # logits at once, and the gradient by `hidden` in float32
@@ -225,6 +229,6 @@ def backward_bytes(
         made = 4 * count + 2 * rows
     else:
         widened = 0 if gpu or wide == 4 else 4 * count + 4 * min(WIDENED, piece * hidden)
-        products = wide * count + widened + max(rows, 4 * piece * hidden if wide == 2 else 0)
+        products = wide * count + widened + max(rows, 4 * piece * hidden if wide == 2 and master else 0)
         made = rows + max((6 if gpu else 8) * count, products)
     return max(made, restricted)

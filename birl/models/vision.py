@@ -156,7 +156,7 @@ def anchored(model: nn.Module, hidden: Tensor) -> Tensor:
 
 def look(model: nn.Module, pictures: Sequence[Processed]) -> list[Features]:
     """What the tower makes of each picture. Those whose inputs have one shape are computed together."""
-    weight: Tensor = cast(Any, model).get_input_embeddings().weight
+    weight: Tensor = cast(Any, model).get_output_embeddings().weight
     groups: dict[Any, list[int]] = {}
     for i, picture in enumerate(pictures):
         groups.setdefault((picture.count, *((n, a.shape) for n, a in picture.inputs.items())), []).append(i)

@@ -167,7 +167,7 @@ def split(batch: Batch, ranks: Ranks, seen: Seen | None = None) -> ContextShard:
     mine = tokens.view(n, -1)[rank]  # and place [T] says where each token of the row is among `tokens`
     source = place[batch.source]
     own = source // len(mine)
-    order, counts = own.argsort(stable=True), tuple(own.bincount(minlength=n).tolist())
+    order, counts = own.argsort(stable=True), tuple((own[:, None] == torch.arange(n, device=device)).sum(0).tolist())
     chosen = order.split(list(counts))[rank]
     return ContextShard(
         tokens=batch.tokens[mine],

@@ -73,10 +73,11 @@ def check(module: nn.Module, ep: int, rest: int) -> None:
 def experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """What transformers calls: hidden [T, H], the experts of each token [T, k] and their weights [T, k] -> [T, H]."""
     tokens, k = index.shape
-    order = index.reshape(-1).argsort(stable=True)
-    rows = hidden[:, None].expand(-1, k, -1).reshape(tokens * k, hidden.shape[1])[order]
-    counts = torch.bincount(index.reshape(-1), minlength=module.num_experts)
-    result = there_and_back(module, rows, counts)
+    flat = index.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(module.num_experts).index_add_(0, flat, torch.ones_like(flat))  # bincount waits for a GPU
+    copies = hidden[:, None].expand(-1, k, -1)  # whose gradients are summed in float32
+    result = there_and_back(module, copies.reshape(tokens * k, hidden.shape[1])[order], counts)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return (result[back].view(tokens, k, hidden.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
@@ -90,14 +91,17 @@ def there_and_back(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
     dist.all_to_all_single(arriving, counts, group=group)
     both = torch.stack([counts, arriving]).view(2, ep, len(counts) // ep)
     sent, received = both.sum(-1).tolist()
-    here = exchange(rows, sent, received, group)
+    rows = exchange(rows, sent, received, group)
     # they came rank by rank, and expert by expert of each; the products want all of an expert together
-    expert = torch.arange(both.shape[-1], device=rows.device).repeat(ep).repeat_interleave(arriving)
+    expert = torch.arange(both.shape[-1], device=rows.device).repeat(ep)
+    expert = expert.repeat_interleave(arriving, output_size=sum(received))
     order = expert.argsort(stable=True)
-    computed = products(module, here[order], both[1].sum(0))
+    rows = rows[order]  # one name: what was before is gone
+    rows = products(module, rows, both[1].sum(0))
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return exchange(computed[back], received, sent, group)
+    rows = rows[back]
+    return exchange(rows, received, sent, group)
 
 
 def products(module: Any, rows: Tensor, counts: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Gradients are summed over the ranks in float32, never averaged: the weights of a
 denominator already.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from birl.models.device import device_of
 from birl.models.vision import language_model
 from birl.parallel.experts import spread
 from birl.parallel.ranks import Ranks
+
+# of layers with experts or tp; nothing here changes what a layer gave in place
+warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
 
 
 class GlooReduceScatter(ReduceScatter):
@@ -107,6 +111,10 @@ def shard(
     for unit in spread(model, ranks) if ranks.grid.ep > 1 else ():
         # the first dimension is split over ep
         wrap(unit, ranks.expert_sharding, reshard_after_forward=reshard, shard_placement_fn=lambda _: Shard(1))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore
+    if head is None or head.weight is not embedding.weight:
+        wrap(embedding, ranks.sharding, reshard_after_forward=reshard)
+        embedding.set_unshard_in_backward(False)  # which reads no weight of it
     for unit in (*layers(model), root):
         wrap(unit, ranks.sharding, reshard_after_forward=reshard and unit is not root)
     register_fsdp_forward_method(root, "states")

@@ -84,6 +84,8 @@ def check(layout: Layout, shape: Shape, gpus: int) -> None:
         raise BirlError(f"ep={layout.ep} does not divide fsdp x cp = {layout.fsdp * layout.cp}.")
     if shape.layers < layout.pp:
         raise BirlError(f"pp={layout.pp} is more than {shape.layers} layers.")
+    if layout.tp > 1 and shape.experts:
+        raise BirlError(f"tp={layout.tp}: birl does not split experts over tensor-parallel ranks. Take tp=1, and ep.")
 
 
 def layouts(shape: Shape, cluster: Cluster) -> Iterator[Layout]:

@@ -1,7 +1,9 @@
 """Memory of one rank of a layout, by purpose [bytes].
 
 Float32 weights, gradients and optimizer state are split over all ranks but copies (ddp); where nothing is split, the
-bfloat16 weights are there beside them. Activations are split over cp and tp, norms included (sequence parallelism).
+bfloat16 weights are there beside them. Between blocks tokens are split over cp and tp (sequence parallelism), within
+them over cp, and heads and inner features over tp. `tests/gpu/test_ranks_memory.py` compares it with what a step of the
+learner allocates.
 """
 
 from birl.models.shape import Shape, backward_bytes
@@ -11,57 +13,98 @@ RESERVED = 3e9  # CUDA, NCCL's buffers and the libraries; assumed
 USABLE = 0.95  # of the memory; the allocator loses the rest between blocks; assumed
 #: bytes of both moments of a parameter; in 8 bits with a float32 scale for each 256 (`learner/adamw8bit.py`)
 STATE = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}
-LOGIT = 10  # bytes where all are there at once: float32, and its gradient in float32 and bfloat16
+LOGIT = 12  # bytes where all are there at once, float32: log-softmax, the gradient by it, and that by the logits
 
 
-def kept(shape: Shape, keep: str) -> float:
-    """Bytes that a layer keeps of a token until its backward pass, the mean over layers. bfloat16; float32 copies in
-    two norms where all is kept."""
+def kept(shape: Shape, keep: str, tp: int = 1, seen: float = 0.0) -> float:
+    """Bytes that a layer keeps of a token of its blocks until its backward pass, the mean over layers; bfloat16.
+    `seen`: keys that are gathered for each token (cp)."""
     if keep == "inputs":
-        return 2.0 * shape.hidden
+        return 2.0 * shape.hidden / tp
     query, value = shape.widths
     keys = query + value if shape.latent else 2 * shape.kv_heads * shape.head_dim
-    inner = mlp_width(shape)
     moved = 2 * shape.chosen * shape.hidden * shape.sparse_layers / shape.layers  # copies of tokens at their experts
-    products = 2 * shape.hidden + query + keys + (shape.matrices - 1) * inner + moved
     if keep == "half":
-        return 2 * (shape.hidden + value + products / 2)
-    return 2 * (shape.hidden + value + products) + 8 * shape.hidden + 2 * (2 * shape.hidden + 2 * inner)
+        products = 2 * shape.hidden + query + keys + (shape.matrices - 1) * mlp_width(shape) + moved
+        return 2 * (shape.hidden + value + products / 2) / tp
+    attention = (1 + shape.head_norms) * (query + keys) + value + seen * keys + 2 * shape.heads  # and sums of rows
+    inner = shape.matrices * dense_width(shape) + (shape.matrices + 1) * (mlp_width(shape) - dense_width(shape))
+    # both sums of the residual stream are split; both normed inputs are there for all tokens of the block
+    return 2 * (2 * shape.hidden + moved + (2 * shape.hidden + attention + inner) / tp)
 
 
 def mlp_width(shape: Shape) -> float:
     """Inner width of what one token goes through, the mean over layers."""
     sparse = shape.sparse_layers * (shape.chosen * shape.expert_inner + shape.shared_inner)
-    return ((shape.layers - shape.sparse_layers) * shape.inner + sparse) / shape.layers
+    return dense_width(shape) + sparse / shape.layers
+
+
+def dense_width(shape: Shape) -> float:
+    """Of layers without experts, the mean over all."""
+    return (shape.layers - shape.sparse_layers) * shape.inner / shape.layers
 
 
 def memory(shape: Shape, layout: Layout, work: Workload) -> dict[str, float]:
-    """Bytes of one rank, by purpose, at the worst moment: the end of a backward pass's first layer."""
-    split = layout.fsdp * layout.cp * layout.tp * layout.pp
-    tokens = work.microbatch / (layout.cp * layout.tp)
-    dense = (shape.parameters - shape.expert_parameters) / split
-    experts = shape.expert_parameters / split
-    own = dense + experts
-    result = {
-        "weights, float32": 4 * own,
-        "gradients, float32": 4 * own,
-        "optimizer state": STATE[work.optimizer] * own,
-    }
-    if layout.fsdp * layout.cp > 1:
-        layer, ends = whole(shape, layout)
-        result["gathered weights"] = 2 * (2 * layer + ends)
-        result["gathered gradients"] = 6 * max(layer, ends)  # bfloat16, and float32 on their way
-    else:
-        result["weights, bfloat16"] = 2 * own
+    """Bytes of one rank, by purpose, at the worst moment of a micro-batch that is not its step's first."""
+    own = shape.parameters / (layout.fsdp * layout.cp * layout.tp * layout.pp)
+    worst = max(moments(shape, layout, work), key=lambda moment: sum(moment.values()))
+    state = {"weights, float32": 4 * own, "gradients, float32": 4 * own, "optimizer state": STATE[work.optimizer] * own}
+    return state | worst | {"reserved": RESERVED}
+
+
+def moments(shape: Shape, layout: Layout, work: Workload) -> list[dict[str, float]]:
+    """What a rank has beside weights, gradients and state: in the backward pass of the head, of the last layer and of
+    the one before, while the gradient of the layer behind it is reduced, and of the embedding. The head's gathered
+    weight and its gradient stay until all layers are done."""
+    rows, words, split = work.microbatch / layout.cp, -(-shape.vocabulary // layout.tp), layout.fsdp * layout.cp
     layers = shape.layers / layout.pp * min(layout.pp, -(-work.batch // (work.microbatch * layout.shares)))
-    again = kept(shape, "all") if work.keep != "all" else 0.0
-    result["activations"] = tokens * (layers * kept(shape, work.keep) + again + 8 * shape.hidden)
-    result["a layer's backward"] = tokens * (4 * shape.hidden + 8 * (shape.hidden + mlp_width(shape)))
-    rows, words = work.microbatch // layout.cp, -(-shape.vocabulary // layout.tp)
-    chunks = backward_bytes(rows, shape.hidden, words, 2, gpu=True)
-    result["logits"] = LOGIT * min(work.logits, rows) * words if work.logits else chunks
-    result["reserved"] = RESERVED
-    return result
+    dense, experts, ends = gathered(shape, layout)
+    layer, seen = dense + experts, layout.cp + 0.5 if layout.cp > 1 else 0.0
+    one = rows * kept(shape, work.keep, layout.tp, seen)
+    again = rows * kept(shape, "all", layout.tp, seen) if work.keep != "all" else 0.0
+    logits = LOGIT * min(work.logits, rows) * words
+    if split * layout.tp == 1:  # bfloat16 weights are there all the time, gradients go to their masters at once
+        whole = {"weights, bfloat16": 2 * shape.parameters / layout.pp}
+        logits = logits or backward_bytes(int(rows), shape.hidden, words, 2, gpu=True)
+        head = whole | {"activations": layers * one + 4 * shape.hidden * rows, "logits": logits}
+        return [head, whole | {"activations": layers * one + again, "a layer's backward": passing(shape, layout, rows)}]
+    logits = logits or backward_bytes(int(rows), shape.hidden, words, 2, gpu=True, master=False)
+    reduced = 4 * (layer if layout.ep == 1 else dense)  # experts' come before
+    return [
+        {
+            "activations": layers * one + 4 * shape.hidden * rows,
+            "logits": logits,
+            "gathered weights": 2 * (ends + layer),
+            "gathered gradients": 2 * ends,
+        },
+        *(
+            {
+                "activations": (layers - before) * one + again,
+                "a layer's backward": passing(shape, layout, rows),
+                "gathered weights": 2 * (ends + 2 * layer),
+                "gathered gradients": 2 * ends + before * reduced,
+            }
+            for before in (0, 1)
+        ),
+        {"activations": 0.0, "gathered gradients": (6 if shape.tied else 8) * ends + 4 * ends / split},
+    ]
+
+
+def passing(shape: Shape, layout: Layout, rows: float) -> float:
+    """Bytes that one layer's backward pass computes with beside what was kept: at its last product's inputs, the
+    gradient of its weight included; with experts where their results are joined, or at their first product, when half
+    of what was kept is gone."""
+    if not shape.experts:
+        return (4 * rows + 2 * shape.hidden) * shape.inner / layout.tp
+    experts, copies = gathered(shape, layout)[1], rows * shape.chosen
+    return max(copies * 4 * shape.hidden, 2 * experts - copies * 4 * shape.expert_inner)
+
+
+def gathered(shape: Shape, layout: Layout) -> tuple[float, float, float]:
+    """Parameters that a rank gathers: of one layer, but for experts; its own experts of one layer; of the embedding,
+    and so of a head."""
+    experts = shape.expert_parameters / layout.ep / shape.layers / layout.tp
+    return whole(shape, layout)[0] - experts, experts, shape.embedding / layout.tp
 
 
 def whole(shape: Shape, layout: Layout) -> tuple[float, float]:

@@ -363,7 +363,8 @@ def at_head(module: Module, trained: Trained, load: Load, config: schema.RL, gpu
     if not gpu:  # more than `backward_bytes`: `LOST` was measured with it
         return max(CHUNK * (10 if module.on_kernels else 18), 5 * CHUNK + RESTRICTED * kept), head
     words, ways = -(-shape.vocabulary // parallel.tp), parallel.tp  # ranks of tp have all tokens
-    most = backward_bytes(load.microbatch * ways, shape.hidden, words, module.wide, gpu=True, kept=kept * ways)
+    given = load.microbatch * ways, shape.hidden, words, module.wide
+    most = backward_bytes(*given, gpu=True, kept=kept * ways, master=placed)
     return most, head
 
 

@@ -44,7 +44,7 @@ def real(function: Any) -> Any:
 
 
 @contextmanager
-def first_of(grid: Grid, patch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+def first_of(grid: Grid, patch: pytest.MonkeyPatch, device: str = "cuda") -> Iterator[Ranks]:
     """This process as rank 0; what the others would send is never there, and streams and events do nothing."""
     nothing = SimpleNamespace(wait_stream=lambda stream: None, record_event=lambda: None, device_index=0, device=CUDA)
     for name in ("Stream", "Event"):
@@ -63,9 +63,9 @@ def first_of(grid: Grid, patch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=grid.size)
     try:
         shard, names = grid.fsdp * grid.cp, ("ddp", "shard", "tp")
-        mesh = init_device_mesh("cuda", (grid.ddp, shard, grid.tp), mesh_dim_names=names)
+        mesh = init_device_mesh(device, (grid.ddp, shard, grid.tp), mesh_dim_names=names)
         sizes = (grid.ddp, shard // grid.ep, grid.ep)
-        experts = init_device_mesh("cuda", sizes, mesh_dim_names=("ddp", "rest", "ep")) if grid.ep > 1 else None
+        experts = init_device_mesh(device, sizes, mesh_dim_names=("ddp", "rest", "ep")) if grid.ep > 1 else None
         yield Ranks(grid, mesh, experts)
     finally:
         dist.destroy_process_group()

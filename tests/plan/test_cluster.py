@@ -210,6 +210,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     [
         (Layout(fsdp=4), "fsdp=4 makes 4 ranks, and there are 8 GPUs"),
         (Layout(tp=8), "tp=8 does not divide 32 query and 4 key heads"),
+        (Layout(fsdp=4, tp=2), "tp=2: birl does not split experts over tensor-parallel ranks"),
         (Layout(fsdp=8, ep=3), "ep=3 does not divide 128 experts"),
         (Layout(fsdp=4, tp=2, ep=8), r"ep=8 does not divide fsdp x cp = 4"),
     ],
@@ -267,8 +268,9 @@ def test_every_key_of_the_command_changes_something(capsys: pytest.CaptureFixtur
 
     before = printed()
     values = {"model": "llama3-8b", "gpu": "h200", "gpus": 32, "batch": 2**21, "sequence": 2048, "microbatch": 8192}
-    values |= {"keep": "inputs", "optimizer": "adamw8bit", "ddp": 2, "fsdp": 8, "cp": 2, "tp": 2, "ep": 2, "node": 4}
+    values |= {"keep": "inputs", "optimizer": "adamw8bit", "ddp": 2, "fsdp": 8, "cp": 2, "ep": 2, "node": 4}
     values |= {"flops": 5e14, "memory": 60e9, "hbm": 2e12, "inside": 2e11, "between": 2e10, "efficiency": 0.4}
-    assert set(values) == {f.name for f in fields(Question)}
+    assert {*values, "tp"} == {f.name for f in fields(Question)}
+    assert printed("model=llama3-8b", "tp=2") != printed("model=llama3-8b")  # birl splits no experts over tp
     for key, value in values.items():
         assert printed(f"{key}={value}") != before, key
