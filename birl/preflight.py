@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -29,7 +30,7 @@ from birl.hub import addressed, check_model
 from birl.named import missing
 from birl.rollout.tasks import check_answers
 from birl.text.parts import Finder
-from birl.track.folder_lock import check_same
+from birl.track.folder_lock import check_same, held
 
 STORES = ("checkpoint.store", "resume")
 MODELS = ("model.path", "critic.path", "reward.model", "algorithm.teacher", "distill.teacher")
@@ -84,9 +85,11 @@ def _check(rows: Rows, config: Any, taught: bool) -> None:
         form.read(rows[i], rows.where(i), Shown.of(rows[i], finder, rows.where(i)))
 
 
-def check_folder(run: Path, config: Any) -> None:
-    """Raises `BirlError` where a run with steps of another configuration is in it: `find_checkpoint` of
-    birl/run_folder.py says so, too, but needs torch."""
+def check_folder(run: Path, config: Any, dry_run: bool) -> None:
+    """Raises `BirlError` where it cannot be written, another process writes into it, or a run with steps of another
+    configuration is in it: the run says so, too, once it has torch."""
+    with nullcontext() if dry_run else held(run):
+        pass
     metrics = run / "metrics.jsonl"
     if config.resume == "auto" and not config.checkpoint.store and metrics.is_file() and metrics.stat().st_size:
         saved = sorted(file.parent for file in run.glob("checkpoints/step-*/manifest.json"))

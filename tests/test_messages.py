@@ -9,6 +9,7 @@ import pytest
 
 from birl.cli import main
 from birl.cli.configured import RUNS
+from birl.track.folder_lock import held
 
 ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
 
@@ -176,6 +177,8 @@ REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"
         ("rl DATA run=" + "x" * 300, "run=" + "x" * 80 + "...: this name is too long for a file; give a shorter one"),
         ("rl DATA reward=method.py:Judge", "Judge is a class; name a function, or an object of it"),
         ("rl DATA reward=wrong.py:score", "wrong.py, line 1: expected ':'"),
+        ("rl DATA run=rows.txt/run", "Cannot write into the run folder"),
+        ("rl DATA run=taken", "taken is in use by another birl process"),
         ("rl DATA run=used", "used belongs to a run with another configuration:"),
         ("sft DATA run=used", "used belongs to a run of another command than `birl sft`"),
         ("rl DATA steps=1 resume=" + "x/" * 2500, "resume=x/x"),
@@ -278,5 +281,6 @@ def test_what_is_not_there_is_told_before_torch_is_imported(
     (tmp_path / "needs.py").write_text(f"import no_such_package\n{REWARD}")
     (tmp_path / "agent.py").write_text("import no_such_package\n\ndef act(task, base_url):\n    return 0.0\n")
     monkeypatch.setattr("birl.cli.configured.load", loaded)
-    assert main(words.replace("DATA", "data.train=rows.jsonl").split()) == 2
+    with held(tmp_path / "taken"):
+        assert main(words.replace("DATA", "data.train=rows.jsonl").split()) == 2
     assert said in capsys.readouterr().err

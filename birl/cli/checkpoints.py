@@ -73,6 +73,9 @@ def _list(root: Path) -> int:
     from birl.learner import checkpoint
 
     entries, states = checkpoint.saved(root), {}
+    if not entries:
+        print(f"There is no complete checkpoint in {root} yet.")
+        return 0
     for entry in entries:
         with suppress(BirlError):  # a damaged one is listed as that
             states[entry.step] = checkpoint.read_state(entry.path)

@@ -60,11 +60,12 @@ def run(command: str, words: list[str]) -> int:
         from birl.preflight import check_folder, check_names
 
         check_names(config)
-        if command in TRAINING:
-            check_folder(Path(run_folder(config, choices)).absolute(), config)
+        leads = os.environ.get("RANK", "0") == "0"
+        if command in TRAINING and leads:
+            check_folder(Path(run_folder(config, choices)).absolute(), config, "--dry-run" in flags)
         if command == "eval" and config.baseline:
             load("birl.rollout.compare").Baseline.read(config.baseline)
-        if os.environ.get("RANK", "0") == "0":
+        if leads:
             print(f"birl: loading {config.model.path}", file=sys.stderr, flush=True)  # torch alone takes seconds
     if "--validate" in flags:
         return load("birl.cli.validate").run(config)

@@ -59,7 +59,7 @@ def _check(folder: Path) -> None:
         hint = f"{inside} is one" if inside else "`birl runs` lists runs"
         raise BirlError(f"{folder} is no run: it has neither config.yaml nor metrics.jsonl. {hint}")
     if why := runs.problem(folder):
-        raise BirlError(f"{why.partition(':')[0]}; without it there is nothing to compare")
+        raise BirlError(f"{why.rpartition('):')[0]}); without it there is nothing to compare")
 
 
 def changed_keys(first: Path, second: Path) -> list[tuple[str, Any, Any]]:

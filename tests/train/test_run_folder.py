@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from birl.cli import main
 from birl.errors import BirlError
 from birl.run_folder import chosen_checkpoint
 from birl.track import folder_lock, runs
@@ -74,3 +75,20 @@ def test_a_circle_of_links_is_no_reason_to_stop(tmp_path: Path) -> None:
     newest.symlink_to(newest.name)
     with pytest.raises(BirlError, match="has gone on to step-000002"):
         chosen_checkpoint(chosen, tmp_path, newest)
+
+
+def test_a_run_without_a_checkpoint_lists_none_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table without rows said nothing."""
+    (tmp_path / "checkpoints" / "step-000003.part").mkdir(parents=True)
+    assert main(["checkpoints", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"There is no complete checkpoint in {tmp_path}/checkpoints yet.\n"
+
+
+def test_a_comparison_says_why_a_configuration_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reason was cut at its first colon, with its bracket open."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "config.json").write_text("{,")
+    assert main(["diff", str(tmp_path), str(tmp_path)]) == 2
+    assert "line 1 column 2 (char 1)); without it there is nothing to compare" in capsys.readouterr().err
