@@ -1,4 +1,5 @@
-"""The support of a policy: the words that tokens were drawn from, where top-k, top-p or min-p left others out."""
+"""The support of a policy: the part of the vocabulary that a token was drawn from, where top-k, top-p or min-p left
+tokens out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,18 +10,18 @@ from birl.columns import alike, become_arrays
 if TYPE_CHECKING:
     from birl.columns import Bools, Ints
 
-WORDS = 1024
-"""Of which a training run draws a token at most, where it leaves words out and rollout.top_k does not say how many."""
+LARGEST = 1024
+"""Tokens of the largest support in a training run with top_p or min_p where rollout.top_k does not bound it."""
 MOST = 1 << 16
-"""Words of a token that an engine tells at most."""
+"""Tokens of the largest support that an engine reports."""
 LISTED = 128
-"""Of vLLM, which tells them with their log-probs."""
+"""The same of vLLM, which reports it by log-probs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """Of n tokens: how many words each was drawn from, int32 [n], 0 for all of the vocabulary; and these words, token
-    by token, each token's in rising order, int32 [sum of counts]. Raises `ValueError` where these are none.
+    """Of n tokens: the size of the support of each, int32 [n], 0 for all of the vocabulary; and the ids in it, support
+    by support, each in rising order, int32 [sum of counts]. Raises `ValueError` where these are none.
 
     Example: Support(counts=(2, 0, 1), ids=(4, 45, 2))
     """
@@ -31,19 +32,19 @@ class Support:
     def __post_init__(self) -> None:
         become_arrays(self, ("counts", "ids"))
         if (self.counts < 0).any() or self.counts.sum() != len(self.ids):
-            raise ValueError(f"supports of {self.counts.sum()} words with {len(self.ids)} ids")
+            raise ValueError(f"supports of {self.counts.sum()} tokens with {len(self.ids)} ids")
 
     __eq__ = alike
 
     @classmethod
     def of(cls, rows: "Sequence[Ints | None]") -> "Support":
-        """From each token's words; None: all."""
+        """From the ids of each token's support; None: all."""
         import numpy as np
 
-        words = [row for row in rows if row is not None]
+        ids = [row for row in rows if row is not None]
         return cls(
             counts=np.array([0 if row is None else len(row) for row in rows], np.int32),
-            ids=np.concatenate([np.zeros(0, np.int32), *words]),
+            ids=np.concatenate([np.zeros(0, np.int32), *ids]),
         )
 
     @classmethod
@@ -65,7 +66,7 @@ class Support:
         return Support(counts=self.counts[own], ids=self.ids[np.repeat(own, self.counts)])
 
     def without(self, tokens: "Ints") -> "Any":
-        """Places of tokens [n] that are not among the words that they were drawn from."""
+        """Places of tokens [n] that are outside of their supports."""
         import numpy as np
 
         owner = np.repeat(np.arange(len(tokens)), self.counts)

@@ -222,7 +222,7 @@ class Completion:
         if (self.versions[1:] < self.versions[:-1]).any():
             raise ValueError("the versions of its tokens go back")
         if self.support is not None and len(strange := self.support.without(self.tokens)):
-            raise ValueError(f"token {strange[0]} is none of the words that it was drawn from")
+            raise ValueError(f"token {strange[0]} is not in the support that it was drawn from")
         wrong = ~((self.logprobs > -LARGEST) & (self.logprobs <= ROUNDING))
         if wrong.any():
             place = int(wrong.argmax())
@@ -328,10 +328,10 @@ class Sample:
     `advantage` is one number for all trained tokens, or an array beside the others, as are `returns` and `values`, what
     a critic aims at and what it predicts (None without one), and `proximal`, the learner's own log-probs before the
     batch's first update (None where they are not asked for). `routes`: which experts computed each token, equally
-    many bytes for each; empty where not asked for. `support`: the words that the n trained tokens were drawn from,
+    many bytes for each; empty where not asked for. `support`: the tokens that the n trained tokens were drawn from,
     where some were left out. `hinted`: ids of a prompt with a hint, which a teacher reads instead
     of all that is before the first trained token; None where there is none. `likely`: for the n trained tokens the k
-    words that a served teacher finds likeliest, int64 [n, k], and log-probs of these and of all others as one, float32
+    most likely tokens of a served teacher, int64 [n, k], and log-probs of these and of all others as one, float32
     [n, k + 1]. `group` and `episode` say where the sample comes from, `policy` whose weights sampled and learn it,
     where a run trains several, `teacher` which of several it is compared with.
 

@@ -1,7 +1,7 @@
-"""Divergences of the learner's next-token distribution q from a teacher's p, over all words of the vocabulary, or over
-the teacher's k likeliest words and one bucket for the rest.
+"""Divergences of the learner's next-token distribution q from a teacher's p, over all tokens of the vocabulary, or over
+the teacher's k most likely tokens and one bucket for the rest.
 
-A function gives, for each word (or bucket) v, its term of the value and flow_v = q_v dD/dq_v. The value is the sum of
+A function gives, for each token (or bucket) v, its term of the value and flow_v = q_v dD/dq_v. The value is the sum of
 the terms, and its derivative by the learner's logit of v is flow_v - q_v sum(flow): q = softmax(logits). So neither
 pass needs more than a piece of the vocabulary at once. Log-probs [..., V] -> [..., V]; the dtype follows the input.
 """

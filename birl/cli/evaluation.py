@@ -27,7 +27,7 @@ from birl.errors import BirlError, innermost
 from birl.learner.policy import DTYPES, Policy, Reader, load_policy, load_reader
 from birl.learner.rewards import check_served, make_rewards, started
 from birl.models.device import choose
-from birl.models.digests import digests, whole, words
+from birl.models.digests import digests, whole, vocabulary_digest
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
 from birl.rollout.compare import Baseline
@@ -144,7 +144,7 @@ async def served(
             end_ids=reader.chat.end_ids,
             logs=Path(logs),
             pictures=reader.chat.pictures.used if reader.chat.pictures else None,
-            words=words(reader.chat.tokenizer.get_vocab(), reader.chat.end_ids),
+            vocabulary_digest=vocabulary_digest(reader.chat.tokenizer.get_vocab(), reader.chat.end_ids),
         ),
     )
     opened.push_async_callback(servers.close)

@@ -43,8 +43,8 @@ class Batch:
     tokens within a sample;
     weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`;
     routes [T, bytes] uint8: which experts computed each token in the engine, where samples say so;
-    support: of the U predictions the words that the token was drawn from, where samples say so; then U is N, as samples
-    may have drawn one token from different words;
+    support: the tokens that each of the U predictions was drawn from, where samples have them; then U is N, as samples
+    may have drawn one token from different supports;
     hinted: the same samples behind prompts with a hint, for a teacher; its N, and its U, are in the order of this
     batch's, and its weights are 0 where a sample has no such prompt;
     likely [N, k] int64, likely_logprobs [N, k + 1]: what a served teacher says, where samples have it;

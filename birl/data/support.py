@@ -19,8 +19,8 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SupportRows:
-    """Of U predictions: how many words each has, counts [U] int64, 0 for all; the words, ids [K] int64; and where each
-    prediction's begin in them, U + 1 numbers, known to the host."""
+    """Of U predictions: the sizes of their supports, counts [U] int64, 0 for all tokens; the tokens, ids [K] int64; and
+    where each prediction's begin in them, U + 1 numbers, known to the host."""
 
     counts: Tensor
     ids: Tensor
@@ -43,11 +43,11 @@ class SupportRows:
         place = torch.repeat_interleave(first, counts, output_size=starts[-1])
         return SupportRows(counts, self.ids[place + torch.arange(starts[-1], device=device)], starts)
 
-    def outside(self, rows: slice, first: int, words: int) -> Tensor:
-        """[rows, words] bool: which of the words from `first` on a prediction's support leaves out."""
+    def outside(self, rows: slice, first: int, vocab: int) -> Tensor:
+        """[rows, tokens] bool: which tokens from `first` on a prediction's support leaves out."""
         counts, ids = self.counts[rows], self.ids[self.starts[rows.start] : self.starts[rows.stop]] - first
         row = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts, output_size=len(ids))
-        result = torch.ones(len(counts) * words + 1, dtype=torch.bool, device=ids.device)
-        place = (row * words + ids).where((ids >= 0) & (ids < words), len(result) - 1)  # of other words, behind all
+        result = torch.ones(len(counts) * vocab + 1, dtype=torch.bool, device=ids.device)
+        place = (row * vocab + ids).where((ids >= 0) & (ids < vocab), len(result) - 1)  # others behind all
         result[place] = False
-        return result[:-1].view(len(counts), words).logical_and_((counts > 0)[:, None])
+        return result[:-1].view(len(counts), vocab).logical_and_((counts > 0)[:, None])

@@ -28,9 +28,9 @@ from transformers import PreTrainedTokenizerBase
 from birl.engine.drafts import REMEMBERED, Drafts
 from birl.engine.graphs import AHEAD
 from birl.engine.pages import Pages, pages_for
-from birl.engine.request import Likeliest, Request
+from birl.engine.request import Request, TopLogprobs
 from birl.engine.runner import Runner
-from birl.engine.sampler import given, likeliest, sample
+from birl.engine.sampler import given, sample, top_logprobs
 from birl.engine.scheduler import ScheduledTokens, Scheduler
 from birl.engine.truncation import supports
 from birl.engine.weights import Weights
@@ -123,7 +123,7 @@ class EmbeddedEngine:
         watch: Callable[[Request], None] | None = None,
         *,
         guide: Guide | None = None,
-        best: Likeliest | None = None,
+        best: TopLogprobs | None = None,
         adapter: AdapterWeights | None = None,
     ) -> Completion:
         """Sample one answer. A prompt that fills the context gives an empty completion that ended for its length.
@@ -138,7 +138,7 @@ class EmbeddedEngine:
         if not prompt_ids:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
         if params.support and not 0 < params.top_k <= MOST:
-            raise BirlError(f"support=True: top_k bounds the words that are told of each token; set 1 to {MOST}.")
+            raise BirlError(f"support=True: top_k bounds the support that is reported for each token; set 1 to {MOST}.")
         if self._closed is not None:
             raise self._closed
         if room <= 0:
@@ -407,12 +407,12 @@ class EmbeddedEngine:
         else:
             drawn = self.runner.sample(hidden, params, uniforms)
         pairs = zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)
-        words = iter(supports(drawn.kept, params))
+        kept = iter(supports(drawn.kept, params))
         for work in plan:
             for request in work.samplers:
                 result = [next(pairs) for _ in range(len(work.drafts) + 1)]
-                own = zip(scored.get(request, result), islice(words, len(result)), strict=True)
-                # a given token that was none of the words counts as drawn from all of them
+                own = zip(scored.get(request, result), islice(kept, len(result)), strict=True)
+                # a given token outside of its support counts as drawn from all tokens
                 each = [(*pair, self.version, kept if kept is None or pair[0] in kept else None) for pair, kept in own]
                 if not (request.guide and request.aborted):  # else it allows none
                     self.append(request, each, work.drafts)
@@ -434,7 +434,7 @@ class EmbeddedEngine:
                 result[work.request] = list(zip(tokens, logprobs.tolist(), strict=True))
                 if work.request.best is not None:
                     best = work.request.best
-                    best.places += likeliest(logits[start:end], result[work.request], best.count)
+                    best.places += top_logprobs(logits[start:end], result[work.request], best.count)
         return result
 
     def restrict(self, plan: list[ScheduledTokens], logits: Tensor) -> None:
@@ -470,8 +470,8 @@ class EmbeddedEngine:
         """Some tokens for each, by captured graphs; what was sampled behind an end is dropped."""
         made = self.runner.burst(plan, self.scheduler.look_ahead(plan, AHEAD))
         for work, *drawn in zip(plan, *made, strict=True):
-            for token, logprob, words in zip(*drawn, strict=True):
-                work.request.append(token, logprob, self.version, words)
+            for token, logprob, support in zip(*drawn, strict=True):
+                work.request.append(token, logprob, self.version, support)
                 work.request.computed += 1
                 self.counters.tokens += 1
                 if work.request.stop is not None:

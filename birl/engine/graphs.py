@@ -38,7 +38,7 @@ NARROWEST = 8  # pages of a row
 
 #: tokens [B] int64, lengths [B] int32, table [B, width] int32, places of layers' states [B] int32 -> logits [B, V]
 Step = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-#: [B][count] each: tokens, log-probs, and the words that each token was drawn from, where that is asked for
+#: [B][count] each: tokens, log-probs, and the support that each was drawn from, where that is asked for
 Burst = tuple[list[list[int]], list[list[float]], list[list[Any]]]
 #: a function without arguments -> one that does the same on the same tensors
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -62,7 +62,7 @@ class Graph:
     limited: bool
     place: Tensor  # [1] int64: which token of the burst comes next
     results: Tensor  # [AHEAD, 2, rows] float32: tokens (exact up to 2^24) and log-probs
-    kept: Tensor | None  # [AHEAD, rows, 1 + room] int32: words that the tokens were drawn from, where one says so
+    kept: Tensor | None  # [AHEAD, rows, 1 + room] int32: supports that tokens were drawn from, where one is asked for
     replay: Callable[[], None] = lambda: None
 
     @classmethod

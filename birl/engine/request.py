@@ -18,9 +18,9 @@ from birl.types import Completion, SamplingParams, Stop
 
 
 @dataclass(slots=True)
-class Likeliest:
-    """The `count` likeliest tokens in the place of each token that is given, with their log-probs at temperature 1, and
-    the given token's rank, from 1. `places` is filled."""
+class TopLogprobs:
+    """The `count` most likely tokens in the place of each given token, with their log-probs at temperature 1, and the
+    given token's rank, from 1. `places` is filled."""
 
     count: int = 1
     places: list[tuple[list[tuple[int, float]], int]] = field(default_factory=list)
@@ -44,13 +44,13 @@ class Request:
     sight: Sight | None = None  # the pictures in the prompt
     guide: Guide | None = None  # what the answer may be
     adapter: AdapterWeights | None = None  # what is added to the model's weights
-    best: Likeliest | None = None  # what is wanted of the places of given tokens
+    best: TopLogprobs | None = None  # what is wanted of the places of given tokens
     watch: "Callable[[Request], None] | None" = None  # called after every step that gave it tokens
     told: int = 0  # tokens that `watch` has heard of
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    words: list[Any] = field(default_factory=list)  # that each token was drawn from, an array or None for all
+    supports: list[Any] = field(default_factory=list)  # of each token, an array, or None for all tokens
     pages: list[int] = field(default_factory=list)  # of the KV cache, in order of position
     known: int = 0  # so many of them are reused by their tokens
     cached: int = -1  # positions of the prompt that were computed before it first ran
@@ -114,9 +114,9 @@ class Request:
         """The random numbers of the next n tokens, in [0, 1); fewer at the end."""
         return self._uniforms[len(self.tokens) : len(self.tokens) + n]
 
-    def append(self, token: int, logprob: float, version: int, words: Any = None) -> None:
+    def append(self, token: int, logprob: float, version: int, support: Any = None) -> None:
         self.tokens.append(token)
-        self.words.append(words)
+        self.supports.append(support)
         self.logprobs.append(logprob)
         self.versions.append(version)
         complete = self.guide is not None and self.guide.take(token)
@@ -134,6 +134,6 @@ class Request:
 
     def completion(self) -> Completion:
         stop = self.stop or Stop.ABORT
-        support = Support.of(self.words) if self.params.told else None
+        support = Support.of(self.supports) if self.params.told else None
         own = self.tokens, self.logprobs, self.versions, stop, self.known_routes(), max(self.cached, 0)
         return Completion.of(*own, support)

@@ -1,7 +1,7 @@
 """Logits -> one token a row, and its exact log-prob under the distribution it was sampled from.
 
 Inverse-CDF sampling: one uniform number a row, the cumulative sum, a search. It needs one random number where Gumbel
-noise needs one for each word of the vocabulary, and the number can be counted instead of drawn (`Request.uniforms`).
+noise needs one for each token of the vocabulary, and the number can be counted instead of drawn (`Request.uniforms`).
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], kernels: Kernels | None = None
 ) -> Drawn:
-    """logits [B, V] float32 (overwritten) -> tokens, log-probs, and the words that were kept.
+    """logits [B, V] float32 (overwritten) -> tokens, log-probs, and the tokens that were kept.
 
     A row with temperature 0 is greedy; its log-prob is that of the model itself (temperature 1), since greedy choice
     has none. Raises `BirlError` where a row on a CPU has NaN.
@@ -74,10 +74,10 @@ def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def likeliest(
+def top_logprobs(
     logits: Tensor, drawn: Sequence[tuple[int, float]], count: int
 ) -> list[tuple[list[tuple[int, float]], int]]:
-    """logits [B, V], B tokens with their log-probs -> `count` likeliest tokens of each row, with their log-probs at
+    """logits [B, V], B tokens with their log-probs -> `count` most likely tokens of each row, with their log-probs at
     temperature 1, that of the token itself where it is among them; and its rank, from 1."""
     logits = logits.float()
     own = torch.tensor([token for token, _ in drawn], dtype=torch.int64, device=logits.device)
@@ -91,7 +91,7 @@ def likeliest(
 
 def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, limits: Tensor | None = None, room: int = 0) -> Drawn:
     """logits [B, V], temperatures and uniforms float32 [B], limits as `limits_of` gives them -> tokens, log-probs; and
-    with `room`, as `room_of` gives it, the words that were kept. Never waits for the device. Logits may be
+    with `room`, as `room_of` gives it, the tokens that were kept. Never waits for the device. Logits may be
     overwritten."""
     if on_gpu(logits):
         from birl.models.sample_triton import launch_sample

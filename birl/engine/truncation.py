@@ -1,9 +1,9 @@
-"""Top-k, top-p and min-p: the words that a token may be drawn from.
+"""Top-k, top-p and min-p: the support that a token is drawn from.
 
-The words of a row are ranked by logit / temperature, equal ones by their ids. The first `top_k` are kept; of these each
-before which less than `top_p` of their mass lies, so one always remains; of these all with at least `min_p` times the
-likeliest one's probability. What is kept is therefore the beginning of the ranking. `restrict` sorts, and is the
-definition; on a GPU the end of it is searched instead (`birl/models/sample_kernels.py`).
+The tokens of a row are ranked by logit / temperature, equal ones by their ids. The first `top_k` are kept; of these
+each before which less than `top_p` of their mass lies, so one always remains; of these all with at least `min_p` times
+the highest probability. What is kept is the beginning of the ranking. `restrict` sorts, and is the definition; on a
+GPU the end of it is searched instead (`birl/models/sample_kernels.py`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from birl.types import SamplingParams
 
 
 def room_of(params: Sequence[SamplingParams]) -> int:
-    """The most words that any of these rows says it was drawn from; 0 where none says."""
+    """The largest support that is reported for any of these rows; 0 where none is."""
     return max((p.top_k for p in params if p.told), default=0)
 
 
@@ -46,20 +46,20 @@ def restrict(logits: Tensor, limits: Tensor) -> Tensor:
 
 
 def kept(logits: Tensor, room: int) -> Tensor:
-    """What `restrict` left [B, V] -> [B, 1 + room] int32: how many words these are, and which, in rising order. A row
+    """What `restrict` left [B, V] -> [B, 1 + room] int32: how many tokens these are, and which, in rising order. A row
     that has more says how many alone. Never waits for the device."""
     left = logits > float("-inf")
     place = left.cumsum(-1, dtype=torch.int32)
-    words = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device).expand(logits.shape)
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device).expand(logits.shape)
     result = torch.zeros(len(logits), room + 2, dtype=torch.int32, device=logits.device)
     # the others go behind the last one
-    result.scatter_(1, place.where(left & (place <= room), room + 1).to(torch.int64), words)
+    result.scatter_(1, place.where(left & (place <= room), room + 1).to(torch.int64), ids)
     result[:, 0] = place[:, -1]
     return result[:, : room + 1]
 
 
 def supports(kept: Tensor | None, params: Sequence[SamplingParams]) -> list[NDArray[np.int32] | None]:
-    """[B, 1 + room] -> of each row the words that its token was drawn from; None where these are all, or not asked."""
+    """[B, 1 + room] -> of each row the support of its token; None where these are all, or not asked."""
     if kept is None:
         return [None] * len(params)
     rows = zip(kept.cpu().numpy(), params, strict=True)

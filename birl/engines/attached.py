@@ -174,7 +174,7 @@ async def take(engine: schema.Engine, wanted: Wanted, remotes: Sequence[Remote],
 def unfit(engine: schema.Engine, wanted: Wanted, address: str, info: Info) -> str:
     """Why a server can not stand in for the model, and what to do; empty where it can."""
     own = ENGINES[kind_of(engine)].own
-    if info.words and wanted.words and info.words != wanted.words:
+    if info.vocabulary_digest and wanted.vocabulary_digest and info.vocabulary_digest != wanted.vocabulary_digest:
         return (
             "its vocabulary or its end tokens are others, so its tokens mean something else. Start it with this model."
         )

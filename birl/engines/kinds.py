@@ -27,8 +27,8 @@ KINDS = dict.fromkeys(documentation(schema.RL)["engine.kind"].choices)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What servers are started for. `longest`: no sequence has more tokens; `kv_cache_gb` [GiB] holds what `max_batch`
-    of them need. `volume`: where they look for new weights by themselves; empty: nowhere. `words`: digest of the
-    vocabulary; `run`: who asks, and keeps other runs out; empty for an evaluation, which changes no weights.
+    of them need. `volume`: where they look for new weights by themselves; empty: nowhere. `vocabulary_digest`: of
+    tokens and end tokens; `run`: who asks, and keeps other runs out; empty for an evaluation, which changes no weights.
     `vocabulary`: tokens of the model; 0: not known. `fraction`: of the GPU that they share with the learner, what it
     leaves them; 0: they share none. `sequences`: what is asked of each at once; 0: not known. `pictures`: the files of
     the pictures in a prompt, by digest, of a model that sees."""
@@ -42,7 +42,7 @@ class Wanted:
     end_ids: frozenset[int]
     logs: Path
     method: str = "reload"
-    words: str = ""
+    vocabulary_digest: str = ""
     volume: str = ""
     run: str = ""
     vocabulary: int = 0

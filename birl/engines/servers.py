@@ -30,7 +30,7 @@ from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.policy import Policy
 from birl.models.device import choose
-from birl.models.digests import words
+from birl.models.digests import vocabulary_digest
 from birl.named import module
 from birl.process import Process, free_port
 from birl.types import Completion, SamplingParams
@@ -221,7 +221,7 @@ def wanted(
         method=method,
         volume=str(weights_folder(config, run)) if method == "volume" else "",
         pictures=policy.chat.pictures.used if policy.chat.pictures else None,
-        words=words(policy.tokenizer.get_vocab(), policy.chat.end_ids),
+        vocabulary_digest=vocabulary_digest(policy.tokenizer.get_vocab(), policy.chat.end_ids),
         run=owner(config, run),
         vocabulary=policy.model.get_input_embeddings().weight.shape[0],  # pyright: ignore
         timeout=config.weights.timeout,

@@ -22,7 +22,7 @@ from birl.types import Sample
 
 AT_ONCE = 8  # requests
 SILENT: dict[str, Any] = {"echo": True, "max_tokens": 0}  # no answer: the sample may be as long as the context
-LEAST = 1e-9  # probability of the words that are not named: their log-probs are rounded
+LEAST = 1e-9  # probability of the tokens that are not named: their log-probs are rounded
 TIMEOUT = 300.0  # seconds a request may take
 LONGEST = 30.0  # seconds between two attempts, whatever the server asks for
 
@@ -30,30 +30,30 @@ LONGEST = 30.0  # seconds between two attempts, whatever the server asks for
 class ServedTeachers:
     """Those of a run by name; each is asked of its own samples."""
 
-    def __init__(self, addresses: Mapping[str, str], words: int, text: Callable[[int], str] | None = None) -> None:
-        self.each = {name: ServedTeacher(address, words, text) for name, address in addresses.items()}
+    def __init__(self, addresses: Mapping[str, str], vocab: int, text: Callable[[int], str] | None = None) -> None:
+        self.each = {name: ServedTeacher(address, vocab, text) for name, address in addresses.items()}
 
     def __call__(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor]:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(lambda s: self.each[s.teacher].logprobs(s), samples))
 
-    def likeliest(self, samples: Sequence[Sample], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def top_logprobs(self, samples: Sequence[Sample], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each sample what `Sample.likely` holds, at temperature 1."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(lambda s: self.each[s.teacher].likeliest(s, k), samples))
+            return list(pool.map(lambda s: self.each[s.teacher].top_logprobs(s, k), samples))
 
 
 class ServedTeacher:
     """`algorithm.teacher=http://host:port/v1/completions`, with the model's name behind a `#` where the server has
     several. Tokens go and log-probs come; the server must read the policy's own vocabulary.
 
-    Asks for `prompt_logprobs`, with BIRL_TOKEN where it is set; `words`: the learner's, which the server must not go
-    beyond; `text`: of a token, which the server must read alike. Raises `BirlError` with the server's words where
+    Asks for `prompt_logprobs`, with BIRL_TOKEN where it is set; `words`: size of the learner's vocabulary, which the
+    server's must not exceed; `text`: of a token, which the server must read alike. Raises `BirlError` with the server's words where
     several attempts have failed, or another cannot help.
     """
 
-    def __init__(self, address: str, words: int, text: Callable[[int], str] | None = None) -> None:
-        (self.address, _, self.model), self.words, self.text = address.partition("#"), words, text
+    def __init__(self, address: str, vocab: int, text: Callable[[int], str] | None = None) -> None:
+        (self.address, _, self.model), self.vocab, self.text = address.partition("#"), vocab, text
         self.alike: set[str] = set()  # tokens that both read as the same text
 
     def logprobs(self, sample: Sample) -> Tensor:
@@ -61,26 +61,26 @@ class ServedTeacher:
         each = [entry[token]["logprob"] for token, entry in self._places(sample, 0)]
         return torch.tensor(each, dtype=torch.float32)
 
-    def likeliest(self, sample: Sample, k: int) -> tuple[np.ndarray, np.ndarray]:
+    def top_logprobs(self, sample: Sample, k: int) -> tuple[np.ndarray, np.ndarray]:
         places = [sorted(entry.items(), key=lambda item: item[1]["rank"])[:k] for _, entry in self._places(sample, k)]
-        words = np.array([[int(word) for word, _ in place] for place in places], np.int64).reshape(-1, k)
+        ids = np.array([[int(token) for token, _ in place] for place in places], np.int64).reshape(-1, k)
         named = np.array([[about["logprob"] for _, about in place] for place in places], np.float64).reshape(-1, k)
-        if words.size and words.max() >= self.words:
+        if ids.size and ids.max() >= self.vocab:
             raise BirlError(
-                f"algorithm.teacher={self.address}: has a word {words.max()}, and the policy has {self.words}: it is "
-                "another vocabulary. Serve a model of the same family."
+                f"algorithm.teacher={self.address}: has token {ids.max()}, and the policy has {self.words} tokens: it "
+                "is another vocabulary. Serve a model of the same family."
             )
         rest = np.log(np.maximum(1 - np.exp(named).sum(1, keepdims=True), LEAST))
-        return words, np.concatenate([named, rest], 1).astype(np.float32)
+        return ids, np.concatenate([named, rest], 1).astype(np.float32)
 
     def _places(self, sample: Sample, k: int) -> list[tuple[str, dict[str, Any]]]:
-        """Of each trained token: itself, and what the server says of it and of its k likeliest words."""
+        """Of each trained token: itself, and what the server says of it and of its k most likely tokens."""
         result = self._ask({"prompt": sample.tokens.tolist(), **SILENT, "prompt_logprobs": k})
         try:
             told = zip(result["choices"][0]["prompt_logprobs"], sample.tokens.tolist(), sample.mask, strict=True)
             places = [(str(token), entry) for entry, token, trained in told if trained]
             if not all(token in entry and len(entry) >= k for token, entry in places):
-                raise KeyError("a token, or as many words as were asked for")
+                raise KeyError("a token, or as many tokens as were asked for")
             for token, entry in places:
                 self._compare(token, entry[token])
             return places
@@ -90,12 +90,12 @@ class ServedTeacher:
                 f"{error}): {json.dumps(result)[:200]}. It must be vLLM or `birl serve`, with the policy's vocabulary."
             ) from error
 
-    def _compare(self, token: str, said: Mapping[str, Any]) -> None:
+    def _compare(self, token: str, entry: Mapping[str, Any]) -> None:
         """Raises `BirlError` for a token that is another word there. Words of ASCII letters and digits are compared, as
         of others servers tell pieces in ways of their own."""
         if self.text is None or token in self.alike:
             return
-        own, theirs = self.text(int(token)).strip(), said.get("decoded_token")
+        own, theirs = self.text(int(token)).strip(), entry.get("decoded_token")
         if isinstance(theirs, str) and own.isascii() and own.isalnum() and theirs.strip() != own:
             raise BirlError(
                 f"algorithm.teacher={self.address}: has another vocabulary than the policy, so its tokens mean "
@@ -105,10 +105,10 @@ class ServedTeacher:
         self.alike.add(token)
 
     def _ask(self, body: dict[str, Any]) -> Any:
-        words = json.dumps(body | ({"model": self.model} if self.model else {})).encode()
+        content = json.dumps(body | ({"model": self.model} if self.model else {})).encode()
         token = os.environ.get("BIRL_TOKEN", "")
         own = {"Authorization": f"Bearer {token}"} if token else {}
-        request = urllib.request.Request(self.address, words, {"Content-Type": "application/json", **own})
+        request = urllib.request.Request(self.address, content, {"Content-Type": "application/json", **own})
         for attempt in count(1):
             again, wait = attempt < ATTEMPTS, 0.0
             try:

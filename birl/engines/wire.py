@@ -52,7 +52,7 @@ class AdapterParams(SamplingParams):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Info:
     """GET /info. `digest` is `whole` of the weights that are held; `context` and `vocabulary` in tokens; `counters` are
-    those of the engine since its start. Only of `birl serve`: `words`, digest of vocabulary and end tokens; `volume`,
+    those of the engine since its start. Only of `birl serve`: `vocabulary_digest`, of tokens and end tokens; `volume`,
     the folder that it looks into for new weights; `run`, whose weights it holds."""
 
     engine: str
@@ -67,7 +67,7 @@ class Info:
     paused: bool
     asleep: bool
     pid: int
-    words: str = ""
+    vocabulary_digest: str = ""
     volume: str = ""
     run: str = ""
     counters: dict[str, float] = field(default_factory=dict[str, float])

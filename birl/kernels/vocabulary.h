@@ -26,7 +26,7 @@ float entropy_of(const float *peaks, const float *masses, const float *tilts, lo
 typedef const float *(*cell_of)(void *from, long c, long count);
 
 /* One word of a row whose stretches were weighed, by inverting the cumulative distribution at `uniform`; at temperature 0
-   the first of the likeliest. Its log-prob, or NAN, and -1 for the word, where the logits are not numbers. */
+   the first of the most likely. Its log-prob, or NAN, and -1 for the token, where the logits are not numbers. */
 float draw(float *peaks, float *masses, long V, float temperature, float uniform, cell_of cell, void *from, int64_t *token);
 
 static inline float scale_of(float temperature) { return temperature > 0 ? 1.f / temperature : 1.f; }

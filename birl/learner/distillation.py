@@ -1,7 +1,7 @@
 """A teacher whose next-token distributions the learner's own are compared with: a frozen model beside it; or the
 learner itself, now or as a slow average (`Average`), with a hint in its prompt (`rollout/hints.py`).
 
-told     micro-batch -> the teacher's hidden states, or its likeliest words
+told     micro-batch -> the teacher's hidden states, or its most likely tokens
 then     the learner's forward pass makes of them one divergence for each trained token (`models/divergence.py`)
 """
 
@@ -19,7 +19,7 @@ from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.outputs import Compared
 from birl.models.after_head import after_head
-from birl.models.divergence import Everything, Head, Likeliest, likeliest, token_divergence
+from birl.models.divergence import Full, Head, TopK, token_divergence, top_k
 from birl.models.forward import head
 from birl.models.vision import pictures_of
 from birl.parallel.crew import RankGroup
@@ -34,9 +34,9 @@ TeacherLogprobs = Callable[[Sequence[Batch], Sequence[Sample]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
-    """`function`: a row of `DIVERGENCES`. `top_k`: of so many likeliest words of the teacher and all others as one; 0:
-    of all words. Both distributions are at `temperature`. `student`: the model that learns. `teachers`: by the names
-    that batches have; without any the batch has the likeliest words of one that is served."""
+    """`function`: a row of `DIVERGENCES`. `top_k`: over the teacher's k most likely tokens and all others as one; 0:
+    over all tokens. Both distributions are at `temperature`. `student`: the model that learns. `teachers`: by the
+    names that batches have; without any the batch has the most likely tokens of one that is served."""
 
     teachers: Mapping[str, Learner]
     student: nn.Module
@@ -50,16 +50,16 @@ class Distillation:
             if pictures_of(self.student) is not None and bool((batch.tokens >= FIRST).any()):
                 raise BirlError("A row has a picture, and a served teacher reads text alone: train on rows without.")
             assert batch.likely is not None and batch.likely_logprobs is not None
-            return partial(self.compared, Likeliest(batch.likely, batch.likely_logprobs))
+            return partial(self.compared, TopK(batch.likely, batch.likely_logprobs))
         teacher = self.teachers[batch.teacher]
         with torch.no_grad():
             hidden, weight, bias = teacher.outputs.states(batch.hinted or batch)
-            target = Everything(hidden, Head(weight, bias, after_head(teacher.model), self.temperature))
+            target = Full(hidden, Head(weight, bias, after_head(teacher.model), self.temperature))
             if self.top_k:
-                target = likeliest(target, self.top_k, min(len(weight), head(self.student).weight.shape[0]))
+                target = top_k(target, self.top_k, min(len(weight), head(self.student).weight.shape[0]))
         return partial(self.compared, target)
 
-    def compared(self, target: Everything | Likeliest, hidden: Tensor, layer: nn.Linear) -> Tensor:
+    def compared(self, target: Full | TopK, hidden: Tensor, layer: nn.Linear) -> Tensor:
         """[U]."""
         own = Head(layer.weight, layer.bias, after_head(self.student), self.temperature)
         return token_divergence(hidden, own, target, self.function)

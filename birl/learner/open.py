@@ -133,9 +133,9 @@ def distilled(
 
     teachers = local_teachers(config, paths, policy, ranks, own)
     most = "algorithm.teacher_top_k" if isinstance(config, schema.RL) else "distill.top_k"
-    words = min(head(m).weight.shape[0] for m in (*(t.model for t in teachers.values()), policy.model))
-    if top_k >= words:
-        raise BirlError(f"{most}={top_k}: learner and teacher have {words} words; set fewer, or 0 for all of them.")
+    vocab = min(head(m).weight.shape[0] for m in (*(t.model for t in teachers.values()), policy.model))
+    if top_k >= vocab:
+        raise BirlError(f"{most}={top_k}: learner and teacher have {vocab} tokens; set fewer, or 0 for all of them.")
     by = divergence(name, beta)
     return Distillation(teachers=teachers, student=policy.model, function=by, top_k=top_k, temperature=temperature)
 

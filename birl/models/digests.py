@@ -120,6 +120,6 @@ def whole(digests: Mapping[str, str]) -> str:
     return xxhash.xxh3_128("\n".join(f"{n} {d}" for n, d in sorted(digests.items())).encode()).hexdigest()
 
 
-def words(vocabulary: Mapping[str, int], end_ids: Iterable[int]) -> str:
+def vocabulary_digest(vocabulary: Mapping[str, int], end_ids: Iterable[int]) -> str:
     """What the token ids mean, and which of them end an answer."""
     return xxhash.xxh3_128(repr((sorted(vocabulary.items()), sorted(end_ids))).encode()).hexdigest()

@@ -1,11 +1,11 @@
-"""How far the learner's distribution of the next token is from a teacher's, word by word, without ever holding logits
-for all tokens.
+"""Divergence of the learner's next-token distribution from a teacher's over the vocabulary, without ever holding all
+logits.
 
 As in `logprobs.py` the forward pass goes through the tokens in pieces, and the backward pass through the vocabulary.
 Of a local teacher hidden states and head are given, and its logits are made where they are needed, a piece at a time,
-twice; or its likeliest words alone, once.
+twice; or its most likely tokens alone, once.
 
-Shapes: N tokens, H and G hidden sizes of learner and teacher, V vocabulary, k likeliest words.
+Shapes: N tokens, H and G hidden sizes of learner and teacher, V vocabulary, k most likely tokens.
 """
 
 from collections.abc import Callable
@@ -30,61 +30,61 @@ class Head(NamedTuple):
     after: AfterHead | None
     temperature: float
 
-    def logits(self, hidden: Tensor, words: slice) -> Tensor:
-        bias = None if self.bias is None else self.bias[words]
-        return scaled_logits(hidden, self.weight[words], bias, self.temperature, self.after)
+    def logits(self, hidden: Tensor, vocab: slice) -> Tensor:
+        bias = None if self.bias is None else self.bias[vocab]
+        return scaled_logits(hidden, self.weight[vocab], bias, self.temperature, self.after)
 
 
-class Everything(NamedTuple):
-    """What a teacher says of all words: its hidden states [N, G] and its head."""
+class Full(NamedTuple):
+    """A teacher of which all tokens are compared: its hidden states [N, G] and its head."""
 
     hidden: Tensor
     head: Head
 
 
-class Likeliest(NamedTuple):
-    """What a teacher says of its k likeliest words [N, k] int64, and of all others as one: their log-probs [N, k + 1],
+class TopK(NamedTuple):
+    """A teacher's k most likely tokens [N, k] int64, and all others as one: their log-probs [N, k + 1],
     the last that of the others. These are one distribution over k + 1 buckets, and the learner's is that of the same
-    buckets; merging words never raises a divergence, so it is a lower bound of that over all words."""
+    buckets; merging tokens never raises a divergence, so it is a lower bound of that over all tokens."""
 
-    words: Tensor
+    ids: Tensor
     logprobs: Tensor
 
 
-def likeliest(target: Everything, k: int, size: int) -> Likeliest:
-    """Of the first `size` words."""
+def top_k(target: Full, k: int, size: int) -> TopK:
+    """Of the first `size` tokens."""
     hidden, head = target
-    words = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     logprobs = torch.empty(len(hidden), k + 1, dtype=torch.float32, device=hidden.device)
     for rows in chunks(len(hidden), _room(hidden) // size):
         logits = head.logits(hidden[rows], slice(0, size))
-        words[rows] = logits.topk(k).indices
-        logprobs[rows] = _buckets(logits, words[rows])
-    return Likeliest(words, logprobs)
+        ids[rows] = logits.topk(k).indices
+        logprobs[rows] = _buckets(logits, ids[rows])
+    return TopK(ids, logprobs)
 
 
 def token_divergence(
     hidden: Tensor,
     head: Head,
-    target: Everything | Likeliest,
+    target: Full | TopK,
     function: Callable[[Tensor, Tensor], Divergence],
     chunk: int = 0,
 ) -> Tensor:
     """[N, H] -> [N] float32, in nats, with a gradient by `hidden` and by the learner's head. Where one head has more
-    rows than the other (padding behind the same words), both distributions are those of the words that both have.
+    rows than the other (padding behind the same tokens), both distributions are those of the tokens that both have.
     `chunk`: logits that exist at once, 0 for the device's."""
     chunk = chunk or _room(hidden)
-    if isinstance(target, Likeliest):
+    if isinstance(target, TopK):
         return _BucketDivergence.apply(hidden, head.weight, head.bias, head, target, function, chunk)  # pyright: ignore
     return _WordDivergence.apply(hidden, head.weight, head.bias, head, target, function, chunk)  # pyright: ignore
 
 
 class _WordDivergence(torch.autograd.Function):
-    """By learner's logits l / t of word v:  dD / dl_v = flow_v - q_v sum(flow)."""
+    """By learner's logits l / t of token v:  dD / dl_v = flow_v - q_v sum(flow)."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, target: Everything,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, target: Full,
         function: Callable[[Tensor, Tensor], Divergence], chunk: int,
     ) -> Tensor:  # fmt: skip
         size = min(len(weight), len(target.head.weight))
@@ -105,24 +105,24 @@ class _WordDivergence(torch.autograd.Function):
         hidden, weight, bias, theirs, their_weight, their_bias, total, norm, their_norm = ctx.saved_tensors
         head, their_head = Head(weight, bias, *ctx.head), Head(their_weight, their_bias, *ctx.their_head)
         result = HeadGradient(hidden, weight, bias, ctx.needs_input_grad)
-        for words in pieces(ctx.size, ctx.chunk, len(hidden)):
-            logq = head.logits(hidden, words).sub_(norm[:, None])
-            logp = their_head.logits(theirs, words).sub_(their_norm[:, None])
+        for vocab in pieces(ctx.size, ctx.chunk, len(hidden)):
+            logq = head.logits(hidden, vocab).sub_(norm[:, None])
+            logp = their_head.logits(theirs, vocab).sub_(their_norm[:, None])
             flow = ctx.function(logq, logp).flow
             by_logit = torch.addcmul(flow, logq.exp(), total[:, None], value=-1)
             del logp, flow
-            result.add(words, _by_head(head, by_logit.mul_(grads[0][:, None]), logq.add_(norm[:, None])))
+            result.add(vocab, _by_head(head, by_logit.mul_(grads[0][:, None]), logq.add_(norm[:, None])))
             del logq, by_logit
         result.nothing(slice(ctx.size, len(weight)))
         return *result.all(), None, None, None, None
 
 
 class _BucketDivergence(torch.autograd.Function):
-    """For a word v of bucket b:  dD / dl_v = q_v / Q_b flow_b - q_v sum(flow), Q_b the bucket's probability."""
+    """For a token v of bucket b:  dD / dl_v = q_v / Q_b flow_b - q_v sum(flow), Q_b the bucket's probability."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, target: Likeliest,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, target: TopK,
         function: Callable[[Tensor, Tensor], Divergence], chunk: int,
     ) -> Tensor:  # fmt: skip
         value, norm, rest = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device).unbind()
@@ -130,12 +130,12 @@ class _BucketDivergence(torch.autograd.Function):
         for rows in chunks(len(hidden), chunk // len(weight)):
             logits = head.logits(hidden[rows], slice(0, len(weight)))
             torch.logsumexp(logits, -1, out=norm[rows])
-            logq = _buckets(logits, target.words[rows])
+            logq = _buckets(logits, target.ids[rows])
             rest[rows] = logq[:, -1]
             terms, flow[rows] = function(logq, target.logprobs[rows])
             value[rows] = terms.sum(-1)
             del logits  # before the next
-        ctx.save_for_backward(hidden, weight, bias, target.words, flow, norm, rest)
+        ctx.save_for_backward(hidden, weight, bias, target.ids, flow, norm, rest)
         ctx.head, ctx.chunk = head[2:], chunk
         return value.clone()
 
@@ -144,13 +144,13 @@ class _BucketDivergence(torch.autograd.Function):
         hidden, weight, bias, likely, flow, norm, rest = ctx.saved_tensors
         head, result = Head(weight, bias, *ctx.head), HeadGradient(hidden, weight, bias, ctx.needs_input_grad)
         total, own = flow.sum(-1), flow[:, :-1]
-        for words in pieces(len(weight), ctx.chunk, len(hidden)):
-            logits = head.logits(hidden, words)
+        for vocab in pieces(len(weight), ctx.chunk, len(hidden)):
+            logits = head.logits(hidden, vocab)
             by_logit = (logits - norm[:, None]).sub_(rest[:, None]).exp_().mul_(flow[:, -1:])  # of the others
-            row, place = ((likely >= words.start) & (likely < words.stop)).nonzero().unbind(1)
-            by_logit[row, likely[row, place] - words.start] = own[row, place]
+            row, place = ((likely >= vocab.start) & (likely < vocab.stop)).nonzero().unbind(1)
+            by_logit[row, likely[row, place] - vocab.start] = own[row, place]
             by_logit.addcmul_((logits - norm[:, None]).exp_(), total[:, None], value=-1)
-            result.add(words, _by_head(head, by_logit.mul_(grads[0][:, None]), logits))
+            result.add(vocab, _by_head(head, by_logit.mul_(grads[0][:, None]), logits))
             del logits, by_logit
         return *result.all(), None, None, None, None
 
@@ -168,11 +168,11 @@ def _normalised(logits: Tensor, norm: Tensor) -> Tensor:
     return logits.sub_(norm[:, None])
 
 
-def _buckets(logits: Tensor, words: Tensor) -> Tensor:
-    """Log-probs of some words [N, k], and of all others as one, [N, k + 1]. The logits are overwritten: the others' sum
-    is made of themselves, as 1 less the words' would be rounding alone where these are nearly everything."""
-    norm, named = logits.logsumexp(-1, keepdim=True), logits.gather(1, words)
-    rest = logits.scatter_(1, words, float("-inf")).logsumexp(-1, keepdim=True)
+def _buckets(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probs of some tokens [N, k], and of all others as one, [N, k + 1]. Overwrites the logits: the others' sum
+    is made of themselves, as 1 less the tokens' would be rounding alone where these are nearly everything."""
+    norm, named = logits.logsumexp(-1, keepdim=True), logits.gather(1, ids)
+    rest = logits.scatter_(1, ids, float("-inf")).logsumexp(-1, keepdim=True)
     return torch.cat([named, rest], -1).sub_(norm)
 
 

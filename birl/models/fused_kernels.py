@@ -241,16 +241,16 @@ def swiglu_backward_kernel(gate_up_ptr, grad_ptr, result_ptr, inner, GELU: tl.co
 
 
 @triton.jit
-def logprob_kernel(logits_ptr, target_ptr, logprob_ptr, entropy_ptr, norm_ptr, words, temperature, BLOCK: tl.constexpr):
+def logprob_kernel(logits_ptr, target_ptr, logprob_ptr, entropy_ptr, norm_ptr, vocab, temperature, BLOCK: tl.constexpr):
     """One row of logits: log-sum-exp, entropy and the target's log-prob in one pass."""
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * words
+    logits_ptr += row * vocab
     best = float("-inf")
     total = 0.0
     weighted = 0.0
-    for start in range(0, words, BLOCK):
+    for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        inside = at < words
+        inside = at < vocab
         logit = tl.load(logits_ptr + at, mask=inside, other=float("-inf")).to(tl.float32) / temperature
         higher = tl.maximum(best, tl.max(logit, axis=0))
         scale = tl.exp(best - higher)
@@ -268,14 +268,14 @@ def logprob_kernel(logits_ptr, target_ptr, logprob_ptr, entropy_ptr, norm_ptr, w
 
 @triton.jit
 def logprob_backward_kernel(
-    logits_ptr, grad_ptr, target_ptr, norm_ptr, entropy_ptr, by_logp_ptr, by_entropy_ptr, words, first, temperature,
+    logits_ptr, grad_ptr, target_ptr, norm_ptr, entropy_ptr, by_logp_ptr, by_entropy_ptr, vocab, first, temperature,
     LOGP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Logits of the words from `first` on -> the gradient by them, in grad's type; both may be the same memory."""
+    """Logits of the tokens from `first` on -> the gradient by them, in grad's type; both may be the same memory."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < words
-    raw = tl.load(logits_ptr + row * words + at, mask=inside, other=0.0)
+    inside = at < vocab
+    raw = tl.load(logits_ptr + row * vocab + at, mask=inside, other=0.0)
     logp = raw.to(tl.float32) / temperature - tl.load(norm_ptr + row)
     p = tl.exp(logp)
     grad = tl.zeros([BLOCK], dtype=tl.float32)
@@ -284,4 +284,4 @@ def logprob_backward_kernel(
         grad += (tl.where(hit, 1.0, 0.0) - p) * tl.load(by_logp_ptr + row)
     if ENTROPY:
         grad -= p * (logp + tl.load(entropy_ptr + row)) * tl.load(by_entropy_ptr + row)
-    tl.store(grad_ptr + row * words + at, (grad / temperature).to(grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_ptr + row * vocab + at, (grad / temperature).to(grad_ptr.dtype.element_ty), mask=inside)

@@ -31,7 +31,7 @@ from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
 ALIGNED = 64
 OUTSIDE = (
     -1e15
-)  # logit of a word outside of a support: its probability is 0, and 0 times what is made of it is 0, not NaN
+)  # logit of a token outside of a support: its probability is 0, and 0 times what is made of it is 0, not NaN
 
 
 class Behind(NamedTuple):
@@ -41,7 +41,7 @@ class Behind(NamedTuple):
     support: SupportRows | None = None
 
     def restrict(self, logits: Tensor, rows: slice, first: int) -> Tensor:
-        """In place: of the tokens `rows` the logits of the words from `first` on, [rows, words]."""
+        """In place: of the tokens `rows` the logits of the tokens from `first` on, [rows, tokens]."""
         if self.support is None:
             return logits
         return logits.masked_fill_(self.support.outside(rows, first, logits.shape[1]), OUTSIDE)
@@ -91,13 +91,13 @@ def token_logprobs(
     after: AfterHead | None = None,
     support: SupportRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(head(hidden) / temperature)[target], and the entropy of that distribution; with `support` that of
-    each token's own words j alone, log p = l_a - log sum of exp l_j (Keep Sampling Mask, arXiv:2512.02556 section 3.1).
+    """log softmax(head(hidden) / temperature)[target], and the entropy of that distribution; with `support` that
+    over its tokens j alone, log p = l_a - log sum of exp l_j (Keep Sampling Mask, arXiv:2512.02556 section 3.1).
 
     hidden [N, H], targets [N] -> logprobs [N], entropy [N], both float32 and differentiable. With `decoder` its kernels
     compute them: what the engine samples with, bit for bit. `chunk`: logits that exist at once, 0 for the device's.
-    A head whose weight is a DTensor has its words on several ranks, which must all be given the same tokens: each has
-    logits of its own words only. `after`: what comes behind the head (`models/after_head.py`).
+    A head whose weight is a DTensor has its tokens on several ranks, which must all be given the same tokens: each has
+    logits of its own tokens only. `after`: what comes behind the head (`models/after_head.py`).
     """
     behind = Behind(after, support)
     chunk = chunk or (shape.GPU_CHUNK if hidden.is_cuda else shape.CHUNK)
@@ -118,7 +118,7 @@ class _TokenLogprobs(torch.autograd.Function):
     """With p = softmax(l), l = logits / t, entropy h:  d logp / d l = onehot - p  and  d h / d l = -p (log p + h).
 
     Logits are recomputed in the backward pass, so that memory does not grow with N x V. With a `group` V is this rank's
-    part of the vocabulary, and targets count from its first word; what the ranks tell each other is [N], and in the
+    part of the vocabulary, and targets count from its first token; what the ranks tell each other is [N], and in the
     backward pass the gradient by `hidden`.
     """
 
@@ -147,10 +147,10 @@ class _TokenLogprobs(torch.autograd.Function):
             return (None,) * 8
         result = HeadGradient(hidden, weight, bias, ctx.needs_input_grad)
         context = (targets, norm, entropy, grad_logp, grad_entropy)
-        for words in pieces(len(weight), ctx.chunk, len(hidden)):
-            part_bias = None if bias is None else bias[words]
+        for vocab in pieces(len(weight), ctx.chunk, len(hidden)):
+            part_bias = None if bias is None else bias[vocab]
             result.add(
-                words, _by_logits(hidden, weight[words], part_bias, ctx.temperature, ctx.behind, *context, words.start)
+                vocab, _by_logits(hidden, weight[vocab], part_bias, ctx.temperature, ctx.behind, *context, vocab.start)
             )  # without a name, it is gone before the next logits
         if ctx.group is not None:
             dist.all_reduce(result.by_hidden, group=ctx.group)
@@ -167,24 +167,24 @@ class HeadGradient:
         self.into, self.adds = gradient_place(weight, weight.dtype) if wanted[1] else (None, False)
         self.by_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
 
-    def add(self, words: slice, grad: Tensor) -> None:
-        """Of some words, [N, words] in the weight's type."""
-        self.by_hidden += float_product(grad, self.weight[words])
+    def add(self, vocab: slice, grad: Tensor) -> None:
+        """Of some tokens, [N, tokens] in the weight's type."""
+        self.by_hidden += float_product(grad, self.weight[vocab])
         if self.into is not None and self.into.dtype == self.weight.dtype:
-            torch.mm(grad.T, self.hidden, out=self.into[words])
+            torch.mm(grad.T, self.hidden, out=self.into[vocab])
         elif self.into is not None:
             part = float_product(grad.T, self.hidden)
-            self.into[words] = part.add_(self.into[words]) if self.adds else part
+            self.into[vocab] = part.add_(self.into[vocab]) if self.adds else part
             del part
         if self.by_bias is not None:
-            self.by_bias[words] = grad.sum(0, dtype=torch.float32)
+            self.by_bias[vocab] = grad.sum(0, dtype=torch.float32)
 
-    def nothing(self, words: slice) -> None:
+    def nothing(self, vocab: slice) -> None:
         """These have none."""
         if self.into is not None and not self.adds:
-            self.into[words] = 0
+            self.into[vocab] = 0
         if self.by_bias is not None:
-            self.by_bias[words] = 0
+            self.by_bias[vocab] = 0
 
     def all(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         by_weight = None if self.into is None else unless_placed(self.weight, self.into)
@@ -212,7 +212,7 @@ def _by_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, behind: Behind,
     targets: Tensor, norm: Tensor, entropy: Tensor, by_logp: Tensor | None, by_entropy: Tensor | None, first: int,
 ) -> Tensor:  # fmt: skip
-    """The gradient by what the head gives for the words from `first` on, [N, words] in the weight's type."""
+    """The gradient by what the head gives for the tokens from `first` on, [N, tokens] in the weight's type."""
     every = slice(0, len(hidden))
     if behind.after is not None:  # behind the head: the chain rule
         logits = final_logits(hidden, weight, bias, behind.after)
@@ -242,7 +242,7 @@ def _by_logits(
 def over_parts(
     logprobs: Tensor, entropy: Tensor, norm: Tensor, here: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target), entropy and log-sum-exp under all words, from those under each rank's words alone, [N] each.
+    """log p(target), entropy and log-sum-exp under all tokens, from those under each rank's tokens alone, [N] each.
     `here`: where this rank has the target.
 
     With r a rank, Z_r its sum and h_r its entropy, w_r = Z_r / Z:  log p = log p_r + log w_r  and
@@ -267,7 +267,7 @@ def first_row(weight: DTensor) -> int:
 def logits_gradient(
     logp: Tensor, targets: Tensor, entropy: Tensor, by_logp: Tensor | None, by_entropy: Tensor | None, first: int
 ) -> Tensor:
-    """The gradient by logits / t of the words from `first` on, whose log-probs are logp [N, words] (overwritten)."""
+    """The gradient by logits / t of the tokens from `first` on, whose log-probs are logp [N, tokens] (overwritten)."""
     grad, spread = (logp.exp_(), None) if by_entropy is None else (logp.exp(), logp)
     if spread is not None and by_entropy is not None:
         spread.add_(entropy[:, None]).mul_(grad).mul_(by_entropy[:, None])
@@ -282,10 +282,10 @@ def launch_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, logprobs: Tensor, entropy: Tensor, norm: Tensor
 ) -> None:
     """One pass over logits [N, V], in whatever type the product gave; float32 [N] results go into the given tensors."""
-    rows, words = logits.shape
+    rows, vocab = logits.shape
     if rows:
         triton_kernels().logprob_kernel[(rows,)](
-            logits, targets, logprobs, entropy, norm, words, temperature, BLOCK=4096, num_warps=8
+            logits, targets, logprobs, entropy, norm, vocab, temperature, BLOCK=4096, num_warps=8
         )  # fmt: skip
 
 
@@ -293,13 +293,13 @@ def launch_logprobs_backward(
     logits: Tensor, grad: Tensor, targets: Tensor, norm: Tensor, entropy: Tensor, by_logp: Tensor | None,
     by_entropy: Tensor | None, first: int, temperature: float,
 ) -> None:  # fmt: skip
-    """Logits [N, words] -> the gradient by them, into `grad`, in its type; it may be the logits' own memory."""
-    rows, words = logits.shape
+    """Logits [N, tokens] -> the gradient by them, into `grad`, in its type; it may be the logits' own memory."""
+    rows, vocab = logits.shape
     if rows:
-        triton_kernels().logprob_backward_kernel[(rows, -(-words // 4096))](
+        triton_kernels().logprob_backward_kernel[(rows, -(-vocab // 4096))](
             logits, grad, targets, norm, entropy,
             norm if by_logp is None else by_logp.contiguous(), norm if by_entropy is None else by_entropy.contiguous(),
-            words, first, temperature,
+            vocab, first, temperature,
             LOGP=by_logp is not None, ENTROPY=by_entropy is not None, BLOCK=4096, num_warps=8,
         )  # fmt: skip
 
@@ -313,7 +313,7 @@ class _KernelLogprobs(torch.autograd.Function):
         head: Matrix, support: SupportRows | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logprobs, entropy, norm = torch.empty(3, len(hidden), dtype=torch.float32).unbind()
-        # of a cell of words one number is kept, unless some are left out
+        # of a cell of tokens one number is kept, unless some are left out
         wide = CELL if head.kernels.dtype == torch.bfloat16 and support is None else 1
         for rows in chunks(len(hidden), chunk * wide // len(weight)):
             if support is None:
@@ -342,33 +342,33 @@ class _KernelLogprobs(torch.autograd.Function):
         by_bias = torch.empty(bias.shape, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         by_hidden = torch.zeros(
             hidden.shape[1], len(hidden), dtype=torch.float32
-        )  # all products here have the words as rows
+        )  # all products here have the tokens as rows
         rounded = k.dtype == torch.bfloat16
         context = (targets, ctx.temperature, norm, entropy, by_logp, by_entropy)
         if rounded:
             packed = k.pack([hidden])
             turned = None if into is None else k.pack([hidden], transposed=True)
-        for words in pieces(len(weight), ctx.chunk, len(hidden), least=32):
-            part = weight[words]
+        for vocab in pieces(len(weight), ctx.chunk, len(hidden), least=32):
+            part = weight[vocab]
             logits = k.gemm_float(part, packed) if rounded else part @ hidden.T
             if bias is not None:
-                logits += bias[words, None]
+                logits += bias[vocab, None]
             if ctx.support is not None:
-                outside = ctx.support.outside(slice(0, count), words.start, len(part))
+                outside = ctx.support.outside(slice(0, count), vocab.start, len(part))
                 logits[:, :count].masked_fill_(outside.T, OUTSIDE)
-            grad = k.logprobs_backward(logits, *context, words.start)
+            grad = k.logprobs_backward(logits, *context, vocab.start)
             del logits  # before their gradient is laid out, and before the next
             if rounded:
                 if into is not None:
                     multiply = k.gemm if add else k.gemm_float
-                    multiply(grad, turned, None, into[words])  # pyright: ignore
+                    multiply(grad, turned, None, into[vocab])  # pyright: ignore
                 k.outer(part, k.pack([grad], transposed=True), by_hidden, True)
             else:
                 if into is not None:
-                    into[words].addmm_(grad, hidden, beta=float(add))
+                    into[vocab].addmm_(grad, hidden, beta=float(add))
                 by_hidden.addmm_(part.T, grad)
             if by_bias is not None:
-                by_bias[words] = grad.sum(1, dtype=torch.float32)
+                by_bias[vocab] = grad.sum(1, dtype=torch.float32)
             del grad
         by_weight = None if into is None else unless_placed(weight, into)
         found_bias = None if bias is None or by_bias is None else deposit(bias, by_bias)
@@ -380,8 +380,8 @@ def chunks(n: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def pieces(words: int, chunk: int, rows: int, least: int = 1) -> list[slice]:
-    """Of a vocabulary, each of at most `chunk` logits of `rows` tokens, but of `least` words and a multiple of that.
-    From `ALIGNED` words on, multiples of those: cuBLAS falls back to far slower kernels where rows are not aligned."""
+def pieces(vocab: int, chunk: int, rows: int, least: int = 1) -> list[slice]:
+    """Of a vocabulary, each of at most `chunk` logits of `rows` tokens, but of `least` tokens and a multiple of that.
+    From `ALIGNED` tokens on, multiples of those: cuBLAS falls back to far slower kernels where rows are not aligned."""
     size = max(chunk // max(rows, 1), least)
-    return chunks(words, size - size % (ALIGNED if size >= ALIGNED else least))
+    return chunks(vocab, size - size % (ALIGNED if size >= ALIGNED else least))

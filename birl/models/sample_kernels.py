@@ -1,16 +1,16 @@
 """Triton kernels of sampling: from a row of logits to its token and log-prob. `birl/engine/sampler.py` and
 `truncation.py` say what they compute; this file is imported only where Triton is.
 
-    chunks   reads all logits, once: of each chunk of `CHUNK` words the highest logit, and the mass
-    bound    with limits: from these alone, which chunks can hold a word that is kept
+    chunks   reads all logits, once: of each chunk of `CHUNK` tokens the highest logit, and the mass
+    bound    with limits: from these alone, which chunks can hold a token that is kept
     ends     with limits: what is kept, searched within these chunks; and their masses, of what is kept
-    sample   a chunk by the masses, and a word of it
-    tell     which words are kept, where that is asked for
+    sample   a chunk by the masses, and a token of it
+    tell     which tokens are kept, where that is asked for
 
 Only `chunks` reads all of the vocabulary, in many programs a row; each of the others is one program a row and looks at
-two numbers a chunk, and at a few chunks. Masses are multiples of the likeliest word's, those of a chunk of its own.
+two numbers a chunk, and at a few chunks. Masses are multiples of the most likely token's, those of a chunk of its own.
 
-Nothing is sorted. What top-k and top-p keep is the beginning of the ranking of words, so its lowest logit is searched
+Nothing is sorted. What top-k and top-p keep is the beginning of the ranking of tokens, so its lowest logit is searched
 by bisection, always between logits that occur: each pass counts and weighs what lies above the middle. Sums of a pass
 have one order whatever the middle, so that they never grow when it rises.
 """
@@ -25,8 +25,8 @@ NOWHERE = tl.constexpr(2**24)  # a chunk behind every vocabulary
 
 
 @triton.jit
-def tempered(logits_ptr, at, words, temperature):
-    return tl.load(logits_ptr + at, mask=at < words, other=float("-inf")).to(tl.float32) / temperature
+def tempered(logits_ptr, at, vocab, temperature):
+    return tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
 
 
 @triton.jit
@@ -44,13 +44,13 @@ def finite(peak):
 
 @triton.jit
 def chunks_kernel(
-    logits_ptr, temperature_ptr, peaks_ptr, masses_ptr, words, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, temperature_ptr, peaks_ptr, masses_ptr, vocab, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """BLOCK words of a row: of each chunk its highest logit after temperature, and its mass."""
+    """BLOCK tokens of a row: of each chunk its highest logit after temperature, and its mass."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1) * (BLOCK // CHUNK) + tl.arange(0, BLOCK // CHUNK)
     at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    logit = tempered(logits_ptr + row * words, at, words, temperature_of(temperature_ptr, row))
+    logit = tempered(logits_ptr + row * vocab, at, vocab, temperature_of(temperature_ptr, row))
     peak = tl.max(logit, axis=1)
     mass = tl.sum(tl.exp(logit - finite(peak)[:, None]), axis=1)
     tl.store(peaks_ptr + row * chunks + chunk, peak, mask=chunk < chunks)
@@ -59,11 +59,11 @@ def chunks_kernel(
 
 @triton.jit
 def bound_kernel(
-    limits_ptr, peaks_ptr, masses_ptr, list_ptr, floats_ptr, counts_ptr, words, chunks,
+    limits_ptr, peaks_ptr, masses_ptr, list_ptr, floats_ptr, counts_ptr, vocab, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """`list`: the chunks that can hold a kept word, in rising order, and `counts` how many; others' masses become 0.
-    `floats`: the row's highest logit, its mass, and a logit that is not above any kept word's. A row without limits has
+    """`list`: the chunks that can hold a kept token, in rising order, and `counts` how many; others' masses become 0.
+    `floats`: the row's highest logit, its mass, and a logit not above any kept token's. A row without limits has
     none in its list."""
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(limits_ptr + 3 * row).to(tl.int32)
@@ -73,16 +73,16 @@ def bound_kernel(
     peaks = tl.load(peaks_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
     masses = tl.load(masses_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
     peak = tl.max(peaks, axis=0)
-    first = tl.exp(peaks - finite(peak))  # of each chunk the likeliest word's mass
+    first = tl.exp(peaks - finite(peak))  # of each chunk the most likely token's mass
     total = tl.sum(masses * first, axis=0)
-    counted = (top_k > 0) & (top_k < words)
+    counted = (top_k > 0) & (top_k < vocab)
     weighed = (top_p < 1.0) & (top_k == 0)  # after top-k, top-p is of another mass
     low = peak - NEGLIGIBLE
     if counted | weighed:
         high = peak
         for _ in range(HALVINGS):
-            # At least so many words, and so much mass, are above the middle: a chunk's likeliest word, if it is, or all
-            # of the chunk, if each of its other words were the middle.
+            # At least so many tokens, and so much mass, are above the middle: a chunk's most likely token, if it is, or
+            # all of the chunk, if each of its other tokens were the middle.
             middle = low + (high - low) * 0.5
             inside = peaks > middle
             others = (CHUNK - 1) * tl.exp(middle - finite(peak))
@@ -106,22 +106,22 @@ def bound_kernel(
 
 @triton.jit
 def listed(list_ptr, start, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK words of the chunks in the list, from its word `start` on."""
+    """BLOCK tokens of the chunks in the list, from its token `start` on."""
     at = start + tl.arange(0, BLOCK)
     chunk = tl.load(list_ptr + at // CHUNK, mask=at // CHUNK < count, other=NOWHERE)
     return chunk * CHUNK + at % CHUNK
 
 
 @triton.jit
-def above(logits_ptr, list_ptr, count, words, temperature, peak, middle, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the listed words above `middle`: how many, their mass, the lowest; and the highest of the others."""
+def above(logits_ptr, list_ptr, count, vocab, temperature, peak, middle, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the listed tokens above `middle`: how many, their mass, the lowest; and the highest of the others."""
     number = tl.zeros([BLOCK], dtype=tl.int32)
     mass = tl.zeros([BLOCK], dtype=tl.float32)
     lowest = tl.full([BLOCK], float("inf"), dtype=tl.float32)
     highest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     for start in range(0, count * CHUNK, BLOCK):
         at = listed(list_ptr, start, count, CHUNK, BLOCK)
-        logit = tempered(logits_ptr, at, words, temperature)
+        logit = tempered(logits_ptr, at, vocab, temperature)
         inside = logit > middle
         number += inside.to(tl.int32)
         mass += tl.where(inside, tl.exp(logit - peak), 0.0)
@@ -132,10 +132,10 @@ def above(logits_ptr, list_ptr, count, words, temperature, peak, middle, CHUNK: 
 
 @triton.jit
 def least_kept(
-    logits_ptr, list_ptr, count, words, temperature, peak, low, most, most_mass,
+    logits_ptr, list_ptr, count, vocab, temperature, peak, low, most, most_mass,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The lowest logit from `low` on above which fewer than `most` words and less than `most_mass` lie; how many and
+    """The lowest logit from `low` on above which fewer than `most` tokens and less than `most_mass` lie; how many and
     how much do. Where even `low` has no more above it: the highest logit that is not above `low`."""
     high = peak
     number = 0
@@ -144,7 +144,7 @@ def least_kept(
         middle = low + (high - low) * 0.5
         middle = tl.where(middle < high, middle, low)  # they may be neighbours
         number_here, mass_here, lowest, highest = above(
-            logits_ptr, list_ptr, count, words, temperature, peak, middle, CHUNK, BLOCK
+            logits_ptr, list_ptr, count, vocab, temperature, peak, middle, CHUNK, BLOCK
         )
         keeps = (number_here < most) & (mass_here < most_mass)
         number = tl.where(keeps, number_here, number)
@@ -155,34 +155,34 @@ def least_kept(
 
 
 @triton.jit
-def end_of_ties(logits_ptr, list_ptr, count, words, temperature, value, ties, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """The place behind the first `ties` words with this logit, or `words`."""
-    end = words
+def end_of_ties(logits_ptr, list_ptr, count, vocab, temperature, value, ties, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """The place behind the first `ties` tokens with this logit, or `tokens`."""
+    end = vocab
     before = 0
     for start in range(0, count * CHUNK, BLOCK):
         at = listed(list_ptr, start, count, CHUNK, BLOCK)
-        tie = (tempered(logits_ptr, at, words, temperature) == value) & (at < words)
+        tie = (tempered(logits_ptr, at, vocab, temperature) == value) & (at < vocab)
         rank = before + tl.cumsum(tie.to(tl.int32), axis=0)
-        end = tl.minimum(end, tl.min(tl.where(tie & (rank == ties), at + 1, words), axis=0))
+        end = tl.minimum(end, tl.min(tl.where(tie & (rank == ties), at + 1, vocab), axis=0))
         before += tl.sum(tie.to(tl.int32), axis=0)
     return end
 
 
 @triton.jit
 def truncated(
-    logits_ptr, list_ptr, count, words, temperature, peak, total, low, top_k, top_p, log_min_p,
+    logits_ptr, list_ptr, count, vocab, temperature, peak, total, low, top_k, top_p, log_min_p,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(least, end): words with logits above `least` are kept, and those with this one in front of `end`."""
+    """(least, end): tokens with logits above `least` are kept, and those with this one in front of `end`."""
     least = float("-inf")
-    end = words
+    end = vocab
     if (top_k > 0) | (top_p < 1.0):
-        most = tl.where(top_k > 0, tl.minimum(top_k, words), words)
-        ties = words
+        most = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
+        ties = vocab
         mass = total
         if top_k > 0:
             least, number, mass = least_kept(
-                logits_ptr, list_ptr, count, words, temperature, peak, low, most, float("inf"), CHUNK, BLOCK
+                logits_ptr, list_ptr, count, vocab, temperature, peak, low, most, float("inf"), CHUNK, BLOCK
             )
             ties = most - number
             mass += ties * tl.exp(least - peak)
@@ -190,21 +190,21 @@ def truncated(
         if top_p < 1.0:
             most_mass = top_p * mass
             least, number, mass = least_kept(
-                logits_ptr, list_ptr, count, words, temperature, peak, low, most, most_mass, CHUNK, BLOCK
+                logits_ptr, list_ptr, count, vocab, temperature, peak, low, most, most_mass, CHUNK, BLOCK
             )
             wanted = tl.ceil((most_mass - mass) / tl.exp(least - peak))
             ties = tl.minimum(wanted, (most - number).to(tl.float32)).to(tl.int32)
-        end = end_of_ties(logits_ptr, list_ptr, count, words, temperature, least, ties, CHUNK, BLOCK)
+        end = end_of_ties(logits_ptr, list_ptr, count, vocab, temperature, least, ties, CHUNK, BLOCK)
     if peak + log_min_p > least:
         least = peak + log_min_p
-        end = words
+        end = vocab
     return least, end
 
 
 @triton.jit
-def masses_of(logits_ptr, at, words, temperature, peak, least, end, LIMITS: tl.constexpr):
-    """Of words, in multiples of that with the logit `peak`; 0 of those that are not kept."""
-    logit = tempered(logits_ptr, at, words, temperature)
+def masses_of(logits_ptr, at, vocab, temperature, peak, least, end, LIMITS: tl.constexpr):
+    """Of tokens, in multiples of that with the logit `peak`; 0 of those that are not kept."""
+    logit = tempered(logits_ptr, at, vocab, temperature)
     p = tl.exp(logit - peak)
     if LIMITS:
         p = tl.where((logit > least) | ((logit == least) & (at < end)), p, 0.0)
@@ -213,23 +213,23 @@ def masses_of(logits_ptr, at, words, temperature, peak, least, end, LIMITS: tl.c
 
 @triton.jit
 def ends_kernel(
-    logits_ptr, temperature_ptr, limits_ptr, peaks_ptr, masses_ptr, list_ptr, floats_ptr, counts_ptr, words, chunks,
+    logits_ptr, temperature_ptr, limits_ptr, peaks_ptr, masses_ptr, list_ptr, floats_ptr, counts_ptr, vocab, chunks,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What is kept of a row, `truncated`, in the places of `floats`' low and behind `counts`; and the masses of its
     listed chunks, of what is kept."""
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * words
+    logits_ptr += row * vocab
     peaks_ptr += row * chunks
     masses_ptr += row * chunks
     list_ptr += row * chunks
     temperature = temperature_of(temperature_ptr, row)
     count = tl.load(counts_ptr + 2 * row)
     least = float("-inf")
-    end = words
+    end = vocab
     if count > 0:
         least, end = truncated(
-            logits_ptr, list_ptr, count, words, temperature, tl.load(floats_ptr + 3 * row),
+            logits_ptr, list_ptr, count, vocab, temperature, tl.load(floats_ptr + 3 * row),
             tl.load(floats_ptr + 3 * row + 1), tl.load(floats_ptr + 3 * row + 2),
             tl.load(limits_ptr + 3 * row).to(tl.int32), tl.load(limits_ptr + 3 * row + 1),
             tl.load(limits_ptr + 3 * row + 2), CHUNK, BLOCK,
@@ -239,7 +239,7 @@ def ends_kernel(
         chunk = tl.load(list_ptr + place, mask=place < count, other=NOWHERE)
         peak = tl.load(peaks_ptr + chunk, mask=place < count, other=0.0)
         at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        p = masses_of(logits_ptr, at, words, temperature, peak[:, None], least, end, True)
+        p = masses_of(logits_ptr, at, vocab, temperature, peak[:, None], least, end, True)
         tl.store(masses_ptr + chunk, tl.sum(p, axis=1), mask=place < count)
     tl.store(floats_ptr + 3 * row + 2, least)
     tl.store(counts_ptr + 2 * row + 1, end)
@@ -247,12 +247,12 @@ def ends_kernel(
 
 @triton.jit
 def tell_kernel(
-    logits_ptr, temperature_ptr, list_ptr, floats_ptr, counts_ptr, kept_ptr, words, chunks, room,
+    logits_ptr, temperature_ptr, list_ptr, floats_ptr, counts_ptr, kept_ptr, vocab, chunks, room,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write how many words are kept, and which, as far as there is room; of a row without limits all, and none."""
+    """Write how many tokens are kept, and which, as far as there is room; of a row without limits all, and none."""
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * words
+    logits_ptr += row * vocab
     list_ptr += row * chunks
     kept_ptr += row * (room + 1)
     temperature = temperature_of(temperature_ptr, row)
@@ -263,22 +263,22 @@ def tell_kernel(
     number = 0
     for start in range(0, count * CHUNK, BLOCK):
         at = listed(list_ptr, start, count, CHUNK, BLOCK)
-        inside = masses_of(logits_ptr, at, words, temperature, peak, least, end, True) > 0.0
+        inside = masses_of(logits_ptr, at, vocab, temperature, peak, least, end, True) > 0.0
         place = number + tl.cumsum(inside.to(tl.int32), axis=0)
         tl.store(kept_ptr + place, at, mask=inside & (place <= room))
         number += tl.sum(inside.to(tl.int32), axis=0)
-    tl.store(kept_ptr, tl.where(count > 0, number, words))
+    tl.store(kept_ptr, tl.where(count > 0, number, vocab))
 
 
 @triton.jit
 def sample_kernel(
     logits_ptr, temperature_ptr, uniform_ptr, peaks_ptr, masses_ptr, floats_ptr, counts_ptr, token_ptr, logprob_ptr,
-    words, chunks, LIMITS: tl.constexpr, GIVEN: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    vocab, chunks, LIMITS: tl.constexpr, GIVEN: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """One row: the first word whose cumulative probability exceeds the uniform number, or, at temperature 0, the
-    likeliest; and its log-prob. GIVEN: the log-prob of the token that is there."""
+    """One row: the first token whose cumulative probability exceeds the uniform number, or, at temperature 0, the
+    most likely; and its log-prob. GIVEN: the log-prob of the token that is there."""
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * words
+    logits_ptr += row * vocab
     temperature = temperature_of(temperature_ptr, row)
     chunk = tl.arange(0, CHUNKS)
     peaks = tl.load(peaks_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
@@ -288,7 +288,7 @@ def sample_kernel(
     cumulative = tl.cumsum(masses, axis=0)
     total = tl.max(cumulative, axis=0)
     least = float("-inf")
-    end = words
+    end = vocab
     if LIMITS:
         least = tl.load(floats_ptr + 3 * row + 2)
         end = tl.load(counts_ptr + 2 * row + 1)
@@ -302,11 +302,11 @@ def sample_kernel(
         before = tl.sum(tl.where(chunk == here, cumulative - masses, 0.0), axis=0)
         best = tl.min(tl.where(peaks == peak, chunk, chunks - 1), axis=0)  # of NaN nothing is the highest
         at = tl.where(greedy, best, here) * CHUNK + tl.arange(0, CHUNK)
-        p = masses_of(logits_ptr, at, words, temperature, peak, least, end, LIMITS)
-        token = tl.min(tl.where((before + tl.cumsum(p, axis=0) > point) & (p > 0.0), at, words - 1), axis=0)
-        last = tl.max(tl.where(p > 0.0, at, 0), axis=0)  # rounding must not lead past the last possible word
-        likeliest = tl.min(tl.where(tempered(logits_ptr, at, words, temperature) == peak, at, words - 1), axis=0)
-        token = tl.where(greedy, likeliest, tl.minimum(token, last))
+        p = masses_of(logits_ptr, at, vocab, temperature, peak, least, end, LIMITS)
+        token = tl.min(tl.where((before + tl.cumsum(p, axis=0) > point) & (p > 0.0), at, vocab - 1), axis=0)
+        last = tl.max(tl.where(p > 0.0, at, 0), axis=0)  # rounding must not lead past the last possible token
+        best = tl.min(tl.where(tempered(logits_ptr, at, vocab, temperature) == peak, at, vocab - 1), axis=0)
+        token = tl.where(greedy, best, tl.minimum(token, last))
         tl.store(token_ptr + row, token.to(tl.int64))
     chosen = tl.load(logits_ptr + token).to(tl.float32) / temperature
     logprob = chosen - peak - tl.log(total)

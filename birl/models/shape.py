@@ -13,7 +13,7 @@ from birl.regular import read_json
 CHUNK = 6 * 2**20
 #: on a GPU: 512 MiB in float32, half as much for their gradient in bfloat16; fewer would be launches of tiny kernels
 GPU_CHUNK = 2**27
-#: bytes of a kept word while its place among logits is computed (`SupportRows.outside`)
+#: bytes of a kept token while its place among logits is computed (`SupportRows.outside`)
 RESTRICTED = 33
 #: elements of a weight that are widened to float32 at once where no product gives float32 by itself
 WIDENED = 2**22
@@ -211,16 +211,16 @@ def shape_of(model: str) -> Shape:
 
 
 def backward_bytes(
-    tokens: int, hidden: int, words: int, wide: int, *, gpu: bool = False, kernels: bool = False, kept: int = 0,
+    tokens: int, hidden: int, vocab: int, wide: int, *, gpu: bool = False, kernels: bool = False, kept: int = 0,
     master: bool = True,
 ) -> int:  # fmt: skip
     """The most that the backward pass of `token_logprobs` holds at once [bytes], beside what it is given and the
-    weight's gradient; the forward pass holds less. `words`: of this rank. `wide`: bytes of the weight's type; where
+    weight's gradient; the forward pass holds less. `vocab`: its tokens on this rank. `wide`: bytes of the weight's type; where
     it is 2, the weight's gradient goes into a float32 `master`, or is of that type. `gpu`: on one, by Triton's kernels;
-    `kernels`: by birl's for CPUs. `kept`: words of all tokens' supports together, whose places are computed beside the
+    `kernels`: by birl's for CPUs. `kept`: size of all supports together, whose places are computed beside the
     logits."""
     size = (GPU_CHUNK if gpu else CHUNK) // max(tokens, 1)
-    piece = min(max(size // 32 * 32 or 32 if kernels else size, 1), words)  # words at once
+    piece = min(max(size // 32 * 32 or 32 if kernels else size, 1), vocab)  # tokens of the vocabulary at once
     count, rows = tokens * piece, 4 * tokens * hidden  # logits at once, and the gradient by `hidden` in float32
     restricted = rows + 5 * count + RESTRICTED * kept if kept else 0  # logits and their mask
     if kernels:

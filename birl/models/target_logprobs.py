@@ -3,7 +3,7 @@ what training as a service answers with.
 
 Places are taken in pieces, forwards and backwards, since no gradient by the head's weight is wanted. With one target in
 a place the numbers are those that the engine samples with, on birl's kernels bit for bit. Ranks that share out
-the head's words (tensor parallelism) are given the same places, and have logits of their own words.
+the head's tokens (tensor parallelism) are given the same places, and have logits of their own tokens.
 Shapes: N places, H hidden size, K targets in each, V vocabulary.
 """
 
@@ -24,7 +24,7 @@ from birl.parallel.layout import local
 
 
 class Top(NamedTuple):
-    """The likeliest tokens of each place, [N, k], and their log-probs."""
+    """The most likely tokens of each place, [N, k], and their log-probs."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -37,7 +37,7 @@ def target_logprobs(model: nn.Module, hidden: Tensor, targets: Tensor, groups: S
 
 
 def adapted_logits(model: nn.Module, hidden: Tensor, groups: Sequence[RowGroup]) -> Tensor:
-    """[N, H] -> [N, V] float32; of this rank's own words where ranks share them out."""
+    """[N, H] -> [N, V] float32; of this rank's own tokens where ranks share them out."""
     layer = head(model)
     if isinstance(layer.weight, DTensor):
         result = float_logits(hidden, local(layer.weight), None if layer.bias is None else local(layer.bias))
@@ -47,9 +47,9 @@ def adapted_logits(model: nn.Module, hidden: Tensor, groups: Sequence[RowGroup])
     return result
 
 
-def pieces(count: int, words: int, device: torch.device, groups: Sequence[RowGroup]) -> list[tuple[slice, list]]:
+def pieces(count: int, vocab: int, device: torch.device, groups: Sequence[RowGroup]) -> list[tuple[slice, list]]:
     """Slices of places whose logits fit into memory, and the groups of each."""
-    step = max((shape.GPU_CHUNK if device.type == "cuda" else 2 * shape.CHUNK) // words, 1)
+    step = max((shape.GPU_CHUNK if device.type == "cuda" else 2 * shape.CHUNK) // vocab, 1)
     result = []
     for start in range(0, count, step):
         stop = min(start + step, count)
@@ -59,8 +59,8 @@ def pieces(count: int, words: int, device: torch.device, groups: Sequence[RowGro
 
 
 @torch.no_grad()
-def likeliest(model: nn.Module, hidden: Tensor, count: int, groups: Sequence[RowGroup]) -> Top:
-    """The `count` likeliest tokens of each place."""
+def top_logprobs(model: nn.Module, hidden: Tensor, count: int, groups: Sequence[RowGroup]) -> Top:
+    """The `count` most likely tokens of each place."""
     tokens = torch.empty(len(hidden), count, dtype=torch.int64)
     logprobs = torch.empty(len(hidden), count, dtype=torch.float32)
     for rows, own in pieces(len(hidden), head(model).weight.shape[0], hidden.device, groups):
@@ -104,8 +104,8 @@ def _head_gradient(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda grad: float_product(grad, local(head(model).weight)).to(grad.dtype)
 
 
-def _own_words(model: nn.Module) -> tuple[int, dist.ProcessGroup | None]:
-    """The first word that this rank has logits of, and the ranks that have the others."""
+def _own_vocab(model: nn.Module) -> tuple[int, dist.ProcessGroup | None]:
+    """The first token that this rank has logits of, and the ranks that have the others."""
     weight = head(model).weight
     return (first_row(weight), weight.device_mesh.get_group()) if isinstance(weight, DTensor) else (0, None)
 
@@ -117,7 +117,7 @@ class _TargetLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, model: nn.Module, groups: Sequence[RowGroup]) -> Tensor:
         result = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         norm = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        decoder, (start, group) = decoder_for(model), _own_words(model)
+        decoder, (start, group) = decoder_for(model), _own_vocab(model)
         targets = targets - start
         for rows, own in pieces(len(hidden), head(model).weight.shape[0], hidden.device, groups):
             scores = adapted_logits(model, hidden[rows], own)
@@ -145,8 +145,8 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets, norm = ctx.saved_tensors
         by_logp, by_hidden, to_hidden = grads[0].float(), torch.zeros_like(hidden), _head_gradient(ctx.model)
-        k, words = _kernels(ctx.model), head(ctx.model).weight.shape[0]
-        for rows, own in pieces(len(hidden), words, hidden.device, ctx.groups):
+        k, vocab = _kernels(ctx.model), head(ctx.model).weight.shape[0]
+        for rows, own in pieces(len(hidden), vocab, hidden.device, ctx.groups):
             if not by_logp[rows].any():
                 continue
             grad = adapted_logits(ctx.model, hidden[rows], own).sub_(norm[rows, None]).exp_()
@@ -159,7 +159,7 @@ class _TargetLogprobs(torch.autograd.Function):
             absorb_low_rank(own, [HEAD], [grad.shape[1]], x, rounded, k)
             part = by_hidden[rows]
             low_rank_by_input(own, [HEAD], [grad.shape[1]], rounded, part, k)
-        if (group := _own_words(ctx.model)[1]) is not None:
+        if (group := _own_vocab(ctx.model)[1]) is not None:
             whole = by_hidden.float()
             dist.all_reduce(whole, group=group)
             by_hidden = whole.to(hidden.dtype)

@@ -20,7 +20,7 @@ from birl.models.slots import body_of, computed_by, slots_of
 from birl.models.states import Stretch
 
 BOUND = 1e-3  # nats between two ways to compute a log-prob in float32
-#: nats, mean over the words: trained weights amplify the rounding of single words (by 1e-3 in a fine-tuned SmolLM2)
+#: nats, mean over the tokens: trained weights amplify the rounding of single tokens (by 1e-3 in a fine-tuned SmolLM2)
 TRAINED = 3e-3
 CAUSES = {
     "by its head": "its hidden states or its logits are changed in a way that birl has no rule for",
@@ -78,8 +78,8 @@ class Ways:
         self.model, self.tree, self.other = model, tree, other
         self.device = head(model).weight.device
         generator = torch.Generator().manual_seed(0)
-        words = head(model).weight.shape[0]
-        self.ids = torch.randint(0, words, (len(tree) + len(other),), generator=generator).to(self.device)
+        vocab = head(model).weight.shape[0]
+        self.ids = torch.randint(0, vocab, (len(tree) + len(other),), generator=generator).to(self.device)
         every = list(ways([tree, other]))
         above = {r.start for _, way in every for r in way[:-1]}
         self.places = [places(way).to(self.device) for node, way in every if node.first not in above]

@@ -56,19 +56,19 @@ def moments(shape: Shape, layout: Layout, work: Workload) -> list[dict[str, floa
     """What a rank has beside weights, gradients and state: in the backward pass of the head, of the last layer and of
     the one before, while the gradient of the layer behind it is reduced, and of the embedding. The head's gathered
     weight and its gradient stay until all layers are done."""
-    rows, words, split = work.microbatch / layout.cp, -(-shape.vocabulary // layout.tp), layout.fsdp * layout.cp
+    rows, vocab, split = work.microbatch / layout.cp, -(-shape.vocabulary // layout.tp), layout.fsdp * layout.cp
     layers = shape.layers / layout.pp * min(layout.pp, -(-work.batch // (work.microbatch * layout.shares)))
     dense, experts, ends = gathered(shape, layout)
     layer, seen = dense + experts, layout.cp + 0.5 if layout.cp > 1 else 0.0
     one = rows * kept(shape, work.keep, layout.tp, seen)
     again = rows * kept(shape, "all", layout.tp, seen) if work.keep != "all" else 0.0
-    logits = LOGIT * min(work.logits, rows) * words
+    logits = LOGIT * min(work.logits, rows) * vocab
     if split * layout.tp == 1:  # bfloat16 weights are there all the time, gradients go to their masters at once
         whole = {"weights, bfloat16": 2 * shape.parameters / layout.pp}
-        logits = logits or backward_bytes(int(rows), shape.hidden, words, 2, gpu=True)
+        logits = logits or backward_bytes(int(rows), shape.hidden, vocab, 2, gpu=True)
         head = whole | {"activations": layers * one + 4 * shape.hidden * rows, "logits": logits}
         return [head, whole | {"activations": layers * one + again, "a layer's backward": passing(shape, layout, rows)}]
-    logits = logits or backward_bytes(int(rows), shape.hidden, words, 2, gpu=True, master=False)
+    logits = logits or backward_bytes(int(rows), shape.hidden, vocab, 2, gpu=True, master=False)
     reduced = 4 * (layer if layout.ep == 1 else dense)  # experts' come before
     return [
         {

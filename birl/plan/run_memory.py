@@ -49,7 +49,7 @@ from birl.models.shape import CHUNK, RESTRICTED, Shape, backward_bytes, shape_of
 from birl.models.slices import quantizable
 from birl.models.slots import slots_of, state_bytes
 from birl.models.tree_attention import SCORES
-from birl.support import WORDS
+from birl.support import LARGEST
 from birl.train.objective import keeps_reference, surrogate_of
 
 GIB = 2**30
@@ -77,7 +77,7 @@ class Load:
     group: int  # of these, how many share a prompt
     prompt: int  # tokens
     longest: int  # tokens of a sequence, its prompt included
-    words: int = 0  # that a token may be drawn from, where top-k, top-p or min-p leave some out
+    support: int = 0  # tokens that one may be drawn from, where top-k, top-p or min-p leave some out
     waits: bool = False  # more sequences in a step than are generated at once
 
 
@@ -200,7 +200,7 @@ def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
         group=1 if validates else rollout.group_size,
         prompt=prompt,
         longest=longest,
-        words=(rollout.top_k or WORDS) if truncates else 0,
+        support=(rollout.top_k or LARGEST) if truncates else 0,
         waits=wanted > sequences,
     )
 
@@ -344,10 +344,10 @@ def generation(module: Module, engine: schema.Engine, load: Load, room: int = 0)
     row = 4 * module.shape.hidden + module.wide * (4 * module.shape.hidden + 3 * module.shape.inner)
     if not module.paged_kernels:  # PyTorch's attention gets its keys and values in copies, for each row
         row += 4 * module.wide * pages_for(load.longest) * PAGE * module.kv_heads * module.head_dim
-    words = min(load.words, module.shape.vocabulary)
-    logit = 8 + (25 if words and not room else 0)  # on a CPU words are ranked by a sort, measured
+    support = min(load.support, module.shape.vocabulary)
+    logit = 8 + (25 if support and not room else 0)  # on a CPU tokens are ranked by a sort, measured
     # each word's number; of a GPU's graphs for each of `AHEAD` tokens, of all sizes up to the largest twice as many
-    told = 4 * words * load.sequences * (2 * (AHEAD + 1) if room else 1)
+    told = 4 * support * load.sequences * (2 * (AHEAD + 1) if room else 1)
     return {
         "keys and values": cache,
         "hidden states and logits": rows * row + logit * load.sequences * module.shape.vocabulary + told,
@@ -359,11 +359,11 @@ def at_head(module: Module, trained: Trained, load: Load, config: schema.RL, gpu
     parallel, shape = config.parallel, module.shape
     placed = parallel.fsdp * parallel.cp * parallel.tp == 1 and config.optimizer.offload == "none"  # in its master
     head = (4 if placed else module.wide) * shape.embedding // parallel.tp * trained.head
-    kept = load.microbatch * min(load.words, shape.vocabulary)
+    kept = load.microbatch * min(load.support, shape.vocabulary)
     if not gpu:  # more than `backward_bytes`: `LOST` was measured with it
         return max(CHUNK * (10 if module.on_kernels else 18), 5 * CHUNK + RESTRICTED * kept), head
-    words, ways = -(-shape.vocabulary // parallel.tp), parallel.tp  # ranks of tp have all tokens
-    given = load.microbatch * ways, shape.hidden, words, module.wide
+    vocab, ways = -(-shape.vocabulary // parallel.tp), parallel.tp  # ranks of tp have all tokens
+    given = load.microbatch * ways, shape.hidden, vocab, module.wide
     most = backward_bytes(*given, gpu=True, kept=kept * ways, master=placed)
     return most, head
 
@@ -387,11 +387,11 @@ def training(
         layer += 4 * 4 * min(SCORES, module.shape.heads * tokens**2)
     if quantized:  # a matrix in float32 before and after its merge, or the two sides of its gradient in float32
         layer += max(8 * module.matrix, 4 * tokens * (module.shape.hidden + module.shape.inner))
-    kept = 8 * (min(load.words, module.shape.vocabulary) + 1) * tokens * parallel.tp if load.words else 0
-    words = {"words that tokens are drawn from": kept} if kept else {}
+    kept = 8 * (min(load.support, module.shape.vocabulary) + 1) * tokens * parallel.tp if load.support else 0
+    supports = {"supports of tokens": kept} if kept else {}
     if load.several:
-        return {"gradient, float32": gradient, "activations": activations + max(logits, layer)} | words
-    return {"activations, then gradient": max(activations + head + max(logits, layer), gradient + layer)} | words
+        return {"gradient, float32": gradient, "activations": activations + max(logits, layer)} | supports
+    return {"activations, then gradient": max(activations + head + max(logits, layer), gradient + layer)} | supports
 
 
 def peak(phases: Phases, card: int = 0) -> int:

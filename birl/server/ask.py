@@ -39,7 +39,7 @@ class Ask:
     tools: tuple[Mapping[str, Any], ...] = ()
     echo: bool = False
     mute: bool = False  # nothing is sampled
-    prompt_logprobs: int | None = None  # so many of the likeliest tokens in each place of the prompt, and its own
+    prompt_logprobs: int | None = None  # so many of the most likely tokens in each place of the prompt, and its own
     grammar: str = ""
 
 
@@ -147,7 +147,7 @@ def stops(data: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def sampled_logprobs(data: Mapping[str, Any], terms: Terms) -> bool:
-    """Of /v1/completions, where 0 asks for those of the sampled tokens alone, and 1 for the likeliest ones, too: only
+    """Of /v1/completions, where 0 asks for those of the sampled tokens alone, and 1 for the most likely ones, too: only
     those of a prompt that is echoed are known."""
     logprobs = data.get("logprobs")
     if isinstance(logprobs, bool):  # as a chat has it

@@ -194,7 +194,7 @@ async def info(service: Service, request: Request) -> Response:
         dtype=service.dtype,
         context=engine.context,
         vocabulary=service.vocabulary,
-        words=service.words,
+        vocabulary_digest=service.vocabulary_digest,
         volume=service.volume,
         run=service.owner.now(),
         running=len(engine.scheduler.running),

@@ -96,7 +96,7 @@ class Pieces:
         choice["logprobs"] = {key: own[key] + result[key] for key in own}
 
     def ranked(self, index: int, scored: Sequence[Scored]) -> list[dict[str, Any] | None]:
-        """`prompt_logprobs` as vLLM has them: of each token but the first the likeliest ones in its place, and it."""
+        """`prompt_logprobs` as vLLM has them: of each token but the first the most likely ones in its place, and it."""
         logprobs, best = scored[index // self.asked.n]
         decode, result = self.speaker.chat.decode, []
         for token, logprob, (place, rank) in zip(self.prompt(index)[1:], logprobs, best.places, strict=True):
@@ -106,7 +106,7 @@ class Pieces:
         return [None, *result]
 
     def top(self, token: int, logprob: float, best: tuple[int, float]) -> dict[str, float]:
-        """Of one place: the likeliest token, and the one that is there."""
+        """Of one place: the most likely token, and the one that is there."""
         own, other = (self.speaker.chat.decode([t]) for t in (token, best[0]))
         if best[0] == token:
             return {own: logprob}

@@ -24,7 +24,7 @@ from birl.hosts import is_loopback
 from birl.kernels import PAGE
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.models.device import choose
-from birl.models.digests import words
+from birl.models.digests import vocabulary_digest
 from birl.models.load import cast
 from birl.models.released import shapes_of
 from birl.parallel.machine import compute_thread
@@ -175,7 +175,7 @@ def service_of(policy: Policy, engine: EmbeddedEngine, token: str, dtype: str) -
         engine=engine,
         chat=policy.chat,
         name=short_name(str(policy.folder)),
-        words=words(policy.tokenizer.get_vocab(), engine.end_ids),
+        vocabulary_digest=vocabulary_digest(policy.tokenizer.get_vocab(), engine.end_ids),
         vocabulary=policy.model.get_input_embeddings().weight.shape[0],  # pyright: ignore
         dtype=dtype,
         gate=Gate(most=sys.maxsize),

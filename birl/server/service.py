@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.request import Likeliest, Request
+from birl.engine.request import Request, TopLogprobs
 from birl.engines.wire import HEADER
 from birl.errors import BirlError, WeightsFailed
 from birl.models.digests import whole
@@ -28,8 +28,8 @@ from birl.types import Completion, Held, SamplingParams, Update
 T = TypeVar("T")
 CONFLICT = "conflict"
 ANSWERS, ANSWER_BYTES = 1000, 64 << 20  # that clients may cite
-#: log-probs, and the likeliest token of each place with its own
-Scored = tuple[list[float], Likeliest]  # of a prompt's tokens but the first
+#: log-probs, and the most likely token of each place with its own
+Scored = tuple[list[float], TopLogprobs]  # of a prompt's tokens but the first
 
 
 LIFE = 30.0  # seconds; a router looks at its engines every two
@@ -83,7 +83,7 @@ class Owner:
 class Service:
     """`name`: what the model is called, `vocabulary`: valid token ids, `timeout`: of one request [s], `most_bytes`: of
     one request, `stuck_after`: seconds without progress that are too many. With `seed` above 0, requests without a seed
-    of their own get one that depends on it and on their number. `words`: digest of the vocabulary and its end tokens,
+    of their own get one that depends on it and on their number. `vocabulary_digest`: of tokens and end tokens,
     `volume`: where it looks for new weights by itself."""
 
     engine: EmbeddedEngine
@@ -101,7 +101,7 @@ class Service:
     token: str = ""
     seed: int = 0
     stuck_after: float = 60.0
-    words: str = ""
+    vocabulary_digest: str = ""
     kept: Kept = field(default_factory=lambda: Kept(most=ANSWERS, most_bytes=ANSWER_BYTES))
     growing: dict[str, tuple[Any, asyncio.Event]] = field(default_factory=dict)  # streamed responses by id, their ends
     volume: str = ""
@@ -172,8 +172,8 @@ class Service:
         return generate
 
     async def score(self, ids: tuple[int, ...], count: int = 1) -> Scored:
-        """The log-prob of each token but the first, given those before it, and the likeliest ones in its place."""
-        best = Likeliest(count)
+        """The log-prob of each token but the first, given those before it, and the most likely ones in its place."""
+        best = TopLogprobs(count)
         params = SamplingParams(max_tokens=max(len(ids) - 1, 1), ignore_eos=True, forced=ids[1:])
         logprobs: list[float] = []
         if len(ids) > 1:

@@ -51,7 +51,7 @@ from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
 from birl.rollout.tasks import Loaded, limits_in, load_rows, total_steps
 from birl.run_folder import find_checkpoint
-from birl.support import WORDS
+from birl.support import LARGEST
 from birl.train.credit import Credit
 from birl.train.objective import Objective, keeps_reference, surrogate_of
 from birl.train.parts import Parts
@@ -352,7 +352,7 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
 
 
 def teacher_of(config: schema.RL, policy: Policy, crew: RankGroup, own: Learner) -> dict[str, Any]:
-    """What `Credit` asks a teacher: log-probs of the sampled tokens, or one that is served for its likeliest words.
+    """What `Credit` asks a teacher: log-probs of the sampled tokens, or one that is served for its most likely tokens.
     `own`: that of algorithm.teacher=self."""
     paths, sampled = teachers_of(config), config.algorithm.teacher_divergence == "sampled"
     result: dict[str, Any] = {}
@@ -364,7 +364,7 @@ def teacher_of(config: schema.RL, policy: Policy, crew: RankGroup, own: Learner)
 
         asked = ServedTeachers(served, head(policy.model).weight.shape[0], lambda t: policy.tokenizer.decode([t]))
         if not sampled:
-            return result | {"likely": partial(asked.likeliest, k=config.algorithm.teacher_top_k)}
+            return result | {"likely": partial(asked.top_logprobs, k=config.algorithm.teacher_top_k)}
     if paths and sampled:
         from birl.learner.distillation import taught_by
 
@@ -441,7 +441,7 @@ def sampling(config: schema.Rollout) -> SamplingParams:
         max_tokens=config.max_tokens,
         temperature=config.temperature,
         top_p=config.top_p,
-        top_k=config.top_k or (WORDS if truncates else 0),
+        top_k=config.top_k or (LARGEST if truncates else 0),
         min_p=config.min_p,
         stop=tuple(config.stop),
         support=truncates,

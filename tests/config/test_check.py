@@ -198,7 +198,7 @@ def test_unknown_words_are_refused_with_the_list(key: str):
                 "algorithm__teacher_top_k": 8,
                 "rollout__temperature": 0.7,
             },
-            ["rollout.temperature=0.7", "likeliest words at temperature 1"],
+            ["rollout.temperature=0.7", "most likely tokens at temperature 1"],
         ),
         (
             {"algorithm__teacher": "m", "algorithm__teacher_divergence": "reverse_kl", "parallel__tp": 2},

@@ -133,15 +133,15 @@ def test_phases_do_not_add_up_and_each_key_counts_where_it_should() -> None:
 
 
 def test_words_that_are_left_out_take_memory() -> None:
-    words = [memory.load_of(settings(*w), 50, 150).words for w in ((), ("rollout.top_p=0.9",), ("rollout.top_k=20",))]
+    words = [memory.load_of(settings(*w), 50, 150).support for w in ((), ("rollout.top_p=0.9",), ("rollout.top_k=20",))]
     assert words == [0, 1024, 20]
     model = tiny_model(vocab=320)
-    plain, told, all_of_them = (memory.predict(model, settings(), replace(STEP, words=n)) for n in (0, 20, 1024))
-    name = "words that tokens are drawn from"
+    plain, told, all_of_them = (memory.predict(model, settings(), replace(STEP, support=n)) for n in (0, 20, 1024))
+    name = "supports of tokens"
     assert name not in plain["training"]
     assert told["training"][name] == 8 * 21 * STEP.microbatch and all_of_them["training"][name] == 8 * 321 * 1000
     assert memory.peak(plain) < memory.peak(told) < memory.peak(all_of_them)
-    card = [memory.predict(model, settings(), replace(STEP, words=n), 2**36)["generation"] for n in (0, 20)]
+    card = [memory.predict(model, settings(), replace(STEP, support=n), 2**36)["generation"] for n in (0, 20)]
     assert card[1]["hidden states and logits"] - card[0]["hidden states and logits"] == 4 * 20 * 16 * 34
 
 
@@ -152,7 +152,7 @@ def test_what_a_sampler_on_a_cpu_takes_is_what_is_counted() -> None:
     with Held(logits) as held:
         sample(logits, asked, [0.5] * len(logits), kernels.load(torch.float32, 64))
     counted = [
-        memory.predict(tiny_model(vocab=320), settings(), replace(STEP, words=n))["generation"] for n in (0, 320)
+        memory.predict(tiny_model(vocab=320), settings(), replace(STEP, support=n))["generation"] for n in (0, 320)
     ]
     each = counted[1]["hidden states and logits"] - counted[0]["hidden states and logits"] - 4 * 320 * STEP.sequences
     assert held.peak + logits.nbytes <= (8 + each // (320 * STEP.sequences)) * logits.numel() * 1.01

@@ -49,7 +49,7 @@ def test_the_words_of_a_turn_stay_with_its_tokens() -> None:
     assert sample.support == Support(counts=(0, 0, 3, 0), ids=(4, 7, 9))
     (sample,) = samples(trajectory(turns=(plain,)), 0.5, 1, 2)
     assert sample.support is None
-    with pytest.raises(ValueError, match="token 0 is none of the words"):
+    with pytest.raises(ValueError, match="token 0 is not in the support"):
         replace(told.completion, tokens=(5, 2)).possible()
     for wrong in ({"counts": (2,), "ids": (4,)}, {"counts": (-1,), "ids": ()}, {"counts": (1,), "ids": (1.5,)}):
         with pytest.raises(ValueError, match=r"support|is no id"):

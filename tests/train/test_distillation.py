@@ -64,5 +64,5 @@ def test_another_vocabulary_is_refused_with_its_first_difference(tiny: Path, tmp
 
 
 def test_more_words_than_there_are_are_refused(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(BirlError, match=r"distill\.top_k=320: learner and teacher have 320 words"):
+    with pytest.raises(BirlError, match=r"distill\.top_k=320: learner and teacher have 320 tokens"):
         sft(tiny, tmp_path, f"distill.teacher={tiny}", "distill.top_k=320", "steps=1")

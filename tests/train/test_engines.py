@@ -231,7 +231,7 @@ def test_a_server_of_another_kind_is_named(tiny: Path, tmp_path: Path, server: P
         ({"volume": ""}, "volume=/weights"),
         ({"volume": "/elsewhere"}, "/elsewhere"),
         ({"dtype": "float32"}, "model.dtype=float32"),
-        ({"words": "other"}, "vocabulary"),
+        ({"vocabulary_digest": "other"}, "vocabulary"),
         ({"paused": True}, "paused"),
         ({"asleep": True}, "sleeps"),
     ],
@@ -239,7 +239,13 @@ def test_a_server_of_another_kind_is_named(tiny: Path, tmp_path: Path, server: P
 def test_what_a_server_must_have(told: dict[str, object], reason: str) -> None:
     limits = {"context": 512, "longest": 96, "kv_cache_gb": 1.0, "end_ids": frozenset({2})}
     wanted = engines.Wanted(
-        folder=Path("m"), dtype="bfloat16", device="cpu", logs=Path("l"), words="w", volume="/weights", **limits
+        folder=Path("m"),
+        dtype="bfloat16",
+        device="cpu",
+        logs=Path("l"),
+        vocabulary_digest="w",
+        volume="/weights",
+        **limits,
     )
     state = {"engine": "birl", "model": "m", "version": 0, "digest": "d", "dtype": "bfloat16", "context": 96}
     state |= {"vocabulary": 320, "running": 0, "waiting": 0, "paused": False, "asleep": False, "pid": 1}
@@ -247,7 +253,7 @@ def test_what_a_server_must_have(told: dict[str, object], reason: str) -> None:
         schema.Engine(kind="birl"),
         wanted,
         "http://127.0.0.1:1",
-        Info(**state | {"words": "w", "volume": "/weights"} | told),
+        Info(**state | {"vocabulary_digest": "w", "volume": "/weights"} | told),
     )
     assert reason in found and bool(reason) == bool(found)
 

@@ -202,7 +202,7 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(monkeypatch: pytest.Mon
     sample = sample_of(np.array([3, 7], np.int32), np.array([False, True]))
     try:
         address = f"http://127.0.0.1:{server.server_port}/v1/completions"
-        assert serving.ServedTeacher(address, words=320).logprobs(sample).tolist() == [-0.5]
+        assert serving.ServedTeacher(address, vocab=320).logprobs(sample).tolist() == [-0.5]
     finally:
         server.shutdown()
         server.server_close()

@@ -196,16 +196,16 @@ def _sampling(c: RL) -> Iterator[str]:
         if value_of(c, key) != off and (kind == "sglang" or (kind == "vllm" and not 0 < c.rollout.top_k <= LISTED)):
             less = f"set rollout.top_k, at most {LISTED}, or " if kind == "vllm" else "set "
             yield (
-                f"{setting(c, key)}: the learner's log-probs must be over the words that a token was drawn from, and "
+                f"{setting(c, key)}: the learner's log-probs must be over the tokens that a token was drawn from, and "
                 f"engine.kind={kind} does not say which these were; {less}engine.kind=embedded or birl, or {key}={off}."
             )
         if value_of(c, key) != off and served and c.algorithm.teacher_divergence == "sampled":
             yield (
-                f"{setting(c, key)}: the teacher behind {served[0]} gives log-probs over all words, which are compared "
+                f"{setting(c, key)}: the teacher behind {served[0]} gives log-probs over all tokens, compared "
                 f"with ours over those that were kept; name a model's folder, or set {key}={off}."
             )
     if c.rollout.top_k > MOST:
-        yield f"{setting(c, 'rollout.top_k')}: engines tell at most {MOST} words of a token; set that, or 0."
+        yield f"{setting(c, 'rollout.top_k')}: engines tell at most {MOST} kept tokens for each token; set that, or 0."
     buffer, answer, longest, prompt = (
         *(c.algorithm.overlong_buffer, c.rollout.max_tokens),
         *(c.model.max_length, c.data.max_prompt_tokens),

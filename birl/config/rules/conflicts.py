@@ -35,7 +35,7 @@ def _turns(c: RL) -> bool:
 
 
 def _served(c: RL) -> bool:
-    """Is a teacher behind an address compared with by its likeliest words?"""
+    """Is a teacher behind an address compared with by its most likely tokens?"""
     return c.algorithm.teacher_divergence != "sampled" and any(map(addressed, teachers_of(c).values()))
 
 
@@ -194,7 +194,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             ),
             "distill.teacher={c.distill.teacher}: must be a model's folder, as a server gives no distributions of all "
             "words.": lambda c: "://" in c.distill.teacher,
-            "distill.teacher={c.distill.teacher}: is not compared with over words that parallel.tp={c.parallel.tp} "
+            "distill.teacher={c.distill.teacher}: is not compared with over a vocabulary that tp={c.parallel.tp} "
             "processes share out; set parallel.tp=1, and parallel.fsdp instead.": lambda c: (
                 c.distill.teacher and c.parallel.tp > 1
             ),
@@ -283,24 +283,24 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "them.": lambda c: c.algorithm.teachers and c.algorithm.teacher,
             "algorithm.teachers={c.algorithm.teachers}: self is none of several; set algorithm.teacher=self, and no "
             "others.": lambda c: c.algorithm.teachers and SELF in teachers_of(c).values(),
-            "algorithm.teachers={c.algorithm.teachers}: some are behind an address, which gives likeliest words alone, "
+            "algorithm.teachers={c.algorithm.teachers}: some are behind an address, which gives top tokens alone, "
             "and others are not; name folders, addresses, or set algorithm.teacher_divergence=sampled.": lambda c: (
                 _served(c) and not all(map(addressed, teachers_of(c).values()))
             ),
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: a teacher behind an address gives no "
-            "distributions of all words; set algorithm.teacher_top_k=20, say (of vLLM at most its --max-logprobs), "
+            "distributions of all tokens; set algorithm.teacher_top_k=20, say (of vLLM at most its --max-logprobs), "
             "algorithm.teacher_divergence=sampled, or name a model's folder as algorithm.teacher.": lambda c: (
                 _served(c) and not c.algorithm.teacher_top_k
             ),
-            "rollout.temperature={c.rollout.temperature:g}: a teacher behind an address says its likeliest words at "
+            "rollout.temperature={c.rollout.temperature:g}: a teacher behind an address says its most likely tokens at "
             "temperature 1, and they would be compared with the policy's at another; set 1, or name a model's folder "
             "as algorithm.teacher.": lambda c: _served(c) and c.rollout.temperature != 1,
-            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: the likeliest words of a teacher "
+            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: the most likely tokens of a teacher "
             "behind an address are of whole rows, and "
             "parallel.cp={c.parallel.cp} ranks have parts of them; set parallel.cp=1, and parallel.fsdp.": lambda c: (
                 _served(c) and c.parallel.cp > 1
             ),
-            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: is not computed with words that "
+            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: is not computed with a vocabulary that "
             "parallel.tp={c.parallel.tp} processes share out; set parallel.tp=1, and parallel.fsdp.": lambda c: (
                 c.algorithm.teacher_divergence != "sampled" and teachers_of(c) and c.parallel.tp > 1
             ),

@@ -116,13 +116,13 @@ class Algorithm(Section):
     """Weight of the teacher."""
     teacher_divergence: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] = "sampled"
     """What the teacher is compared by: sampled (its log-prob of each sampled token, in the advantage, as above) | of
-    all words, in the loss: reverse_kl (learner to teacher) | forward_kl (teacher to learner) | jsd (generalised
+    all tokens, in the loss: reverse_kl (learner to teacher) | forward_kl (teacher to learner) | jsd (generalised
     Jensen-Shannon, GKD)."""
     teacher_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Of jsd, the teacher's share of the mixture: towards 0 it goes like forward_kl, towards 1 like reverse_kl."""
     teacher_top_k: Whole = 0
-    """Compare the teacher's k likeliest words, and all others as one. 0: all words, one by one, which a server does not
-    give."""
+    """Compare the teacher's k most likely tokens, and all others as one. 0: all tokens, one by one, which a server does
+    not     give."""
     teacher_rate: Share = 1.0
     """With algorithm.teacher=self, the share of its way to the policy that the teacher goes after each optimizer step:
     1 (it is the policy as it is now) | 0 (it stays the first weights) | between: a slow average."""

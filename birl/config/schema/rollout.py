@@ -35,11 +35,11 @@ class Rollout(Section):
     temperature: Amount = 1.0
     """Sampling temperature; the learner's log-probs use it too."""
     top_p: Nucleus = 1.0
-    """Nucleus. The learner's log-probs are over the same words (docs/algorithms.md#top-p-top-k-and-min-p)."""
+    """Nucleus. The learner's log-probs are over the same tokens (docs/algorithms.md#top-p-top-k-and-min-p)."""
     top_k: Whole = 0
-    """Sample among the k likeliest tokens, 0: off; with top_p or min_p among at most 1,024."""
+    """Sample among the k most likely tokens, 0: off; with top_p or min_p among at most 1,024."""
     min_p: Share = 0.0
-    """Drop tokens below min_p times the likeliest."""
+    """Drop tokens below min_p times the most likely."""
     stop: list[str] = field(default_factory=list)
     """Strings that end an answer; they stay part of it."""
     failed: Literal["drop", "drop_group"] = "drop"
@@ -110,7 +110,7 @@ class Validation(Section):
     top_p: Nucleus = 1.0
     """Nucleus."""
     top_k: Whole = 0
-    """Sample among the k likeliest tokens, 0: off."""
+    """Sample among the k most likely tokens, 0: off."""
     max_tokens: Whole = 0
     """Longest answer [tokens]. 0: rollout.max_tokens."""
 

@@ -218,12 +218,12 @@ class Distill(Section):
     """Model of the same vocabulary to learn from on the rows' own answers (off-policy distillation), in the forms of
     model.path. Empty: none."""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "forward_kl"
-    """What the teacher is compared by, over all words: reverse_kl (learner to teacher) | forward_kl (teacher to
+    """What the teacher is compared by, over all tokens: reverse_kl (learner to teacher) | forward_kl (teacher to
     learner) | jsd (generalised Jensen-Shannon, GKD)."""
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Of jsd, the teacher's share of the mixture: towards 0 it goes like forward_kl, towards 1 like reverse_kl."""
     top_k: Whole = 0
-    """Compare the teacher's k likeliest words, and all others as one. 0: all words, one by one."""
+    """Compare the teacher's k most likely tokens, and all others as one. 0: all tokens, one by one."""
     nll_coef: Amount = 0.0
     """Weight of the rows' own tokens beside the divergence: of their mean negative log-likelihood."""
 

@@ -17,7 +17,7 @@ from birl.types import Picture, SamplingParams
 
 MOST_TARGETS = 256  # tokens in each place: top-k distillation takes 20 or so
 MOST_SAMPLES = 1024
-MOST_CELLS = 50_000_000  # of tables of likeliest tokens in one answer: 8 bytes each
+MOST_CELLS = 50_000_000  # of tables of most likely tokens in one answer: 8 bytes each
 BYTES = 64  # of a training request, or of a prompt's pictures, that count as a token
 
 
@@ -146,7 +146,7 @@ def checked(datum: Datum, what: str, reader: Reader) -> Datum:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """prompt; how many answers, how they are drawn; and what is asked about the prompt: log-probs of its last tokens
-    (`scored_from`: the first place that counts), `top` likeliest ones, `targets` [len(prompt) - 1, K] with -1 where
+    (`scored_from`: the first place that counts), `top` most likely ones, `targets` [len(prompt) - 1, K] with -1 where
     nothing is asked, `alternatives` drawn in each place."""
 
     prompt: tuple[int, ...]

@@ -15,7 +15,7 @@ from birl.engines.servers import Servers
 from birl.engines.wire import AdapterParams
 from birl.learner.low_rank_run import SharedBase
 from birl.models.low_rank import AdapterWeights, RowGroup, adapted
-from birl.models.target_logprobs import Top, drawn, likeliest, target_logprobs
+from birl.models.target_logprobs import Top, drawn, target_logprobs, top_logprobs
 from birl.models.vision import plain
 from birl.seeds import derive_seed
 from birl.server.tinker import wire
@@ -23,13 +23,13 @@ from birl.server.tinker.requests import Sample
 from birl.server.tinker.tenants import Tenant, Turns
 from birl.types import Completion, SamplingParams, Stop
 
-EMPTY, NO_LOGPROB = 0, -99999.0  # what an empty cell of a table of likeliest tokens has
+EMPTY, NO_LOGPROB = 0, -99999.0  # what an empty cell of a table of most likely tokens has
 STOPPED, TOO_LONG = 0, 1  # the message's stop reasons
 
 
 @dataclass(slots=True)
 class Scores:
-    """Of a prompt, where they were asked for: log-probs [T], NaN where none is; likeliest tokens of each place;
+    """Of a prompt, where they were asked for: log-probs [T], NaN where none is; most likely tokens of each place;
     log-probs of `targets`, and drawn alternatives with theirs."""
 
     logprobs: np.ndarray | None = None
@@ -109,7 +109,7 @@ class Sampling:
             result.logprobs[first + 1 :] = target_logprobs(self.base.model, part, actual, own)[:, 0].cpu().numpy()
             result.logprobs[sample.shown] = np.nan  # a picture is not predicted
             if sample.top:
-                top = likeliest(self.base.model, part, sample.top, own)
+                top = top_logprobs(self.base.model, part, sample.top, own)
                 result.top = table(top, size, first + 1)
         if sample.targets is not None:
             ids = torch.from_numpy(sample.targets).to(hidden.device)
@@ -131,12 +131,12 @@ class Sampling:
     def top_sampled(
         self, prompt: tuple[int, ...], answer: tuple[int, ...], count: int, adapter: AdapterWeights | None
     ) -> Top | None:
-        """(compute thread) The likeliest tokens in each place of an answer."""
+        """(compute thread) The most likely tokens in each place of an answer."""
         if not answer:
             return None
         hidden, groups = self.hidden((*prompt, *answer)[:-1], adapter)
         own = [RowGroup(0, len(answer), g.adapter) for g in groups]
-        return likeliest(self.base.model, hidden[len(prompt) - 1 :], count, own)
+        return top_logprobs(self.base.model, hidden[len(prompt) - 1 :], count, own)
 
 
 def table(top: Top, size: int, first: int) -> tuple[np.ndarray, np.ndarray]:
