@@ -27,7 +27,7 @@ from birl.errors import BirlError, innermost
 from birl.learner.policy import DTYPES, Policy, Reader, load_policy, load_reader
 from birl.learner.rewards import check_served, make_rewards, started
 from birl.models.device import choose
-from birl.models.digests import digests, whole, vocabulary_digest
+from birl.models.digests import digests, vocabulary_digest, whole
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
 from birl.rollout.compare import Baseline
