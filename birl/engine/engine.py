@@ -413,7 +413,7 @@ class EmbeddedEngine:
                 result = [next(pairs) for _ in range(len(work.drafts) + 1)]
                 own = zip(scored.get(request, result), islice(kept, len(result)), strict=True)
                 # a given token outside of its support counts as drawn from all tokens
-                each = [(*pair, self.version, kept if kept is None or pair[0] in kept else None) for pair, kept in own]
+                each = [(*pair, self.version, k if k is None or pair[0] in k else None) for pair, k in own]
                 if not (request.guide and request.aborted):  # else it allows none
                     self.append(request, each, work.drafts)
 

@@ -151,7 +151,7 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"rollout__min_p": 0.1, "engine__kind": "sglang"}, ["rollout.min_p=0.1", "rollout.min_p=0"]),
         (
             {"rollout__top_k": 50, "algorithm__teacher": "http://a:1/v1/completions#t"},
-            ["rollout.top_k=50", "over all words", "rollout.top_k=0"],
+            ["rollout.top_k=50", "over all tokens", "rollout.top_k=0"],
         ),
         ({"rollout__top_k": 10**5}, ["rollout.top_k=100000", "65536"]),
         ({"rollout__temperature": 0.0}, ["rollout.temperature=0", "greedy"]),

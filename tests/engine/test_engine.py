@@ -113,7 +113,7 @@ def test_they_agree_over_the_words_that_were_kept(
     tiny: Path, compute: ThreadPoolExecutor, dtype: torch.dtype, temperature: float
 ) -> None:
     """Top-k, top-p and min-p side by side. The learner is told the words: with its own logits it would often keep
-    others once it has moved, and its log-probs over all words are others anyway."""
+    others once it has moved, and its log-probs over all tokens are others anyway."""
     bench = Bench(tiny, compute, dtype, temperature=temperature)
     params = [replace(p, temperature=temperature, support=bool(o), **o)  # type: ignore[arg-type]
               for p, o in zip(seeded(len(PROMPTS)), TRUNCATED, strict=True)]  # fmt: skip
@@ -133,7 +133,7 @@ def test_they_agree_over_the_words_that_were_kept(
 
 def test_given_tokens_say_what_they_were_drawn_from(tiny: Path, compute: ThreadPoolExecutor) -> None:
     """The beginning of an answer that an engine had to give back: it is scored as it was drawn, and goes on as it would
-    have. A token that could not have been drawn now counts as drawn from all words."""
+    have. A token that could not have been drawn now counts as drawn from all tokens."""
     bench = Bench(tiny, compute)
     asked = SamplingParams(max_tokens=20, seed=5, top_k=4, top_p=0.9, support=True, ignore_eos=True)
     (answer,) = bench.generate([PROMPTS[2]], [asked])
@@ -145,7 +145,7 @@ def test_given_tokens_say_what_they_were_drawn_from(tiny: Path, compute: ThreadP
     (given,) = bench.generate([PROMPTS[2]], [replace(asked, forced=(other,))])
     assert given.possible().support is not None and given.support.counts[0] == 0 < given.support.counts[1]  # type: ignore[union-attr]
     assert bench.gap([PROMPTS[2]], [given]).abs().max() <= 1e-5
-    with pytest.raises(BirlError, match="top_k bounds the words"):
+    with pytest.raises(BirlError, match="top_k bounds the support"):
         bench.generate([PROMPTS[2]], [replace(asked, top_k=0)])
 
 
