@@ -73,7 +73,7 @@ USUAL: dict[str, dict[str, Any]] = {
         "transforms": [],
     },
     "vLLM": {"skip_special_tokens": True, "stop_token_ids": [5], "min_tokens": 1, "ignore_eos": False, "top_k": 5},
-    "likeliest words": {"logprobs": True, "top_logprobs": 3},
+    "top logprobs": {"logprobs": True, "top_logprobs": 3},
     "no parallel calls": {"parallel_tool_calls": False, "tools": [ADD]},
     "a strict tool": {"tools": [STRICT], "tool_choice": "auto"},
     "a forced tool": {"tools": [ADD], "tool_choice": "required"},

@@ -63,7 +63,7 @@ def served(other: Path) -> Iterator[str]:
 
 
 def said(row: torch.Tensor, token: int, k: int) -> dict[str, Any]:
-    """The token, and the k likeliest words."""
+    """The token, and the k most likely tokens."""
     order = row.argsort(descending=True).tolist()
     return {str(t): {"logprob": row[t].item(), "rank": order.index(t) + 1} for t in (token, *order[:k])}
 
@@ -85,7 +85,7 @@ def test_here_and_served_are_the_same_teacher(tiny: Path, other: Path, served: s
 
 
 @pytest.mark.parametrize("more", ["", "algorithm.hint=['{answer}']"])
-def test_here_and_served_have_the_same_likeliest_words(
+def test_here_and_served_have_the_same_top_k(
     tiny: Path, other: Path, served: str, tmp_path: Path, more: str
 ) -> None:
     words = ("algorithm.teacher_divergence=jsd", "algorithm.teacher_top_k=8", "steps=2", *more.split())
@@ -141,7 +141,7 @@ def sample_of(tokens: np.ndarray, mask: np.ndarray) -> Sample:
 
 def test_a_served_teacher_of_a_larger_vocabulary_is_refused(tiny: Path, served: str, tmp_path: Path) -> None:
     words = ("algorithm.teacher_divergence=jsd", "algorithm.teacher_top_k=8")
-    with pytest.raises(BirlError, match="has a word 5000, and the policy has 320"):
+    with pytest.raises(BirlError, match="has token 5000, and the policy has 320"):
         run(tiny, tmp_path, f"{served}#larger", *words)
 
 

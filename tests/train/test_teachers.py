@@ -77,7 +77,7 @@ def test_micro_batches_and_ranks_change_nothing(
 
 @pytest.mark.parametrize("words", [(), ("algorithm.teacher_divergence=jsd", "algorithm.teacher_top_k=8")])
 def test_teachers_behind_addresses(tiny: Path, pair: dict[str, Path], tmp_path: Path, words: tuple[str, ...]) -> None:
-    """One of them, where sampled tokens are compared; all, for likeliest words."""
+    """One of them, where sampled tokens are compared; all, for top-k tokens."""
     _, here = run(tiny, tmp_path / "here", both(pair), *words)
     with running(pair["a"], model={"dtype": "float32"}) as a, running(pair["b"], model={"dtype": "float32"}) as b:
         there = {name: f"{server.url}/v1/completions" for name, server in (("a", a), ("b", b))}
