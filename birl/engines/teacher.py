@@ -47,9 +47,9 @@ class ServedTeacher:
     """`algorithm.teacher=http://host:port/v1/completions`, with the model's name behind a `#` where the server has
     several. Tokens go and log-probs come; the server must read the policy's own vocabulary.
 
-    Asks for `prompt_logprobs`, with BIRL_TOKEN where it is set; `words`: size of the learner's vocabulary, which the
-    server's must not exceed; `text`: of a token, which the server must read alike. Raises `BirlError` with the server's words where
-    several attempts have failed, or another cannot help.
+    Asks for `prompt_logprobs`, with BIRL_TOKEN where it is set; `vocab`: size of the learner's vocabulary, which the
+    server's must not exceed; `text`: of a token, which the server must read alike. Raises `BirlError` with the server's
+    words where several attempts have failed, or another cannot help.
     """
 
     def __init__(self, address: str, vocab: int, text: Callable[[int], str] | None = None) -> None:
@@ -67,7 +67,7 @@ class ServedTeacher:
         named = np.array([[about["logprob"] for _, about in place] for place in places], np.float64).reshape(-1, k)
         if ids.size and ids.max() >= self.vocab:
             raise BirlError(
-                f"algorithm.teacher={self.address}: has token {ids.max()}, and the policy has {self.words} tokens: it "
+                f"algorithm.teacher={self.address}: has token {ids.max()}, and the policy has {self.vocab} tokens: it "
                 "is another vocabulary. Serve a model of the same family."
             )
         rest = np.log(np.maximum(1 - np.exp(named).sum(1, keepdims=True), LEAST))

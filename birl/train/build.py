@@ -362,7 +362,7 @@ def teacher_of(config: schema.RL, policy: Policy, crew: RankGroup, own: Learner)
     if served:
         from birl.engines.teacher import ServedTeachers
 
-        asked = ServedTeachers(served, head(policy.model).weight.shape[0], lambda t: policy.tokenizer.decode([t]))
+        asked = ServedTeachers(served, head(policy.model).weight.shape[0], lambda t: str(policy.tokenizer.decode([t])))
         if not sampled:
             return result | {"likely": partial(asked.top_logprobs, k=config.algorithm.teacher_top_k)}
     if paths and sampled:

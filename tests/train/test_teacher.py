@@ -85,9 +85,7 @@ def test_here_and_served_are_the_same_teacher(tiny: Path, other: Path, served: s
 
 
 @pytest.mark.parametrize("more", ["", "algorithm.hint=['{answer}']"])
-def test_here_and_served_have_the_same_top_k(
-    tiny: Path, other: Path, served: str, tmp_path: Path, more: str
-) -> None:
+def test_here_and_served_have_the_same_top_k(tiny: Path, other: Path, served: str, tmp_path: Path, more: str) -> None:
     words = ("algorithm.teacher_divergence=jsd", "algorithm.teacher_top_k=8", "steps=2", *more.split())
     found = []
     for teacher, name in ((str(other), "here"), (f"{served}#some-model", "there")):
