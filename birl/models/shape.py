@@ -215,10 +215,10 @@ def backward_bytes(
     master: bool = True,
 ) -> int:  # fmt: skip
     """The most that the backward pass of `token_logprobs` holds at once [bytes], beside what it is given and the
-    weight's gradient; the forward pass holds less. `vocab`: its tokens on this rank. `wide`: bytes of the weight's type; where
-    it is 2, the weight's gradient goes into a float32 `master`, or is of that type. `gpu`: on one, by Triton's kernels;
-    `kernels`: by birl's for CPUs. `kept`: size of all supports together, whose places are computed beside the
-    logits."""
+    weight's gradient; the forward pass holds less. `vocab`: its tokens on this rank. `wide`: bytes of the weight's
+    type; where it is 2, the weight's gradient goes into a float32 `master`, or is of that type. `gpu`: on one, by
+    Triton's kernels; `kernels`: by birl's for CPUs. `kept`: size of all supports together, whose places are computed
+    beside the logits."""
     size = (GPU_CHUNK if gpu else CHUNK) // max(tokens, 1)
     piece = min(max(size // 32 * 32 or 32 if kernels else size, 1), vocab)  # tokens of the vocabulary at once
     count, rows = tokens * piece, 4 * tokens * hidden  # logits at once, and the gradient by `hidden` in float32
