@@ -107,8 +107,8 @@ class Decoder:
         cosine, sine = self.rotations(positions)
         if self.active.trained and not x.requires_grad:
             x.requires_grad_()  # the base is frozen, and what is trained is none of autograd's inputs
-        trained = self.active.trained or any(p.requires_grad for layer in self.layers for p in layer.parameters())
-        if not (torch.is_grad_enabled() and trained):
+        parameters = (p for layer in self.layers for p in layer.parameters())  # decoding need not look at them
+        if not (torch.is_grad_enabled() and (self.active.trained or any(p.requires_grad for p in parameters))):
             if isinstance(layout, Paged) and layout.cache is self.cache and not self.active.groups:
                 self.all_layers(x, cosine, sine, layout)
             else:

@@ -16,7 +16,7 @@ from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Lora
 from birl.models import forward
 from birl.models.attention import NAME, Packed
-from birl.models.decoder import MADE, decoder_for
+from birl.models.decoder import MADE, Layer, decoder_for
 from birl.models.forward import hidden_states
 from birl.models.heads import add_score_head
 from birl.models.load import load_model
@@ -228,3 +228,13 @@ def test_packed_weights_lie_together_in_large_pages_until_the_last_is_gone() -> 
     assert decoder is not None
     places = [m.layout().data.data_ptr() for layer in decoder.layers for m in (layer.qkv, layer.output, layer.down)]
     assert max(places) - min(places) < 2**21
+
+
+def test_decoding_looks_at_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few hundred calls of PyTorch's `__getattr__` took a twentieth of a step of few sequences."""
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16)
+    tokens = torch.arange(9)
+    hidden = hidden_states(model, tokens, tokens, Packed([Tree.of(9)]))
+    monkeypatch.setattr(Layer, "parameters", lambda self: pytest.fail("looked at"))
+    with torch.no_grad():
+        assert torch.equal(hidden_states(model, tokens, tokens, Packed([Tree.of(9)])), hidden)
