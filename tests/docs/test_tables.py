@@ -150,7 +150,7 @@ def test_the_table_of_math_is_what_it_judges() -> None:
 
 
 def test_the_keys_that_may_change_are_listed() -> None:
-    from birl.run_folder import FREE
+    from birl.track.folder_lock import FREE
 
     told = set(spans(ROOT / "docs" / "runs.md"))
     assert not {key for key in FREE if key not in told} - {"run", "resume"}
