@@ -66,10 +66,20 @@ def plain(folder: Path, say: Callable[[str], None] = print) -> Path:
 def quantized_by(folder: Path) -> str | None:
     """quant_method of a model folder, if it has any."""
     try:
-        given = read_json(folder / "config.json")["quantization_config"]
-        return str(given["quant_method"])
-    except (OSError, ValueError, KeyError, TypeError):  # the next reader tells what is wrong with the file
+        return str(quantization(read_json(folder / "config.json"))["quant_method"])
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # the next reader tells what is wrong with the file
         return None
+
+
+def quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """Taken out of a model's config, or of its text's. Raises `KeyError` where there is none."""
+    return config.pop("quantization_config", None) or config["text_config"].pop("quantization_config")
 
 
 def converted(source: Path, say: Callable[[str], None] = print) -> Path:
@@ -152,7 +162,7 @@ def dequantize(source: Path, folder: Path) -> None:
 
     check_files(source)
     files, config = weight_files(source), read_json(source / "config.json")
-    given = config.pop("quantization_config")
+    given = quantization(config)
     where: dict[str, Path] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:

@@ -124,3 +124,8 @@ def test_what_does_not_fit_is_refused(change: Change, config: dict[str, Any], wo
     with pytest.raises(BirlError, match=words):
         resolve(str(folder), lambda text: None)
     assert not list((tmp_path / "cache").glob("models/*"))
+
+
+def test_a_models_text_may_say_how_it_is_stored() -> None:
+    config: dict[str, Any] = {"text_config": {"quantization_config": BLOCKS, "hidden_size": 8}}
+    assert gguf.quantization(config) == BLOCKS and config == {"text_config": {"hidden_size": 8}}
