@@ -42,7 +42,7 @@ def run(words: list[str]) -> int:
     from birl.models.device import choose
     from birl.parallel.machine import compute_thread
 
-    with compute_thread(device=choose(settings.device)) as compute:
+    with compute_thread(device=choose(settings.device, "device")) as compute:
         asyncio.run(_converse(target, settings, compute))
     return 0
 

@@ -141,6 +141,5 @@ def check_room(path: str, folder: Path, device: torch.device, pictures: bool = F
     if needed > free:
         raise BirlError(
             f"model.path={path}: is loaded in float32, which takes {needed / 2**30:.1f} GiB, and {device} has "
-            f"{free / 2**30:.1f} GiB free. Take a smaller model, another GPU (model.device=cuda:1, say), or "
-            "model.device=cpu."
+            f"{free / 2**30:.1f} GiB free. Take a smaller model, or another model.device (of birl chat: device)."
         )

@@ -16,18 +16,18 @@ from birl.models.fused import has_triton
 DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel has NVIDIA's driver
 
 
-def choose(name: str) -> torch.device:
+def choose(name: str, key: str = "model.device") -> torch.device:
     """auto | cpu | cuda | cuda:N -> a device, a GPU with its index: N, else that of LOCAL_RANK where this process sees
-    several, 0 where it sees one, as ranks do that Slurm or Ray gave one each. Raises `BirlError` where there is no such
-    device; warns where auto takes the CPU of a machine with a GPU, or a GPU has no Triton."""
+    several, 0 where it sees one, as ranks do that Slurm or Ray gave one each. Raises `BirlError`, which names `key`,
+    where there is no such device; warns where auto takes the CPU of a machine with a GPU, or a GPU has no Triton."""
     if name == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         if name != "auto":
-            raise BirlError(f"model.device={name}: {no_gpu()}. Set model.device=cpu or leave it at auto.")
+            raise BirlError(f"{key}={name}: {no_gpu()}. Set {key}=cpu or leave it at auto.")
         if why := unused():
-            warn(f"model.device=auto: {why}. So the CPU computes; model.device=cpu says that it should.")
+            warn(f"{key}=auto: {why}. So the CPU computes; {key}=cpu says that it should.")
         return torch.device("cpu")
     given, rank = name.partition(":")[2], os.environ.get("LOCAL_RANK", "0")
     index = int(given or (rank if count > 1 else 0))
@@ -36,7 +36,7 @@ def choose(name: str) -> torch.device:
         if given:
             fix = f"The first is cuda:0, the last cuda:{count - 1}."
         whose = "" if given else f"LOCAL_RANK={rank} wants GPU {index}, and "
-        raise BirlError(f"model.device={name}: {whose}this process sees {count}{visible()}. {fix}")
+        raise BirlError(f"{key}={name}: {whose}this process sees {count}{visible()}. {fix}")
     exact()
     if not has_triton():
         warn("there is no Triton, so all runs through transformers' forward, slowly: pip install triton")
