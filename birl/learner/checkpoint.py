@@ -284,8 +284,10 @@ def find(root: Path, step: str) -> Path:
         wanted = best_step(root)
     else:
         wanted = int(step) if step.isdecimal() else None
+    if not result:
+        raise BirlError(f"There is no checkpoint in {root} yet: train first.")
     if wanted not in result:
-        raise BirlError(f"There is no checkpoint {step} in {root}; there are {', '.join(map(str, result)) or 'none'}.")
+        raise BirlError(f"There is no checkpoint {step} in {root}; there are {', '.join(map(str, result))}.")
     return result[wanted]
 
 

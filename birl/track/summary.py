@@ -13,6 +13,7 @@ from rich.text import Text
 
 from birl.track import progress
 from birl.track.progress import (
+    failures,
     headline,
     idle_words,
     is_share,
@@ -133,6 +134,8 @@ def facts(run: Path) -> dict[str, Any]:
         }
     if idle := sum(map(nothing_trained, steps)):
         result["idle"] = idle
+    if failed := int(sum(sum(failures(record).values()) for record in steps)):
+        result["failed"] = failed
     for key, metric in SUMS.items():
         values = [record[metric] for record in steps if math.isfinite(record.get(metric, math.nan))]
         if values:
@@ -163,6 +166,8 @@ def lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield label, f"{decimal(curve['first'])} first step  ->  {decimal(curve['last'])} last step"
     if "idle" in facts:
         yield "warning", idle_words(facts["idle"], facts["steps"])
+    if "failed" in facts:
+        yield "failed", f"{counted(facts['failed'], 'episode')}, without a reward: `detail` of rollouts.jsonl says why"
     if "seconds" in facts:
         yield "time", f"{duration(facts['seconds'])} for {counted(facts['steps'], 'step')}"
     if "generated" in facts:

@@ -142,8 +142,8 @@ class Run:
             self.tracker.rewind(None, 0)
             if share := self.worker.learner.rounded_share:
                 self.tracker.message(
-                    f"{round(100 * share, 2):g} % of the weights were rounded to {self.dtype}, in which "
-                    "the model computes, before training."
+                    f"{round(100 * share, 2):g} % of the model's weights were rounded to {self.dtype}, in which it "
+                    "computes (model.dtype=float32 keeps them)."
                 )
             if self.worker.learner.device.type == "cpu" and compiler() is None:
                 self.tracker.message(

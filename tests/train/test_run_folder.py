@@ -1,6 +1,7 @@
 """A run folder belongs to one process, also where the disk has no locks, and where the lock file is deleted."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,11 @@ import pytest
 
 from birl.cli import main
 from birl.errors import BirlError
+from birl.learner import checkpoint
 from birl.run_folder import chosen_checkpoint
 from birl.track import folder_lock, runs
 from birl.track.folder_lock import held
+from birl.track.summary import facts, lines
 
 
 @pytest.fixture(params=["locks", "no locks"])
@@ -92,3 +95,15 @@ def test_a_comparison_says_why_a_configuration_cannot_be_read(
     (tmp_path / "config.json").write_text("{,")
     assert main(["diff", str(tmp_path), str(tmp_path)]) == 2
     assert "line 1 column 2 (char 1)); without it there is nothing to compare" in capsys.readouterr().err
+
+
+def test_a_checkpoint_before_the_first_one_is_no_list_of_none(tmp_path: Path) -> None:
+    with pytest.raises(BirlError, match=r"There is no checkpoint in .*run yet: train first\."):
+        checkpoint.find(tmp_path / "run", "last")
+
+
+def test_the_end_of_a_run_counts_failed_episodes(tmp_path: Path) -> None:
+    """Half of them may have failed, and a run was just `done`."""
+    records = [{"step": i, "outcome/env_error": 3, "outcome/timeout": 1} for i in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert dict(lines(facts(tmp_path)))["failed"].startswith("8 episodes, without a reward")

@@ -23,7 +23,7 @@ export async function show(root, params, api) {
     location.hash = `#/${path}?${new URLSearchParams([...it.chosen].map((id) => ["run", id]))}`;
   } } }, words);
   it.buttons = [go("curves", "Show curves"), go("compare", "Compare")];
-  const find = el("input", { type: "search", id: "find", placeholder: "name, model, algorithm", on: { input: (e) => { it.find = e.target.value.toLowerCase(); draw(it); } } });
+  const find = el("input", { type: "search", id: "find", placeholder: "name, model, algorithm", size: "24", on: { input: (e) => { it.find = e.target.value.toLowerCase(); draw(it); } } });
   fill(root, el("h1", {}, "Runs"), el("div", { class: "bar" }, el("label", { for: "find" }, "filter", find), it.buttons, it.note), it.place);
   let last = "";
   return repeat(async () => {
