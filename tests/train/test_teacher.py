@@ -111,7 +111,7 @@ def test_birl_serve_is_such_a_teacher(tiny: Path, other: Path, tmp_path: Path, m
 def test_a_served_teacher_reads_a_sample_as_long_as_its_context(other: Path) -> None:
     with running(other, model={"dtype": "float32"}) as server:
         context = server.service.engine.context
-        teacher = serving.ServedTeacher(f"{server.url}/v1/completions", words=320)
+        teacher = serving.ServedTeacher(f"{server.url}/v1/completions", vocab=320)
         for extra in (0, 1):
             tokens = np.array([5 + i % 40 for i in range(context + extra)], np.int32)
             sample = sample_of(tokens, np.arange(context + extra) > 2)
