@@ -300,14 +300,13 @@ class EmbeddedEngine:
                     return
                 for request in await loop.run_in_executor(self.compute, self._compute):
                     self._finish(request)
-                for request in [r for r in self._open if r.watch and len(r.tokens) > r.told]:
+                for request in tuple(self._open):
                     self._tell(request)
         except Exception as error:
             self._fail(error)
 
     def _finish(self, request: Request) -> None:
-        if request.watch:
-            self._tell(request)
+        self._tell(request)
         if request.future.done():
             self.counters.dropped += len(request.tokens)
         else:

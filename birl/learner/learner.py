@@ -247,10 +247,6 @@ class Learner:
             alive()
         stats.merge(own, self.ranks)
 
-    def each(self, batches: Sequence[Batch], verb: Callable[[Batch], Tensor]) -> list[Tensor]:
-        """What a verb of this learner gives for each micro-batch; the ranks share them out, and all get all of it."""
-        return self.ranks.each(batches, verb)
-
     @torch.no_grad()
     def look(self, batch: Batch) -> Tensor:
         """Log-probs and entropies of the trained tokens, [2, N] float32."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.errors import BirlError
-from birl.learner.optimizer import MasterWeights, bring
+from birl.learner.optimizer import Masters, MasterWeights, bring
 from birl.learner.rounding import Dither, dither_merges
 from birl.models.heads import HEADS, score_head
 from birl.models.quantized import QuantizedLinear, quantized_layers
@@ -225,8 +225,8 @@ class Origin:
         self.marks["lora.alpha"].fill_(self.alpha)
 
 
-class Adapters:
-    """A, B and magnitudes as the float32 masters of a module, with the same members as `MasterWeights`."""
+class Adapters(Masters):
+    """A, B and magnitudes as the masters of a module."""
 
     def __init__(self, model: nn.Module, lora: Lora, dtype: torch.dtype, offload: bool = False) -> None:
         self.model = model
@@ -277,12 +277,6 @@ class Adapters:
         result = {name: p.detach().float() for name, p in self.model.named_parameters() if not p.is_meta}
         result |= {name: layer.matrix().float() for name, layer in quantized_layers(self.model).items()}
         return result | self.heads.weights() | {f"{name}.weight": x.merged() for name, x in self.adapters.items()}
-
-    def whole(self, name: str, value: Tensor) -> Tensor:
-        return value
-
-    def copies(self, name: str) -> int:
-        return 0
 
 
 def digest(model: nn.Module) -> bytes:

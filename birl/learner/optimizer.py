@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
 from math import cos, pi
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +21,31 @@ from birl.models.forward import weights_changed
 from birl.parallel.layout import Layout
 from birl.parallel.norm import sum_gradients
 
-if TYPE_CHECKING:
-    from birl.learner.lora import Adapters
-    from birl.learner.policies import Policies
-    from birl.learner.split_lora import SplitAdapters
+
+class Masters:
+    """What is trained: float32 `tensors` by name, whole on every rank, and `marks`, what else a checkpoint must agree
+    with."""
+
+    tensors: dict[str, Tensor]
+    marks: dict[str, Tensor]
+
+    def whole(self, name: str, value: Tensor) -> Tensor:
+        """Something of the size of a master, or of its optimizer state, as a checkpoint has it."""
+        return value
+
+    def copies(self, name: str) -> int:
+        """How many ranks have each element of a master, of all those that train; 0: every one of them."""
+        return 0
 
 
-class MasterWeights:
+class MasterWeights(Masters):
     """float32 masters of a module's parameters; `tensors[name].grad` is the float32 gradient summed over
     micro-batches. With `offload` masters and gradients are in CPU memory, and so AdamW's state and its step."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, offload: bool = False) -> None:
         self.model = model
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.tensors: dict[str, Tensor] = {}
-        self.marks: dict[str, Tensor] = {}  # what else a checkpoint must agree with: nothing
+        self.tensors, self.marks = {}, {}
         self.separate = offload or dtype != torch.float32
         self.gradients = Gradients() if offload else None
         for name, parameter in self.parameters.items():
@@ -72,26 +82,18 @@ class MasterWeights:
     def weights(self) -> dict[str, Tensor]:
         return {name: master.data for name, master in self.tensors.items()}
 
-    def whole(self, name: str, value: Tensor) -> Tensor:
-        """Something of the size of a master, or of its optimizer state, as a checkpoint has it."""
-        return value
 
-    def copies(self, name: str) -> int:
-        """How many ranks have each element of a master, of all those that train; 0: every one of them."""
-        return 0
-
-
-class ShardedMasterWeights:
-    """This rank's parts of the parameters of a model that FSDP has split, with the members of `MasterWeights`. They
-    are the float32 masters themselves; the copies that are computed with exist only for a moment."""
+class ShardedMasterWeights(Masters):
+    """This rank's parts of the parameters of a model that FSDP has split. They are the float32 masters themselves; the
+    copies that are computed with exist only for a moment."""
 
     def __init__(self, parameters: dict[str, Any], summands: Sequence[str] = (), group: Any = None) -> None:
         """`parameters`: DTensors by name. `summands`: those that the ranks of `group` have alike, but each with a part
         of the gradient."""
         self.parameters, self.group = parameters, group
         self.summands = [name for name in summands if name in parameters]
-        self.tensors: dict[str, Tensor] = {n: p.to_local().detach() for n, p in self.parameters.items()}
-        self.marks: dict[str, Tensor] = {}
+        self.tensors = {n: p.to_local().detach() for n, p in self.parameters.items()}
+        self.marks = {}
 
     def gather(self) -> None:
         """Every gradient, summed over the ranks by now, goes to its part."""
@@ -199,7 +201,7 @@ def move_grad_to(master: Any, gradients: Gradients | None = None):
 
 
 def adamw(
-    masters: "MasterWeights | ShardedMasterWeights | Adapters | SplitAdapters | Policies",
+    masters: Masters,
     model: nn.Module,
     *,
     kind: str = "adamw",

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from birl.data.pack import Batch
 from birl.learner.lora import Lora, Origin, digest, targets
 from birl.learner.low_rank_run import LowRankMasters
+from birl.learner.optimizer import Masters
 from birl.models import fused_decoder
 from birl.models.decoder import decoder_for
 from birl.models.low_rank import AdapterWeights, RowGroup, adapted, hook
 
 
-class Policies:
-    """The float32 masters of all policies, with the same members as `MasterWeights`; a name in `tensors` is
-    POLICY/LAYER.lora_A. `past`: of each policy `lora.past` earlier versions, which a checkpoint has among its marks;
-    all of them are the base before the first is kept."""
+class Policies(Masters):
+    """The masters of all policies; a name in `tensors` is POLICY/LAYER.lora_A. `past`: of each policy `lora.past`
+    earlier versions, which a checkpoint has among its marks; all of them are the base before the first is kept."""
 
     def __init__(self, model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
         self.model = model
@@ -97,9 +97,3 @@ class Policies:
 
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach() for name, tensor in self.tensors.items()}
-
-    def whole(self, name: str, value: Tensor) -> Tensor:
-        return value
-
-    def copies(self, name: str) -> int:
-        return 0

@@ -53,7 +53,7 @@ class RewardModel:
         pairs = enumerate(zip(prompts, completions, strict=True))
         samples = [scored(self.read(p, c), self.group(prompts, i)) for i, (p, c) in pairs]
         batches = pack(samples, [0.0] * len(samples), self.tokens)
-        result = by_sample(batches, self.learner.each(batches, self.learner.forward), len(samples))
+        result = by_sample(batches, self.learner.ranks.each(batches, self.learner.forward), len(samples))
         return [each.item() for each in result]
 
     def read(self, prompt: Any, completion: str) -> Tokens:

@@ -27,7 +27,7 @@ from birl.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from birl.learner.lora import Adapter
-    from birl.learner.optimizer import MasterWeights, ShardedMasterWeights
+    from birl.learner.optimizer import Masters
 
 LENGTH = 2**22  # of the noise, which begins anew behind its end
 #: of the 2^15 float32 numbers that round to a bfloat16 number on one side; what rounding errors leave near it stays
@@ -98,7 +98,7 @@ class Dither:
 
 
 @torch.no_grad()
-def dither(masters: "MasterWeights | ShardedMasterWeights", dtype: torch.dtype) -> int:
+def dither(masters: "Masters", dtype: torch.dtype) -> int:
     """Where masters begin that are rounded to `dtype`: at its numbers, and of bfloat16 anywhere in what rounds to them.
     Gives how many elements were not numbers of `dtype`."""
     changed = on_grid((master.data for master in masters.tensors.values()), dtype)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from birl.learner.lora import Adapter, Lora, Origin, Total, digest, first_a, kept, lengths, targets
-from birl.learner.optimizer import ShardedMasterWeights
+from birl.learner.optimizer import Masters, ShardedMasterWeights
 from birl.learner.rounding import dither_merges
 from birl.models.heads import HEADS, score_head
 from birl.models.slots import slots_of
@@ -44,8 +44,8 @@ def prepare(model: nn.Module, lora: Lora, dtype: torch.dtype, ranks: Ranks) -> O
     return origin
 
 
-class SplitAdapters:
-    """This rank's parts of A, B and magnitudes, with the same members as `MasterWeights`."""
+class SplitAdapters(Masters):
+    """This rank's parts of A, B and magnitudes."""
 
     def __init__(
         self,

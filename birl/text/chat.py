@@ -53,7 +53,7 @@ class Chat:
     @cached_property
     def without_tools(self) -> str:
         """Where the template leaves out tools: the message, system or user, into which they are written instead
-        (`birl/text/written.py`); else empty."""
+        (`birl/text/tools.py`); else empty."""
         if not self.has_template or self.tool_format not in ("auto", "hermes"):
             return ""
         return templates.without_tools(self)

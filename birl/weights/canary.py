@@ -211,6 +211,6 @@ def logprobs_of(learner: Learner, batches: list[Batch]) -> list[list[float]]:
     """(every rank) Log-probs at temperature 1."""
     before, learner.outputs.temperature = learner.outputs.temperature, 1.0
     try:
-        return [values.tolist() for values in learner.each(batches, learner.forward)]
+        return [values.tolist() for values in learner.ranks.each(batches, learner.forward)]
     finally:
         learner.outputs.temperature = before

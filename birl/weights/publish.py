@@ -21,12 +21,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from birl.engines.peer import size
 from birl.engines.remote import Remote
+from birl.engines.router import Router
 from birl.errors import EngineDown, WeightsFailed
 from birl.learner.learner import Learner
 from birl.models.digests import digests, whole
@@ -51,23 +52,13 @@ LIVE = ("nccl", "ipc")  # methods that send the learner's own tensors
 LOOK = 0.2  # seconds between two looks at whether an engine is still there
 
 
-class Fleet(Protocol):
-    """What sending needs of the engines: `serve.router.Router`."""
-
-    @property
-    def refused(self) -> Sequence[WeightsFailed]: ...
-    async def load(self, update: Update) -> Held: ...
-    async def settle(self, timeout: float) -> None: ...
-    def describe(self) -> str: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class Sender:
     """Sends the learner's weights to a fleet. `root` holds the folders of the methods that write some, `beside` the
     files of the model folder that go with them. `sleeping`: engines that give their memory back meanwhile."""
 
     learner: Learner
-    fleet: Fleet
+    fleet: Router
     remotes: Callable[[], Sequence[Remote]]  # those that are ready
     method: str
     root: Path

@@ -153,7 +153,7 @@ def run(ranks: Ranks, case: Case, capacity: int) -> Outcome:
     samples = case.samples(9)
     batches = pack(samples, [0.0] * len(samples), capacity, parts=ranks.shares)
     order = torch.cat([b.sample for b in batches]).argsort(stable=True)
-    found.logprobs.append(torch.cat(learner.each(batches, learner.forward))[order])
+    found.logprobs.append(torch.cat(learner.ranks.each(batches, learner.forward))[order])
     for name, value in learner.weights().items():
         found.weights[name] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
     return found

@@ -181,7 +181,7 @@ def judged(ranks: Ranks) -> list[torch.Tensor]:
     learner = Learner(model, dtype=torch.float32, trainable=False, ranks=ranks)
     batches = pack(groups(3), [0.0] * len(groups(3)), 80, parts=ranks.shares)
     order = torch.cat([b.sample for b in batches]).argsort(stable=True)
-    return [torch.cat(learner.each(batches, learner.forward))[order]]
+    return [torch.cat(learner.ranks.each(batches, learner.forward))[order]]
 
 
 def test_a_frozen_model_is_spread_as_well() -> None:

@@ -59,7 +59,7 @@ def trained(ranks: Ranks, options: dict[str, Any]) -> Outcome:
         entropies.append(stats.mean("entropy"))
     samples = samples_of(9)
     batches = pack(samples, [0.0] * len(samples), 80, parts=ranks.shares)
-    found = learner.each(batches, learner.forward)
+    found = learner.ranks.each(batches, learner.forward)
     order = torch.cat([b.sample for b in batches]).argsort(stable=True)
     weights = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
@@ -115,11 +115,11 @@ def seen_after_a_change(ranks: Ranks) -> torch.Tensor:
     learner = Learner(model, ranks=ranks, dtype=torch.float32)
     samples = groups(5)
     batches = pack(samples, [0.0] * len(samples), 80, parts=ranks.shares)
-    learner.each(batches, learner.forward)
+    learner.ranks.each(batches, learner.forward)
     for name, tensor in learner.masters.tensors.items():
         tensor.data.mul_(0.5 if "norm" in name else 1.0)
     learner.loaded(1)
-    return torch.cat(learner.each(batches, learner.forward))
+    return torch.cat(learner.ranks.each(batches, learner.forward))
 
 
 def test_new_weights_are_used_whatever_was_computed_before() -> None:

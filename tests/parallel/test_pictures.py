@@ -58,7 +58,7 @@ def trained(ranks: Ranks, folder: Path, kind: str, frozen: bool) -> Outcome:
         learner.learn([(batch, reinforce) for batch in batches], Stats())
         norms.append(learner.optim_step(1e-3))
     order = torch.cat([b.sample for b in batches]).argsort(stable=True)
-    logprobs = torch.cat(learner.each(batches, learner.forward))[order]
+    logprobs = torch.cat(learner.ranks.each(batches, learner.forward))[order]
     weights = {n: (w.full_tensor() if isinstance(w, DTensor) else w).clone() for n, w in learner.weights().items()}
     return Outcome(norms, logprobs, weights)
 

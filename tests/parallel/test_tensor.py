@@ -141,11 +141,11 @@ def critic(ranks: Ranks, name: str) -> dict[str, Any]:
         learner.learn([(batch, valued) for batch in work], stats)
         norms.append(learner.optim_step(1e-3))
     batches = pack(groups(9), [0.0] * len(groups(9)), 1000, parts=ranks.shares)
-    said = torch.cat(learner.each(batches, learner.forward if name == "score" else learner.values))
+    said = torch.cat(learner.ranks.each(batches, learner.forward if name == "score" else learner.values))
     frozen = made("llama untied, with biases")
     add_score_head(frozen, 0, name)
     frozen = Learner(frozen, ranks=ranks, dtype=torch.float32, trainable=False)
-    before = torch.cat(frozen.each(batches, frozen.forward))
+    before = torch.cat(frozen.ranks.each(batches, frozen.forward))
     weight = learner.weights()[f"{name}.weight"]
     whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
     return {"loss": stats.loss, "norms": norms, "said": said, "before": before, "head": whole.detach().clone()}
