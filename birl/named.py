@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,13 +78,20 @@ def make_importable(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
+class _Uncached(SourceFileLoader):
+    """Without a .pyc file: a full disk would leave half of one, and a change within the same second is not noticed."""
+
+    def path_stats(self, path: str) -> Any:
+        raise OSError("no bytecode")  # which makes the loader leave the cache alone
+
+
 def from_file(path: Path) -> ModuleType:
     """The module in a file, read once. Known to Python by a name of its own, which classes need for their hints."""
     name = f"birl_custom_{path.stem}_{abs(hash(path.resolve())):x}"
     if name in sys.modules and getattr(sys.modules[name], "__birl_time__", None) == path.stat().st_mtime_ns:
         return sys.modules[name]
     make_importable(path.parent)
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Uncached(name, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

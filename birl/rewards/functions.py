@@ -8,22 +8,19 @@ import difflib
 import functools
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import math
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from importlib.machinery import SourceFileLoader
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from birl.errors import BirlError, text_of
-from birl.named import make_importable
+from birl.named import from_file
 from birl.types import LARGEST, Outcome
 
 BUILTINS = {
@@ -206,7 +203,7 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """Import a resolved spec, with its options bound. Raises `BirlError` that says what is wrong and where."""
     place, _, name = BUILTINS.get(spec, spec).rpartition(":")
     try:
-        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError) and error.name == place.partition(".")[0]:
             raise BirlError(f"reward {spec!r}: there is no module {place!r}") from error
@@ -223,23 +220,6 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     if spec in BUILTINS and (prepare := getattr(module, "prepare", None)) is not None:
         prepare(**bound)
     return functools.partial(function, **bound) if bound else function
-
-
-class _Uncached(SourceFileLoader):
-    """Without a .pyc file: a full disk would leave half of one, and a change within the same second is not noticed."""
-
-    def path_stats(self, path: str) -> Any:
-        raise OSError("no bytecode")  # which makes the loader leave the cache alone
-
-
-def _import_file(path: Path) -> Any:
-    make_importable(path.parent)
-    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # no other module has it
-    loader_spec = importlib.util.spec_from_file_location(name, path, loader=_Uncached(name, str(path)))
-    assert loader_spec is not None and loader_spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(loader_spec)
-    loader_spec.loader.exec_module(module)
-    return module
 
 
 def digest(spec: str) -> str:

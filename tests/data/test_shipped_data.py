@@ -1,6 +1,5 @@
 """The data sets that are shipped: what their generator writes, right, varied, without overlap."""
 
-import importlib.util
 import json
 import re
 from collections import defaultdict
@@ -12,17 +11,14 @@ import pytest
 from birl.config.schema import Data
 from birl.data.tasks import load_tasks, overlap
 from birl.envs.tasks.expression import evaluate
+from birl.named import from_file
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "data"
 
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_arithmetic", RECIPES / "make_arithmetic.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return from_file(RECIPES / "make_arithmetic.py")
 
 
 FILES = [

@@ -1,6 +1,5 @@
 """examples/00_grpo_in_one_file.py: the whole algorithm, naive and correct."""
 
-import importlib.util
 import os
 import re
 from pathlib import Path
@@ -9,16 +8,13 @@ from types import ModuleType
 import pytest
 import torch
 
+from birl.named import from_file
 from tests.docs.pages import ROOT
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("grpo_in_one_file", ROOT / "examples" / "00_grpo_in_one_file.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return from_file(ROOT / "examples" / "00_grpo_in_one_file.py")
 
 
 def test_the_example_trains_what_it_samples(example: ModuleType, tiny: Path) -> None:

@@ -14,6 +14,7 @@ import yaml
 
 from birl.cli.commands import ALL, CONFIGURED
 from birl.config.keys import documentation
+from birl.named import from_file
 from tests.docs.pages import DOCS, FENCE, ROOT
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
@@ -29,11 +30,7 @@ def in_navigation(tree: list | dict | str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_reference", ROOT / "docs" / "_site" / "reference.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return from_file(ROOT / "docs" / "_site" / "reference.py")
 
 
 def test_every_page_is_in_the_navigation_once() -> None:

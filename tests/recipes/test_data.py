@@ -2,30 +2,21 @@
 
 import asyncio
 import dataclasses
-import importlib.util
 import json
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
 
+from birl.named import from_file
 from birl.types import Message, Task
 
 DATA = Path(__file__).parents[2] / "recipes" / "data"
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, DATA / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_right_calls_are_what_the_script_writes(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script("make_calculator").main(40)
+    from_file(DATA / "make_calculator.py").main(40)
     assert capsys.readouterr().out == (DATA / "calculator" / "calls.jsonl").read_text()
 
 
@@ -33,7 +24,7 @@ def test_right_calls_are_what_the_script_writes(smollm2: Path, capsys: pytest.Ca
 def test_solutions_are_what_the_script_writes_and_right(
     name: str, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = script("make_solutions")
+    module = from_file(DATA / "make_solutions.py")
     module.main(name, number)
     text = capsys.readouterr().out
     assert text == (DATA / name / "solutions.jsonl").read_text()
@@ -77,13 +68,13 @@ Password
     ],
 )
 def test_a_script_says_the_element_and_the_action(task: str, goal: str, replies: list[str | None]) -> None:
-    module = script("make_miniwob")
+    module = from_file(DATA / "make_miniwob.py")
     said = list(module.SCRIPTS[task](goal, module.Page(PAGE)))
     assert [told for told, wanted in zip(said, replies, strict=True) if wanted] == [r for r in replies if r]
 
 
 def test_a_page_without_the_element_is_told() -> None:
-    module = script("make_miniwob")
+    module = from_file(DATA / "make_miniwob.py")
     with pytest.raises(LookupError, match="no 'Nowhere' in"):
         list(module.SCRIPTS["click-button"]('Click on the "Nowhere" button.', module.Page(PAGE)))
 
@@ -92,7 +83,7 @@ def test_the_episodes_act_on_what_they_see() -> None:
     episodes = [
         json.loads(line)["messages"] for line in (DATA / "miniwob" / "episodes.jsonl").read_bytes().splitlines()
     ]
-    assert len(episodes) == 6 * len(script("make_miniwob").SCRIPTS)
+    assert len(episodes) == 6 * len(from_file(DATA / "make_miniwob.py").SCRIPTS)
     for messages in episodes:
         assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
         for seen, said in zip(messages[::2], messages[1::2], strict=True):
@@ -108,17 +99,14 @@ def test_a_curve_has_what_the_run_wrote(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     one = {"step": 0, "validation/all/score": 0.25, "validation/math/score": 0.25}
     (tmp_path / "validation.jsonl").write_text(json.dumps(one) + "\n")
-    spec = importlib.util.spec_from_file_location("curve", DATA.parent / "curve.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    before, first, second = module.curve(tmp_path)
+    curve = from_file(DATA.parent / "curve.py").curve
+    before, first, second = curve(tmp_path)
     assert before == {"step": 0, "held_out": 0.25} and "held_out" not in first
     assert (second["seconds"], second["reward"], second["entropy"]) == (3.0, 0.5, "")
     two = {**one, "step": 2, "validation/code/score": 0.75}
     (tmp_path / "validation.jsonl").write_text(json.dumps(one) + "\n" + json.dumps(two) + "\n")
-    found = module.curve(tmp_path)[2]
+    found = curve(tmp_path)[2]
     assert (found["held_out"], found["held_out/math"], found["held_out/code"]) == (0.25, 0.25, 0.75)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/step": 2, "loss": 0.5, "grad_norm": 1}) + "\n")
     (tmp_path / "validation.jsonl").write_text(json.dumps({"step": 1, "validation/accuracy": 0.9}) + "\n")
-    assert module.curve(tmp_path)[1] == {"step": 1, "seconds": 2.0, "loss": 0.5, "grad_norm": 1, "held_out": 0.9}
+    assert curve(tmp_path)[1] == {"step": 1, "seconds": 2.0, "loss": 0.5, "grad_norm": 1, "held_out": 0.9}
