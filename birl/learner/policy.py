@@ -16,8 +16,8 @@ from birl.models.device import choose
 from birl.models.load import check_vocabulary, context_limit, end_ids, load_model, load_tokenizer, skeleton
 from birl.models.processor import load_pictures, sees
 from birl.models.shape import Shape
-from birl.models.slices import quantize, sketched, verify_small
-from birl.models.verify import verify
+from birl.models.slices import quantize, sketched
+from birl.models.verify import prove, verify
 from birl.models.vision import give
 from birl.parallel.machine import free_memory
 from birl.parallel.ranks import Ranks
@@ -91,7 +91,7 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
     if ranks is not None and ranks.sharded:
         model = sketched(folder, device, pictures=config.pictures)
         if ranks.rank == 0:
-            verify_small(folder, device, DTYPES[config.dtype], kind=type(model))
+            prove(model.config, device, type(model), DTYPES[config.dtype])
     else:
         if quantized == "none":
             check_room(config.path, folder, device, config.pictures)

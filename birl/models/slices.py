@@ -48,7 +48,6 @@ from birl.models.load import (
     with_head,
 )
 from birl.models.quantized import QuantizedLinear, quantized_layers
-from birl.models.verify import prove
 
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # of experts: small, and the last bit decides
 
@@ -186,13 +185,6 @@ def quantize(model: nn.Module, kind: str) -> nn.Module:
             setattr(model.get_submodule(parent), own, QuantizedLinear(linears[layer], value, kind, device))
     fill(model)
     return model
-
-
-def verify_small(
-    folder: Path, device: torch.device, dtype: torch.dtype = torch.float32, kind: type | None = None
-) -> None:
-    """`verify.verify` of a small model of the same architecture and class. Raises `BirlError`."""
-    prove(AutoConfig.from_pretrained(folder, trust_remote_code=False), device, kind, dtype)
 
 
 def _built(config: Any, pictures: bool = False) -> Any:

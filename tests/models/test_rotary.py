@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from birl.models import twin
 from birl.models.load import context_limit, load_model
-from birl.models.slices import fill, sketched, verify_small
-from birl.models.verify import verify
+from birl.models.slices import fill, sketched
+from birl.models.verify import prove, verify
 from tests.models import sweep
 from tests.zoo import build
 
@@ -34,8 +34,8 @@ def test_sequences_within_the_context_have_the_angles_of_short_ones(
     model: Any = load_model(folder)
     assert context_limit(model) == context
     verify(model)
-    verify_small(folder, torch.device("cpu"))
     parts: Any = sketched(folder, torch.device("cpu"))
+    prove(parts.config, torch.device("cpu"))
     fill(parts)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids, more = torch.arange(3, 103)[None], torch.arange(600)[None] % 300  # more: beyond every limit

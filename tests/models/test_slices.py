@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     LlamaConfig,
@@ -24,7 +25,8 @@ from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.lora import digest
 from birl.models.load import load_model
-from birl.models.slices import fill, sketched, verify_small
+from birl.models.slices import fill, sketched
+from birl.models.verify import prove
 from birl.parallel.ranks import Grid, Ranks
 from tests.parallel.processes import on_ranks
 from tests.tiny import tiny_model_folder
@@ -160,12 +162,12 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 
 def test_an_architecture_is_verified_without_its_weights(tmp_path: Path) -> None:
     for name in ("llama, tied", "qwen3", "mixtral", "qwen3 moe"):
-        verify_small(folder_of(name, tmp_path), CPU)
+        prove(AutoConfig.from_pretrained(folder_of(name, tmp_path)), CPU)
     folder = folder_of("llama, tied", tmp_path / "other")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"layer_types": ["reference_sliding_attention"] * 3}))
     with pytest.raises(BirlError, match="reference_sliding_attention"):
-        verify_small(folder, CPU)
+        prove(AutoConfig.from_pretrained(folder), CPU)
 
 
 def memory(line: str) -> int:
