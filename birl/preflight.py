@@ -110,15 +110,8 @@ def check_names(config: Any) -> None:
             )
     if hasattr(config, "env"):
         check_world(config.env)
-    engine = getattr(config, "engine", None)
-    if isinstance(engine, schema.Engine) and not engine.attach and not engine.python:
-        package = ENGINES[engine.kind].package if engine.kind in ENGINES else ""
-        if package and find_spec(package) is None:
-            raise BirlError(
-                f"engine.kind={engine.kind}: {package} is not installed for this Python. Install it ({sys.executable} "
-                f"-m pip install {package}), name a Python that has it (engine.python=PATH), or a server that runs "
-                "(engine.attach=[http://HOST:PORT])."
-            )
+    if isinstance(engine := getattr(config, "engine", None), schema.Engine):
+        check_engine(engine)
     for key in FUNCTIONS:
         names = keys.get(key) or ()
         for name in [names] if isinstance(names, str) else names:
@@ -130,6 +123,17 @@ def check_names(config: Any) -> None:
         models += [("algorithm.teachers", path) for path in teachers_of(config).values() if not addressed(path)]
     for key, path in models:
         check_model(key, path)
+
+
+def check_engine(engine: schema.Engine) -> None:
+    """Raises `BirlError` where servers are to be started of a package that is not installed."""
+    package = ENGINES[engine.kind].package if engine.kind in ENGINES else ""
+    if package and not engine.attach and not engine.python and find_spec(package) is None:
+        raise BirlError(
+            f"engine.kind={engine.kind}: {package} is not installed for this Python. Install it ({sys.executable} "
+            f"-m pip install {package}), name a Python that has it (engine.python=PATH), or a server that runs "
+            "(engine.attach=[http://HOST:PORT])."
+        )
 
 
 def check_function(key: str, place: str, name: str) -> None:

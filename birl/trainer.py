@@ -248,6 +248,9 @@ class Trainer(Started):
     def _begin(self) -> dict[str, Any]:
         if self._launcher:
             return self._elsewhere()
+        from birl.preflight import check_engine
+
+        check_engine(self.config.engine)  # before torch is imported
         from birl.train.command import train
 
         return _started(partial(train, self.config, self.choices, given=self._given))

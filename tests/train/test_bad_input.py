@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import birl.train.command  # noqa: F401  else the first test has the words of `birl/preflight.py`
 from birl.cli import main
 from birl.learner import checkpoint
 from birl.track import folder_lock

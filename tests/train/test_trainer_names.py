@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,12 @@ def test_a_preset_decides_where_no_parameter_does(make: Make) -> None:
 
 def test_weights_may_be_none_as_in_trl(make: Make) -> None:
     assert make(reward_weights=None).config.reward.weights == []
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_an_engine_that_is_not_installed_is_told_before_torch(make: Make) -> None:
+    with pytest.raises(BirlError, match=r"engine.kind=vllm: vllm is not installed.* -m pip install vllm"):
+        make(use_vllm=True).train()
 
 
 def test_a_data_frame_is_its_rows(make: Make) -> None:
