@@ -85,7 +85,7 @@ def reading_path() -> list[Path]:
     # 550 and 2 files for `birl tinker`: pictures, and passes on several ranks
     # 389 and 2 files for sampling kernels that read logits once, digests on the card, two waits of a step, states in
     # graphs and supports in the plan; 125 for files and calls that keep what they say; 2 files that were one
-    # 323 for `birl tinker` on split ranks and several engines, 191 for stored fp8, long rope and states under tp and cp,
+    # 323 for `birl tinker` on split ranks and engines, 191 for stored fp8, long rope and states under tp and cp,
     # 134 for references of losses, judges, GGUF and hub, 86 for mistakes told before anything loads, 69 for what a rank
     # holds; 10 files and 305 lines fewer for what stood twice
     [("lines", 83_060), ("files", 541), ("lines of train/", 2_800), ("lines to read", 8_507), ("files to read", 40)],
