@@ -9,6 +9,7 @@ Shapes: N tokens, H and G hidden sizes of learner and teacher, V vocabulary, k m
 """
 
 from collections.abc import Callable
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -146,12 +147,16 @@ class _BucketDivergence(torch.autograd.Function):
         total, own = flow.sum(-1), flow[:, :-1]
         for vocab in pieces(len(weight), ctx.chunk, len(hidden)):
             logits = head.logits(hidden, vocab)
-            by_logit = (logits - norm[:, None]).sub_(rest[:, None]).exp_().mul_(flow[:, -1:])  # of the others
-            row, place = ((likely >= vocab.start) & (likely < vocab.stop)).nonzero().unbind(1)
-            by_logit[row, likely[row, place] - vocab.start] = own[row, place]
+            at, here = (
+                (likely - vocab.start).clamp_(0, logits.shape[1] - 1),
+                (likely >= vocab.start) & (likely < vocab.stop),
+            )
+            # never of a shape that values decide, which a GPU would be waited for
+            others = (logits - norm[:, None]).scatter_reduce_(1, at, torch.where(here, -inf, inf), "amin")
+            by_logit = others.sub_(rest[:, None]).exp_().mul_(flow[:, -1:]).scatter_add_(1, at, own.where(here, 0.0))
             by_logit.addcmul_((logits - norm[:, None]).exp_(), total[:, None], value=-1)
             result.add(vocab, _by_head(head, by_logit.mul_(grads[0][:, None]), logits))
-            del logits, by_logit
+            del logits, others, by_logit
         return *result.all(), None, None, None, None
 
 

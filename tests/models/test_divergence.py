@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from birl.algorithms.divergence import DIVERGENCES, divergence
 from birl.models import shape
@@ -98,3 +99,15 @@ def test_the_peak_does_not_grow_with_the_tokens(
     assert forward.peak < piece + 2 * rows and backward.peak < gradient + piece + 4 * rows
     grad = layer.weight.grad if dtype == torch.float32 else layer.weight.master.grad
     assert grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_no_shape_depends_on_values(k: int) -> None:
+    """On a GPU the host would wait for them in every piece; tensors without contents have no values."""
+    with FakeTensorMode():
+        hidden, weight = torch.randn(9, 8).requires_grad_(), torch.randn(50, 8).requires_grad_()
+        teacher = Full(torch.randn(9, 6), Head(torch.randn(50, 6), None, None, 1.0))
+        target = top_k_of(teacher, k, 50) if k else teacher
+        value = token_divergence(hidden, Head(weight, None, None, 1.0), target, divergence("jsd", BETA), chunk=60)
+        value.sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
