@@ -40,6 +40,7 @@ KNOWN = {
         ("GET", "/v1/models"),
         ("GET", "/v1/models/{name:path}"),
         ("PUT", "/stage/{version:int}"),
+        ("PUT", "/adapters/{name}"),
         ("POST", "/stage/{version:int}"),
     },
 }

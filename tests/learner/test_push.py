@@ -53,7 +53,7 @@ class Hub:
                 known = name in self.private
                 self.private.setdefault(name, asked.get("visibility") == "private" or bool(asked.get("private")))
                 return (409 if known else 200), {"url": f"{self.url}/{name}", "id": name, "name": name}
-            case ["api", "models", user, name]:
+            case ["api", "models", user, name] if f"{user}/{name}" in self.private:
                 return 200, {"id": f"{user}/{name}", "private": self.private[f"{user}/{name}"]}
             case ["api", "models", user, name, "preupload", "main"]:
                 files = json.loads(body)["files"]

@@ -84,10 +84,10 @@ def test_pieces_together_are_the_attention_of_the_whole_row(trees: list[Tree], r
         patches.setattr(varlen, "flash", reference)
         for pieces in filter(None, shares):
             own = torch.cat([torch.arange(p.first, p.last) for p in pieces])
-            plain = Gathered(None, pieces, dealt.argsort())
+            plain = Gathered(None, Packed(trees), pieces, dealt.argsort())
             found = tree_attention(q[:, own], k, v, plain.areas(window), 0.4)
             torch.testing.assert_close(found, wanted[own], atol=1e-5, rtol=1e-5)
-            cut = Gathered(None, pieces, dealt.argsort()).cut(window)
+            cut = Gathered(None, Packed(trees), pieces, dealt.argsort()).cut(window)
             found = varlen.attend(cut, q[:, own].transpose(0, 1), keys, values, 0.4, window)
             torch.testing.assert_close(found, wanted[own], atol=1e-5, rtol=1e-5)
 

@@ -113,23 +113,23 @@ def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "x"}, r"rows\.jsonl, row 2: has no column 'teacher'"),
-        ({"prompt": "x", "teacher": "c"}, r"rows\.jsonl, row 2: teacher is 'c'; there are a, b"),
-        ({"prompt": "x", "teacher": 3}, r"rows\.jsonl, row 2: teacher is"),
+        ({"prompt": "x", "answer": "1"}, r"rows\.jsonl, row 2: has no column 'teacher'"),
+        ({"prompt": "x", "teacher": "c", "answer": "1"}, r"rows\.jsonl, row 2: teacher is 'c'; there are a, b"),
+        ({"prompt": "x", "teacher": 3, "answer": "1"}, r"rows\.jsonl, row 2: teacher is"),
     ],
 )
 def test_a_row_without_a_teacher_is_told_before_anything_is_loaded(
     pair: dict[str, Path], tmp_path: Path, row: dict[str, Any], message: str
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "x", "teacher": "a"}) + "\n" + json.dumps(row) + "\n")
+    rows.write_text(json.dumps({"prompt": "x", "teacher": "a", "answer": "1"}) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(BirlError, match=message):
         check_names(load(schema.RL, [f"data.train=[{rows}]", "algorithm=distill", both(pair)]))
 
 
 def test_a_teacher_that_is_not_there_is_told_before_anything_is_loaded(pair: dict[str, Path], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "x", "teacher": "a"}) + "\n")
+    rows.write_text(json.dumps({"prompt": "x", "teacher": "a", "answer": "1"}) + "\n")
     words = [f"data.train=[{rows}]", "algorithm=distill", both(pair, b=str(tmp_path / "nothing"))]
     with pytest.raises(BirlError, match=r"algorithm\.teachers=.*nothing"):
         check_names(load(schema.RL, words))
