@@ -97,6 +97,7 @@ def _birl(words: list[str], pipe: Any) -> None:
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the fork server ends with this process
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what runs in its background
     for stream in (1, 2):
         os.dup2(pipe.fileno(), stream)
     pipe.close()
