@@ -88,7 +88,7 @@ def reading_path() -> list[Path]:
     # 323 for `birl tinker` on split ranks and engines, 191 for stored fp8, long rope and states under tp and cp,
     # 134 for references of losses, judges, GGUF and hub, 86 for mistakes told before anything loads, 69 for what a rank
     # holds; 10 files and 305 lines fewer for what stood twice
-    [("lines", 83_060), ("files", 541), ("lines of train/", 2_800), ("lines to read", 8_507), ("files to read", 40)],
+    [("lines", 83_070), ("files", 541), ("lines of train/", 2_800), ("lines to read", 8_507), ("files to read", 40)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())

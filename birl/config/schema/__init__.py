@@ -215,7 +215,7 @@ class Tinker(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen at. 0: a free one, which is printed."""
     engines: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Processes of `birl serve` that sample, each with the model and max_batch answers at once. 0: this one samples."""
+    """Processes of `birl serve` that sample. Each has the model and max_batch. 0: this one samples."""
     max_batch: Count = 64
     """Most answers that are sampled at once."""
     kv_cache_gb: Size = 0.0
