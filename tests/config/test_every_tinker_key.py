@@ -11,21 +11,28 @@ import torch
 from birl.config.keys import documentation
 from birl.config.load import load
 from birl.config.schema import Tinker
+from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError
 from birl.server.tinker import command
 from birl.server.tinker.service import TinkerService
 from birl.server.tinker.tenants import read
 from tests.config.test_every_key import SIGHT
 
+
+def embedded(service: TinkerService) -> EmbeddedEngine:
+    assert isinstance(service.sampling.engine, EmbeddedEngine)
+    return service.sampling.engine
+
+
 BASE = "model.path=model model.dtype=float32 kv_cache_gb=0.01 threads=1"
 CASES: dict[str, tuple[str, Callable[[TinkerService], Any]]] = {
     "model.path": ("other", lambda s: s.sampling.base.model.lm_head.weight.sum().item()),  # pyright: ignore
-    "model.dtype": ("bfloat16", lambda s: (s.sampling.base.dtype, s.sampling.engine.runner.model.dtype)),
-    "model.max_length": ("100", lambda s: (s.work.reader.context, s.sampling.engine.context)),
+    "model.dtype": ("bfloat16", lambda s: (s.sampling.base.dtype, embedded(s).runner.model.dtype)),
+    "model.max_length": ("100", lambda s: (s.work.reader.context, embedded(s).context)),
     "folder": ("elsewhere", lambda s: s.store.root),
     "names": ("[llama]", lambda s: s.names),
-    "max_batch": ("3", lambda s: s.sampling.engine.scheduler.max_batch),
-    "kv_cache_gb": ("0.0001", lambda s: (s.sampling.engine.scheduler.pages.total, s.work.reader.context)),
+    "max_batch": ("3", lambda s: embedded(s).scheduler.max_batch),
+    "kv_cache_gb": ("0.0001", lambda s: (embedded(s).scheduler.pages.total, s.work.reader.context)),
     "tokens_per_pass": ("300", lambda s: s.sampling.base.max_tokens),
     "max_rank": ("8", lambda s: s.most_rank),
     "adapters_gb": ("1", lambda s: (s.runs.memory, s.checkpoints.memory)),
