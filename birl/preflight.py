@@ -15,7 +15,7 @@ from typing import Any
 from fsspec import available_protocols
 
 from birl.config import schema
-from birl.config.decided import ENGINES, SELF, teachers_of
+from birl.config.decided import ENGINES, SELF, compares, teachers_of
 from birl.config.load import flatten
 from birl.data.files import FORMATS, check_readable, data_files
 from birl.data.forms import pair_form, text_form
@@ -23,12 +23,11 @@ from birl.data.messages import Shown
 from birl.data.parse import check_json, parse_csv, parse_json
 from birl.data.rows import Rows, part
 from birl.data.sources import check_place
-from birl.data.tasks import Tasks, reader_of, teacher_named
+from birl.data.tasks import Tasks, check_answers, reader_of, teacher_named
 from birl.envs.open import check_world
 from birl.errors import BirlError, did_you_mean
 from birl.hub import addressed, check_model
 from birl.named import missing
-from birl.rollout.tasks import check_answers
 from birl.text.parts import Finder
 from birl.track.folder_lock import check_same, held
 
@@ -68,7 +67,7 @@ def _check(rows: Rows, config: Any, taught: bool) -> None:
     first = range(min(len(rows), ROWS))
     if isinstance(config.data, schema.Data):
         reader = reader_of(rows, config.data, True, tuple(config.model.picture_hosts))
-        check_answers(config, rows, reader.answer)
+        check_answers(rows, reader.answer, compares(config))
         tasks = Tasks(rows, replace(reader, offline=True))
         names = teachers_of(config) if taught and isinstance(config, schema.RL) and config.algorithm.teachers else {}
         for i in first:

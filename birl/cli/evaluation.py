@@ -15,8 +15,9 @@ from birl.algorithms.uncertainty import interval
 from birl.blocked import interrupting
 from birl.cli import output
 from birl.config import schema
+from birl.config.decided import compares
 from birl.config.load import flatten
-from birl.data.tasks import load_tasks
+from birl.data.tasks import check_answers, load_tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache, open_engine
 from birl.engines.gpus import shares
@@ -36,7 +37,7 @@ from birl.rollout.failures import ALIKE, Start, reasons
 from birl.rollout.group import Rollout
 from birl.rollout.records import answers
 from birl.rollout.scorer import scorer
-from birl.rollout.tasks import check_answers, limits_in, longest_prompt, own_rows, reading, tell_plain
+from birl.rollout.tasks import limits_in, longest_prompt, own_rows, reading, tell_plain
 from birl.server.gateway import Gateway
 from birl.track.console import Terminal
 from birl.track.progress import source
@@ -80,7 +81,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
         of = {"hosts": config.model.picture_hosts, **reading(world)}
         tasks = load_tasks(config.data, "validation", chat=model.chat.has_template, given=rows, **of)
         for source in tasks:
-            check_answers(config, source.rows, source.reader.answer)
+            check_answers(source.rows, source.reader.answer, compares(config))
         questions = [t[i] for t in tasks for i in range(len(t))]
         tell_plain(model.chat, questions)
         context = min(config.model.max_length or model.context, model.context)

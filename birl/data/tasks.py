@@ -251,6 +251,16 @@ def answer_text(value: Any) -> str:
     return THOUSANDS.sub("", final[1]) if final else text
 
 
+def check_answers(rows: Rows, answer: str | None, compared: bool) -> None:
+    """Raises `BirlError` where a reward compares with right answers, and no column (`answer`) has them."""
+    if compared and answer is None:
+        raise BirlError(
+            f"{rows.name} has no column {', '.join(ANSWERS[:3])}, with whose answers reward.functions=math compares. "
+            f"{existing(rows)} Set data.answer_column to one of them, or another reward: "
+            "reward.functions=my_file.py:my_function."
+        )
+
+
 def teacher_named(task: Task, column: str, names: Collection[str], where: str = "") -> str:
     """Which of several teachers a row's column names. Raises `BirlError`."""
     name: Any = task.columns.get(column)

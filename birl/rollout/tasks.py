@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from birl.config import schema
 from birl.config.check import capacity_setting, needed_setting
 from birl.config.decided import compares
-from birl.data.rows import Rows
-from birl.data.tasks import ANSWERS, SOURCES, Tasks, existing, filter_by_length, load_tasks, overlap, split_validation
+from birl.data.tasks import SOURCES, Tasks, check_answers, filter_by_length, load_tasks, overlap, split_validation
 from birl.errors import BirlError
 from birl.given import Given
 from birl.rollout.session import Limits
@@ -44,16 +43,6 @@ def load_rows(config: schema.RL, world: "World", policy: "Policy", given: Given)
     return Loaded(context=context, train=train, validation=validation, asked=asked)
 
 
-def check_answers(config: schema.RL | schema.Eval, rows: Rows, answer: str | None) -> None:
-    """Raises `BirlError` where the reward compares with right answers, and no column (`answer`) has them."""
-    if compares(config) and answer is None:
-        raise BirlError(
-            f"{rows.name} has no column {', '.join(ANSWERS[:3])}, with whose answers reward.functions=math compares. "
-            f"{existing(rows)} Set data.answer_column to one of them, or another reward: "
-            "reward.functions=my_file.py:my_function."
-        )
-
-
 def load_data(
     config: schema.RL, world: "World", chat: "Chat", context: int, given: Any = None, given_validation: Any = None
 ) -> tuple[list[Tasks], list[Task]]:
@@ -65,7 +54,7 @@ def load_data(
     rows = own_rows(config, world, "validation", given_validation)
     validation = load_tasks(data, "validation", given=rows, **of)
     for tasks in (*train, *validation):
-        check_answers(config, tasks.rows, tasks.reader.answer)
+        check_answers(tasks.rows, tasks.reader.answer, compares(config))
     if data.validation_split > 0 and not validation:
         train, validation = split_validation(train, data.validation_split, config.seed)
     limit = data.max_prompt_tokens or context - config.rollout.max_tokens
