@@ -96,11 +96,8 @@ def balance(
     filled = first_fit(sizes, capacity)
     least = max(-(-sum(sizes) // capacity), sum(2 * size > capacity for size in sizes), 1)
     for count in dict.fromkeys(-(-n // parts) * parts for n in (least, max(len(filled), 1))):
-        for by in ("level", "cost", "size") if parts > 1 else ("size",):
-            if by == "level":
-                bins = by_level(sizes, costs, capacity, count, parts)
-            else:
-                bins = largest_differencing(costs if by == "cost" else sizes, count)
+        for by in (None, costs, sizes) if parts > 1 else (sizes,):
+            bins = by_level(sizes, costs, capacity, count, parts) if by is None else largest_differencing(by, count)
             if all(sum(sizes[i] for i in items) <= capacity for items in bins):
                 return in_rounds(bins, costs, parts)
     return in_rounds(_spread(filled, costs, -(-len(filled) // parts) * parts), costs, parts)

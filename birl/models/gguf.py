@@ -67,14 +67,8 @@ def quantized_by(folder: Path) -> str | None:
     """quant_method of a model folder, if it has any."""
     try:
         return str(quantization(read_json(folder / "config.json"))["quant_method"])
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # the next reader tells what is wrong with the file
-        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # the next reader tells what is wrong with the file
 
 
 def quantization(config: dict[str, Any]) -> dict[str, Any]:
