@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from birl.errors import BirlError
-from birl.models.gguf_rope import FACTORS, factors
+from birl.models.gguf import FACTORS, factors
 from birl.models.load import load_tokenizer, quiet
 from birl.regular import clear, read_json
 

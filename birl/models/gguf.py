@@ -1,5 +1,4 @@
-"""A .gguf file as a model folder in Hugging Face format, and a folder whose weights are stored in 4 or 8 bits with
-scales as one with plain weights (bfloat16), converted once into a cache.
+"""A .gguf file as a model folder in Hugging Face format, converted once into a cache.
 
 Cache: $BIRL_CACHE or ~/.cache/birl, `models/<name>-<digest>/`, with a manifest of sizes and SHA-256 written last.
 Converting takes about 20 s, which is why it is kept; a damaged entry is noticed and made again.
@@ -19,18 +18,17 @@ from safetensors import SafetensorError
 
 from birl.cache import cache_folder, sweep
 from birl.errors import BirlError
-from birl.hub import WEIGHTS
 from birl.models.manifest import damage, digest
-from birl.regular import clear, open_regular, read_json
+from birl.regular import clear, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "birl-manifest.json"
 EDGE = 2**20  # bytes at each end of a file that, with its size, identify it
-#: by quant_method of a config.json, how the names of tensors end that are no weights: read here
-SCALES = {"fp8": ("_scale_inv", "activation_scale"), "mxfp4": ("_scales",)}
-TRAINED = {"bitnet"}  # quant_method of weights that are stored as they are trained
+FACTORS = "rope_freqs.weight"  # [D / 2] float32: what each frequency is divided by
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all models that Meta released
+ORIGINAL = 8192  # tokens that Llama 3 was trained with at first, where a file does not say
 
 
 def cache_root() -> Path:
@@ -48,36 +46,10 @@ def bundled() -> Path:
     return files[0]
 
 
-def plain(folder: Path, say: Callable[[str], None] = print) -> Path:
-    """A model folder with weights that can be trained: this one, or its converted copy. Raises `BirlError` where they
-    are stored in a way that birl does not read."""
-    method = quantized_by(folder)
-    if method in (None, *TRAINED):
-        return folder
-    if method not in SCALES:
-        raise BirlError(
-            f"{folder}: its weights are quantised by {method} (quantization_config in its config.json), which birl "
-            f"does not read; it reads {' and '.join(SCALES)}. Name the model that it was made of; lora.quantize=nf4 "
-            "trains adapters on 4 bits of that."
-        )
-    return converted(folder, say)
-
-
-def quantized_by(folder: Path) -> str | None:
-    """quant_method of a model folder, if it has any."""
-    try:
-        return str(quantization(read_json(folder / "config.json"))["quant_method"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # the next reader tells what is wrong with the file
-
-
-def quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """Taken out of a model's config, or of its text's. Raises `KeyError` where there is none."""
-    return config.pop("quantization_config", None) or config["text_config"].pop("quantization_config")
-
-
-def converted(source: Path, say: Callable[[str], None] = print) -> Path:
-    """The folder for `source`, made if it is not there or damaged."""
+def converted(
+    source: Path, say: Callable[[str], None] = print, write: Callable[[Path, Path], None] | None = None
+) -> Path:
+    """The folder for `source`, made by `write` (or as of a .gguf file) if it is not there or damaged."""
     name = source.parent.parent.name if source.parent.name == "snapshots" else source.stem
     target = cache_root() / f"{name}-{identity(source)}"
     problems = verify(target, digests=False) if target.exists() else ["absent"]
@@ -89,7 +61,7 @@ def converted(source: Path, say: Callable[[str], None] = print) -> Path:
     how = f"{name}, once (to bfloat16 in {target})" if source.is_dir() else f"{source.name}, once (about 20 s)"
     say(f"Converting {how} ...")
     try:
-        make(source, target)
+        make(source, target, write or convert)
     except (OSError, SafetensorError) as error:
         raise BirlError(
             f"Cannot write {target}: {error}. Make room, or name another folder with BIRL_CACHE=..."
@@ -97,13 +69,13 @@ def converted(source: Path, say: Callable[[str], None] = print) -> Path:
     return target
 
 
-def make(source: Path, target: Path) -> None:
+def make(source: Path, target: Path, write: Callable[[Path, Path], None]) -> None:
     """Convert beside `target` and rename: an interrupted conversion is never taken for a finished one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     sweep(target.parent, "*.part-*")
     part = Path(tempfile.mkdtemp(prefix=f"{target.name}.part-", dir=target.parent))
     try:
-        (dequantize if source.is_dir() else convert)(source, part)
+        write(source, part)
         write_manifest(part, source)
         try:
             part.rename(target)
@@ -119,7 +91,6 @@ def convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
 
-    from birl.models.gguf_rope import restore
     from birl.models.load import quiet  # which imports this module
 
     options = {"gguf_file": source.name}
@@ -147,78 +118,40 @@ def convert(source: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def dequantize(source: Path, folder: Path) -> None:
-    """Tensor by tensor, in files of the same names: no more than one of them is in memory."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    from birl.models.load import check_files, weight_files  # which imports this module
-
-    check_files(source)
-    files, config = weight_files(source), read_json(source / "config.json")
-    given = quantization(config)
-    where: dict[str, Path] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            where |= dict.fromkeys(opened.keys(), file)
-
-    def read(key: str) -> "Tensor | None":
-        if key not in where:
-            return None
-        with safe_open(where[key], framework="pt") as opened:
-            return opened.get_tensor(key)
-
-    written, total = dict[str, str](), 0
-    for file in files:
-        own = [k for k, place in where.items() if place == file and not k.endswith(SCALES[given["quant_method"]])]
-        tensors = dict(value_of(key, read, given) for key in own)
-        save_file(tensors, folder / file.name, metadata={"format": "pt"})
-        written |= dict.fromkeys(tensors, file.name)
-        total += sum(t.nbytes for t in tensors.values())
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": written}
-        (folder / WEIGHTS[1]).write_text(json.dumps(index, indent=1))
-    config |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if key in config}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    for file in source.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in (WEIGHTS[1], "config.json"):
-            shutil.copyfile(file, folder / file.name)
-
-
-def value_of(key: str, read: "Callable[[str], Tensor | None]", given: dict[str, Any]) -> "tuple[str, Tensor]":
-    """Name and values of the weight that the tensor `key` is, or is the codes of; bfloat16 where it was codes. Raises
-    `BirlError` where its scales are missing or do not fit."""
+def factors(config: Any) -> "Tensor":
+    """Of a configuration whose rope_type is llama3, as the embedding of transformers has them."""
     import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    codes = read(key)
-    assert codes is not None
-    if given["quant_method"] == "mxfp4" and key.endswith("_blocks"):
-        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-        name = key.removesuffix("_blocks")
-        scales = read(f"{name}_scales")
-        if scales is not None and scales.shape == codes.shape[:-1]:
-            return name, convert_moe_packed_tensors(codes, scales, dtype=torch.bfloat16).contiguous()
-        raise unfit(key, scales)
-    if codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-        return key, codes
-    scales = read(f"{key}_scale_inv")
-    if scales is None:
-        raise unfit(key, scales)
-    factor = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
-    sizes = (given.get("weight_block_size") or ()) if factor.numel() > 1 else ()
-    for dim, size in zip((-2, -1), sizes, strict=False):
-        if factor.shape[dim] != -(-codes.shape[dim] // size):
-            raise unfit(key, scales)
-        factor = factor.repeat_interleave(size, dim).narrow(dim, 0, codes.shape[dim])
-    if factor.numel() > 1 and not sizes:
-        raise unfit(key, scales)
-    return key, (codes.float() * factor).to(torch.bfloat16)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    powers = torch.arange(0, size, 2, dtype=torch.float32) / size
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))  # pyright: ignore
+    return 1.0 / config.rope_parameters["rope_theta"] ** powers / scaled
 
 
-def unfit(key: str, scales: "Tensor | None") -> BirlError:
-    what = "are missing" if scales is None else f"have another shape than its blocks: {tuple(scales.shape)}"
-    return BirlError(f"The scales of {key} {what}. Download the model again.")
+def restore(source: Path, config: Any) -> None:
+    """What a file says of its rotary embedding, into what transformers made of the file, which passes over the factors
+    of Llama 3. Raises `BirlError` for a scaling that is not read."""
+    import torch
+    from gguf import GGUFReader
+
+    reader = GGUFReader(source)
+    told = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items() if ".rope.scal" in name}
+    names = [t.name for t in reader.tensors if t.name.startswith(("rope_freqs", "rope_factors"))]
+    kind = told.get("rope.scaling.type", "none")
+    if names == [FACTORS] and kind == "none":
+        given = torch.from_numpy(next(t.data for t in reader.tensors if t.name == FACTORS).copy()).float()
+        original = int(told.get("rope.scaling.original_context_length", ORIGINAL))
+        known = {"factor": float(given.max()), "original_max_position_embeddings": original}
+        config.rope_parameters = config.rope_parameters | LLAMA3 | known
+        if torch.allclose(factors(config), given, rtol=1e-4, atol=0):
+            return
+    elif not names and (kind == "none" or config.model_type == "gpt_oss"):  # which transformers reads
+        return
+    raise BirlError(
+        f"{source}: its rotary embedding is scaled ({names[0] if names else kind}) in a way that is not read from "
+        ".gguf files. Name the folder or hub id of the model that it was made of."
+    )
 
 
 def check_biases(source: Path, config: Any) -> None:

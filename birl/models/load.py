@@ -53,8 +53,9 @@ REWARD_MODEL: dict[str, Any] = {
 
 def resolve(path: str, say: Callable[[str], None] = print, weights: bool = True, key: str = "model.path") -> Path:
     """A model folder for `smollm2`, a folder, a .gguf file or a hub id; of the latter `weights` may be left out, and
-    those in 4 or 8 bits become plain ones (`gguf.plain`). `key` is what the errors call it. Raises `BirlError`."""
-    from birl.models.gguf import bundled, converted, plain
+    those in 4 or 8 bits become plain ones (`stored.plain`). `key` is what the errors call it. Raises `BirlError`."""
+    from birl.models.gguf import bundled, converted
+    from birl.models.stored import plain
 
     local = Path(path).expanduser()
     if path == "smollm2" or (is_local(key, path) and local.is_file()):

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from birl.errors import BirlError
-from birl.models import gguf
 from birl.models.load import load_model, resolve, skeleton
 from birl.models.slices import fill, sketched
+from birl.models.stored import quantization, value_of
 from tests.models import sweep
 from tests.zoo import build
 
@@ -97,7 +97,7 @@ def test_blocks_may_be_cut_at_the_edge() -> None:
     """DeepSeek's kv_a_proj has 576 rows, four blocks and a half."""
     codes, scales = torch.ones(80, 40).to(torch.float8_e4m3fn), torch.arange(6.0).view(3, 2)
     tensors = {"x.weight": codes, "x.weight_scale_inv": scales}
-    name, value = gguf.value_of("x.weight", tensors.get, BLOCKS)
+    name, value = value_of("x.weight", tensors.get, BLOCKS)
     assert name == "x.weight" and value.dtype == torch.bfloat16
     assert value[::32, ::32].tolist() == scales.tolist() and value.shape == codes.shape
 
@@ -128,4 +128,4 @@ def test_what_does_not_fit_is_refused(change: Change, config: dict[str, Any], wo
 
 def test_a_models_text_may_say_how_it_is_stored() -> None:
     config: dict[str, Any] = {"text_config": {"quantization_config": BLOCKS, "hidden_size": 8}}
-    assert gguf.quantization(config) == BLOCKS and config == {"text_config": {"hidden_size": 8}}
+    assert quantization(config) == BLOCKS and config == {"text_config": {"hidden_size": 8}}
