@@ -27,9 +27,13 @@ from birl.data.tasks import Tasks, check_answers, reader_of, teacher_named
 from birl.envs.open import check_world
 from birl.errors import BirlError, did_you_mean
 from birl.hub import addressed, check_model
+from birl.learner import step_folders
+from birl.models.manifest import damage
 from birl.named import missing
 from birl.text.parts import Finder
-from birl.track.folder_lock import check_same, held
+from birl.track.folder_lock import check_same, held, plain, read_config
+from birl.track.runs import state, summary
+from birl.track.sink import KINDS
 
 STORES = ("checkpoint.store", "resume")
 MODELS = ("model.path", "critic.path", "reward.model", "algorithm.teacher", "distill.teacher")
@@ -91,8 +95,29 @@ def check_folder(run: Path, config: Any, dry_run: bool) -> None:
         pass
     metrics = run / "metrics.jsonl"
     if config.resume == "auto" and not config.checkpoint.store and metrics.is_file() and metrics.stat().st_size:
-        saved = sorted(file.parent for file in run.glob("checkpoints/step-*/manifest.json"))
-        check_same(run, config, saved[-1] if saved else None)
+        saved = step_folders.saved(run / "checkpoints")
+        check_same(run, config, saved[-1].path if saved else None)
+
+
+def ended(run: Path, config: Any) -> dict[str, Any]:
+    """summary.json of a run whose command, given again, has nothing to do: the same configuration, no younger data,
+    the newest checkpoint whole and of the last step. Empty for any other run."""
+    told, saved = summary(run), step_folders.saved(run / "checkpoints")
+    places = [Path(path).expanduser() for path in (*config.data.train, *config.data.validation)]
+    if (
+        not saved
+        or told.get("step") != saved[-1].step
+        or state(run) != "done"
+        or read_config(run) != plain(config)
+        or config.checkpoint.store
+        or config.resume != "auto"
+        or any(getattr(config.track, name) != "off" for name in KINDS)  # may have something to send
+        or not (config.steps or (places and all(map(Path.is_file, places))))
+        or any(path.stat().st_mtime > (run / "summary.json").stat().st_mtime for path in places if path.is_file())
+        or damage(saved[-1].path, "manifest.json")
+    ):
+        return {}
+    return told
 
 
 def check_names(config: Any) -> None:

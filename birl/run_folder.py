@@ -8,7 +8,7 @@ from pathlib import Path
 from birl.config import schema
 from birl.config.load import to_yaml
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import step_folders
 from birl.learner.policy import Policy
 from birl.learner.store import Store, location
 from birl.models.load import save_hf_config
@@ -37,7 +37,7 @@ def recovered(url: str, run: Path) -> Path | None:
 def fetched(url: str, root: Path) -> Path:
     """`resume=URL`: a checkpoint on a store, or the newest one of a run there. Raises `BirlError`."""
     parent, _, name = url.rstrip("/").rpartition("/")
-    if (step := checkpoint.step_of(name)) >= 0:
+    if (step := step_folders.step_of(name)) >= 0:
         store, steps = Store(parent), [step]
         if steps[0] not in store.steps():
             raise BirlError(f"resume={url}: there is no complete checkpoint.")
@@ -52,7 +52,7 @@ def fetched(url: str, root: Path) -> Path:
 def chosen_checkpoint(chosen: Path, run: Path, newest: Path | None) -> Path:
     """`resume=FOLDER`, unless that is no checkpoint, or would mix its history with another one in `run`."""
     if not (chosen / "manifest.json").is_file():  # a run: its newest one
-        inside = checkpoint.latest(chosen / "checkpoints") or checkpoint.latest(chosen)
+        inside = step_folders.latest(chosen / "checkpoints") or step_folders.latest(chosen)
         if inside is None:
             raise BirlError(
                 f"resume={chosen}: holds no complete checkpoint. `birl checkpoints RUN` lists those of a run."
@@ -68,7 +68,7 @@ def chosen_checkpoint(chosen: Path, run: Path, newest: Path | None) -> Path:
 
 def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
     """Which checkpoint to go on from; refuses a run folder that belongs to another configuration."""
-    there = checkpoint.saved(run / "checkpoints")
+    there = step_folders.saved(run / "checkpoints")
     newest = there[-1].path if there else None  # where it is damaged, it is set aside with a warning
     if "://" in config.resume:
         return chosen_checkpoint(fetched(config.resume, run / "resumed"), run, newest)

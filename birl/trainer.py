@@ -267,10 +267,10 @@ class Trainer(Started):
 
 
 def save_model(run: Path, target: Path | None) -> Path:
-    from birl.learner import checkpoint
+    from birl.learner import step_folders
     from birl.learner.export import export
 
-    source, own = checkpoint.find(run / "checkpoints", "last"), run / "exported"
+    source, own = step_folders.find(run / "checkpoints", "last"), run / "exported"
     if target is None or target.resolve() in (run.resolve(), own.resolve()):
         shutil.rmtree(own, ignore_errors=True)
         target = own

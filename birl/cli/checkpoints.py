@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from birl.errors import BirlError, did_you_mean, first_line
+from birl.learner import step_folders
 from birl.regular import read_json
 
 FORMS = {
@@ -70,15 +71,13 @@ def _list(root: Path) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from birl.learner import checkpoint
-
-    entries, states = checkpoint.saved(root), {}
+    entries, states = step_folders.saved(root), {}
     if not entries:
         print(f"There is no complete checkpoint in {root} yet.")
         return 0
     for entry in entries:
         with suppress(BirlError):  # a damaged one is listed as that
-            states[entry.step] = checkpoint.read_state(entry.path)
+            states[entry.step] = step_folders.read_state(entry.path)
     best = next(reversed(states.values()), {}).get("best_step")
     table = Table("step", "saved", "size", "validation score", "")
     for entry in entries:
@@ -101,7 +100,7 @@ def _list(root: Path) -> int:
 def _verify(root: Path, steps: Sequence[str]) -> int:
     from birl.learner import checkpoint
 
-    chosen = [checkpoint.find(root, steps[0])] if steps else [s.path for s in checkpoint.saved(root)]
+    chosen = [step_folders.find(root, steps[0])] if steps else [s.path for s in step_folders.saved(root)]
     bad = 0
     for path in chosen:
         problems = checkpoint.verify(path)
@@ -111,10 +110,9 @@ def _verify(root: Path, steps: Sequence[str]) -> int:
 
 
 def _convert(root: Path) -> int:
-    from birl.learner import checkpoint
     from birl.learner.convert import convert
 
-    for entry in checkpoint.saved(root):
+    for entry in step_folders.saved(root):
         print(f"{entry.path.name}: {'converted' if convert(entry.path) else 'nothing to convert'}")
     return 0
 
@@ -131,8 +129,6 @@ def _size(word: str) -> float:
 
 def _push(root: Path, step: str, name: str, options: Sequence[str], policy: str, adapter: bool) -> int:
     """`options`: --private, --license ID."""
-    from birl.learner import checkpoint
-
     words, licence, private = list(options), "", False
     while words:
         match words:
@@ -142,7 +138,7 @@ def _push(root: Path, step: str, name: str, options: Sequence[str], policy: str,
                 pass
             case [word, *_]:
                 raise BirlError(f"{word}: hf://USER/NAME may be followed by --private and --license ID.")
-    source = checkpoint.find(root, step)
+    source = step_folders.find(root, step)
     print(push(root.parent, source, name, private=private, licence=licence, policy=policy, adapter=adapter))
     return 0
 
@@ -164,7 +160,6 @@ def push(
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 
     from birl.cli.model_card import base_of, model_card
-    from birl.learner import checkpoint
     from birl.learner.export import began_with, export, export_adapter
 
     api = HfApi()
@@ -178,7 +173,7 @@ def push(
         with tempfile.TemporaryDirectory(dir=run, prefix=".push-") as folder:
             model = Path(folder) / "model"
             (export_adapter if adapter else export)(source, run, model, policy=policy)
-            card = model_card(run, checkpoint.step_of(source.name), address.repo_id, licence, adapter)
+            card = model_card(run, step_folders.step_of(source.name), address.repo_id, licence, adapter)
             (model / "README.md").write_text(card, "utf-8")
             if adapter:
                 own = read_json(file := model / "adapter_config.json")
@@ -199,10 +194,9 @@ def push(
 
 
 def _export(root: Path, step: str, target: Path, policy: str, adapter: bool, shard_gb: float = 5.0) -> int:
-    from birl.learner import checkpoint
     from birl.learner.export import export, export_adapter, quantized_as
 
-    source = checkpoint.find(root, step)
+    source = step_folders.find(root, step)
     write = export_adapter if adapter else partial(export, shard_gb=shard_gb)
     write(source, root.parent, target, policy=policy)
     print(f"{source} -> {target}")
@@ -218,11 +212,10 @@ def _export(root: Path, step: str, target: Path, policy: str, adapter: bool, sha
 
 
 def _export_gguf(root: Path, step: str, target: Path, kind: str = "f16", policy: str = "") -> int:
-    from birl.learner import checkpoint
     from birl.learner.export import export
     from birl.learner.export_gguf import check, to_gguf
 
-    source = checkpoint.find(root, step)
+    source = step_folders.find(root, step)
     check(root.parent / "model", target, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
@@ -233,9 +226,7 @@ def _export_gguf(root: Path, step: str, target: Path, kind: str = "f16", policy:
 
 
 def _prune(root: Path, count: int) -> int:
-    from birl.learner import checkpoint
-
-    best = checkpoint.best_step(root)
-    for path in checkpoint.prune(root, count, {best} if best is not None else set()):
+    best = step_folders.best_step(root)
+    for path in step_folders.prune(root, count, {best} if best is not None else set()):
         print(f"deleted {path}")
     return 0

@@ -57,12 +57,17 @@ def run(command: str, words: list[str]) -> int:
     if "--judge" in flags:
         return load("birl.cli.judging").run(config)
     if RUNS[command] not in sys.modules:  # else it tells as soon
-        from birl.preflight import check_folder, check_names
+        from birl.preflight import check_folder, check_names, ended
 
         check_names(config)
         leads = os.environ.get("RANK", "0") == "0"
         if command in TRAINING and leads:
-            check_folder(Path(run_folder(config, choices)).absolute(), config, "--dry-run" in flags)
+            folder = Path(run_folder(config, choices)).absolute()
+            check_folder(folder, config, "--dry-run" in flags)
+            alone = "--dry-run" not in flags and os.environ.get("WORLD_SIZE", "1") == "1"
+            if alone and (result := ended(folder, config)):
+                load("birl.track.tracker").say_end(folder, config.track, result)
+                return 0
         if command == "eval" and config.baseline:
             load("birl.rollout.compare").Baseline.read(config.baseline)
         if leads:

@@ -12,11 +12,9 @@ does not match the model in any key, shape or type is refused.
 import contextlib
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,55 +25,16 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from birl.cache import sweep
 from birl.errors import BirlError, first_line
+from birl.learner.step_folders import read_state, saved
 from birl.learner.tensors import INDEX, Reader, Writer, read_index
 from birl.models.manifest import damage, digest
 from birl.parallel.ranks import Ranks
-from birl.regular import clear, read_json
+from birl.regular import clear
 
 T = TypeVar("T")
 FORMAT = 2
 MANIFEST = "manifest.json"
-
-
-def _whole(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _number(value: object) -> bool:
-    return type(value) in (int, float)
-
-
-def _counts(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_whole, value.values()))
-
-
-def _validation(value: object) -> bool:
-    return value is None or (
-        isinstance(value, dict) and _whole(value.get("step")) and isinstance(value.get("metrics"), dict)
-    )
-
-
-#: what a state may hold that the loops read: name -> what it must be, in words and as a test
-STATE: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("position", "nonfinite", "version"), ("a whole number from 0", _whole)),
-    "ahead": ("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_whole, value))),
-    "best": ("a number or null", lambda value: value is None or _number(value)),
-    "best_step": ("a whole number or null", lambda value: value is None or _whole(value)),
-    "spent": ("a number", _number),
-    **dict.fromkeys(("first_validation", "last_validation"), ("a validation or null", _validation)),
-    "extra": ("an object", lambda value: isinstance(value, dict)),
-    **dict.fromkeys(("totals", "logs"), ("an object of whole numbers", _counts)),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """One checkpoint folder."""
-
-    path: Path
-    step: int
 
 
 def save(
@@ -209,34 +168,6 @@ def shapes(reader: Reader, prefix: str = "") -> dict[str, tuple[int, ...]]:
     return {name.removeprefix(prefix): tuple(m.size) for name, m in entries if name.startswith(prefix)}
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """What was saved beside the tensors. Raises `BirlError` where it cannot be read."""
-    try:
-        state = read_json(path / "state.json")
-        if problem := misfit(state, path.name):
-            raise ValueError(problem)
-    except (OSError, ValueError) as error:
-        raise BirlError(
-            f"{path}/state.json cannot be read ({getattr(error, 'strerror', None) or error}). What else is damaged: "
-            f"`birl checkpoints {path.parent.parent} verify`."
-        ) from error
-    return state
-
-
-def misfit(state: object, folder: str) -> str:
-    """What makes a state none of the checkpoint in a folder of that name; empty where nothing does."""
-    if not isinstance(state, dict):
-        return "it is no JSON object"
-    if type(state.get("step")) is not int or state["step"] < 0:
-        return "it has no step"
-    for name, (what, fits) in STATE.items():
-        if name in state and not fits(state[name]):
-            return f"{name} is not {what}"
-    if step_of(folder) not in (-1, state["step"]):
-        return f"it is of step {state['step']}"
-    return ""
-
-
 def verify(path: Path, ranks: Ranks | None = None) -> list[str]:
     """What is wrong with the files of a checkpoint; empty when all digests hold and each can be read. `ranks` share the
     files out, and all get the same answer."""
@@ -259,82 +190,6 @@ def _unreadable(path: Path, old: bool) -> list[str]:
     except BirlError as error:
         return [str(error).partition(" What else")[0].rstrip(".").removeprefix(f"{path}/")]
     return []
-
-
-def saved(root: Path) -> list[Saved]:
-    """All complete checkpoints, oldest first."""
-    result = (Saved(path, step_of(path.name)) for path in root.glob("step-*"))
-    return sorted((s for s in result if s.step >= 0), key=lambda s: s.step)
-
-
-def best_step(root: Path) -> int | None:
-    """The step of the best validation; None where there was none. Raises `BirlError` where the newest checkpoint cannot
-    tell."""
-    result = saved(root)
-    return read_state(result[-1].path).get("best_step") if result else None
-
-
-def find(root: Path, step: str) -> Path:
-    """A run's checkpoint by its number, `last` or `best`. Raises `BirlError`."""
-    result = {s.step: s.path for s in saved(root)}
-    if step == "last":
-        newest = latest(root)
-        wanted = None if newest is None else step_of(newest.name)
-    elif step == "best":
-        wanted = best_step(root)
-    else:
-        wanted = int(step) if step.isdecimal() else None
-    if not result:
-        raise BirlError(f"There is no checkpoint in {root} yet: train first.")
-    if wanted not in result:
-        raise BirlError(f"There is no checkpoint {step} in {root}; there are {', '.join(map(str, result))}.")
-    return result[wanted]
-
-
-def sound(root: Path) -> list[Saved]:
-    """Those of `saved` that have a state of their own step; digests are not compared."""
-    result = []
-    for entry in saved(root):
-        with contextlib.suppress(BirlError):
-            read_state(entry.path)
-            result.append(entry)
-    return result
-
-
-def step_of(name: str) -> int:
-    """Of a complete checkpoint's folder; -1 for any other name."""
-    match = re.fullmatch(r"step-([0-9]{1,18})", name)
-    return int(match[1]) if match else -1
-
-
-def latest(root: Path) -> Path | None:
-    """The newest one; what is called so and is of another step counts only where there is no other."""
-    result = sound(root) or saved(root)
-    return result[-1].path if result else None
-
-
-def prune(root: Path, keep_last: int, keep: set[int]) -> list[Path]:
-    """Delete all but the newest `keep_last` (0: keep all) and the steps in `keep`, and what crashes left half-written.
-    A half-written one behind the newest stays for a day: a run may be at it. Damaged ones stay, and are not counted."""
-    result = sound(root)
-    removed = [part for part in root.glob("step-*.part") if result and step_of(part.stem) <= result[-1].step]
-    if keep_last > 0:
-        removed += [s.path for s in result[:-keep_last] if s.step not in keep]
-    sweep(root, "step-*.part")
-    for path in removed:
-        if path.suffix == ".part":
-            clear(path)
-        else:
-            shutil.rmtree(path)
-    return removed
-
-
-def set_aside(path: Path) -> Path:
-    """A damaged checkpoint gets a name under which it counts no more: going on from an older one would otherwise leave
-    it the newest. Nothing of it is deleted."""
-    aside = path.with_name(f"{path.name}.damaged")
-    clear(aside)
-    return path.rename(aside)
 
 
 def _prepare(part: Path) -> None:

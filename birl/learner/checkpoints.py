@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from birl.config import schema
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.parallel.layout import local
 from birl.parallel.ranks import Ranks
 from birl.waits import alive, event
@@ -127,7 +127,7 @@ class Checkpoints:
                 self.copy(root / f"step-{step:06d}", step, kept, group)
             if ranks.rank == 0:
                 try:
-                    checkpoint.prune(root, keys.keep_last, kept)
+                    step_folders.prune(root, keys.keep_last, kept)
                 except OSError as error:
                     self.warnings.append(f"WARNING: an old checkpoint cannot be deleted. {error}")
 
@@ -157,6 +157,6 @@ class Checkpoints:
         """What is wrong with the files of a checkpoint, whose state.json has the `wanted` keys."""
         damage = checkpoint.verify(path, self.ranks)
         if not damage:
-            state = checkpoint.read_state(path)
+            state = step_folders.read_state(path)
             damage = [f"state.json has no {name}" for name in wanted if name not in state]
         return damage

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
 from birl.errors import BirlError, first_line
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.learner.tensors import DTYPES, memory, write_index
 from birl.regular import clear, inside, open_regular
 
@@ -71,7 +71,7 @@ def convert(path: Path) -> bool:
         return False
     if problems := checkpoint.verify(path):
         raise BirlError(f"The checkpoint {path} is damaged: {'; '.join(problems)}.")
-    state, part = checkpoint.read_state(path), path.with_name(f"{path.name}.part")
+    state, part = step_folders.read_state(path), path.with_name(f"{path.name}.part")
     clear(part)
     try:
         (part / "tensors").mkdir(parents=True)

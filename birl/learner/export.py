@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from birl.cache import sweep
 from birl.errors import BirlError, first_line
 from birl.hub import is_run, run_of
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.learner.lora import digest, merged, targets
 from birl.learner.rounding import Dither, noise, on_grid
 from birl.learner.tensors import Reader
@@ -40,7 +40,7 @@ def resolved(path: str, key: str = "model.path", weights: bool = True, say: Call
         return resolve(path, say, weights, key)
     if not weights:
         return run / "model"
-    chosen = checkpoint.latest(run / "checkpoints") if is_run(folder) else folder
+    chosen = step_folders.latest(run / "checkpoints") if is_run(folder) else folder
     if chosen is None:
         raise BirlError(f"{key}={path}: the run has no checkpoint yet.")
     goal = run / "export" / chosen.name

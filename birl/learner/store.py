@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from birl.errors import BirlError, first_line
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.models.manifest import digest, files
 from birl.parallel.ranks import Ranks
 from birl.regular import clear, inside
@@ -46,7 +46,7 @@ class Store:
         """Of the complete checkpoints, oldest first. Raises `BirlError` where the store does not answer."""
         self.fs.invalidate_cache()
         names = self._tried("list", lambda: self.fs.ls(self.root, detail=False) if self.fs.exists(self.root) else [])
-        steps = [checkpoint.step_of(name.rstrip("/").rpartition("/")[2]) for name in names]
+        steps = [step_folders.step_of(name.rstrip("/").rpartition("/")[2]) for name in names]
         return sorted(
             s for s in steps if s >= 0 and self._tried("look at", lambda s=s: self.fs.exists(self._at(s, COMPLETE)))
         )

@@ -26,8 +26,7 @@ class Limit:
 def limit(shares: Shares | None, config: Mapping[str, Any]) -> Limit:
     if shares is None or shares.count < FEW:
         steps = 0 if shares is None else shares.count
-        few = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} too few"
-        return Limit(side="unknown", sentence=f"Cannot tell yet: {few}, wait for {FEW}.")
+        return Limit(side="unknown", sentence=f"Cannot tell from {counted(steps, 'step')}: {FEW} are needed.")
     for result in (_pauses(shares), _rl(shares, config) if GROUP in shares.learner else _offline(shares)):
         if result is not None:
             return result

@@ -38,7 +38,7 @@ class Tracker:
         self, run: Path, track: Reports, *, title: str, total_steps: int | None, config: dict[str, object]
     ) -> None:
         self.run, self.track, self.title, self.config = Path(run).absolute(), track, title, config
-        self.shown = Path(os.path.relpath(self.run)) if self.run.is_relative_to(Path.cwd()) else self.run
+        self.shown = short(self.run)
         self._console = Terminal()
         self._progress = Progress(title=title, total=total_steps)
         self._view = open_view(track.console, self._progress, self._console)
@@ -166,17 +166,12 @@ class Tracker:
         result |= summary
         self.close(summary=figures(result))
         write_whole(self.run / "summary.json", encode(result))
-        report = None
         if self.track.report:
             from birl.track.report import write_report
 
             with only_shown(f"{self.run}/report.html"):
-                report = self.shown / write_report(self.run).name
-        if self.track.console != "off":
-            plain = not self._console.encoding.startswith("utf")
-            with only_shown("the summary of the run"):
-                for part in closing(self.run, self.shown, self.title, result, report, plain):
-                    self._console.print(part)
+                write_report(self.run)
+        say_end(self.run, self.track, result)
 
     def close(self, failed: bool = False, summary: Figures | None = None) -> None:
         """Give the terminal back and close all files and trackers; a second call does nothing."""
@@ -202,6 +197,22 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(failed=kind is not None)
+
+
+def short(run: Path) -> Path:
+    """Relative, where it is below the current folder."""
+    return Path(os.path.relpath(run)) if run.is_relative_to(Path.cwd()) else run
+
+
+def say_end(run: Path, track: Reports, told: dict[str, Any]) -> None:
+    """Print what a run came to. `told`: its summary.json."""
+    if track.console == "off":
+        return
+    console, report = Terminal(), short(run) / "report.html"
+    plain, made = not console.encoding.startswith("utf"), track.report and report.is_file()
+    with only_shown("the summary of the run"):
+        for part in closing(run, short(run), str(told.get("title", run.name)), told, report if made else None, plain):
+            console.print(part)
 
 
 def _now() -> str:

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from birl.errors import BirlError
 from birl.kernels import compiler
-from birl.learner import checkpoint
+from birl.learner import step_folders
 from birl.models.device import described, moved
 from birl.signals import Stop
 from birl.spans import done
@@ -178,14 +178,14 @@ class Run:
             raise BirlError(
                 f"The checkpoint {chosen} is damaged: {'; '.join(result[chosen])}. Choose an older one: resume=FOLDER."
             )
-        for entry in reversed(checkpoint.saved(self.worker.checkpoints.folder)):
+        for entry in reversed(step_folders.saved(self.worker.checkpoints.folder)):
             damage = result[entry.path] = result.get(entry.path) or await self.ranks(
                 Worker.damage, entry.path, IN_STATE
             )
             if damage:
                 continue
             del result[entry.path]
-            aside = {path: checkpoint.set_aside(path) for path in result}
+            aside = {path: step_folders.set_aside(path) for path in result}
             return entry.path, [
                 f"WARNING: the checkpoint {path.name} is damaged ({'; '.join(result[path][:3])}). It is {where.name} "
                 f"from now on, and the run goes on from {entry.path.name}."

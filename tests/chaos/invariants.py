@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.rollout.ledger import audit
 from birl.track.log import read_jsonl
 
@@ -13,12 +13,12 @@ BF16_GAP = 0.0  # nats: with the kernels, engine and learner compute the same bi
 
 def broken(run: Path, bound: int, group_size: int) -> list[str]:
     """In words; empty where everything holds. `bound`: rollout.max_staleness."""
-    saved = checkpoint.saved(run / "checkpoints")
+    saved = step_folders.saved(run / "checkpoints")
     if not saved:
         return ["there is no checkpoint"]
     problems = [f"{s.path.name}: {damage}" for s in saved for damage in checkpoint.verify(s.path)]
     problems += [f"ledger: {p}" for p in audit(run).problems]
-    state = checkpoint.read_state(saved[-1].path)
+    state = step_folders.read_state(saved[-1].path)
     metrics, rollouts = read_jsonl(run / "metrics.jsonl"), read_jsonl(run / "rollouts.jsonl")
     return (
         problems

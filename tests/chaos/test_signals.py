@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from birl.learner import checkpoint
+from birl.learner import step_folders
 from tests.chaos.processes import Child, about, forked, kill, preload, servers_of
 from tests.chaos.watched import command, given
 
@@ -58,7 +58,7 @@ def test_a_signal_at_any_step_saves_and_has_its_code(tmp_path: Path, number: sig
         time.sleep(0.07 * life)
         child.send(number)
         assert len(ports) == 2 and ended(child, tmp_path) == 128 + number, child.lines
-        assert checkpoint.saved(tmp_path / "run/checkpoints")[-1].step == steps()
+        assert step_folders.saved(tmp_path / "run/checkpoints")[-1].step == steps()
         assert not any("Traceback" in line for line in child.lines)
     for port in ports:
         with socket.socket() as again:

@@ -29,7 +29,7 @@ from birl.config.schema import RL, Eval
 from birl.engine.runner import Runner
 from birl.errors import BirlError
 from birl.given import Given
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.learner.learner import Learner
 from birl.learner.store import Store
 from birl.parallel.ranks import AXES
@@ -246,7 +246,7 @@ def played(s: Seen) -> list[Trajectory]:
 
 def in_the_league(s: Seen) -> int:
     """Versions in the checkpoint."""
-    newest = checkpoint.latest(s.run / "checkpoints")
+    newest = step_folders.latest(s.run / "checkpoints")
     assert newest is not None
     return len({name.split(".")[1] for name in checkpoint.read_tensors(newest, "league.")})
 
@@ -687,7 +687,7 @@ def functions(config: Any) -> list[Any]:
 
 
 def digest(run: Path) -> str:
-    newest = checkpoint.latest(run / "checkpoints")
+    newest = step_folders.latest(run / "checkpoints")
     assert newest is not None
     tensors = checkpoint.read_tensors(newest, "model.")
     return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()

@@ -13,7 +13,7 @@ from birl.config.keys import documentation
 from birl.config.load import load_with_choices
 from birl.config.schema import DPO, RM, SFT
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.learner.checkpoints import Writer
 from birl.learner.learner import Learner
 from birl.learner.store import Store
@@ -54,7 +54,7 @@ class Seen:
 
     @property
     def weights(self) -> float:
-        newest = checkpoint.latest(self.run / "checkpoints")
+        newest = step_folders.latest(self.run / "checkpoints")
         assert newest is not None
         return sum(t.double().abs().sum().item() for t in checkpoint.read_tensors(newest, "model.").values())
 

@@ -7,7 +7,7 @@ import torch
 
 from birl.cli import checkpoints
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 
 
 def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -20,7 +20,7 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
     state = checkpoint.load(path, found)
     assert state["step"] == 7 and state["position"] == 12
     assert all(torch.equal(found[k], t) for k, t in tensors().items())
-    assert checkpoint.latest(tmp_path) == path
+    assert step_folders.latest(tmp_path) == path
     assert torch.equal(checkpoint.read_tensors(path, "model.")["a"], tensors()["model.a"])
 
 
@@ -65,9 +65,9 @@ def test_a_crash_while_saving_leaves_the_previous_one(tmp_path: Path, monkeypatc
             patch.setattr(checkpoint, place, lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 checkpoint.save(tmp_path, 2, tensors(2.0), {})
-        assert checkpoint.latest(tmp_path) == first and not checkpoint.verify(first)
+        assert step_folders.latest(tmp_path) == first and not checkpoint.verify(first)
     checkpoint.save(tmp_path, 2, tensors(2.0), {})
-    assert [s.step for s in checkpoint.saved(tmp_path)] == [1, 2]
+    assert [s.step for s in step_folders.saved(tmp_path)] == [1, 2]
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -105,11 +105,11 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, step, tensors(), {})
     for step in (2, 3):
         (tmp_path / f"step-00000{step}.part").mkdir()
-    checkpoint.prune(tmp_path, 2, {1})
-    assert [s.step for s in checkpoint.saved(tmp_path)] == [1, 3, 4]
+    step_folders.prune(tmp_path, 2, {1})
+    assert [s.step for s in step_folders.saved(tmp_path)] == [1, 3, 4]
     assert not list(tmp_path.glob("*.part"))
-    checkpoint.prune(tmp_path, 0, set())
-    assert [s.step for s in checkpoint.saved(tmp_path)] == [1, 3, 4]
+    step_folders.prune(tmp_path, 0, set())
+    assert [s.step for s in step_folders.saved(tmp_path)] == [1, 3, 4]
 
 
 def test_prune_leaves_a_run_what_it_is_writing(tmp_path: Path) -> None:
@@ -117,11 +117,11 @@ def test_prune_leaves_a_run_what_it_is_writing(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 4, tensors(), {})
     part = tmp_path / "step-000005.part"
     part.mkdir()
-    checkpoint.prune(tmp_path, 1, set())
+    step_folders.prune(tmp_path, 1, set())
     assert part.exists()
     os.utime(part, (0, 0))  # what a crash left long ago
-    checkpoint.prune(tmp_path, 1, set())
-    assert not part.exists() and [s.step for s in checkpoint.saved(tmp_path)] == [4]
+    step_folders.prune(tmp_path, 1, set())
+    assert not part.exists() and [s.step for s in step_folders.saved(tmp_path)] == [4]
 
 
 def test_a_damaged_state_is_listed_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +133,7 @@ def test_a_damaged_state_is_listed_as_that(tmp_path: Path, capsys: pytest.Captur
     assert "best" in rows and "damaged" in rows
     with pytest.raises(BirlError, match=r"step-000002/state\.json cannot be read .* verify"):
         checkpoints.run([str(tmp_path), "prune", "1"])  # which one to keep as the best nobody knows
-    assert [s.step for s in checkpoint.saved(tmp_path / "checkpoints")] == [1, 2]
+    assert [s.step for s in step_folders.saved(tmp_path / "checkpoints")] == [1, 2]
 
 
 def test_the_state_is_json(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from birl.cli import checkpoints, main
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.learner.export import copy_files, export
 from birl.learner.learner import Learner
 from birl.learner.store import COMPLETE, Store
@@ -87,7 +87,7 @@ def test_an_old_checkpoint_is_converted_bit_for_bit(tmp_path: Path, capsys: pyte
     for word in ("converted", "nothing to convert"):
         assert checkpoints.run([str(tmp_path), "convert"]) == 0
         assert f"step-000001: {word}" in capsys.readouterr().out
-    assert not checkpoint.verify(path) and checkpoint.read_state(path)["version"] == 4
+    assert not checkpoint.verify(path) and step_folders.read_state(path)["version"] == 4
     found = checkpoint.read_tensors(path)
     assert all(torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in tensors().items())
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
@@ -183,7 +183,7 @@ def test_a_manifest_that_is_none_is_damage(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "state",
     ['{"step": 1, "best": "x"}', '{"step": 1, "logs": []}', '{"step": "1"}', "[]", "{}", '{"step": 2}', "[" * 100_000]
-    + [f'{{"step": 1, "{name}": {{"a": "b"}}}}' for name in checkpoint.STATE if name != "extra"],
+    + [f'{{"step": 1, "{name}": {{"a": "b"}}}}' for name in step_folders.STATE if name != "extra"],
 )
 def test_a_state_of_another_type_is_damage(tmp_path: Path, state: str) -> None:
     path = checkpoint.save(tmp_path, 1, tensors(), {})
@@ -196,11 +196,11 @@ def test_a_planted_step_is_not_the_newest(tmp_path: Path) -> None:
     shutil.copytree(real, tmp_path / "step-999999")
     (tmp_path / "step-999998").mkdir()
     (tmp_path / "step-999997").symlink_to("step-999997")
-    assert checkpoint.latest(tmp_path) == real
+    assert step_folders.latest(tmp_path) == real
     assert "of step 3" in checkpoint.verify(tmp_path / "step-999999")[0]
     checkpoint.save(tmp_path, 4, tensors(), {})
-    assert checkpoint.prune(tmp_path, 1, set()) == [real]  # and not the newer one
-    aside = checkpoint.set_aside(tmp_path / "step-999997")
+    assert step_folders.prune(tmp_path, 1, set()) == [real]  # and not the newer one
+    aside = step_folders.set_aside(tmp_path / "step-999997")
     assert aside.is_symlink()
     checkpoint.save(tmp_path, 999997, tensors(), {})
 

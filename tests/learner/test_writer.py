@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.learner.checkpoints import Writer
 from birl.parallel.ranks import Ranks
 from tests.full_disk import full_disk
@@ -29,7 +29,7 @@ def test_it_writes_what_was_there_when_it_began(tmp_path: Path) -> None:
     for tensor in tensors.values():
         tensor.zero_()
     writer.check()  # not a failure, and no wait
-    assert checkpoint.latest(tmp_path) is None
+    assert step_folders.latest(tmp_path) is None
     gate.set()
     writer.wait()
     found = checkpoint.read_tensors(tmp_path / "step-000001")
@@ -67,7 +67,7 @@ def test_at_most_one_is_written_at_a_time(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         writer.begin({"n": torch.tensor(step)}, write, Ranks())
     writer.wait()
-    assert most == 1 and [s.step for s in checkpoint.saved(tmp_path)] == [1, 2, 3]
+    assert most == 1 and [s.step for s in step_folders.saved(tmp_path)] == [1, 2, 3]
 
 
 def test_a_failure_is_raised_once_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:

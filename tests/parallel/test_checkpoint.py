@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from birl.data.pack import pack
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.learner.checkpoints import Writer
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
@@ -170,7 +170,7 @@ def failing(ranks: Ranks, root: Path, bad: int) -> list[str]:
 def test_one_rank_that_cannot_write_fails_all_and_keeps_the_one_before(tmp_path: Path) -> None:
     for said in on_ranks(Grid(fsdp=3), failing, tmp_path, 2):
         assert len(said) == 1 and "No space left on device" in said[0]
-    assert [s.step for s in checkpoint.saved(tmp_path)] == [1] and not checkpoint.verify(tmp_path / "step-000001")
+    assert [s.step for s in step_folders.saved(tmp_path)] == [1] and not checkpoint.verify(tmp_path / "step-000001")
 
 
 def damaged(ranks: Ranks, path: Path) -> list[str]:

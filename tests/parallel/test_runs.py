@@ -18,7 +18,7 @@ from birl.config.load import load
 from birl.engines.client import Client
 from birl.errors import BirlError
 from birl.given import Given
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.rollout.ledger import audit
 from birl.train.command import crew, train
 from tests.train import test_offline as offline
@@ -113,7 +113,7 @@ def test_a_policy_that_teaches_itself(tiny: Path, tmp_path: Path, keys: str) -> 
 
 def same_weights(folder: Path) -> None:
     """The newest checkpoints of the runs `one` and `two` are the same model and optimizer."""
-    ends = [checkpoint.latest(folder / f / "run/checkpoints") for f in ("one", "two")]
+    ends = [step_folders.latest(folder / f / "run/checkpoints") for f in ("one", "two")]
     one, two = (checkpoint.read_tensors(end) for end in ends if end is not None)
     assert one.keys() == two.keys()
     for name in one:
@@ -289,7 +289,7 @@ def test_the_choice_of_prompts_does_not_depend_on_the_ranks(tiny: Path, tmp_path
         (tmp_path / folder).mkdir()
         rl.run(tiny, tmp_path / folder, "steps=5", "data.order=thompson", *keys, reward=fixed)
         tasks = [(r["group"], r["task"]) for r in rl.log(tmp_path / folder, "rollouts")]
-        newest = checkpoint.latest(tmp_path / folder / "run/checkpoints")
+        newest = step_folders.latest(tmp_path / folder / "run/checkpoints")
         assert newest is not None
-        states.append((tasks, checkpoint.read_state(newest)["extra"]["order"]))
+        states.append((tasks, step_folders.read_state(newest)["extra"]["order"]))
     assert states[0] == states[1] == states[2]

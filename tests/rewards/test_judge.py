@@ -17,7 +17,7 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.given import Given
-from birl.learner import checkpoint, export
+from birl.learner import export, step_folders
 from birl.learner.rewards import check_served, make_rewards
 from birl.process import free_port
 from birl.rewards import judge as judges
@@ -235,7 +235,7 @@ def test_birls_own_server_as_the_judge(tiny: Path, tmp_path: Path) -> None:
         asked = group.questions("?", "", [f"{i}", f"{i + 20}"])[0].text
         rows.append({"prompt": asked, "response": "Fine.\nScores: 1=0.75, 2=0.25"})
     train(load(schema.SFT, words), given=Given(train=rows))
-    newest = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    newest = step_folders.latest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     export.export(newest, tmp_path / "run", tmp_path / "judge", torch.float32)
     with running(tmp_path / "judge", model={"dtype": "float32"}) as served:

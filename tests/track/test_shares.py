@@ -79,7 +79,7 @@ def test_one_step_is_better_than_none(tmp_path: Path) -> None:
         ({"wait": 0.5, "train": 9.0, "sync": 0.5, "busy": 0.4}, {}, "training", "The engines wait 59% of the time"),
         ({"wait": 1.0, "train": 4.0, "sync": 5.0}, {}, "weights", "weights.sync_every"),
         ({"wait": 0.5, "train": 9.0, "sync": 0.5}, {}, "balanced", "Faster needs more of both"),
-        ({"steps": 3}, {}, "unknown", "2 steps are too few"),
+        ({"steps": 3}, {}, "unknown", "Cannot tell from 2 steps"),
     ],
 )
 def test_the_side_that_limits_is_named(
@@ -152,5 +152,5 @@ def test_mistakes_in_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     timeline = Timeline(traces.write(tmp_path, [span("learner", "loop", "started", 0, 0)]))
     timeline.read()
-    assert "Cannot tell yet: 0 steps" in " ".join(describe(timeline))
+    assert "Cannot tell from 0 steps: 3 are needed." in " ".join(describe(timeline))
     assert np.isfinite(timeline.start).all()

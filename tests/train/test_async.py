@@ -14,7 +14,7 @@ import pytest
 
 from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.rollout.ledger import FILE, audit
 from birl.track.tracker import Tracker
 from tests.train.test_rl import any_a, log, many_a, run
@@ -80,7 +80,7 @@ def test_without_staleness_the_pipeline_is_the_plain_loop(tiny: Path, tmp_path: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "run", plain)
         run(tiny, tmp_path / "b", *words)
-    states = [checkpoint.read_tensors(checkpoint.latest(tmp_path / n / "run" / "checkpoints")) for n in "ab"]
+    states = [checkpoint.read_tensors(step_folders.latest(tmp_path / n / "run" / "checkpoints")) for n in "ab"]
     assert states[0].keys() == states[1].keys() and all((states[0][k] == states[1][k]).all() for k in states[0])
     assert log(tmp_path / "a", "rollouts") == log(tmp_path / "b", "rollouts")
 
@@ -108,7 +108,7 @@ def test_a_resumed_run_goes_on_behind_what_was_trained(tiny: Path, tmp_path: Pat
         run(tiny, tmp_path, *words, rows=30, reward=reward)
     found = audit(tmp_path / "run")
     assert not found.problems and found.lives == 3 and found.sampled >= found.tokens["trained"] > 0
-    state = checkpoint.read_state(checkpoint.latest(tmp_path / "run" / "checkpoints"))
+    state = step_folders.read_state(step_folders.latest(tmp_path / "run" / "checkpoints"))
     groups = [r["group"] for r in log(tmp_path, "rollouts") if r["episode"] == 0]
     assert sorted(groups) == sorted([*range(state["position"]), *state["ahead"]]) and len(groups) == 18
 

@@ -13,7 +13,7 @@ import pytest
 
 import birl.train.command  # noqa: F401  else the first test has the words of `birl/preflight.py`
 from birl.cli import main
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.track import folder_lock
 from tests.full_disk import full_disk
 from tests.tiny import tiny_model_folder
@@ -109,7 +109,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 def steps(run: str = "run") -> list[int]:
-    found = checkpoint.saved(Path(run, "checkpoints"))
+    found = step_folders.saved(Path(run, "checkpoints"))
     assert all(checkpoint.verify(s.path) == [] for s in found)
     return [s.step for s in found]
 

@@ -11,7 +11,7 @@ import torch
 from birl.config.load import load_with_choices
 from birl.config.schema import SFT
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.learner.store import Store
 from birl.models.manifest import digest
 from birl.train.command import train
@@ -89,7 +89,7 @@ def test_all_damaged_is_an_error_that_says_so_and_touches_nothing(tiny: Path, tm
     with pytest.raises(BirlError, match=r"All 3 checkpoints of .*(?s:.)*step-000003: .*(?s:.)*step-000001: ") as error:
         trained(tiny, tmp_path, "steps=5")
     assert "run=ANOTHER_FOLDER" in str(error.value)
-    assert [s.step for s in checkpoint.saved(tmp_path / "run" / "checkpoints")] == [1, 2, 3]
+    assert [s.step for s in step_folders.saved(tmp_path / "run" / "checkpoints")] == [1, 2, 3]
 
 
 def test_a_write_that_fails_stops_the_run_at_the_next_step(
@@ -106,7 +106,7 @@ def test_a_write_that_fails_stops_the_run_at_the_next_step(
     with pytest.raises(BirlError, match=r"Could not save the checkpoint .*step-000002: No space left on device"):
         trained(tiny, tmp_path, "steps=6")
     monkeypatch.undo()
-    assert [s.step for s in checkpoint.saved(tmp_path / "run" / "checkpoints")] == [1]
+    assert [s.step for s in step_folders.saved(tmp_path / "run" / "checkpoints")] == [1]
     assert len((tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines()) <= 3
     assert trained(tiny, tmp_path, "steps=6")["step"] == 6
 
@@ -169,7 +169,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     def refused(*_: Any) -> list[Path]:
         raise PermissionError("step-000001 is not ours")
 
-    monkeypatch.setattr(checkpoint, "prune", refused)
+    monkeypatch.setattr(step_folders, "prune", refused)
     assert trained(tiny, tmp_path)["step"] == 3
     assert "WARNING: an old checkpoint cannot be deleted. step-000001 is not ours" in capsys.readouterr().out
 
@@ -206,4 +206,4 @@ def test_whatever_is_damaged_is_set_aside_and_the_run_goes_on(tiny: Path, tmp_pa
     said = capsys.readouterr().out
     assert "step-999999 is damaged" in said and "metrics.jsonl is shorter than at the checkpoint" in said
     assert "at step 2" in said
-    assert checkpoint.latest(root) == root / "step-000003"
+    assert step_folders.latest(root) == root / "step-000003"

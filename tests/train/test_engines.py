@@ -23,7 +23,7 @@ from birl.engines.client import Client
 from birl.engines.kinds import cores_of
 from birl.engines.wire import Info, header
 from birl.errors import BirlError, EngineDown
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.rollout.ledger import audit
 from birl.train import rl
 from birl.types import SamplingParams
@@ -107,7 +107,7 @@ def test_a_synchronous_run_is_the_same_as_in_one_process(tiny: Path, tmp_path: P
     run(tiny, tmp_path / "one", *UNEVEN, "steps=3", "optimizer.lr=0.01")
     run(tiny, tmp_path / "two", *QUICK, "steps=3", "optimizer.lr=0.01", f"engine.attach=[{NAME}]")
     assert log(tmp_path / "one", "rollouts") == log(tmp_path / "two", "rollouts")
-    ends = [checkpoint.read_tensors(checkpoint.latest(tmp_path / n / "run" / "checkpoints")) for n in ("one", "two")]
+    ends = [checkpoint.read_tensors(step_folders.latest(tmp_path / n / "run" / "checkpoints")) for n in ("one", "two")]
     assert all((ends[0][k] == ends[1][k]).all() for k in ends[0])
 
 

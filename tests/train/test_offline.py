@@ -14,7 +14,7 @@ from birl.config.load import load
 from birl.data.examples import load_pairs
 from birl.errors import BirlError
 from birl.given import Given
-from birl.learner import checkpoint, export
+from birl.learner import checkpoint, export, step_folders
 from birl.learner.policy import load_policy
 from birl.text.chat import Chat
 from birl.train.command import train
@@ -63,7 +63,7 @@ def log(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    newest = checkpoint.latest(folder / "run" / "checkpoints")
+    newest = step_folders.latest(folder / "run" / "checkpoints")
     assert newest is not None
     return checkpoint.read_tensors(newest)
 
@@ -145,7 +145,7 @@ def test_golden_curve(tiny: Path, tmp_path: Path, command: str) -> None:
 
 def test_the_end_token_is_learned_though_it_is_the_padding_token_too(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, "sft", "steps=30", "optimizer.lr=1e-2", rows=[{"prompt": "Hi", "response": "7"}] * 4)
-    export.export(checkpoint.latest(tmp_path / "run/checkpoints"), tmp_path / "run", tmp_path / "out", torch.float32)  # type: ignore
+    export.export(step_folders.latest(tmp_path / "run/checkpoints"), tmp_path / "run", tmp_path / "out", torch.float32)  # type: ignore
     assert logprobs(tmp_path / "out", "Hi", "7").exp().min() > 0.9
 
 
@@ -164,7 +164,7 @@ def test_a_validation_split_and_its_best_checkpoint(tiny: Path, tmp_path: Path) 
 def test_a_reward_model_is_a_standard_one(tiny: Path, tmp_path: Path) -> None:
     """Its scores are those of transformers' sequence classification, for texts of any length in one padded batch."""
     run(tiny, tmp_path, "rm", "steps=20")
-    newest = checkpoint.latest(tmp_path / "run/checkpoints")
+    newest = step_folders.latest(tmp_path / "run/checkpoints")
     assert newest is not None
     export.export(newest, tmp_path / "run", tmp_path / "out", torch.float32)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -349,7 +349,7 @@ def test_the_adapter_of_a_reward_model_has_its_head(tiny: Path, tmp_path: Path) 
     from peft import PeftModel
 
     run(tiny, tmp_path, "rm", "lora.rank=2", "optimizer.lr=1e-2", "steps=3")
-    newest = checkpoint.latest(tmp_path / "run/checkpoints")
+    newest = step_folders.latest(tmp_path / "run/checkpoints")
     assert newest is not None
     export.export(newest, tmp_path / "run", tmp_path / "merged", torch.float32)
     export.export_adapter(newest, tmp_path / "run", tmp_path / "adapter")

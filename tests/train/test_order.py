@@ -10,7 +10,7 @@ import pytest
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import step_folders
 from birl.rollout.ledger import audit
 from birl.train.command import train
 from tests.train.test_resume import same
@@ -94,10 +94,10 @@ def test_environments_keep_their_weights(tiny: Path, tmp_path: Path) -> None:
 def test_another_run_s_checkpoint_brings_its_counts_along(tiny: Path, tmp_path: Path) -> None:
     """And one of a run without an order brings none."""
     run(tiny, tmp_path / "a", *UNEVEN, reward=any_a)
-    first = f"resume={checkpoint.latest(tmp_path / 'a/run/checkpoints')}"
+    first = f"resume={step_folders.latest(tmp_path / 'a/run/checkpoints')}"
     run(tiny, tmp_path / "b", *UNEVEN, "steps=10", "data.order=thompson", first, reward=any_a)
     assert [m["step"] for m in log(tmp_path / "b")] == [9, 10] and log(tmp_path / "b")[0]["order/seen"] <= 3
-    second = f"resume={checkpoint.latest(tmp_path / 'b/run/checkpoints')}"
+    second = f"resume={step_folders.latest(tmp_path / 'b/run/checkpoints')}"
     run(tiny, tmp_path / "c", *UNEVEN, "steps=11", "data.order=difficulty", second, reward=any_a)
     assert log(tmp_path / "c")[0]["order/seen"] >= log(tmp_path / "b")[-1]["order/seen"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from birl.cli import main
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.view.trajectory import picture
 from tests import sights
 from tests.train.test_resume import finish, same, start, wait_for_step
@@ -54,7 +54,7 @@ def run(command: str, folder: Path, data: str, goal: Path, *words: str) -> dict[
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    newest = checkpoint.latest(run / "checkpoints")
+    newest = step_folders.latest(run / "checkpoints")
     assert newest is not None
     return checkpoint.read_tensors(newest, "model.")
 

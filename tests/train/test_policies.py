@@ -16,7 +16,7 @@ from birl.cli import main
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.rollout.ledger import audit
 from birl.train.command import train
 from tests.tiny import tiny_model_folder
@@ -111,7 +111,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def tensors(run: Path, prefix: str = "") -> dict[str, Tensor]:
-    newest = checkpoint.latest(run / "checkpoints")
+    newest = step_folders.latest(run / "checkpoints")
     assert newest is not None
     return checkpoint.read_tensors(newest, prefix)
 

@@ -12,7 +12,7 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.given import Given
-from birl.learner import checkpoint, export
+from birl.learner import checkpoint, export, step_folders
 from birl.learner.learner import Learner
 from birl.models.load import load_model
 from birl.train.command import train
@@ -35,7 +35,7 @@ def run(tiny: Path, folder: Path, *words: str) -> list[dict[str, Any]]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    newest = checkpoint.latest(folder / "run/checkpoints")
+    newest = step_folders.latest(folder / "run/checkpoints")
     assert newest is not None
     return checkpoint.read_tensors(newest)
 
@@ -115,7 +115,7 @@ def test_gradients_that_are_not_finite_stop_the_run(
 
 def test_a_shared_critic_is_not_exported(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, "critic.shared=true", "steps=1")
-    newest = checkpoint.latest(tmp_path / "run/checkpoints")
+    newest = step_folders.latest(tmp_path / "run/checkpoints")
     assert newest is not None
     export.export(newest, tmp_path / "run", tmp_path / "out", torch.float32)
     from birl.models.load import load_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.rollout import replay as replaying
 from birl.rollout.replay import _group_from, _group_to
 from birl.support import Support
@@ -66,7 +66,7 @@ def test_a_step_is_written_down_whole(tmp_path: Path) -> None:
 def test_the_same_bits_come_out(tiny: Path, tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture) -> None:
     run(tiny, tmp_path, *RECORDED, f"debug.replay={recorded}", "debug.resample=true", "track.console=plain")
     assert "every figure is equal" in (told := capsys.readouterr().out) and "sampled again, bit-identical" in told
-    states = [checkpoint.read_tensors(checkpoint.latest(f / "checkpoints")) for f in (recorded, tmp_path / "run")]
+    states = [checkpoint.read_tensors(step_folders.latest(f / "checkpoints")) for f in (recorded, tmp_path / "run")]
     assert all((states[0][k] == states[1][k]).all() for k in states[0])
 
 
@@ -95,7 +95,7 @@ def test_a_replay_stops_and_goes_on(
         summary = run(tiny, tmp_path, *words)
     assert (summary["finished"], summary["signal"], summary["step"]) == (False, signal.SIGINT, 2)
     assert run(tiny, tmp_path, *words)["finished"] and "Replayed 4 steps" in capsys.readouterr().out
-    states = [checkpoint.read_tensors(checkpoint.latest(f / "checkpoints")) for f in (recorded, tmp_path / "run")]
+    states = [checkpoint.read_tensors(step_folders.latest(f / "checkpoints")) for f in (recorded, tmp_path / "run")]
     assert all((states[0][k] == states[1][k]).all() for k in states[0])
 
 

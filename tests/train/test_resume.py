@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from tests.parallel.processes import SERVER
 
 DEADLINE = 60.0
@@ -99,7 +99,7 @@ def lines(path: Path) -> list[dict]:
 
 def same(one: Path, other: Path) -> None:
     """Every tensor of the last checkpoint (weights, masters, moments), every rollout and every figure."""
-    a, b = (checkpoint.saved(run / "checkpoints")[-1] for run in (one, other))
+    a, b = (step_folders.saved(run / "checkpoints")[-1] for run in (one, other))
     assert a.step == b.step
     tensors = [checkpoint.read_tensors(s.path) for s in (a, b)]
     assert tensors[0].keys() == tensors[1].keys() and len(tensors[0]) > 20
@@ -149,7 +149,7 @@ def test_ctrl_c_and_sigterm_save_and_have_their_exit_code(tiny: Path, tmp_path: 
     os.kill(process.pid, number)
     assert finish(process) == 128 + number
     assert json.loads((run / "summary.json").read_text())["signal"] == number
-    assert checkpoint.saved(run / "checkpoints")[-1].step >= 2
+    assert step_folders.saved(run / "checkpoints")[-1].step >= 2
     assert finish(start(words)) == 0
     same(tmp_path / "whole", run)
 
@@ -198,7 +198,7 @@ def test_more_steps_go_on_and_a_finished_run_is_left_alone(tiny: Path, tmp_path:
     assert finish(start([*words, "steps=8"])) == 0
     assert finish(start(whole)) == 0
     for run in ("run", "whole"):
-        assert [s.step for s in checkpoint.saved(tmp_path / run / "checkpoints")] == list(range(1, 9))
+        assert [s.step for s in step_folders.saved(tmp_path / run / "checkpoints")] == list(range(1, 9))
     before = (tmp_path / "run" / "rollouts.jsonl").read_bytes()
     assert before == (tmp_path / "whole" / "rollouts.jsonl").read_bytes()
     assert finish(start([*words, "steps=8"])) == 0

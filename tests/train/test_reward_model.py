@@ -17,7 +17,7 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.given import Given
-from birl.learner import checkpoint, export
+from birl.learner import export, step_folders
 from birl.learner.rewards import RewardModel
 from birl.train.command import train
 
@@ -45,7 +45,7 @@ def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [f"model.path={tiny}", "data.train=[given]", "data.validation=[given]", f"run={folder}/run", *QUIET]
     config = load(schema.RM, [*words, "batch_size=32", "optimizer.lr=2e-3", "steps=150", "ranking.centering=0.01"])
     train(config, given=Given(train=pairs(0, 1200), validation=pairs(1, 200)))
-    newest = checkpoint.latest(folder / "run" / "checkpoints")
+    newest = step_folders.latest(folder / "run" / "checkpoints")
     assert newest is not None
     export.export(newest, folder / "run", folder / "model", torch.float32)
     return folder

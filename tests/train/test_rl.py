@@ -20,7 +20,7 @@ from birl.engine.sampled import Sampled
 from birl.errors import BirlError
 from birl.given import Given
 from birl.kernels import problem
-from birl.learner import checkpoint
+from birl.learner import step_folders
 from birl.learner.learner import Learner
 from birl.train import build, rl
 from birl.train.command import train
@@ -308,7 +308,7 @@ def test_several_updates_leave_the_policy_behind(plain: Path, tmp_path: Path) ->
     run(plain, tmp_path, "algorithm.updates_per_batch=4", "algorithm.entropy_coef=0.001", "steps=2")
     last = log(tmp_path)[-1]
     assert last["updates/done"] == 4 and last["ratio/max"] > 1.01
-    assert checkpoint.read_state(checkpoint.saved(tmp_path / "run" / "checkpoints")[-1].path)["version"] == 8
+    assert step_folders.read_state(step_folders.saved(tmp_path / "run" / "checkpoints")[-1].path)["version"] == 8
 
 
 def test_the_run_folder_tells_the_whole_story(tiny: Path, tmp_path: Path) -> None:

@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from birl.cli import main
+from birl.config import schema
+from birl.config.load import load
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
+from birl.preflight import ended
 from birl.run_folder import chosen_checkpoint
 from birl.track import folder_lock, runs
 from birl.track.folder_lock import held
@@ -87,6 +91,30 @@ def test_a_run_without_a_checkpoint_lists_none_in_words(tmp_path: Path, capsys: 
     assert capsys.readouterr().out == f"There is no complete checkpoint in {tmp_path}/checkpoints yet.\n"
 
 
+def test_a_finished_run_is_told_and_listed_without_torch(tmp_path: Path, tiny: Path) -> None:
+    """The same command again loaded torch, the model and the data before it said that the run was done; so did a list
+    of its checkpoints."""
+    run, data = tmp_path / "run", tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "What is 3 + 4?", "answer": "7"}\n')
+    words = [f"model.path={tiny}", f"data.train={data}", f"run={run}", "steps=2", "track.tensorboard=false"]
+    config = load(schema.RL, words)
+    checkpoint.save(run / "checkpoints", 2, {"model.a": torch.zeros(2)}, {"best_step": None})
+    (run / "config.json").write_text(json.dumps(folder_lock.plain(config)))
+    (run / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5}\n')
+    (run / "summary.json").write_text('{"title": "mine", "finished": true, "step": 2, "next": ["birl view run"]}')
+    code = "import sys; from birl.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    for argv, shown in ((["rl", *words], "mine: done"), (["checkpoints", str(run)], "\u2502 2 ")):
+        done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
+        assert shown in done.stdout and done.stdout.endswith("0 False\n"), done.stderr
+    assert ended(run, config)
+    assert not ended(run, load(schema.RL, [*words, "steps=3"]))
+    os.utime(data, (2**31, 2**31))  # more rows may be in it
+    assert not ended(run, config)
+    os.utime(data, (1, 1))
+    (run / "checkpoints" / "step-000002" / "state.json").write_text("{}")
+    assert not ended(run, config)  # it is repaired as far as that goes
+
+
 def test_a_comparison_says_why_a_configuration_cannot_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +127,7 @@ def test_a_comparison_says_why_a_configuration_cannot_be_read(
 
 def test_a_checkpoint_before_the_first_one_is_no_list_of_none(tmp_path: Path) -> None:
     with pytest.raises(BirlError, match=r"There is no checkpoint in .*run yet: train first\."):
-        checkpoint.find(tmp_path / "run", "last")
+        step_folders.find(tmp_path / "run", "last")
 
 
 def test_the_end_of_a_run_counts_failed_episodes(tmp_path: Path) -> None:

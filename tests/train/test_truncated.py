@@ -12,7 +12,7 @@ from birl.config import schema
 from birl.config.load import load
 from birl.data.pack import pack
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, step_folders
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
 from birl.rollout.ledger import audit
@@ -130,7 +130,7 @@ def test_a_run_that_goes_on_has_the_same_bits(tiny: Path, tmp_path: Path) -> Non
     run(tiny, tmp_path / "parts", *words, "steps=4")
     run(tiny, tmp_path / "whole", *words, "steps=4")
     assert log(tmp_path / "parts", "rollouts") == log(tmp_path / "whole", "rollouts")
-    ends = [checkpoint.read_tensors(checkpoint.latest(tmp_path / n / "run/checkpoints")) for n in ("parts", "whole")]
+    ends = [checkpoint.read_tensors(step_folders.latest(tmp_path / n / "run/checkpoints")) for n in ("parts", "whole")]
     assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
 
 
@@ -150,7 +150,7 @@ def test_an_asynchronous_run_is_replayed_bit_for_bit(tiny: Path, tmp_path: Path,
     more = (f"debug.replay={tmp_path}/first/run", "debug.resample=true", "track.console=plain")
     run(tiny, tmp_path / "again", *words, *more)
     assert "sampled again, bit-identical" in capsys.readouterr().out
-    ends = [checkpoint.read_tensors(checkpoint.latest(tmp_path / n / "run/checkpoints")) for n in ("first", "again")]
+    ends = [checkpoint.read_tensors(step_folders.latest(tmp_path / n / "run/checkpoints")) for n in ("first", "again")]
     assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
 
 
@@ -159,7 +159,7 @@ def test_an_engine_in_another_process_says_the_same_words(tiny: Path, tmp_path: 
     run(tiny, tmp_path / "one", *words)
     run(tiny, tmp_path / "two", *words, "engine.kind=birl", "weights.timeout=30", "engine.request_timeout=30")
     assert log(tmp_path / "one", "rollouts") == log(tmp_path / "two", "rollouts")
-    ends = [checkpoint.read_tensors(checkpoint.latest(tmp_path / n / "run/checkpoints")) for n in ("one", "two")]
+    ends = [checkpoint.read_tensors(step_folders.latest(tmp_path / n / "run/checkpoints")) for n in ("one", "two")]
     assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
 
 
