@@ -10,7 +10,7 @@ from birl.config.load import to_yaml
 from birl.errors import BirlError
 from birl.learner import step_folders
 from birl.learner.policy import Policy
-from birl.learner.store import Store, location
+from birl.learner.store import Damaged, Store, location
 from birl.models.load import save_hf_config
 from birl.models.processor import FILES as PROCESSORS
 from birl.regular import clear, write_whole
@@ -18,7 +18,8 @@ from birl.track.folder_lock import check_same, plain, unwritable
 
 
 def recovered(url: str, run: Path) -> Path | None:
-    """The newest intact checkpoint of a run on a store, into its empty folder; None where the store has none."""
+    """The newest intact checkpoint of a run on a store, into its empty folder; None where the store has none. Raises
+    `BirlError` where all are damaged, or one cannot be had: an older one would take the place of what is newer."""
     store = Store(url)
     steps = store.steps()
     if steps:
@@ -27,7 +28,7 @@ def recovered(url: str, run: Path) -> Path | None:
         print(f"{run} has no checkpoint: taking step {step} from {url}.", flush=True)
         try:
             return store.take(step, run / "checkpoints")
-        except BirlError as error:
+        except Damaged as error:
             print(f"WARNING: {error}", flush=True)
     if steps:
         raise BirlError(f"All {len(steps)} checkpoints at {url} are damaged. Begin anew with run=ANOTHER_FOLDER.")
@@ -59,21 +60,34 @@ def chosen_checkpoint(chosen: Path, run: Path, newest: Path | None) -> Path:
             )
         chosen = inside
     if newest is not None and os.path.realpath(newest) != os.path.realpath(chosen):
-        raise BirlError(
-            f"resume={chosen}: {run} has gone on to {newest.name}, and going on from another place would mix the two. "
-            f"Choose run=ANOTHER_FOLDER, leave out resume=... to go on from {newest}, or delete what you do not want."
-        )
+        raise _gone_on(chosen, run, newest)
     return chosen
+
+
+def _gone_on(chosen: object, run: Path, newest: Path) -> BirlError:
+    return BirlError(
+        f"resume={chosen}: {run} has gone on to {newest.name}, and going on from another place would mix the two. "
+        f"Choose run=ANOTHER_FOLDER, leave out resume=... to go on from {newest}, or delete what you do not want."
+    )
 
 
 def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
     """Which checkpoint to go on from; refuses a run folder that belongs to another configuration."""
     there = step_folders.saved(run / "checkpoints")
     newest = there[-1].path if there else None  # where it is damaged, it is set aside with a warning
+    if newest is None and config.checkpoint.store:
+        url = location(config.checkpoint.store, run)
+        if config.resume == "auto":
+            newest = recovered(url, run)
+        elif Store(url).steps():
+            raise BirlError(
+                f"resume={config.resume}: {url} has the checkpoints of a run of this name, and two would delete each "
+                "other's. Choose another name (run=...), or go on from them with resume=auto."
+            )
     if "://" in config.resume:
-        return chosen_checkpoint(fetched(config.resume, run / "resumed"), run, newest)
-    if newest is None and config.resume == "auto" and config.checkpoint.store:
-        newest = recovered(location(config.checkpoint.store, run), run)
+        if newest is not None:
+            raise _gone_on(config.resume, run, newest)
+        return fetched(config.resume, run / "resumed")
     if config.resume not in ("auto", "never"):
         return chosen_checkpoint(Path(config.resume), run, newest)
     # a try that ended before its first step leaves nothing to lose or to go on from

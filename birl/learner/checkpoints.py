@@ -149,7 +149,7 @@ class Checkpoints:
             self.store = store  # it knows the run by now
             store.put(path, step, ranks, group)
             if ranks.rank == 0:
-                store.prune(keys.keep_last, kept)
+                store.prune(keys.keep_last, kept | {step})  # later ones may be of another run of this name
         except (BirlError, OSError) as error:  # other ranks' come as OSError
             self.warnings.append(f"WARNING: step {step} is not on the store. {error}")
 

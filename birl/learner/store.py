@@ -27,6 +27,10 @@ TRIES = 6
 PAUSE = 0.5  # seconds before the second try; twice as long before each further one
 
 
+class Damaged(BirlError):
+    """A checkpoint on a store is not what was written; another one may be."""
+
+
 class Store:
     """The checkpoints of one run at `url`. `pause` [s]: see `PAUSE`."""
 
@@ -76,7 +80,8 @@ class Store:
                 self._tried("read", lambda t=there, h=here: self.fs.get_file(t, str(h)))
 
     def take(self, step: int, root: Path) -> Path:
-        """Copy a complete checkpoint into `root`. Raises `BirlError` where what arrives is not what was written."""
+        """Copy a complete checkpoint into `root`, in place of one that is there. Raises `Damaged` where what arrives is
+        not what was written, `BirlError` where nothing does."""
         target, part = root / f"step-{step:06d}", root / f"step-{step:06d}.part"
         clear(part)
         part.mkdir(parents=True)
@@ -84,7 +89,7 @@ class Store:
             listed = files(self._content(step, "manifest.json"))
         except ValueError as error:
             shutil.rmtree(part)
-            raise BirlError(f"{self.url}/{target.name}/manifest.json cannot be read: {error}.") from error
+            raise Damaged(f"{self.url}/{target.name}/manifest.json cannot be read: {error}.") from error
         for name in (*listed, "manifest.json"):
             here = inside(part, name)
             here.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +101,8 @@ class Store:
             damage.append("manifest.json has another SHA-256 than COMPLETE says")
         if damage:
             shutil.rmtree(part)
-            raise BirlError(f"{self.url}/{target.name} is damaged: {'; '.join(damage[:3])}.")
+            raise Damaged(f"{self.url}/{target.name} is damaged: {'; '.join(damage[:3])}.")
+        clear(target)
         return part.rename(target)
 
     def prune(self, keep_last: int, keep: set[int]) -> list[int]:
@@ -136,10 +142,10 @@ class Store:
         return self._tried("read", lambda: self.fs.cat_file(self._at(step, name)))
 
     def _check_object(self, name: str) -> None:
-        """Raises `BirlError` for what is no regular file: on a mounted disk, a pipe or a link."""
+        """Raises `Damaged` for what is no regular file: on a mounted disk, a pipe or a link."""
         about = self._tried("look at", lambda: self.fs.info(name) if self.fs.exists(name) else {"type": "file"})
         if about["type"] != "file" or about.get("islink"):
-            raise BirlError(f"{name} is not a regular file. Delete it, or choose another checkpoint.")
+            raise Damaged(f"{name} is not a regular file. Delete it, or choose another checkpoint.")
 
     def _at(self, step: int, name: str = "") -> str:
         return f"{self.root}/step-{step:06d}" + (f"/{name}" if name else "")
@@ -150,6 +156,8 @@ class Store:
             try:
                 return work()
             except Exception as error:  # every store has errors of its own
+                if what == "read" and isinstance(error, FileNotFoundError):
+                    raise Damaged(f"{self.url} has lost {first_line(error)}.") from error
                 if attempt == TRIES:
                     raise BirlError(
                         f"checkpoint.store: could not {what} {self.url} in {TRIES} tries: "

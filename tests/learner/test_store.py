@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ import pytest
 import s3fs
 import torch
 
+from birl.config import schema
+from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.learner.checkpoints import Checkpoints
 from birl.learner.store import COMPLETE, Store
 from birl.parallel.ranks import Grid, Ranks
 from birl.process import free_port
+from birl.run_folder import fetched, find_checkpoint, recovered
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_checkpoint import split_two_ways
 from tests.train import test_offline as offline
@@ -216,3 +221,47 @@ def test_an_unknown_store_says_what_to_install() -> None:
     with pytest.raises(BirlError, match=r"checkpoint\.store=nowhere://x"):
         Store("nowhere://x")
     assert "s3" in fsspec.available_protocols()
+
+
+def test_a_store_that_is_out_of_reach_for_a_while_is_no_reason_for_an_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run would go on from step 1, and write its own step 2 over the one that is there."""
+    url = f"file://{tmp_path}/store"
+    store = Store(url)
+    for step in (1, 2):
+        store.put(saved(tmp_path, step), step, Ranks(), None)
+    monkeypatch.setattr(Store, "__init__", partialmethod(Store.__init__, pause=0.0))
+    with monkeypatch.context() as patches:
+        get = type(store.fs).get_file
+
+        def away(self: Any, there: str, here: str, **options: Any) -> None:
+            if "step-000002" in there:
+                raise ConnectionError("no route to host")
+            get(self, there, here, **options)
+
+        patches.setattr(type(store.fs), "get_file", away)
+        with pytest.raises(BirlError, match="in 6 tries: no route to host"):
+            recovered(url, tmp_path / "run")
+    store.fs.rm(f"{store.root}/step-000002/tensors/__0_0.distcp")  # that is damage: nothing brings it back
+    path = recovered(url, tmp_path / "run")
+    assert path is not None and path.name == "step-000001"
+
+
+def test_a_checkpoint_of_a_store_is_taken_again_by_a_run_that_ended_before_its_first(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}/store")
+    store.put(saved(tmp_path, 1), 1, Ranks(), None)
+    for _ in range(2):
+        assert not checkpoint.verify(fetched(store.url, tmp_path / "run/resumed"))
+
+
+def test_another_run_of_that_name_deletes_no_checkpoint_and_loses_none(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}/s/run")
+    store.put(saved(tmp_path / "one", 2), 2, Ranks(), None)
+    words = ["data.train=[given]", "checkpoint.keep_last=1", f"checkpoint.store=file://{tmp_path}/s", "resume=never"]
+    config = load(schema.SFT, words)
+    with pytest.raises(BirlError, match="has the checkpoints of a run of this name"):
+        find_checkpoint(config, tmp_path / "two/run")
+    written = Checkpoints(run=tmp_path / "two/run", keys=config.checkpoint, ranks=Ranks())
+    written.copy(saved(tmp_path / "two", 1), 1, set(), None)
+    assert store.steps() == [1, 2] and not written.warnings
