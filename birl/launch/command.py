@@ -1,5 +1,6 @@
 """`birl launch WHERE COMMAND ...`, `birl status`, `birl logs`, `birl stop`, `birl scale`: words in, lines out."""
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ PREFIX = "launch."
 HERE = ("local", "torchrun")  # what a configuration names must be on this machine
 DRY, HELP, FOLLOW = Flag(name="--dry-run"), Flag(name="--help"), Flag(name="--follow")
 EXAMPLE, MORE = "`birl launch local rl data.train=my.jsonl`", "`birl launch --help` explains them"
+ELEMENT = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|((?:\[[^]]*\]|[^,])+?))\s*(?:,|$)""")  # of a list
 TRUST = Flag(name="--trust")  # a run folder that was launched on another account
 
 
@@ -63,8 +65,17 @@ def keys_of(schema: type[Any], words: Sequence[str]) -> tuple[Any, list[str]]:
             raise BirlError(f"{word}: there is no such key; there are {', '.join(PREFIX + k for k in docs)}.{near}")
         if not equals:
             raise BirlError(f"{word}: has no value; write {PREFIX}{key}=VALUE")
-        given[key] = [v.strip() for v in value.strip("[]").split(",") if v.strip()] if docs[key].several else value
+        given[key] = listed(value) if docs[key].several else value
     return read_section(schema, given, PREFIX), rest
+
+
+def listed(text: str) -> list[str]:
+    """The elements of a list, with or without brackets around it; a comma within brackets or quotes separates none.
+
+    Example: listed('[--exclude=n[1,3],"numpy>=1,<3"]') == ["--exclude=n[1,3]", "numpy>=1,<3"]
+    """
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return ["".join(match.groups("")) for match in ELEMENT.finditer(inside) if any(match.groups())]
 
 
 def shown(job: Job, rendered: dict[str, str]) -> str:

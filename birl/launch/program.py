@@ -184,8 +184,12 @@ def rows_file(rows: Any, file: Path) -> str:
 def _written(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return (
-        "[" + ",".join(map(str, value)) + "]"
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else str(value)
-    )
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{','.join(_quoted(str(one)) for one in value)}]"
+    return str(value)
+
+
+def _quoted(element: str) -> str:
+    """So that `command.listed` gives it back."""
+    mark = "'" if '"' in element else '"'
+    return f"{mark}{element}{mark}" if "," in element else element

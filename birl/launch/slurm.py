@@ -8,6 +8,7 @@ stop`, and TERM from Slurm, which has told the steps already. `slurm_queue.py` a
 """
 
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -56,7 +57,8 @@ class Keys(jobs.Keys):
     at_once: int = 0
     """Jobs of the array that run at the same time, at most. 0: as many as there is room for."""
     extra: list[str] = field(default_factory=list)
-    """Further options of sbatch, such as --constraint=h200, each in a line of its own."""
+    """Further options of sbatch, such as --constraint=h200, each in a line of its own. One with commas stands in
+    quotes: ["--exclude=n1,n2"]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +121,10 @@ def directives(job: Job, keys: Keys, places: Places, elements: int) -> list[str]
         )
     for line in keys.extra:
         if not line.startswith("-") or not line.isprintable():
-            raise BirlError(f"launch.extra: {line!r} is no option of sbatch, such as --constraint=h200")
+            raise BirlError(
+                f"launch.extra: {line!r} is no option of sbatch, such as --constraint=h200; one with commas stands in "
+                """quotes: 'launch.extra=["--exclude=n1,n2"]'"""
+            )
     log = str(folder(job.run).absolute()).replace("%", "%%") + ("/slurm-%A_%a.out" if keys.array else "/slurm-%j.out")
     limit = f"%{keys.at_once}" if keys.at_once else ""
     named = {
@@ -133,6 +138,8 @@ def directives(job: Job, keys: Keys, places: Places, elements: int) -> list[str]
         "open-mode": "append",
         "array": f"0-{elements - 1}{limit}" if keys.array else "",
     }
+    if bad := next((value for value in named.values() if not value.isprintable()), ""):
+        raise BirlError(f"{bad!r}: a line of #SBATCH cannot hold this. Choose another name, or another run=...")
     return [
         *(f"--{name}={shlex.quote(value)}" for name, value in named.items() if value),
         "--requeue" if keys.requeue else "--no-requeue",
@@ -163,9 +170,13 @@ def submit(job: Job, keys: Keys) -> Handle:
     done = queue.ask(submission(job), environment(job.env))
     if done.returncode:
         raise BirlError(f"Slurm did not take the job: {done.stderr.strip()}{queue.hint(done.stderr)}")
+    # ID;CLUSTER where there are several. Wrappers of sbatch print lines of their own.
+    ids = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)
+    if not ids:
+        raise BirlError(f"sbatch named no job, so `squeue` alone knows whether there is one. It printed: {done.stdout}")
     return Handle(
         where="slurm",
-        id=done.stdout.strip().partition(";")[0],  # ID;CLUSTER where there are several
+        id=ids[-1],
         run=str(job.run.absolute()),
         name=job.name,
         more=asdict(

@@ -14,9 +14,11 @@ import pytest
 from birl import BirlError, Trainer
 from birl.launch import job as jobs
 from birl.launch import launcher as places
+from birl.launch import slurm
+from birl.launch.command import keys_of, listed
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status
-from birl.launch.program import starts_when_imported
+from birl.launch.program import launch_words, starts_when_imported
 
 ROWS = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2)} for i in range(4)]
 
@@ -148,3 +150,20 @@ def test_a_script_that_would_start_again_is_noticed(tmp_path: Path) -> None:
 def test_rows_that_are_no_json_are_refused(make: Make) -> None:
     with pytest.raises(BirlError, match="cannot be written as JSON"):
         make(train_dataset=[{**row, "more": object()} for row in ROWS]).train()
+
+
+@pytest.mark.parametrize(
+    ("text", "elements"),
+    [
+        ("[--constraint=h200,--exclude=n[1-2]]", ["--constraint=h200", "--exclude=n[1-2]"]),  # of docs/launch_slurm.md
+        ("--nodelist=n[1,3]", ["--nodelist=n[1,3]"]),
+        ('["--mail-type=END,FAIL",--mem=1G]', ["--mail-type=END,FAIL", "--mem=1G"]),
+        ("'numpy>=1,<3', it's", ["numpy>=1,<3", "it's"]),
+        (" a, b ,,c,", ["a", "b", "c"]),
+        ("[]", []),
+    ],
+)
+def test_elements_of_a_list_are_whole(text: str, elements: list[str]) -> None:
+    assert listed(text) == elements
+    words = launch_words("slurm", {}, {"extra": elements, "nodes": 2})
+    assert keys_of(slurm.Keys, words)[0].extra == elements

@@ -1,6 +1,7 @@
 """`birl launch slurm` on a real Slurm of three nodes. Where only a job's life matters, its processes are stand-ins."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -143,6 +144,8 @@ def test_what_slurm_cannot_give_is_refused(tmp_path: Path, monkeypatch: pytest.M
         (Keys(time=2), "launch.signal=120 s is not before launch.time=2 min"),
         (Keys(extra=["--constraint=x\nrm"]), "launch.extra"),
         (Keys(extra=["rm -rf"]), "launch.extra"),
+        (Keys(extra=["n2"]), """one with commas stands in quotes: 'launch.extra=["--exclude=n1,n2"]'"""),
+        (Keys(account="a\nrm"), r"'a\nrm': a line of #SBATCH cannot hold this"),
         (Keys(array="seed=1"), "launch.array=seed=1: has one value only"),
     ):
         with pytest.raises(BirlError, match=re.escape(part)):
@@ -157,6 +160,21 @@ def test_what_slurm_cannot_give_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BirlError, match="sbatch is not here"):
         slurm.submit(job, Keys())
+
+
+def test_a_site_whose_sbatch_prints_more_than_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its id was all that was printed, which no command of Slurm knows."""
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    for lines, job in (("--> Verifying access (default)... OK", "4711;main"), ("", ""), ("4", "12")):
+        sbatch.write_text(f"#!/bin/sh\necho '{lines}'\necho '{job}'\n")
+        sbatch.chmod(0o755)
+        if job:
+            assert slurm.submit(stand_ins(tmp_path), Keys()).id == job.partition(";")[0]
+        else:
+            with pytest.raises(BirlError, match="sbatch named no job"):
+                slurm.submit(stand_ins(tmp_path), Keys())
 
 
 def test_the_script_can_be_read_before_it_is_handed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
