@@ -14,13 +14,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from birl.envs.calls import Threads, called
 from birl.errors import Aborted, BirlError, EngineFailed, HistoryRewritten, TooLong
-from birl.text.bounds import cannot_fit
+from birl.text.bounds import LONG, cannot_fit, characters
 from birl.text.parts import Finder, content
 from birl.types import PAST, Completion, Conversation, Engine, Message, Picture, SamplingParams, Stop, ToolCall, Turn
 from birl.waits import waiting
 
 Tools = Sequence[Mapping[str, Any]]
+#: Long prompts are rendered here. Few at once: they hold Python's lock in part.
+PROMPTS = Threads(2, "birl-prompt")
 
 
 class Translator(Protocol):
@@ -175,17 +178,19 @@ class Session:
                 "(model.max_length, at most the model's context)"
             )
         owner = owner_of(tools, agent)
-        prompt, talk = continued(self.known, self.chat, conversation, tools, owner, keep_end)
-        room = self.limits.tokens - len(prompt)
-        if room < 1:
-            raise TooLong(
-                f"a prompt of {len(prompt)} tokens leaves no room for an answer within {self.limits.tokens} "
-                "(model.max_length, at most the model's context)"
-            )
         own_stop = tuple(s for s in params.stop if s not in self.params.stop)
-        params = replace(params, seed=self.seed_of_turn(number), max_tokens=min(params.max_tokens, room))
         self._open += 1
         try:
+            asked = tuple(self.known), self.chat, conversation, tools, owner, keep_end
+            long = characters(conversation) > LONG
+            prompt, talk = await called(continued, *asked, threads=PROMPTS) if long else continued(*asked)
+            room = self.limits.tokens - len(prompt)
+            if room < 1:
+                raise TooLong(
+                    f"a prompt of {len(prompt)} tokens leaves no room for an answer within {self.limits.tokens} "
+                    "(model.max_length, at most the model's context)"
+                )
+            params = replace(params, seed=self.seed_of_turn(number), max_tokens=min(params.max_tokens, room))
             with waiting(self.name, f"turn {number}", "engine", self.limits.timeout):
                 completion = await self._generate(engine, prompt, params)
         finally:

@@ -49,7 +49,7 @@ async def messages(service: Service, request: Request) -> Response:
         service.check_prompt(visit.prompt)
         return reply
 
-    reply = await answered(request, service.read(read), service.timeout)
+    reply = await answered(request, service.read(read, request.headers), service.timeout)
     return await replied(visit, reply, request, service.timeout)
 
 
@@ -61,7 +61,9 @@ async def count_tokens(service: Service, request: Request) -> Response:
         ask.known({"model": data.get("model")}, ("model",), service)
         return len(service.chat.render(*gateway_anthropic.conversation(data)))
 
-    return JSONResponse({"input_tokens": await answered(request, service.read(count), service.timeout)})
+    return JSONResponse(
+        {"input_tokens": await answered(request, service.read(count, request.headers), service.timeout)}
+    )
 
 
 error = gateway_anthropic.error

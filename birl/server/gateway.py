@@ -18,6 +18,7 @@ import socket
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -27,12 +28,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from birl.envs.calls import called
 from birl.errors import Aborted, BirlError, EngineFailed, TooLong
-from birl.rollout.session import Session
+from birl.rollout.session import PROMPTS, Session
 from birl.server.agent_session import Answering, Reply, Visit
 from birl.server.connections import uvicorn_server
 from birl.server.dialects import modules
-from birl.server.limits import TIMEOUT, Gone, Refused, ambiguous, check_bulk, disconnected, json_object
+from birl.server.limits import TIMEOUT, Gone, Refused, ambiguous, check_bulk, disconnected, json_object, long
 from birl.server.messages import typed
 from birl.server.request_policy import Terms
 from birl.text.chat import Chat
@@ -131,7 +133,8 @@ class Gateway:
             case route if route in self.replies:
                 data = await asked(request, visit)
                 policy = replying(data.get("model"), visit.session.policies)
-                reply = self.replies[route](data, self.terms, visit)
+                read = partial(self.replies[route], data, self.terms, visit)
+                reply = await called(read, threads=PROMPTS) if long(request.headers) else read()
             case _:
                 raise Refused(404, f"{request.method} /{where}: there is no such address.", "not_found_error")
         if not isinstance(reply, Reply):

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from birl.hosts import is_own_name
 from birl.support import MOST
-from birl.text.bounds import CHARACTERS
+from birl.text.bounds import CHARACTERS, LONG
 from birl.text.parts import IMAGES
 from birl.types import SamplingParams
 
@@ -178,6 +178,12 @@ async def answered(request: Request, work: Awaitable[T], timeout: float) -> T:
         for one in (task, gone):
             one.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def long(headers: Mapping[str, str]) -> bool:
+    """Whether a body takes long to read: it has many bytes, or does not say how many."""
+    told = headers.get("content-length", "")
+    return not told.isdigit() or int(told) > LONG
 
 
 def ambiguous(headers: Mapping[str, str]) -> Refused | None:

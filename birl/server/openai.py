@@ -36,7 +36,7 @@ async def model(service: Service, request: Request) -> Response:
 
 async def completed(read: Callable[[Body, Service], Ask], service: Service, request: Request) -> Response:
     data = await json_object(request, service.most_bytes)
-    asked = await answered(request, service.read(lambda: read(data, service)), service.timeout)
+    asked = await answered(request, service.read(lambda: read(data, service), request.headers), service.timeout)
     jobs = [(prompt, p) for prompt in asked.prompts for p in service.seeded(asked.params, asked.n)]
     if asked.stream:
         return streamed(service, events(service, asked, jobs), len(jobs))  # pyright: ignore[reportReturnType]  what Starlette calls an ASGI app

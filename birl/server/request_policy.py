@@ -187,11 +187,11 @@ class Terms:
 
     def wrong(self, body: str) -> str:
         """What is wrong with the body of a grammar, which takes milliseconds to see; agents ask for the same again."""
-        if body not in self.seen:
+        if (result := self.seen.get(body)) is None:
             if len(self.seen) >= 64:
                 self.seen.clear()
-            self.seen[body] = grammar.problem(self.chat, f"start: body\nbody: {body}\n")
-        return self.seen[body]
+            self.seen[body] = result = grammar.problem(self.chat, f"start: body\nbody: {body}\n")
+        return result
 
 
 def answer_form(data: Mapping[str, Any]) -> tuple[str, str]:

@@ -46,7 +46,7 @@ class Asked:
 
 async def responses(service: Service, request: Request) -> Response:
     data = await json_object(request, service.most_bytes)
-    asked = await answered(request, service.read(lambda: read(data, service)), service.timeout)
+    asked = await answered(request, service.read(lambda: read(data, service), request.headers), service.timeout)
     (params,) = service.seeded(asked.reply.params)
     if asked.reply.stream:
         return streamed(service, events(service, asked, params), 1, asked.reply.failed)  # pyright: ignore[reportReturnType]

@@ -16,7 +16,7 @@ from birl.errors import BirlError, WeightsFailed
 from birl.models.digests import whole
 from birl.seeds import derive_seed
 from birl.server.kept import Kept
-from birl.server.limits import Gate, Refused
+from birl.server.limits import Gate, Refused, long
 from birl.server.metrics import Metrics
 from birl.server.request_policy import Terms
 from birl.server.staging import Adapters, Membership, Staging
@@ -112,6 +112,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     terms: Terms = field(init=False)
     _reader: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "requests"))
+    _long: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "long requests"))
     _control: asyncio.Lock = field(default_factory=asyncio.Lock)
     _progress: tuple[float, ...] = ()
     _moved: float = field(default_factory=time.monotonic)
@@ -142,9 +143,11 @@ class Service:
             return [params] * n
         return [replace(params, seed=derive_seed(seed, i) if i else seed) for i in range(n)]
 
-    async def read(self, parse: Callable[[], T]) -> T:
-        """What a request asks for, parsed and rendered beside the event loop: long ones delay no other request."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, parse)
+    async def read(self, parse: Callable[[], T], headers: Mapping[str, str] | None = None) -> T:
+        """What a request asks for, parsed and rendered beside the event loop. With the `headers` of one that is long it
+        delays only other long ones."""
+        reader = self._long if headers is not None and long(headers) else self._reader
+        return await asyncio.get_running_loop().run_in_executor(reader, parse)
 
     async def generate(
         self,

@@ -31,7 +31,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         special = typed(data, "add_special_tokens", bool, True)
         return service.chat.render(prompt) if special and prompt else service.chat.encode(prompt)
 
-    tokens = await answered(request, service.read(read), service.timeout)
+    tokens = await answered(request, service.read(read, request.headers), service.timeout)
     texts = [service.chat.tokenizer.convert_ids_to_tokens(t) for t in tokens] if data.get("return_token_strs") else None
     result = {"count": len(tokens), "max_model_len": service.engine.context, "tokens": tokens, "token_strs": texts}
     return JSONResponse(result)
@@ -43,7 +43,7 @@ async def detokenize(service: Service, request: Request) -> Response:
     tokens = ids(data, "tokens", service.vocabulary)
     if len(tokens) > service.engine.context:
         raise too_large("tokens", f"{len(tokens)} tokens", service.engine.context)
-    return JSONResponse({"prompt": await service.read(lambda: service.chat.decode(tokens))})
+    return JSONResponse({"prompt": await service.read(lambda: service.chat.decode(tokens), request.headers)})
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:

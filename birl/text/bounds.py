@@ -9,14 +9,21 @@ C = TypeVar("C", str, tuple[Message, ...])
 
 #: of a token, on average over a text; more are not possible in earnest
 CHARACTERS = 64
+#: characters of a prompt, or bytes of a request; one that has more is rendered beside the event loop
+LONG = 1 << 16
+
+
+def characters(conversation: Conversation) -> int:
+    if isinstance(conversation, str):
+        return len(conversation)
+    texts = (t for m in conversation for t in (m.content, m.thinking, *(call.arguments for call in m.tool_calls)))
+    return sum(map(len, texts))
 
 
 def cannot_fit(conversation: Conversation, tokens: int) -> bool:
     """Whether a conversation has more characters than so many tokens hold, which is known before it is encoded."""
-    if isinstance(conversation, str):
-        return len(conversation) > CHARACTERS * tokens
-    texts = (t for m in conversation for t in (m.content, m.thinking, *(call.arguments for call in m.tool_calls)))
-    return len(conversation) > tokens or sum(map(len, texts)) > CHARACTERS * tokens
+    many = not isinstance(conversation, str) and len(conversation) > tokens
+    return many or characters(conversation) > CHARACTERS * tokens
 
 
 def beginning(conversation: C, tokens: int) -> C:

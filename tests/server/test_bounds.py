@@ -17,6 +17,7 @@ from birl.engines.client import Client
 from birl.engines.peer import Peer
 from birl.errors import BirlError, EngineDown
 from birl.server import connections, limits
+from birl.text.bounds import LONG
 from birl.types import Message, SamplingParams
 from tests.server.running import Running, running, until
 from tests.text.test_tools import chat as chat_of
@@ -90,17 +91,20 @@ def test_prompts_are_rendered_beside_the_event_loop(server: Running, monkeypatch
     render, begun, go = server.service.chat.render, threading.Event(), threading.Event()
 
     def slow(*args: Any) -> Any:
-        begun.set()
-        assert go.wait(20)
+        if not begun.is_set():
+            begun.set()
+            assert go.wait(20)
         return render(*args)
 
     monkeypatch.setattr(server.service.chat, "render", slow)
     sent = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    path, long = "/v1/chat/completions", json.dumps(sent) + " " * LONG
     replies: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: replies.append(server.http.post("/v1/chat/completions", json=sent)))
+    asking = threading.Thread(target=lambda: replies.append(server.http.post(path, content=long)))
     asking.start()
     assert begun.wait(20)
     assert httpx.get(f"{server.url}/health").status_code == 200  # while it is rendered
+    assert httpx.post(server.url + path, json=sent, timeout=15).status_code == 200  # a short one, too
     go.set()
     asking.join(20)
     assert replies[0].status_code == 200

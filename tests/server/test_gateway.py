@@ -3,6 +3,7 @@ token."""
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from birl.rollout.assemble import samples
 from birl.rollout.session import Limits, Session
 from birl.server import gateway as module
 from birl.server.gateway import Gateway
+from birl.text.bounds import LONG, characters
 from birl.text.chat import Chat
 from birl.types import Completion, Outcome, SamplingParams, Stop, Trajectory
 from tests.rollout.scripted import CHAT, Scripted
@@ -223,6 +225,32 @@ def test_text_completions_and_models() -> None:
         assert (await here.openai.models.retrieve("some/model")).id == "some/model"
 
     played(Scripted([" two", " three"]), body)
+
+
+def test_a_long_prompt_holds_up_no_other_request() -> None:
+    """It is rendered and counted beside the event loop: 6 MB take 40 s on a slow machine."""
+    chat, go = Chat(tiny_tokenizer(template=QWEN)), threading.Event()
+    render, rendering = chat.render, []
+
+    def slow(prompt: Any, tools: Any = ()) -> tuple[int, ...]:
+        if characters(prompt) > LONG:
+            rendering.append(prompt)
+            assert go.wait(20)
+        return render(prompt, tools)
+
+    chat.render = slow  # type: ignore[method-assign]
+
+    async def body(here: Place) -> None:
+        long: Any = [{"role": "user", "content": "x" * (LONG + 1)}]
+        asking = asyncio.create_task(here.chat(long))
+        counting = asyncio.create_task(here.anthropic.messages.count_tokens(model="any", messages=long))
+        while len(rendering) < 2:
+            await asyncio.sleep(0.01)
+        assert (await here.chat()).choices[0].message.content == "a"
+        go.set()
+        assert (await asking).choices[0].message.content == "a" and (await counting).input_tokens > LONG
+
+    played(Scripted(lambda prompt: "a", chat), body)
 
 
 def test_agents_have_names() -> None:
