@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from birl.errors import BirlError, WeightsFailed, first_line
+from birl.models.device import device_of, use
 from birl.models.digests import digests, nonfinite, whole
 from birl.models.forward import forget, weights_changed
 from birl.regular import check, inside
@@ -39,6 +40,7 @@ class Weights:
                 "mismatch", "This engine was started with engine.weights=int8 and takes no new weights."
             )
         check_age(update, self.version)
+        use(device_of(self.model))  # in a thread of its own, which would launch the kernel of digests on the first GPU
         result = dict(update.tensors) or read(Path(update.folder))
         check_layouts(
             f"Version {update.version} of the weights",

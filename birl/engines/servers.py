@@ -260,7 +260,7 @@ def owed(engine: schema.Engine, learner: Learner) -> int:
     """What a server on the learner's GPU has there at least, its share of the weights [bytes]; 0 on a CPU."""
     if learner.device.type != "cuda":
         return 0
-    size = sum(p.numel() * p.element_size() for p in learner.model.parameters())
+    size = learner.dtype.itemsize * sum(p.numel() for p in learner.model.parameters())  # parts of ranks are float32
     return size // (engine.tensor_parallel * engine.pipeline_parallel)
 
 

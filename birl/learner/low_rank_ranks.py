@@ -74,7 +74,9 @@ class Copy:
         self.adapters = {n: a for n, a in self.adapters.items() if n in kept}
         for number, layers in new.items():
             parts = {name: self.base.part(name, *both) for name, both in layers.items()}
-            factors = {name: Factors(a.contiguous(), b.contiguous()) for name, (a, b) in parts.items()}
+            factors = {
+                name: Factors(*(x.contiguous().to(self.base.device) for x in both)) for name, both in parts.items()
+            }
             self.adapters[number] = AdapterWeights(number, factors)
         (own,) = self.ranks.mine(work)
         result: Any = []
@@ -209,9 +211,7 @@ class RankedBase(SharedBase):
     def learn(self, work: Work, loss: Callable[[int, Sequence[Tensor]], Tensor] | None) -> list[list[Tensor]]:
         """As on one rank. Where a rank is gone the process ends: nothing was answered, and a restart goes on."""
         adapters = {a.number: a for a, _ in work if a is not None}
-        new = {
-            n: {name: (f.a, f.b) for name, f in a.factors.items()} for n, a in adapters.items() if n not in self.known
-        }
+        new = {n: sent(a) for n, a in adapters.items() if n not in self.known}
         self.known = {n: a for n, a in self.known.items() if n not in adapters} | adapters
         while len(self.known) > len(adapters) and sum(a.nbytes for a in self.known.values()) > KEPT:
             del self.known[next(iter(self.known))]
@@ -273,6 +273,11 @@ class RankedBase(SharedBase):
 def ended(error: BaseException) -> NoReturn:
     stop_at_once(f"a rank of the learner is gone, and nothing was answered since; start again: {error}")
     raise error
+
+
+def sent(adapter: AdapterWeights) -> dict[str, tuple[Tensor, Tensor]]:
+    """In CPU memory: what is pickled on a GPU comes back on the GPU of that number, which is another rank's."""
+    return {name: (f.a.cpu(), f.b.cpu()) for name, f in adapter.factors.items()}
 
 
 def shared_out(rows: Sequence[TargetRow], ranks: int) -> list[slice]:

@@ -126,7 +126,8 @@ class LowRankRun(LowRankMasters):
     def load_gradients(self, state: Mapping[str, Tensor]) -> None:
         for name, f in self.weights.factors.items():
             if f"gradient.{name}.A" in state:
-                f.gradients = state[f"gradient.{name}.A"].clone(), state[f"gradient.{name}.B"].clone()
+                both = (state[f"gradient.{name}.{key}"].to(f.a.device, copy=True) for key in "AB")
+                f.gradients = next(both), next(both)
 
     @torch.no_grad()
     def step(self, how: AdamStep) -> float:
@@ -178,7 +179,7 @@ class LowRankRun(LowRankMasters):
             master.copy_(state[name])
             moments = {key: state.get(f"optimizer.{name}.{key}") for key in ("step", "exp_avg", "exp_avg_sq")}
             if all(value is not None for value in moments.values()):
-                kept = {k: v.clone() for k, v in moments.items() if v is not None}
+                kept = {k: v.to(master.device, copy=True) for k, v in moments.items() if v is not None}
                 kept["step"] = kept["step"].reshape(())
                 self.optimizer.state[master] = kept
         self.steps = steps

@@ -41,7 +41,8 @@ class Live(Mapping[str, Tensor]):
         else:
             assert self.kept is not None
             tensors = [self.kept[name] for name in names]
-        return torch.cat([t.detach().reshape(-1) for t in tensors])
+        # copies, and what is quantised, are in CPU memory
+        return torch.cat([t.detach().reshape(-1).to(self.device) for t in tensors])
 
     def check(self) -> None:
         """Raises `WeightsFailed` where they are gone."""
