@@ -23,9 +23,10 @@ from birl.data.messages import Shown
 from birl.data.parse import check_json, parse_csv, parse_json
 from birl.data.rows import Rows, part
 from birl.data.sources import check_place
-from birl.data.tasks import Tasks, check_answers, reader_of, teacher_named
+from birl.data.tasks import Tasks, check_answers, read_sources, reader_of, teacher_named
 from birl.envs.open import check_world
 from birl.errors import BirlError, did_you_mean
+from birl.given import Given
 from birl.hub import addressed, check_model
 from birl.learner import step_folders
 from birl.models.manifest import damage
@@ -42,19 +43,24 @@ SIZE = 2**21  # bytes of a file that is read in plain Python
 ROWS = 1000  # of it
 
 
-def check_data(config: Any) -> None:
-    """The files of data.train and data.validation, and their first rows, as `config` would read them. Raises
-    `BirlError`."""
-    data = config.data
-    for paths, limit in ((data.train, data.max_samples), (data.validation, data.max_validation_samples)):
-        for path in paths:
+def check_data(config: Any, given: Given | None = None) -> None:
+    """The files of data.train and data.validation, or the rows that a program has `given`, and their first rows, as
+    `config` would read them. Raises `BirlError`."""
+    data, given = config.data, given or Given()
+    for which, paths, own, limit in (
+        ("train", data.train, given.train, data.max_samples),
+        ("validation", data.validation, given.validation, data.max_validation_samples),
+    ):
+        for rows, _ in [] if own is None else read_sources(data, which, own):
+            _check(rows, config, which == "train")
+        for path in paths if own is None else ():
             check_place(path)
             local = Path(path).expanduser()
             if local.is_dir() and next(data_files(local), None) is None:
                 raise BirlError(f"The folder {path} holds no data files ({' '.join(FORMATS)}).")
             if local.is_file() and (table := _parsed(local)) is not None:
                 rows = Rows(str(local), [part(local.name, local.stem, table, str(local))], limit)
-                _check(rows, config, paths is data.train)
+                _check(rows, config, which == "train")
 
 
 def _parsed(path: Path) -> list[dict[str, Any]] | None:
@@ -134,8 +140,7 @@ def check_names(config: Any) -> None:
             )
     if hasattr(config, "env"):
         check_world(config.env)
-    if isinstance(engine := getattr(config, "engine", None), schema.Engine):
-        check_engine(engine)
+    check_engine(getattr(config, "engine", None))
     for key in FUNCTIONS:
         names = keys.get(key) or ()
         for name in [names] if isinstance(names, str) else names:
@@ -149,8 +154,11 @@ def check_names(config: Any) -> None:
         check_model(key, path)
 
 
-def check_engine(engine: schema.Engine) -> None:
-    """Raises `BirlError` where servers are to be started of a package that is not installed."""
+def check_engine(engine: Any) -> None:
+    """Raises `BirlError` where servers are to be started of a package that is not installed. `engine`: the section of
+    `birl rl`, or what other commands have of that name."""
+    if not isinstance(engine, schema.Engine):
+        return
     package = ENGINES[engine.kind].package if engine.kind in ENGINES else ""
     if package and not engine.attach and not engine.python and find_spec(package) is None:
         raise BirlError(

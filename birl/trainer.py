@@ -78,10 +78,8 @@ class Started:
 
     config: Any
     choices: dict[str, str]
+    _given: Given
     _named: frozenset[str]
-
-    def _begin(self) -> dict[str, Any]:
-        raise NotImplementedError
 
     def _load(self, command: str, keys: dict[str, Any]) -> None:
         """Check the configuration that the keys of a command make. Raises `BirlError`."""
@@ -89,6 +87,20 @@ class Started:
 
         words = [f"{k}={_written(v)}" for k, v in keys.items()]
         self.config, self.choices = load_with_choices(_schema(command), words)
+
+    def _check_rows(self) -> None:
+        from birl.preflight import check_data
+
+        check_data(self.config, self._given)
+
+    def _begin(self) -> dict[str, Any]:
+        from birl.preflight import check_engine, check_model
+
+        check_model("model", self.config.model.path)  # before torch is imported
+        check_engine(getattr(self.config, "engine", None))
+        from birl.train.command import train
+
+        return _started(partial(train, self.config, self.choices, given=self._given))
 
     def __getattr__(self, name: str) -> Any:
         where = f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
@@ -239,6 +251,8 @@ class Trainer(Started):
         self._load("rl", keys)
         if self._launcher:
             self._keys, self._here = named(self._launcher, keys, list(self._given.rewards), env)
+        else:
+            self._check_rows()
 
     @property
     def rollouts(self) -> Records:
@@ -246,14 +260,7 @@ class Trainer(Started):
         return Records(self.run / "rollouts.jsonl")
 
     def _begin(self) -> dict[str, Any]:
-        if self._launcher:
-            return self._elsewhere()
-        from birl.preflight import check_engine
-
-        check_engine(self.config.engine)  # before torch is imported
-        from birl.train.command import train
-
-        return _started(partial(train, self.config, self.choices, given=self._given))
+        return self._elsewhere() if self._launcher else super()._begin()
 
     def _elsewhere(self) -> dict[str, Any]:
         from birl.launch.program import Program, rows_file
@@ -537,11 +544,7 @@ class _Offline(Started):
         keys = {"model.path": model, **{k: v for k, v in sources.items() if v}, **_fitting(theirs), **(overrides or {})}
         self._load(self.command, keys)
         self._given = Given(train=_rows(train_dataset), validation=_rows(eval_dataset))
-
-    def _begin(self) -> dict[str, Any]:
-        from birl.train.command import train
-
-        return _started(partial(train, self.config, self.choices, given=self._given))
+        self._check_rows()
 
 
 class SFTTrainer(_Offline):

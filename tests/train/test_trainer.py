@@ -205,12 +205,13 @@ def test_without_max_steps_it_goes_through_the_data_once(make: Make) -> None:
         (DatasetDict(train=Dataset.from_list(ROWS)), "it has the splits train"),  # pyright: ignore
         (42, "train: a int; it takes a path, a datasets.Dataset or a list of dicts"),
         ("missing.jsonl", "missing.jsonl: no such file"),
+        ([{"prompt": "Hi"}, {"prompt": 3}], "train, row 2"),
     ],
-    ids=["empty", "no dicts", "no prompt", "splits", "no rows", "no file"],
+    ids=["empty", "no dicts", "no prompt", "splits", "no rows", "no file", "no text"],
 )
 def test_unusable_rows_are_refused_by_name(make: Make, rows: Any, message: str) -> None:
     with pytest.raises(BirlError, match=message):
-        make(train_dataset=rows).train()
+        make(train_dataset=rows)  # and not as late as at train()
 
 
 def test_the_run_folder_says_what_was_given(make: Make) -> None:

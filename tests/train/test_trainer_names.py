@@ -285,9 +285,10 @@ def test_what_a_script_of_trl_does_with_a_trainer(make: Make) -> None:
 
 
 def test_losses_of_dpo_that_trl_adds_up() -> None:
-    both = birl.DPOTrainer("x", ROWS, loss_type=["sigmoid", "sft"], loss_weights=[2.0, 1.0]).config.preference
+    rows = [{"prompt": "Hi", "chosen": "Hello", "rejected": "No"}]
+    both = birl.DPOTrainer("x", rows, loss_type=["sigmoid", "sft"], loss_weights=[2.0, 1.0]).config.preference
     assert (both.loss, both.nll_coef) == ("dpo", 0.5)
-    assert birl.DPOTrainer("x", ROWS, loss_type=["ipo"]).config.preference.loss == "ipo"
+    assert birl.DPOTrainer("x", rows, loss_type=["ipo"]).config.preference.loss == "ipo"
 
 
 @pytest.mark.parametrize("name", ["PPOTrainer", "KTOTrainer", "RLOOTrainer", "GRPOConfig", "MRLTrainer", "XPOTrainer"])
@@ -311,6 +312,11 @@ def test_weights_may_be_none_as_in_trl(make: Make) -> None:
 def test_an_engine_that_is_not_installed_is_told_before_torch(make: Make) -> None:
     with pytest.raises(BirlError, match=r"engine.kind=vllm: vllm is not installed.* -m pip install vllm"):
         make(use_vllm=True).train()
+
+
+def test_a_model_that_is_not_there_is_told_before_torch(make: Make) -> None:
+    with pytest.raises(BirlError, match=r"^model=no/such/folder: "):
+        make(model="no/such/folder").train()
 
 
 def test_a_data_frame_is_its_rows(make: Make) -> None:
