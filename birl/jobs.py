@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from birl.process import tied
+
 
 @dataclass
 class Jobs:
@@ -44,7 +46,8 @@ class Jobs:
         if self.stopped:
             return None
         print(f"{label}birl {' '.join(command)}", flush=True)
-        self.running = subprocess.Popen([sys.executable, "-m", "birl", *command], start_new_session=True, cwd=folder)
+        words = tied([sys.executable, "-m", "birl", *command])  # which ends with us, however we end
+        self.running = subprocess.Popen(words, start_new_session=True, cwd=folder)
         if self.stopped:  # the signal came between the check above and the start
             self.running.send_signal(signal.SIGTERM)
         code, self.running = self.running.wait(), None

@@ -1,5 +1,6 @@
 """The command line: dispatch, messages, exit codes, several runs, and that cheap commands stay cheap."""
 
+import errno
 import os
 import signal
 import stat
@@ -159,6 +160,30 @@ def test_errors_and_ctrl_c_have_their_exit_codes(monkeypatch: pytest.MonkeyPatch
     assert main(["rl", TRAIN]) == 130
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children of a process that is gone on Linux only")
+def test_a_job_of_multirun_ends_with_its_parent(tmp_path: Path) -> None:
+    """It trained on, without the other jobs, and held its run folder."""
+    words = ["view", str(tmp_path), "--no-browser", "--port", "0"]
+    code = f"from birl.jobs import Jobs; Jobs().start({words})"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    while "birl view: http" not in (line := parent.stdout.readline()):
+        assert line
+    parent.kill()
+    parent.communicate(timeout=60)  # the pipe is open for as long as the child lives
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python does not name the file where a write fails."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    fake(monkeypatch, "birl.train.command", train=full)
+    assert main(["rl", TRAIN]) == 2
+    assert capsys.readouterr().err.startswith("birl: No space left on device: make room on the disk")
+
+
 def test_job_names_are_unique_folder_names():
     jobs = [["optimizer.lr=1e-5", "seed=1", TRAIN], ["optimizer.lr=1e-5", "seed=2", TRAIN]]
     assert job_names(jobs, ["optimizer.lr", "seed"]) == ["lr=1e-5,seed=1", "lr=1e-5,seed=2"]
@@ -174,6 +199,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncase "$*" in *seed=2*) exit 7;; esac\n')
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr("birl.jobs.tied", list)
     return tmp_path / "calls"
 
 
@@ -213,7 +239,10 @@ def test_ctrl_c_reaches_the_job_once_and_stops_the_rest(tmp_path: Path):
         f"time.sleep(0.2); open({str(tmp_path / 'signals')!r}, 'a').write(str(len(got)))\n"
     )
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
-    code = f"import sys; from birl.cli import main; sys.executable = {str(program)!r}; sys.exit(main(sys.argv[1:]))"
+    code = (
+        f"import sys; from birl import jobs; from birl.cli import main; jobs.tied = list; "
+        f"sys.executable = {str(program)!r}; sys.exit(main(sys.argv[1:]))"
+    )
     words = ["rl", TRAIN, "seed=1,2", "--multirun"]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -26,6 +26,7 @@ from birl.errors import BirlError, did_you_mean, tell, tell_traceback
 from birl.exits import INTERRUPTED, MISTAKE, Terminated, code_of, terminable, terminate
 
 COMMANDS = tuple(BY_NAME)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of writes, whose errors do not name the file
 
 
 def load(name: str) -> Any:
@@ -77,7 +78,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except OSError as error:  # damage, a full disk, missing rights: the file and the reason say all
         if error.filename is None:
-            raise
+            if error.errno not in FULL:
+                raise
+            tell(BirlError(f"{error.strerror}: make room on the disk, then start the same command again."))
+            return MISTAKE
         name = str(error.filename)
         key, why = "", str(error.strerror or error)
         if error.errno == errno.ENAMETOOLONG:

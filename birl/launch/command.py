@@ -15,6 +15,7 @@ from birl.flags import Flag, taken
 from birl.launch.job import Job, derive
 from birl.launch.launcher import FILE, WHERE, Handle, find, launcher
 from birl.preflight import check_names
+from birl.visible import visible
 
 PREFIX = "launch."
 HERE = ("local", "torchrun")  # what a configuration names must be on this machine
@@ -116,7 +117,8 @@ def status(words: list[str]) -> int:
     result = launcher(handle.where).status(handle)
     print(f"{handle.name}: {handle.where} {handle.id}")
     for line in result:
-        print(f"  {f'{line.role} {line.index}':<14} {line.state:<11} {line.where:<24} {line.detail}".rstrip())
+        text = f"  {f'{line.role} {line.index}':<14} {line.state:<11} {line.where:<24} {line.detail}"
+        print(visible(text).rstrip())  # the detail is what a process printed last
     return 1 if any(line.state == "failed" for line in result) else 0
 
 

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from birl.errors import BirlError
 from birl.regular import check_target, open_regular, read_bytes, read_text
+from birl.track.runs import began_at
 
 FOLDER = "launch"  # of a run
 PLAN, STATE, LOCK, LOG, WANTED = "plan.json", "state.json", "supervisor.lock", "supervisor.log", "engines.wanted"
@@ -161,11 +162,14 @@ def supervised(folder: Path) -> int:
     share theirs: else two who look at once would take each other for a supervisor that ended long ago."""
     try:
         with open_regular(folder / LOCK) as file:
+            pid, began, *_ = (*file.read(100).decode("ascii", "replace").split(), "", "")
+            number = int(pid) if pid.isdecimal() else -1
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                text = file.read(20).strip()
-                return int(text) if text.isdigit() else -1
+                return number
+            except OSError:  # a disk without locks, as Lustre may be
+                return number if began and began == began_at(number) else 0
     except FileNotFoundError:
         pass
     return 0
@@ -181,11 +185,16 @@ def lock(folder: Path, patience: int = 20) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
+            except OSError as error:
+                if not isinstance(error, BlockingIOError) and not supervised(folder):
+                    break
                 if not left:
                     raise BirlError(f"{folder.parent} is supervised already by process {supervised(folder)}") from None
                 time.sleep(0.05)
         file.truncate(0)
-        file.write(f"{os.getpid()}\n")
+        file.write(f"{os.getpid()}\n{began_at(os.getpid())}\n")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            file.truncate(0)

@@ -201,7 +201,7 @@ class Supervisor:
     def leader(self) -> int:
         """Rank 0, where the learner is torchrun: it has the run folder."""
         with contextlib.suppress(OSError, ValueError, IndexError):
-            pid = int(read_text(Path(self.plan.run) / ".lock"))
+            pid = int(read_text(Path(self.plan.run) / ".lock").split()[0])
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             return pid if parent == self.learner.pid else 0
         return 0

@@ -144,8 +144,8 @@ def prune(root: Path, keep_last: int, keep: set[int]) -> list[Path]:
     for path in removed:
         if path.suffix == ".part":
             clear(path)
-        else:
-            shutil.rmtree(path)
+        else:  # half deleted it must not count as a checkpoint, nor stay for ever as a damaged one
+            shutil.rmtree(path.rename(path.with_name(f"{path.name}.part")))
     return removed
 
 

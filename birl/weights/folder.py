@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from birl.errors import BirlError, WeightsFailed, first_line
-from birl.regular import clear, inside, read_json
+from birl.regular import clear, inside, read_json, write_whole
 from birl.types import Update
 from birl.weights.gathered import Gathered
 
@@ -55,10 +55,8 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor] | Gathered, be
 
 def announce(root: Path, update: Update) -> None:
     """Readers of `root` find this version from now on."""
-    new = root / f".{LATEST}.{os.getpid()}"
     row = {"version": update.version, "folder": Path(update.folder).name, "anew": update.anew}
-    new.write_text(json.dumps({**row, "digests": dict(update.digests)}))
-    new.rename(root / LATEST)
+    write_whole(root / LATEST, json.dumps({**row, "digests": dict(update.digests)}).encode())
 
 
 def latest(root: Path) -> Update | None:

@@ -1,5 +1,6 @@
 """`birl launch local` with real processes: they are supervised, and survive what happens to processes."""
 
+import errno
 import fcntl
 import json
 import os
@@ -187,6 +188,24 @@ def test_who_looks_for_a_supervisor_is_not_taken_for_one(tmp_path: Path) -> None
     with files.lock(tmp_path):
         assert supervised(tmp_path) == os.getpid()
     assert supervised(tmp_path) == 0 and supervised(tmp_path / "nothing") == 0
+
+
+def test_a_disk_without_locks_has_one_supervisor_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre, say: the supervisor ended with a traceback."""
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(files.fcntl, "flock", none)
+    with files.lock(tmp_path):
+        assert supervised(tmp_path) == os.getpid()
+        with pytest.raises(BirlError, match=f"is supervised already by process {os.getpid()}"), files.lock(tmp_path, 2):
+            pass
+    assert supervised(tmp_path) == 0
+    (tmp_path / LOCK).write_text(f"{os.getpid()}\n1\n")  # of an earlier process with our number
+    assert supervised(tmp_path) == 0
+    with files.lock(tmp_path):
+        assert supervised(tmp_path) == os.getpid()
 
 
 def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:

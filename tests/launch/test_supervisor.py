@@ -8,11 +8,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from birl.cli import main
 from birl.launch import plan as files
+from birl.launch.launcher import Handle
 from birl.launch.plan import LaunchPlan, State, read_state
+from birl.launch.supervisor import Supervisor
+from birl.process import ProcessGroup
 from tests.launch.jobs import alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes end with their supervisor on Linux only")
@@ -116,3 +122,21 @@ def test_engines_come_and_go_and_are_started_again(start: Callable[..., Supervis
     while any(map(alive, processes)):  # they end with it
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_the_rank_below_torchrun_is_told_also_where_the_disk_has_no_locks(tmp_path: Path) -> None:
+    """Its lock file has more lines there; torchrun itself got the signal, and ended all ranks before they had saved."""
+    (tmp_path / ".lock").write_text(f"{os.getpid()}\n12345\nhost\n")
+    job = Supervisor(LaunchPlan(name="x", run=str(tmp_path), learner=("torchrun",)))
+    job.learner.process = cast(ProcessGroup, SimpleNamespace(pid=os.getppid()))
+    assert job.leader() == os.getpid()
+
+
+def test_what_a_process_printed_last_moves_no_cursor(
+    start: Callable[..., Supervised], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = start("print('\\x1b[2Jgone'); raise SystemExit(2)")
+    run = str(Path(job.over() and job.plan.run))
+    Handle(where="local", id="1", run=run, name="x").save()
+    assert main(["status", run]) == 1
+    assert "⟪U+001B⟫[2Jgone" in capsys.readouterr().out

@@ -112,6 +112,25 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert [s.step for s in step_folders.saved(tmp_path)] == [1, 3, 4]
 
 
+def test_a_kill_while_an_old_one_is_deleted_leaves_none_that_is_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as a checkpoint, or, without its state, stayed for ever."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, tensors(), {})
+
+    def killed(path: Path) -> None:
+        (Path(path) / "state.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        patches.setattr(step_folders.shutil, "rmtree", killed)
+        step_folders.prune(tmp_path, 1, set())
+    assert [s.step for s in step_folders.saved(tmp_path)] == [2]
+    step_folders.prune(tmp_path, 1, set())
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
 def test_prune_leaves_a_run_what_it_is_writing(tmp_path: Path) -> None:
     """`birl checkpoints RUN prune 1` beside a run that saves."""
     checkpoint.save(tmp_path, 4, tensors(), {})
