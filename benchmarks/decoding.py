@@ -14,7 +14,7 @@ from torch import Tensor
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.pages import sharing
 from birl.engine.scheduler import ScheduledTokens
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.models.slots import page_bytes
 from birl.types import SamplingParams
 

@@ -29,7 +29,7 @@ from birl.config import schema
 from birl.data.trees import Tree
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import open_engine
-from birl.kernels import BLOCK
+from birl.kernels.tensors import BLOCK
 from birl.learner.policy import Policy, load_policy
 from birl.models.attention import Packed
 from birl.models.forward import head, hidden_states, logits

@@ -19,7 +19,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from birl.kernels import ADD, KEEP, ROUND, Kernels, PackedWeight
+from birl.kernels import ADD, KEEP, ROUND, Kernels
+from birl.kernels.tensors import PackedWeight
 from birl.models.decoder import Decoder
 from birl.models.matrix import Matrix
 from birl.models.shape import CHUNK
@@ -44,9 +45,9 @@ def room(use: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def ours(k: Kernels, x: Tensor, weight: PackedWeight, y: Tensor, mode: int) -> Call:
-    """y = x W' by `Kernels.gemm`, with the addresses taken beforehand."""
+    """y = x W' by `Kernels.gemm`, without its checks."""
     gemm, alive = k.lib.gemm, (x, weight, y)
-    words = (x.data_ptr(), x.stride(0), weight.data.data_ptr(), None, y.data_ptr(), y.stride(0))
+    words = (x, x.stride(0), weight.data, None, y, y.stride(0))
     sizes = (len(y), weight.rows, x.shape[1], mode)
 
     def product() -> object:

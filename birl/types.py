@@ -136,7 +136,7 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None takes one from the system. The
     first tokens are `forced`, if any: taken instead of drawn, with the log-probs they have. With max_tokens =
-    len(forced) and ignore_eos that scores a given answer. `support`: the completion says which words each token was
+    len(forced) and ignore_eos that scores a given answer. `support`: the completion says which tokens each was
     drawn from; `top_k` must bound their number.
 
     Example: SamplingParams(max_tokens=64, temperature=1.0, stop=("</answer>",), seed=7)
@@ -171,7 +171,7 @@ class Completion:
     the weights that sampled it. Token ids, never text. The end token is part of it when it was sampled, and absent when
     it was not. `routes`: which experts computed each token of the prompt and of the answer but its last, equally many
     bytes for each (`birl/models/routing.py`); empty where the engine does not tell. `support`: what each token was
-    drawn from, where that was asked for and words were left out. `cached`: tokens of the prompt that the engine had
+    drawn from, where that was asked for and some were left out. `cached`: tokens of the prompt that the engine had
     computed before; it makes no difference to the answer.
 
     Columns may be given as any sequence of numbers; they become arrays: int32 or float32. Raises `ValueError` where

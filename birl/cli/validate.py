@@ -21,7 +21,7 @@ from birl.envs.open import World, check_world, open_world
 from birl.errors import BirlError
 from birl.learner.rewards import check_served, make_rewards, started
 from birl.parallel.machine import compute_thread
-from birl.rollout.episode import describe
+from birl.rollout.episode import detail_of
 from birl.rollout.group import Rollout, Scorer
 from birl.rollout.scorer import scorer
 from birl.rollout.session import Tools
@@ -131,12 +131,12 @@ async def problem(config: schema.Eval, world: World, score: Scorer | None, tasks
     except BirlError as error:
         return str(error)
     except Exception as error:
-        return f"cannot be opened: {describe(error)}"
+        return f"cannot be opened: {detail_of(error)}"
     try:
         engine = Gold(replies(env, task))
     except Exception as error:
         await called(env.close)
-        return str(error) if isinstance(error, BirlError) else f"has no gold replies: {describe(error)}"
+        return str(error) if isinstance(error, BirlError) else f"has no gold replies: {detail_of(error)}"
     limits = limits_in(world, config.env, tokens=sys.maxsize)
     rollout = Rollout(engine=engine, chat=engine, open_env=lambda _: env, score=score, limits=limits, seed=config.seed)
     group = await rollout.group(0, task, 1, SamplingParams(max_tokens=1))

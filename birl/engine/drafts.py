@@ -4,7 +4,7 @@ same prompt. Pure Python.
 When only a few long answers are left, a step spends its time reading the weights, and computing 16 rows takes as long
 as computing one. So the spare rows compute guessed tokens. Token t of a request is what its t-th random number picks
 from the distribution after t - 1 tokens, whether that was computed one step at a time or several at once: a guess is
-right or wrong, and nothing that is sampled changes (`EmbeddedEngine.step` compares).
+right or wrong, and nothing that is sampled changes (`Steps.step` compares).
 """
 
 from collections import OrderedDict

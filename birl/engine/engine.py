@@ -17,26 +17,22 @@ import asyncio
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
-from dataclasses import dataclass, fields, replace
-from itertools import islice
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from birl.engine.drafts import REMEMBERED, Drafts
-from birl.engine.graphs import AHEAD
 from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request, TopLogprobs
 from birl.engine.runner import Runner
-from birl.engine.sampler import given, sample, top_logprobs
-from birl.engine.scheduler import ScheduledTokens, Scheduler
-from birl.engine.truncation import supports
+from birl.engine.scheduler import Scheduler
+from birl.engine.steps import Counters, Steps
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
 from birl.models.forward import head
-from birl.models.low_rank import HEAD, AdapterWeights
+from birl.models.low_rank import AdapterWeights
 from birl.models.slots import page_bytes, state_bytes
 from birl.models.vision import sight
 from birl.parallel.machine import check_returned, give_back, held_memory
@@ -48,26 +44,7 @@ from birl.types import Completion, Held, SamplingParams, Stop, Update
 from birl.waits import alive
 
 
-@dataclass(slots=True)
-class Counters:
-    tokens: int = 0  # sampled
-    scored: int = 0  # given ones that only got their log-prob
-    dropped: int = 0  # sampled in vain: the caller was cancelled
-    prefilled: int = 0  # prompt tokens that were computed: those of a group once,
-    reused: int = 0  # and tokens that were not, as their pages were there
-    drafted: int = 0  # tokens that were guessed (`engine/drafts.py`),
-    accepted: int = 0  # and those of them that were right
-    seconds: float = 0.0  # spent computing
-    running: int = 0
-    waiting: int = 0
-    finished: int = 0
-    restarts: int = 0  # times that keys and values were computed anew because the weights had changed
-
-    def since(self, before: "Counters") -> "Counters":
-        return Counters(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(Counters)))
-
-
-class EmbeddedEngine:
+class EmbeddedEngine(Steps):
     """Implements `birl.types.Engine`.
 
     `version` is asked for at every step, and stamped on the tokens of that step; without it the engine has weights of
@@ -367,111 +344,3 @@ class EmbeddedEngine:
         self.counters.running, self.counters.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self.counters.reused = self.scheduler.reused
         return finished
-
-    def step(self) -> list[Request]:
-        """One token for every running request; more where guesses were right, or where that needs no decision of ours.
-        What cannot be captured, prompts above all, runs before the graphed rows, not instead. Returns those that
-        ended."""
-        plan = self.scheduler.plan()
-        graphed = [self.runner.captures(work) for work in plan]
-        if not all(graphed):
-            self.single([work for work, captured in zip(plan, graphed, strict=True) if not captured])
-        if any(graphed):
-            self.burst([work for work, captured in zip(plan, graphed, strict=True) if captured])
-        finished = self.scheduler.retire()
-        self.counters.finished += len(finished)
-        return finished
-
-    def single(self, plan: list[ScheduledTokens]) -> None:
-        """One forward pass; rows of one adapter lie together."""
-        plan.sort(key=lambda work: -work.request.first)
-        hidden = self.runner.run(plan)
-        params: list[SamplingParams] = []
-        uniforms: list[float] = []
-        for work in plan:
-            work.request.computed += len(work.tokens)
-            if work.start < len(work.request.prompt):
-                self.counters.prefilled += len(work.tokens)
-            for request in work.samplers:
-                params += [request.params] * (len(work.drafts) + 1)
-                uniforms += request.uniforms(len(work.drafts) + 1)
-        if not params:
-            return
-        scored: dict[Request, list[tuple[int, float]]] = {}
-        if any(r.forced or r.guide or (r.adapter and HEAD in r.adapter.factors) for w in plan for r in w.samplers):
-            scores = self.runner.logits(plan, hidden)
-            scored = self.score(plan, scores)
-            self.restrict(plan, scores)
-            drawn = sample(scores, params, uniforms, self.runner.kernels)
-        else:
-            drawn = self.runner.sample(hidden, params, uniforms)
-        pairs = zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)
-        kept = iter(supports(drawn.kept, params))
-        for work in plan:
-            for request in work.samplers:
-                result = [next(pairs) for _ in range(len(work.drafts) + 1)]
-                own = zip(scored.get(request, result), islice(kept, len(result)), strict=True)
-                # a given token outside of its support counts as drawn from all tokens
-                each = [(*pair, self.version, k if k is None or pair[0] in k else None) for pair, k in own]
-                if not (request.guide and request.aborted):  # else it allows none
-                    self.append(request, each, work.drafts)
-
-    def score(self, plan: list[ScheduledTokens], logits: Tensor) -> dict[Request, list[tuple[int, float]]]:
-        """For requests whose next tokens are given: these, with their log-probs."""
-        result: dict[Request, list[tuple[int, float]]] = {}
-        end = 0
-        for work in plan:
-            start, end = end, end + len(work.samplers) * (len(work.drafts) + 1)
-            if work.complete and work.request.forced:
-                tokens = work.request.forced[: len(work.drafts) + 1]
-                asked = work.request.params
-                logprobs = given(logits[start:end], tokens, asked, self.runner.kernels)
-                if asked.told and logprobs.isinf().any():
-                    whole = replace(asked, top_k=0, top_p=1.0, min_p=0.0)
-                    others = given(logits[start:end], tokens, whole, self.runner.kernels)
-                    logprobs = others.where(logprobs.isinf(), logprobs)
-                result[work.request] = list(zip(tokens, logprobs.tolist(), strict=True))
-                if work.request.best is not None:
-                    best = work.request.best
-                    best.places += top_logprobs(logits[start:end], result[work.request], best.count)
-        return result
-
-    def restrict(self, plan: list[ScheduledTokens], logits: Tensor) -> None:
-        """Only what guides allow keeps its probability."""
-        row = 0
-        for work in plan:
-            for request in work.samplers:
-                if request.guide is not None:
-                    allowed = torch.from_numpy(request.guide.allowed(logits.shape[1]))
-                    request.aborted = request.aborted or not bool(allowed.any())
-                    if not request.aborted:
-                        logits[row].masked_fill_(~allowed.to(logits.device), float("-inf"))
-                row += len(work.drafts) + 1
-
-    def append(self, request: Request, drawn: list[tuple[int, float, int, Any]], drafts: list[int]) -> None:
-        """What was drawn for a request: its next token, and the ones behind as far as the guesses were right."""
-        given, right = bool(request.forced), 0
-        request.append(*drawn[0])
-        while right < len(drafts) and request.tokens[-1] == drafts[right] and request.stop is None:
-            right += 1
-            request.append(*drawn[right])
-        request.computed += right
-        if given:
-            self.counters.scored += right + 1
-            return
-        if drafts:
-            self.scheduler.drafts.judge(request, right)
-        self.counters.tokens += right + 1
-        self.counters.drafted += len(drafts)
-        self.counters.accepted += right
-
-    def burst(self, plan: list[ScheduledTokens]) -> None:
-        """Some tokens for each, by captured graphs; what was sampled behind an end is dropped."""
-        made = self.runner.burst(plan, self.scheduler.look_ahead(plan, AHEAD))
-        for work, *drawn in zip(plan, *made, strict=True):
-            for token, logprob, support in zip(*drawn, strict=True):
-                work.request.append(token, logprob, self.version, support)
-                work.request.computed += 1
-                self.counters.tokens += 1
-                if work.request.stop is not None:
-                    break

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from birl.engine.sampler import draw
 from birl.engine.truncation import limits_of, room_of, supports
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.models.forward import hidden_states
 from birl.models.fused import power_of_two
 from birl.models.paged import Cache, Paged

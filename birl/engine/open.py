@@ -10,7 +10,7 @@ from birl.config import schema
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.pages import pages_for
 from birl.errors import BirlError
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.learner.policy import Policy
 from birl.models.forward import head
 from birl.models.load import end_ids

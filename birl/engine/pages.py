@@ -9,7 +9,7 @@ first, and of a sequence the last page. So the page before a known one is known,
 import heapq
 from dataclasses import dataclass, field
 
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 
 FIRST = -1  # in place of the page before the first
 

@@ -15,7 +15,7 @@ from birl.engine.looks import Looks
 from birl.engine.pages import Pages, sharing
 from birl.engine.sampler import Drawn, checked, sample
 from birl.engine.scheduler import ScheduledTokens
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states, logits
 from birl.models.fused_decoder import fused_for

@@ -15,7 +15,7 @@ from birl.engine.drafts import Drafts
 from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
 from birl.errors import BirlError
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.text.pictures import is_picture
 from birl.types import Stop
 

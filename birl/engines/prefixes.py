@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import Generic, TypeVar
 
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 
 T = TypeVar("T")
 REMEMBERED = 262_144  # pages

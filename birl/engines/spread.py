@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 
-from birl.engine.engine import Counters, EmbeddedEngine
+from birl.engine.engine import EmbeddedEngine
+from birl.engine.steps import Counters
 from birl.engines.client import Client
 from birl.engines.prefixes import Sessions
 from birl.spans import answered, engine_name

@@ -14,64 +14,40 @@ size, D head size, V vocabulary.
 
 import ctypes
 import functools
-import hashlib
-import os
-import shutil
 import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from birl.cache import alone, cache_folder, sweep
-from birl.errors import BirlError
-from birl.kernels.instructions import NATIVE, flags, marches, processor
+from birl.kernels.compiling import build, problem
+from birl.kernels.instructions import marches
+from birl.kernels.tensors import (
+    BLOCK,
+    CELL,
+    LANES,
+    PANEL,
+    STRETCH,
+    Checks,
+    PackedWeight,
+    coded_size,
+    declare,
+    expect,
+    multiple,
+    packed_size,
+    require,
+)
 
-HERE = Path(__file__).parent
-FLAGS = ["-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility=hidden", "-w"]
-PAGE = 32  # positions in a page of the KV cache (attention.c)
-CELL, STRETCH = 64, 1024  # words of a vocabulary that are summed together (vocabulary.h)
-PANEL = 16  # rows of a weight that are packed together (tile.h)
-LANES = 16  # numbers that are computed together (common.h)
-BLOCK = 32  # columns of a weight that are packed together (tile.h)
 ROUND, KEEP, ADD, HALVES, SWIGLU = 0, 1, 2, 3, 4  # what gemm does with its float32 sums (layers.h)
-CODES = 8  # with one of these: the weight is in int8
 
 
-@dataclass(slots=True)
-class PackedWeight:
-    """A weight [N, K], or several below one another, in the layout that `Kernels.gemm` reads."""
-
-    data: Tensor
-    rows: int
-    columns: int
-    halves: bool = False  # two weights whose panels take turns, so that a thread has both sides of a SwiGLU
-
-    @property
-    def codes(self) -> int:
-        """`CODES` where it is in int8, else 0."""
-        return CODES if self.data.dtype == torch.int8 else 0
-
-
-class Kernels:
+class Kernels(Checks):
     """The functions of one compiled library. `dtype` is the type of weights and activations."""
 
     def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype, head_dim: int) -> None:
         self.lib, self.dtype, self.head_dim = lib, dtype, head_dim
-        pointer, number, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-        codes = {"p": pointer, "n": number, "f": real, "i": ctypes.c_int}
-        for name, signature in SIGNATURES.items():
-            if hasattr(lib, name):
-                function = getattr(lib, name)
-                function.argtypes = [codes[c] for c in signature]
-                function.restype = number if name.startswith("check_") else None
-        lib.team_size.restype = number
+        declare(lib)
         self.isa = ""
         if dtype == torch.bfloat16:
             lib.gemm_start.restype = ctypes.c_char_p
@@ -83,7 +59,7 @@ class Kernels:
         """x / sqrt(mean(x^2) + eps) * weight: x [T, H] float32 -> [T, H]; `rstd` [T] receives the first factor."""
         self._norm(x, weight, rstd)
         h = torch.empty(x.shape, dtype=self.dtype)
-        self.lib.rms_norm(_p(x), _p(weight), _p(h), _p(rstd), x.shape[0], x.shape[1], eps)
+        self.lib.rms_norm(x, weight, h, rstd, x.shape[0], x.shape[1], eps)
         return h
 
     def rms_norm_backward(
@@ -97,9 +73,7 @@ class Kernels:
         if rounded is not None:
             expect(rounded, self.dtype, *x.shape)
         parts = torch.zeros(self.lib.team_size(), x.shape[1], dtype=torch.float32)
-        self.lib.rms_norm_backward(
-            _p(x), _p(weight), _p(rstd), _p(grad_h), _p(grad_x), _p(rounded), _p(parts), x.shape[0], x.shape[1]
-        )
+        self.lib.rms_norm_backward(x, weight, rstd, grad_h, grad_x, rounded, parts, x.shape[0], x.shape[1])
         return parts.sum(0)
 
     def rotary(self, rows: Tensor, heads: int, cosine: Tensor, sine: Tensor, inverse: bool = False) -> None:
@@ -108,7 +82,7 @@ class Kernels:
         self._angles(cosine, sine, len(rows))
         require(0 <= heads * self.head_dim <= rows.shape[1], f"{heads} heads in rows of {rows.shape[1]}")
         direction = -1.0 if inverse else 1.0
-        self.lib.rotary(_p(rows), _p(cosine), _p(sine), rows.shape[0], heads, rows.stride(0), direction)
+        self.lib.rotary(rows, cosine, sine, rows.shape[0], heads, rows.stride(0), direction)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: [T, 2 I] -> [T, I]."""
@@ -116,7 +90,7 @@ class Kernels:
         expect(gate_up, self.dtype, rows, width)
         multiple(width, 2 * LANES)
         y = torch.empty(rows, width // 2, dtype=self.dtype)
-        self.lib.swiglu(_p(gate_up), _p(y), rows, width // 2)
+        self.lib.swiglu(gate_up, y, rows, width // 2)
         return y
 
     def swiglu_backward(self, gate_up: Tensor, grad_y: Tensor) -> Tensor:
@@ -126,7 +100,7 @@ class Kernels:
         expect(gate_up, self.dtype, rows, 2 * width)
         multiple(width, LANES)
         y = torch.empty_like(grad_y)
-        self.lib.swiglu_backward(_p(gate_up), _p(grad_y), _p(y), *grad_y.shape)
+        self.lib.swiglu_backward(gate_up, grad_y, y, *grad_y.shape)
         return y
 
     def pack(
@@ -154,7 +128,7 @@ class Kernels:
         expect(data, torch.bfloat16, size)
         done = 0
         for weight, size in zip(weights, sizes, strict=True):
-            self.lib.gemm_pack(_p(weight), _p(data), size, inner, done, columns, int(transposed), 2 if halves else 1)
+            self.lib.gemm_pack(weight, data, size, inner, done, columns, int(transposed), 2 if halves else 1)
             done += PANEL if halves else size
         return PackedWeight(data, rows, columns, halves)
 
@@ -172,7 +146,7 @@ class Kernels:
         expect(data, torch.int8, coded_size(rows, inner))
         done = 0
         for weight in weights:
-            self.lib.gemm_encode(_p(weight), _p(data), len(weight), inner, done, 2 if halves else 1)
+            self.lib.gemm_encode(weight, data, len(weight), inner, done, 2 if halves else 1)
             done += PANEL if halves else len(weight)
         return PackedWeight(data, rows, inner, halves)
 
@@ -186,8 +160,7 @@ class Kernels:
         multiple(x.rows, PANEL)
         mode = ADD if add else KEEP
         self.lib.gemm_outer(
-            *(_p(grad), grad.stride(0), _p(x.data), _p(into), into.stride(0)),
-            *(grad.shape[1], x.rows, grad.shape[0], mode),
+            grad, grad.stride(0), x.data, into, into.stride(0), grad.shape[1], x.rows, grad.shape[0], mode
         )
 
     def gemm(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
@@ -212,8 +185,7 @@ class Kernels:
         expect(y, torch.float32 if mode in (KEEP, ADD) else self.dtype, len(x), width, apart=True)
         self._product(weight, bias, codes=True)
         self.lib.gemm(
-            *(_p(x), x.stride(0), _p(weight.data), _p(bias), _p(y), y.stride(0)),
-            *(x.shape[0], weight.rows, x.shape[1], mode | weight.codes),
+            x, x.stride(0), weight.data, bias, y, y.stride(0), x.shape[0], weight.rows, x.shape[1], mode | weight.codes
         )
 
     def tree_attention(
@@ -228,8 +200,7 @@ class Kernels:
         out = torch.empty(rows, heads * self.head_dim, dtype=self.dtype)
         lse = torch.empty(rows, heads, dtype=torch.float32)
         self.lib.tree_attention(
-            *(_p(query), _p(key), _p(value), query.stride(0), _p(out), _p(lse)),
-            *(_p(segments), len(segments), heads, key.shape[1], scale, window),
+            query, key, value, query.stride(0), out, lse, segments, len(segments), heads, key.shape[1], scale, window
         )
         return out, lse
 
@@ -258,8 +229,8 @@ class Kernels:
         expect(lse, torch.float32, rows, heads)
         self._segments(segments, rows)
         self.lib.tree_attention_backward(
-            *(_p(query), _p(key), _p(value), query.stride(0), _p(out), _p(lse), _p(grad_out), *map(_p, grads)),
-            *(_p(segments), len(segments), query.shape[1], key.shape[1], scale, window),
+            *(query, key, value, query.stride(0), out, lse, grad_out, *grads, segments, len(segments), query.shape[1]),
+            *(key.shape[1], scale, window),
         )
 
     def cache_write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, pages: Tensor, places: Tensor):
@@ -268,10 +239,7 @@ class Kernels:
         self._groups(key.shape[1], key.shape[1], value.shape[1])
         self.check_pages(keys, values, key.shape[1])
         self._places(pages, places, key.shape[0], keys.shape[0])
-        self.lib.cache_write(
-            *(_p(key), _p(value), key.stride(0), _p(keys), _p(values), _p(pages), _p(places)),
-            *(key.shape[0], key.shape[1]),
-        )
+        self.lib.cache_write(key, value, key.stride(0), keys, values, pages, places, key.shape[0], key.shape[1])
 
     def paged_attention(
         self,
@@ -294,8 +262,8 @@ class Kernels:
         self._table((table, lengths, starts, shared), rows, keys.shape[0])
         out = torch.empty(rows, heads * self.head_dim, dtype=self.dtype)
         self.lib.paged_attention(
-            *(_p(query), query.stride(0), _p(out), _p(keys), _p(values), _p(table), table.shape[1]),
-            *(_p(lengths), _p(starts), _p(shared), len(shared), heads, keys.shape[1], scale, window),
+            *(query, query.stride(0), out, keys, values, table, table.shape[1], lengths, starts, shared, len(shared)),
+            *(heads, keys.shape[1], scale, window),
         )
         return out
 
@@ -332,35 +300,31 @@ class Kernels:
         self._places(pages, places, len(x), total)
         self._table((table, lengths, starts, shared), len(x), total)
         self.lib.paged_stack(
-            *(_p(layers), len(layers), _p(x), _p(cosine), _p(sine), _p(pages), _p(places), _p(table), table.shape[1]),
-            *(_p(lengths), _p(starts), _p(shared), len(shared), int(apart), codes, _p(scratch), len(x), *sizes),
-            *(eps, scale),
+            *(layers, len(layers), x, cosine, sine, pages, places, table, table.shape[1], lengths, starts, shared),
+            *(len(shared), int(apart), codes, scratch, len(x), *sizes, eps, scale),
         )
 
     def logprobs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """logits [N, V] float32 -> log softmax(logits / temperature)[target], log-normaliser, entropy, each [N]."""
         expect(logits, torch.float32, *logits.shape[:2])
-        self._words(targets, *logits.shape)
+        self._tokens(targets, *logits.shape)
         logp, norm, entropy = torch.empty(3, len(logits), dtype=torch.float32).unbind()
-        self.lib.logprobs(*(_p(logits), _p(targets), temperature, _p(logp), _p(norm), _p(entropy)), *logits.shape)
+        self.lib.logprobs(logits, targets, temperature, logp, norm, entropy, *logits.shape)
         return logp, norm, entropy
 
     def head_logprobs(
         self, hidden: Tensor, head: PackedWeight, bias: Tensor | None, targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same of the logits hidden W' + bias, hidden [N, K], which are never all in memory. Bit-identical."""
-        rows, words = len(hidden), head.rows
+        rows, vocabulary = len(hidden), head.rows
         expect(hidden, self.dtype, rows, head.columns, apart=True)
         self._product(head, bias)
-        self._words(targets, rows, words)
+        self._tokens(targets, rows, vocabulary)
         logp, norm, entropy = torch.empty(3, rows, dtype=torch.float32).unbind()
-        masses, (peaks, tilts) = (
-            torch.empty(rows, -(-words // CELL), dtype=torch.float32),
-            torch.empty(2, rows, -(-words // STRETCH), dtype=torch.float32),
-        )
+        masses, (peaks, tilts) = _sums(rows, vocabulary)
         self.lib.head_logprobs(
-            *(_p(hidden), hidden.stride(0), _p(head.data), _p(bias), _p(targets), temperature),
-            *(_p(logp), _p(norm), _p(entropy), _p(peaks), _p(masses), _p(tilts), rows, words, head.columns),
+            *(hidden, hidden.stride(0), head.data, bias, targets, temperature, logp, norm, entropy, peaks, masses),
+            *(tilts, rows, vocabulary, head.columns),
         )
         return logp, norm, entropy
 
@@ -375,217 +339,50 @@ class Kernels:
         grad_entropy: Tensor | None,
         first: int,
     ) -> Tensor:
-        """Gradient by the logits of the words first, first + 1, ...: words are rows, [W, N] -> [W, N] in this type, N
+        """Gradient by the logits of the tokens first, first + 1, ...: tokens are rows, [V, N] -> [V, N] in this type, N
         padded to 32 with zeros."""
-        words, count = logits.shape
-        expect(logits, torch.float32, words, count)
+        vocabulary, count = logits.shape
+        expect(logits, torch.float32, vocabulary, count)
         expect(targets, torch.int64, count)
         for each in (norm, entropy, grad_logp, grad_entropy):
             if each is not None:
                 expect(each, torch.float32, count)
-        grad = torch.empty(words, -(-count // 32) * 32, dtype=self.dtype)
+        grad = torch.empty(vocabulary, -(-count // 32) * 32, dtype=self.dtype)
         self.lib.logprobs_backward(
-            *(_p(logits), _p(targets), temperature, _p(norm), _p(entropy), _p(grad_logp), _p(grad_entropy)),
-            *(_p(grad), first, words, count, grad.shape[1]),
+            *(logits, targets, temperature, norm, entropy, grad_logp, grad_entropy, grad, first, vocabulary, count),
+            grad.shape[1],
         )
         return grad
-
-    def _heads(self, *rows: Tensor, like: Tensor | None = None) -> None:
-        """Rows [T, heads, D] of this type and head size, one row stride for all."""
-        first = rows[0] if like is None else like
-        for x in rows:
-            fits = x.ndim == 3 and x.dtype == self.dtype and x.device.type == "cpu" and x.shape[2] == self.head_dim
-            near = fits and x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == self.head_dim)
-            if not near or len(x) != len(first) or (len(x) > 1 and x.stride(0) != first.stride(0)):
-                raise BirlError(
-                    f"A kernel for heads of {self.head_dim} in {self.dtype} was given {x.dtype} {list(x.shape)} with "
-                    f"strides {x.stride()}."
-                )
-
-    def _groups(self, heads: int, kv_heads: int, value_heads: int, window: int = 0) -> None:
-        shared = kv_heads > 0 and heads % kv_heads == 0 and value_heads == kv_heads and window >= 0
-        require(shared, f"{heads} query, {kv_heads} key and {value_heads} value heads, window {window}")
-
-    def _norm(self, x: Tensor, weight: Tensor, rstd: Tensor | None) -> None:
-        rows, width = x.shape
-        expect(x, torch.float32, rows, width)
-        expect(weight, self.dtype, width)
-        multiple(width, LANES)
-        if rstd is not None:
-            expect(rstd, torch.float32, rows)
-
-    def _angles(self, cosine: Tensor, sine: Tensor, rows: int) -> None:
-        for each in (cosine, sine):
-            expect(each, torch.float32, rows, self.head_dim // 2)
-
-    def _product(self, weight: PackedWeight, bias: Tensor | None, codes: bool = False) -> None:
-        if codes and weight.codes:
-            expect(weight.data, torch.int8, coded_size(weight.rows, weight.columns))
-        else:
-            expect(weight.data, torch.bfloat16, packed_size(weight.rows, weight.columns))
-        multiple(weight.rows, PANEL)
-        multiple(weight.columns, BLOCK)
-        if bias is not None:
-            expect(bias, self.dtype, weight.rows)
-
-    def check_pages(self, keys: Tensor, values: Tensor, kv_heads: int | None = None) -> None:
-        pages, heads = len(keys), keys.shape[1] if kv_heads is None else kv_heads
-        expect(keys, self.dtype, pages, heads, self.head_dim, PAGE)
-        expect(values, self.dtype, pages, heads, PAGE, self.head_dim)
-
-    def _segments(self, segments: Tensor, rows: int) -> None:
-        expect(segments, torch.int64, len(segments), 5)
-        obey(self.lib.check_segments(_p(segments), len(segments), rows))
-
-    def _places(self, pages: Tensor, places: Tensor, rows: int, total: int) -> None:
-        for each in (pages, places):
-            expect(each, torch.int32, rows)
-        obey(self.lib.check_places(_p(pages), _p(places), rows, total))
-
-    def _table(self, where: Sequence[Tensor], rows: int, total: int) -> None:
-        table, lengths, starts, shared = where
-        expect(table, torch.int32, rows, table.shape[-1])
-        expect(lengths, torch.int32, rows)
-        expect(starts, torch.int32, len(shared) + 1)
-        expect(shared, torch.int32, len(shared))
-        width = table.shape[1]
-        obey(self.lib.check_table(_p(table), width, rows, *map(_p, where[1:]), len(shared), total))
-
-    def _words(self, words: Tensor, rows: int, vocabulary: int) -> None:
-        expect(words, torch.int64, rows)
-        obey(self.lib.check_words(_p(words), rows, vocabulary))
-
-    def _draws(self, temperatures: Tensor, uniforms: Tensor, rows: int) -> None:
-        for each in (temperatures, uniforms):
-            expect(each, torch.float32, rows)
 
     def sample(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """logits [B, V] float32 -> tokens [B], and their log-probs [B] under softmax(logits / temperature)."""
         expect(logits, torch.float32, *logits.shape[:2])
         self._draws(temperatures, uniforms, len(logits))
         tokens, logp = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.float32)
-        self.lib.sample(_p(logits), _p(temperatures), _p(uniforms), _p(tokens), _p(logp), *logits.shape)
+        self.lib.sample(logits, temperatures, uniforms, tokens, logp, *logits.shape)
         return tokens, logp
 
     def head_sample(
         self, hidden: Tensor, head: PackedWeight, bias: Tensor | None, temperatures: Tensor, uniforms: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The same of the logits hidden W' + bias, hidden [B, K], which are never all in memory. Bit-identical."""
-        rows, words = len(hidden), head.rows
+        rows, vocabulary = len(hidden), head.rows
         expect(hidden, self.dtype, rows, head.columns, apart=True)
         self._product(head, bias)
         self._draws(temperatures, uniforms, rows)
         tokens, logp = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-        masses, peaks = (
-            torch.empty(rows, -(-words // CELL), dtype=torch.float32),
-            torch.empty(rows, -(-words // STRETCH), dtype=torch.float32),
-        )
+        masses, (peaks, _) = _sums(rows, vocabulary)
         self.lib.head_sample(
-            *(_p(hidden), hidden.stride(0), _p(head.data), _p(bias), _p(temperatures), _p(uniforms)),
-            *(_p(tokens), _p(logp), _p(peaks), _p(masses), rows, words, head.columns),
+            *(hidden, hidden.stride(0), head.data, bias, temperatures, uniforms, tokens, logp, peaks, masses, rows),
+            *(vocabulary, head.columns),
         )
         return tokens, logp
 
 
-# p pointer, n long, f float, i int
-SIGNATURES = {
-    "check_segments": "pnn",
-    "check_places": "ppnn",
-    "check_table": "pnnpppnn",
-    "check_words": "pnn",
-    "rms_norm": "ppppnnf",
-    "rms_norm_backward": "pppppppnn",
-    "rotary": "pppnnnf",
-    "swiglu": "ppnn",
-    "swiglu_backward": "pppnn",
-    "gemm_pack": "ppnnnnin",
-    "gemm_encode": "ppnnnn",
-    "gemm": "pnpppnnnni",
-    "gemm_outer": "pnppnnnni",
-    "tree_attention": "pppnpppnnnfn",
-    "tree_attention_backward": "pppnpppppppnnnfn",
-    "cache_write": "ppnppppnn",
-    "paged_attention": "pnppppnpppnnnfn",
-    "paged_stack": "pnppppppnpppniipnnnnnff",
-    "logprobs": "ppfpppnn",
-    "logprobs_backward": "ppfpppppnnnn",
-    "sample": "pppppnn",
-    "head_sample": "pnppppppppnnn",
-    "head_logprobs": "pnpppfppppppnnn",
-}
-
-
-def _p(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-RULES = (  # of bounds.c, by number from 1
-    "a segment lies outside of the packed rows",
-    "the segments are not in the order of their trees",
-    "a row would be written outside of the cache's pages",
-    "the groups of rows do not cover the rows in order",
-    "a group shares more pages than its rows have",
-    "a sequence has no position, or more than its row of the table has pages for",
-    "the table names a page that the cache does not have",
-    "a target is no word of the vocabulary",
-    "a segment does not go on where its parent ends",
-)
-
-
-def obey(rule: int) -> None:
-    """Raises `BirlError` for the number of a broken rule."""
-    if rule:
-        raise BirlError(f"A kernel was given a wrong index: {RULES[rule - 1]}. This is a mistake in birl.")
-
-
-def require(fits: bool, given: str) -> None:
-    if not fits:
-        raise BirlError(f"A kernel was given {given}. This is a mistake in birl.")
-
-
-def multiple(size: int, of: int) -> None:
-    require(size % of == 0, f"a width of {size}, which is no multiple of {of}")
-
-
-def packed_size(rows: int, columns: int) -> int:
-    """Numbers of a weight in whole panels and blocks."""
-    return -(-rows // PANEL) * PANEL * (-(-columns // BLOCK) * BLOCK)
-
-
-def coded_size(rows: int, columns: int) -> int:
-    """Bytes of a weight in int8: an exponent for each 32 codes."""
-    return rows * columns // BLOCK * (BLOCK + 1)
-
-
-def expect(x: Tensor, dtype: torch.dtype, *shape: int, apart: bool = False) -> None:
-    """A contiguous tensor of this type and shape on the CPU, or with rows that are `apart`. Raises `BirlError` for
-    anything else: behind a wrong one a kernel would read, or write, memory that is not its own."""
-    laid_out = x.is_contiguous() or (apart and x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1])
-    if x.shape != shape or x.dtype != dtype or x.device.type != "cpu" or not laid_out:
-        raise BirlError(
-            f"A kernel expected {dtype} {list(shape)}, contiguous, and was given {x.dtype} {list(x.shape)} with "
-            f"strides {x.stride()}."
-        )
-
-
-def problem() -> str:
-    """Why there are no kernels on this machine; empty where there are. Raises `BirlError` for a wrong BIRL_ISA."""
-    if os.environ.get("BIRL_KERNELS", "1") == "0":
-        return "switched off by BIRL_KERNELS=0"
-    if not sys.platform.startswith("linux"):
-        return "only built on Linux"
-    if compiler() is None:
-        return "no C compiler (install gcc, or set CC)"
-    try:
-        build(torch.bfloat16, 64, marches()[0])
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"they do not compile: {error}"
-    return ""
-
-
-def compiler() -> str | None:
-    wanted = os.environ.get("CC")
-    return next((path for name in (wanted, "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
+def _sums(rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Memory for figures of the cells [rows, cells] and, two of each, of the stretches [2, rows, stretches]."""
+    cells, stretches = -(-vocabulary // CELL), -(-vocabulary // STRETCH)
+    return torch.empty(rows, cells, dtype=torch.float32), torch.empty(2, rows, stretches, dtype=torch.float32)
 
 
 @functools.cache
@@ -597,57 +394,3 @@ def load(dtype: torch.dtype, head_dim: int) -> Kernels | None:
         with suppress(OSError, subprocess.SubprocessError):
             return Kernels(ctypes.CDLL(str(build(dtype, head_dim, march))), dtype, head_dim)
     return None
-
-
-def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
-    """Compile, unless the cache has it: about a second. Raises `OSError` or `SubprocessError`."""
-    rounded = dtype == torch.bfloat16
-    command = [
-        compiler() or "cc",
-        *FLAGS,
-        f"-march={march}",
-        f"-DHEAD_DIM={head_dim}",
-        *(["-DBF16"] if rounded else []),
-    ]
-    identity = hashlib.sha256(repr((command, _version(command[0]), processor(), sorted(flags()))).encode())
-    for file in (*sources(rounded), *sorted(HERE.glob("*.h"))):
-        identity.update(file.read_bytes())
-    root = cache_folder("kernels")
-    target = root / f"{identity.hexdigest()[:20]}.so"
-    if target.exists():
-        return target
-    root.mkdir(parents=True, exist_ok=True)
-    with alone(target):
-        if target.exists():  # another process has compiled them meanwhile
-            return target
-        sweep(root, "tmp*")
-        began = time.monotonic()
-        print("birl: compiling kernels for this processor, once,", file=sys.stderr, end=" ", flush=True)
-        try:
-            with tempfile.TemporaryDirectory(dir=root) as folder:
-                made = Path(folder, "kernels.so")
-                _compile([*command, "-o", str(made), *map(str, sources(rounded)), "-lm"])
-                made.replace(target)
-        finally:
-            print(f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return target
-
-
-def sources(rounded: bool) -> list[Path]:
-    """Of bfloat16, or of float32, whose products are PyTorch's; attention is another in each type."""
-    return [f for f in sorted(HERE.glob("*.c")) if (f.name != "attention.c" if rounded else f.name[:4] != "gemm")]
-
-
-def _compile(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise OSError(done.stderr.strip().splitlines()[0] if done.stderr.strip() else "the compiler failed")
-
-
-def _version(program: str) -> tuple[int, int] | None:
-    """Size and time of the compiler's file: another version of it may round otherwise."""
-    try:
-        file = Path(shutil.which(program) or program).stat()
-    except OSError:
-        return None
-    return file.st_size, file.st_mtime_ns

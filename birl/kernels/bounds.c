@@ -43,9 +43,9 @@ EXPORT long check_table(const int32_t *table, long width, long B, const int32_t 
     return 0;
 }
 
-/* Words of a vocabulary. */
-EXPORT long check_words(const int64_t *words, long count, long vocabulary) {
+/* Tokens of a vocabulary. */
+EXPORT long check_tokens(const int64_t *tokens, long count, long vocabulary) {
     for (long i = 0; i < count; i++)
-        if (words[i] < 0 || words[i] >= vocabulary) return 8;
+        if (tokens[i] < 0 || tokens[i] >= vocabulary) return 8;
     return 0;
 }

@@ -1,5 +1,5 @@
 /* From hidden states to the next tokens: the products of the head and the draw in one pass. What does not fit into the
-   second-level cache, the logits of all words, is never there; the few that decide are computed again. */
+   second-level cache, the logits of all tokens, is never there; the few that decide are computed again. */
 #include "layers.h"
 #include "vocabulary.h"
 
@@ -13,7 +13,7 @@ typedef struct {
     long ldx, K;
 } head;
 
-/* Logits [rows, count] of words first, first + 1, ...; `first` is a multiple of 32. */
+/* Logits [rows, count] of tokens first, first + 1, ...; `first` is a multiple of 32. */
 static void logits_of(const head *h, long row, long rows, long first, long count, float *logits, long ld) {
     const long padded = (h->K + 31) / 32 * 32;
     gemm_alone(h->x + row * h->ldx, h->ldx, h->packed + first * padded, h->bias ? h->bias + first : NULL, logits, ld, rows,

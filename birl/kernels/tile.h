@@ -271,22 +271,25 @@ static inline __attribute__((always_inline)) void some(const int n, const int co
     for (int i = 0; i < n; i++) *(vec *)(sums + i * ld) = s[i][0], *(vec *)(sums + i * ld + 16) = s[i][1];
 }
 
-/* At most MANY rows. */
+/* `CALL(n)` with n = rows as a constant, at most MANY. */
+#define BY_ROWS(rows, CALL)                                                                                                    \
+    switch (rows) {                                                                                                            \
+    case 1: CALL(1); break;                                                                                                    \
+    case 2: CALL(2); break;                                                                                                    \
+    case 3: CALL(3); break;                                                                                                    \
+    case 4: CALL(4); break;                                                                                                    \
+    case 5: CALL(5); break;                                                                                                    \
+    case 6: CALL(6); break;                                                                                                    \
+    case 7: CALL(7); break;                                                                                                    \
+    default: CALL(8);                                                                                                          \
+    }
+
 static inline __attribute__((always_inline)) void few(const int coded, const int lines, const uint16_t *a, long rows, long lda,
                                                       const char *b0, const char *b1, long bytes, long blocks, const char *n0,
                                                       const char *n1, long step, float *sums, long ld, int add) {
-    switch (rows) {
-#define CASE(n) some(n, coded, lines, a, lda, b0, b1, bytes, blocks, n0, n1, step, sums, ld, add)
-    case 1: CASE(1); break;
-    case 2: CASE(2); break;
-    case 3: CASE(3); break;
-    case 4: CASE(4); break;
-    case 5: CASE(5); break;
-    case 6: CASE(6); break;
-    case 7: CASE(7); break;
-    default: CASE(8);
-#undef CASE
-    }
+#define SOME(n) some(n, coded, lines, a, lda, b0, b1, bytes, blocks, n0, n1, step, sums, ld, add)
+    BY_ROWS(rows, SOME)
+#undef SOME
 }
 
 /* A few rows of one panel; n is a constant. Panels lie one behind another. The processor follows that by itself for one or
@@ -314,16 +317,9 @@ static inline __attribute__((always_inline)) void single(const int n, const uint
 }
 
 static __attribute__((noinline)) void one(const uint16_t *a, long rows, long lda, const char *b, long blocks, float *sums, long ld) {
-    switch (rows) {
-    case 1: single(1, a, lda, b, blocks, sums, ld); break;
-    case 2: single(2, a, lda, b, blocks, sums, ld); break;
-    case 3: single(3, a, lda, b, blocks, sums, ld); break;
-    case 4: single(4, a, lda, b, blocks, sums, ld); break;
-    case 5: single(5, a, lda, b, blocks, sums, ld); break;
-    case 6: single(6, a, lda, b, blocks, sums, ld); break;
-    case 7: single(7, a, lda, b, blocks, sums, ld); break;
-    default: single(8, a, lda, b, blocks, sums, ld);
-    }
+#define SINGLE(n) single(n, a, lda, b, blocks, sums, ld)
+    BY_ROWS(rows, SINGLE)
+#undef SINGLE
 }
 
 #else

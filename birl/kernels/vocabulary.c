@@ -81,7 +81,7 @@ float draw(float *peaks, float *masses, long V, float temperature, float uniform
         for (long i = 0; i < count_of(c, V); i++) {
             const float e = expf(logits[i] * scale - peak);
             if (e > 0) {
-                chosen = i; /* nor past the last possible word */
+                chosen = i; /* nor past the last possible token */
                 before += e;
                 if (before > point) break;
             }
@@ -111,8 +111,8 @@ EXPORT void logprobs(const float *logits, const int64_t *targets, float temperat
     }
 }
 
-/* Gradient of sum(grad_logp logp + grad_entropy entropy) by the logits of the words from `first` on:
-   (grad_logp (onehot - p) - grad_entropy p (log p + entropy)) / t.  Words are rows: logits [W, N] -> grad [W, width],
+/* Gradient of sum(grad_logp logp + grad_entropy entropy) by the logits of the tokens from `first` on:
+   (grad_logp (onehot - p) - grad_entropy p (log p + entropy)) / t.  Tokens are rows: logits [W, N] -> grad [W, width],
    zeros behind column N; products with it then need no transposition. */
 EXPORT void logprobs_backward(const float *logits, const int64_t *targets, float temperature, const float *norm,
                               const float *entropy, const float *grad_logp, const float *grad_entropy, elem *grad,

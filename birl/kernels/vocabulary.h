@@ -5,7 +5,7 @@
 #pragma once
 #include "common.h"
 
-#define CELL 64 /* words */
+#define CELL 64 /* tokens */
 #define CELLS 16
 #define STRETCH (CELLS * CELL)
 
@@ -22,10 +22,10 @@ float combine(const float *peaks, float *masses, long V, float *peak);
 /* -sum p log p, after `combine`. */
 float entropy_of(const float *peaks, const float *masses, const float *tilts, long V, float peak);
 
-/* Logits of the `count` words of cell c of a row: where they lie, or where `from` had them computed. */
+/* Logits of the `count` tokens of cell c of a row: where they lie, or where `from` had them computed. */
 typedef const float *(*cell_of)(void *from, long c, long count);
 
-/* One word of a row whose stretches were weighed, by inverting the cumulative distribution at `uniform`; at temperature 0
+/* One token of a row whose stretches were weighed, by inverting the cumulative distribution at `uniform`; at temperature 0
    the first of the most likely. Its log-prob, or NAN, and -1 for the token, where the logits are not numbers. */
 float draw(float *peaks, float *masses, long V, float temperature, float uniform, cell_of cell, void *from, int64_t *token);
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from birl import kernels
-from birl.kernels import CODES, Kernels
+from birl.kernels import Kernels
+from birl.kernels.tensors import CODES
 from birl.models.attention import Packed, RowLayout
 from birl.models.low_rank import active_in
 from birl.models.matrix import LastingMemory, Matrix, deposit, gradient_place, unless_placed

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from birl.errors import BirlError
-from birl.kernels import BLOCK
+from birl.kernels.tensors import BLOCK
 from birl.models.forward import forget, weights_changed
 from birl.models.slices import quantizable
 

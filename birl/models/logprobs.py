@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from birl.data.support import SupportRows
-from birl.kernels import CELL
+from birl.kernels.tensors import CELL
 from birl.models import shape
 from birl.models.after_head import AfterHead
 from birl.models.decoder import Decoder

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from birl.kernels import BLOCK, Kernels, PackedWeight
+from birl.kernels import Kernels
+from birl.kernels.tensors import BLOCK, PackedWeight
 
 HEAD = "lm_head"  # the name of the output layer's factors, whatever the model calls it
 

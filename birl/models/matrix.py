@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from birl.kernels import PANEL, Kernels, PackedWeight, coded_size, packed_size
+from birl.kernels import Kernels
+from birl.kernels.tensors import PANEL, PackedWeight, coded_size, packed_size
 from birl.models.low_rank import Active, absorb_low_rank, add_low_rank, low_rank_by_input
 from birl.models.quantized import matrix_of
 

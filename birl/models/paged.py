@@ -19,7 +19,8 @@ from torch import Tensor
 
 from birl import kernels
 from birl.errors import BirlError
-from birl.kernels import PAGE, Kernels
+from birl.kernels import Kernels
+from birl.kernels.tensors import PAGE
 from birl.models import paged_triton
 from birl.models.attention import Mutual, Variant, bias, visible
 from birl.models.states import States, Step, Stretch

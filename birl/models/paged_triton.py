@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from birl.errors import BirlError
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.models import varlen
 from birl.models.fused import has_triton, power_of_two
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.errors import BirlError, first_line
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.models import attention
 from birl.models.decoder import llama_shaped
 from birl.models.paged import Slot

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from birl.data.trees import Tree, ways
 from birl.errors import BirlError, first_line
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.models.attention import Packed, places
 from birl.models.forward import forget, head, hidden_states, logits
 from birl.models.layer_rules import check_layers

@@ -36,7 +36,7 @@ from birl.engine.pages import pages_for
 from birl.engine.scheduler import PREFILL
 from birl.errors import BirlError
 from birl.hub import addressed
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.learner.adamw8bit import stored as moments_in_8_bits
 from birl.learner.comparison import KEPT
 from birl.learner.lora import targets
@@ -346,7 +346,7 @@ def generation(module: Module, engine: schema.Engine, load: Load, room: int = 0)
         row += 4 * module.wide * pages_for(load.longest) * PAGE * module.kv_heads * module.head_dim
     support = min(load.support, module.shape.vocabulary)
     logit = 8 + (25 if support and not room else 0)  # on a CPU tokens are ranked by a sort, measured
-    # each word's number; of a GPU's graphs for each of `AHEAD` tokens, of all sizes up to the largest twice as many
+    # each token's id; of a GPU's graphs for each of `AHEAD` tokens, of all sizes up to the largest twice as many
     told = 4 * support * load.sequences * (2 * (AHEAD + 1) if room else 1)
     return {
         "keys and values": cache,

@@ -57,7 +57,7 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
         # What an agent makes of the engine's failure is not what went wrong.
         failure = session.failure if isinstance(session.failure, EngineFailed | Aborted) else error
         cause = failure.__cause__ if isinstance(failure, EngineFailed) else None
-        played.outcome, played.detail = _outcome(failure), describe(cause or failure)
+        played.outcome, played.detail = _outcome(failure), detail_of(cause or failure)
     finally:
         session.close()
         problem = await _close(env, session.name)
@@ -80,7 +80,7 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
 
 def unopened(error: BaseException) -> Trajectory:
     """The episode of an environment whose constructor failed: no different from one that failed later."""
-    return Trajectory(turns=(), reward=nan, score=nan, outcome=Outcome.ENV_ERROR, detail=describe(error))
+    return Trajectory(turns=(), reward=nan, score=nan, outcome=Outcome.ENV_ERROR, detail=detail_of(error))
 
 
 async def _taking_turns(env: Env, session: Session, played: Played) -> None:
@@ -212,7 +212,7 @@ async def _close(env: Env | Agent, name: str) -> str:
     except Late as late:
         return str(late) or f"the environment did not close within {PATIENCE:g} s"
     except Exception as error:
-        return describe(error)
+        return detail_of(error)
     return ""
 
 
@@ -226,7 +226,7 @@ def _outcome(error: Exception) -> Outcome:
             return Outcome.ENV_ERROR
 
 
-def describe(error: BaseException) -> str:
+def detail_of(error: BaseException) -> str:
     """`file.py:12: ValueError: message`, the innermost line that is neither of Python, of a package nor of birl, where
     there is one. What birl itself has put into words stands alone."""
     frames = traceback.extract_tb(error.__traceback__)

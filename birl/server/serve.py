@@ -21,7 +21,7 @@ from birl.engines import names
 from birl.engines.collective import own_address
 from birl.errors import BirlError, WeightsFailed
 from birl.hosts import is_loopback
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.models.device import choose
 from birl.models.digests import vocabulary_digest

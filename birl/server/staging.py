@@ -15,7 +15,7 @@ from birl.engine.weights import check_layouts, layout
 from birl.engines.collective import GLOO, BroadcastGroup, backend
 from birl.engines.wire import AdapterParams, Invitation
 from birl.errors import BirlError, WeightsFailed, first_line
-from birl.kernels import BLOCK
+from birl.kernels.tensors import BLOCK
 from birl.learner.low_rank_run import NUMBERS, SharedBase
 from birl.models.device import gpu
 from birl.models.forward import head

@@ -18,7 +18,6 @@ from birl.track.outbox import PATIENCE, Marks, Outbox, Record
 from birl.track.progress import Progress, numbers, stored
 from birl.track.sink import KINDS, Figures, Start, public
 from birl.track.summary import closing, facts, figures
-from birl.track.tensorboard import TensorBoard
 from birl.track.trace import FILE, Trace
 
 SAMPLES_IN_TRACKERS = 8
@@ -72,6 +71,8 @@ class Tracker:
     def _open(self, step: int, resumed: bool) -> None:
         start = Start(run=self.run, mode="offline", id=secrets.token_hex(16), config={}, step=step, resumed=resumed)
         if self.track.tensorboard:
+            from birl.track.tensorboard import TensorBoard
+
             events = TensorBoard()
             events.start(start)
             self._events = events  # only now is there something to close

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from birl.engine.engine import Counters
+from birl.engine.steps import Counters
 from birl.errors import BirlError
 from birl.learner.token_figures import token_figures
 from birl.models.digests import digests, whole

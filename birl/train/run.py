@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from birl.errors import BirlError
-from birl.kernels import compiler
+from birl.kernels.compiling import compiler
 from birl.learner import step_folders
 from birl.models.device import described, moved
 from birl.signals import Stop

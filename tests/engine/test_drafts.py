@@ -14,7 +14,7 @@ from birl import kernels
 from birl.engine.drafts import Drafts
 from birl.engine.pages import Pages, pages_for
 from birl.engine.scheduler import Scheduler
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.types import SamplingParams, Stop
 from tests.engine.test_engine import PAGE_BYTES, Bench
 from tests.engine.test_scheduler import compute as computed

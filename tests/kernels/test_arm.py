@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from birl import kernels
+from birl.kernels import compiling
 from birl.kernels.instructions import ARM
 
 COMPILER = "aarch64-linux-gnu-gcc"
@@ -16,8 +16,8 @@ COMPILER = "aarch64-linux-gnu-gcc"
 @pytest.mark.skipif(not shutil.which(COMPILER), reason="no cross compiler: make setup-packages")
 @pytest.mark.parametrize("rounded", [True, False])
 def test_they_compile_for_arm(rounded: bool, tmp_path: Path) -> None:
-    command = [COMPILER, *kernels.FLAGS, f"-march={ARM['neon'].march}", "-DHEAD_DIM=64", *["-DBF16"] * rounded]
-    sources = map(str, kernels.sources(rounded))
+    command = [COMPILER, *compiling.FLAGS, f"-march={ARM['neon'].march}", "-DHEAD_DIM=64", *["-DBF16"] * rounded]
+    sources = map(str, compiling.sources(rounded))
     done = subprocess.run([*command, "-o", str(tmp_path / "k.so"), *sources, "-lm"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:2000]
     header = (tmp_path / "k.so").read_bytes()[:20]

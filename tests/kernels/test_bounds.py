@@ -10,7 +10,8 @@ from torch import Tensor
 
 from birl import kernels
 from birl.errors import BirlError
-from birl.kernels import PAGE, Kernels
+from birl.kernels import Kernels
+from birl.kernels.tensors import PAGE
 
 ROWS, HEADS, KV_HEADS, SIZE, WIDTH, WORDS, PAGES = 6, 4, 2, 32, 64, 96, 5
 SEGMENTS = [[0, 2, -1, 0, 0], [2, 2, 0, 2, 0], [4, 2, -1, 0, 1]]  # a tree with a branch, and a plain sequence

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from birl import kernels
+from birl.kernels import compiling
 
 
 @pytest.fixture
@@ -26,31 +26,31 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
     (tmp_path / "cc").chmod(0o755)
     monkeypatch.setenv("CC", str(tmp_path / "cc"))
     monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kernels.subprocess, "run", run)
+    monkeypatch.setattr(compiling.subprocess, "run", run)
     return commands
 
 
 def test_compiling_is_told_once(compiled: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
-        assert kernels.build(torch.float32, 64).exists()
+        assert compiling.build(torch.float32, 64).exists()
     assert len(compiled) == 1
     assert re.fullmatch(r"birl: compiling kernels for this processor, once, \d+ s\n", capsys.readouterr().err)
 
 
 def test_processes_that_start_together_compile_once(compiled: list[list[str]]) -> None:
     with ThreadPoolExecutor(8) as pool:
-        files = list(pool.map(lambda _: kernels.build(torch.bfloat16, 64), range(8)))
+        files = list(pool.map(lambda _: compiling.build(torch.bfloat16, 64), range(8)))
     assert len(set(files)) == len(compiled) == 1
 
 
 def test_another_compiler_or_processor_compiles_anew(
     compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [kernels.build(torch.float32, 64)]
+    files = [compiling.build(torch.float32, 64)]
     os.utime(tmp_path / "cc", (1, 1))  # an upgrade
-    files.append(kernels.build(torch.float32, 64))
-    monkeypatch.setattr(kernels, "processor", lambda: "another")
-    files.append(kernels.build(torch.float32, 64))
+    files.append(compiling.build(torch.float32, 64))
+    monkeypatch.setattr(compiling, "processor", lambda: "another")
+    files.append(compiling.build(torch.float32, 64))
     assert len(set(files)) == len(compiled) == 3
 
 
@@ -58,7 +58,7 @@ def test_a_compiler_that_fails_says_why(
     compiled: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = subprocess.CompletedProcess([], 1, "", "cc: no space left\nmore\n")
-    monkeypatch.setattr(kernels.subprocess, "run", lambda *a, **k: failed)
+    monkeypatch.setattr(compiling.subprocess, "run", lambda *a, **k: failed)
     with pytest.raises(OSError, match=r"^cc: no space left$"):
-        kernels.build(torch.float32, 64)
+        compiling.build(torch.float32, 64)
     assert capsys.readouterr().err.endswith("s\n")

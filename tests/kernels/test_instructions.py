@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from birl import doctor, kernels
 from birl.errors import BirlError
-from birl.kernels import instructions
+from birl.kernels import compiling, instructions
 from birl.kernels.instructions import INSTRUCTIONS, VARIABLE, marches, missing
 
 ROOT = Path(__file__).parents[2]
@@ -25,10 +26,10 @@ def test_what_is_wanted_is_compiled_for_or_refused(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(VARIABLE, name)
         assert marches() == [march]
     monkeypatch.setenv(VARIABLE, "amx")
-    monkeypatch.setattr(kernels, "compiler", lambda: "cc")  # it does not come to that
+    monkeypatch.setattr(compiling, "compiler", lambda: "cc")  # it does not come to that
     with pytest.raises(BirlError, match=r"BIRL_ISA=amx: this processor has no amx_bf16, amx_tile, avx512_bf16\. Leave"):
-        kernels.load.__wrapped__(kernels.torch.bfloat16, 64)
-    assert "BIRL_ISA=amx: this processor" in doctor._kernels(kernels.torch)[0].text
+        kernels.load.__wrapped__(torch.bfloat16, 64)
+    assert "BIRL_ISA=amx: this processor" in doctor._kernels(torch)[0].text
     monkeypatch.setenv(VARIABLE, "avx3")
     with pytest.raises(BirlError, match=r"BIRL_ISA=avx3: expected one of amx, .*Did you mean avx2\?"):
         marches()
@@ -48,7 +49,7 @@ def test_where_amx_is_not_granted_the_next_best_is_taken(monkeypatch: pytest.Mon
         return march
 
     monkeypatch.setattr(kernels, "Kernels", kernel)
-    assert kernels.load.__wrapped__(kernels.torch.bfloat16, 64) == "cooperlake"
+    assert kernels.load.__wrapped__(torch.bfloat16, 64) == "cooperlake"
 
 
 PRODUCT = """
@@ -63,14 +64,14 @@ void both(const uint16_t *a, const uint16_t *b0, const uint16_t *b1, long blocks
 @pytest.mark.parametrize(("what", "most"), [("product", 4), ("elementwise", 1)])  # with what the loops begin and end
 def test_sums_stay_in_registers(name: str, what: str, most: int, tmp_path: Path) -> None:
     """A vector that no register holds is kept in memory: with AVX2 products took 50 times as long."""
-    compiler = kernels.compiler()
+    compiler = compiling.compiler()
     if compiler is None or INSTRUCTIONS is not instructions.X86:
         pytest.skip("no C compiler for x86")
     file, assembly = Path(kernels.__file__).with_name(f"{what}.c"), tmp_path / "made.s"
     if what == "product":
         file = tmp_path / "product.c"
         file.write_text(PRODUCT)
-    flags = [f for f in kernels.FLAGS if f != "-shared"]
+    flags = [f for f in compiling.FLAGS if f != "-shared"]
     march = ["-DBF16", "-DHEAD_DIM=64", f"-march={INSTRUCTIONS[name].march}", f"-I{Path(kernels.__file__).parent}"]
     subprocess.run([compiler, *flags, *march, "-S", str(file), "-o", str(assembly)], check=True)
     lines = assembly.read_text().splitlines()

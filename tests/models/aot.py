@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
 from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.models import (
     digest_kernels,
     digests,

@@ -10,7 +10,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from birl.data.trees import Tree
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.models import fused
 from birl.models import fused_layers as fused_layers_file
 from birl.models.attention import Packed

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.models import paged, paged_triton, varlen
 from birl.models.paged import Cache, Paged, Slot
 from birl.models.paged_triton import SCRATCH, Pages, Rows, Tiling

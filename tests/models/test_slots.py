@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from birl import kernels
 from birl.errors import BirlError
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.models import attention, twin
 from birl.models.attention import Packed
 from birl.models.forward import head, hidden_states
@@ -173,7 +173,7 @@ def test_a_target_beyond_the_vocabulary_is_refused(target: int) -> None:
     k = kernels.load(torch.float32, 64)
     if k is None:
         pytest.skip("no kernels here")
-    with pytest.raises(BirlError, match="no word of the vocabulary"):
+    with pytest.raises(BirlError, match="no token of the vocabulary"):
         k.logprobs(torch.zeros(2, 48), torch.tensor([3, target]), 1.0)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from birl.data.trees import Tree, ways
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.learner.learner import Learner
 from birl.models.attention import Packed, places
 from birl.models.forward import hidden_states

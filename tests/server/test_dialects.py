@@ -16,7 +16,7 @@ import pydantic
 import pytest
 import torch
 
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.models.load import load_model
 from birl.server.kept import Kept
 from birl.text.chat import Chat

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from birl.engine.engine import Counters
+from birl.engine.steps import Counters
 from birl.engines.spread import Spread
 from birl.errors import EngineDown
 from birl.types import Completion, SamplingParams, Stop

@@ -21,7 +21,7 @@ from birl.engines.kinds import Wanted
 from birl.engines.servers import Servers, open_servers
 from birl.errors import BirlError
 from birl.hosts import is_loopback
-from birl.kernels import PAGE
+from birl.kernels.tensors import PAGE
 from birl.learner.export import resolved
 from birl.learner.low_rank_ranks import Copy, RankedBase, SplitBase
 from birl.learner.low_rank_run import SharedBase

@@ -1,0 +1,92 @@
+"""Kernels are compiled once for each source, compiler and processor, and kept in the cache."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from birl.cache import alone, cache_folder, sweep
+from birl.kernels.instructions import NATIVE, flags, marches, processor
+
+HERE = Path(__file__).parent
+FLAGS = ["-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility=hidden", "-w"]
+
+
+def problem() -> str:
+    """Why there are no kernels on this machine; empty where there are. Raises `BirlError` for a wrong BIRL_ISA."""
+    if os.environ.get("BIRL_KERNELS", "1") == "0":
+        return "switched off by BIRL_KERNELS=0"
+    if not sys.platform.startswith("linux"):
+        return "only built on Linux"
+    if compiler() is None:
+        return "no C compiler (install gcc, or set CC)"
+    try:
+        build(torch.bfloat16, 64, marches()[0])
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"they do not compile: {error}"
+    return ""
+
+
+def compiler() -> str | None:
+    wanted = os.environ.get("CC")
+    return next((path for name in (wanted, "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
+
+
+def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
+    """Compile, unless the cache has it: about a second. Raises `OSError` or `SubprocessError`."""
+    rounded = dtype == torch.bfloat16
+    command = [
+        compiler() or "cc",
+        *FLAGS,
+        f"-march={march}",
+        f"-DHEAD_DIM={head_dim}",
+        *(["-DBF16"] if rounded else []),
+    ]
+    identity = hashlib.sha256(repr((command, _version(command[0]), processor(), sorted(flags()))).encode())
+    for file in (*sources(rounded), *sorted(HERE.glob("*.h"))):
+        identity.update(file.read_bytes())
+    root = cache_folder("kernels")
+    target = root / f"{identity.hexdigest()[:20]}.so"
+    if target.exists():
+        return target
+    root.mkdir(parents=True, exist_ok=True)
+    with alone(target):
+        if target.exists():  # another process has compiled them meanwhile
+            return target
+        sweep(root, "tmp*")
+        began = time.monotonic()
+        print("birl: compiling kernels for this processor, once,", file=sys.stderr, end=" ", flush=True)
+        try:
+            with tempfile.TemporaryDirectory(dir=root) as folder:
+                made = Path(folder, "kernels.so")
+                _compile([*command, "-o", str(made), *map(str, sources(rounded)), "-lm"])
+                made.replace(target)
+        finally:
+            print(f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return target
+
+
+def sources(rounded: bool) -> list[Path]:
+    """Of bfloat16, or of float32, whose products are PyTorch's; attention is another in each type."""
+    return [f for f in sorted(HERE.glob("*.c")) if (f.name != "attention.c" if rounded else f.name[:4] != "gemm")]
+
+
+def _compile(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise OSError(done.stderr.strip().splitlines()[0] if done.stderr.strip() else "the compiler failed")
+
+
+def _version(program: str) -> tuple[int, int] | None:
+    """Size and time of the compiler's file: another version of it may round otherwise."""
+    try:
+        file = Path(shutil.which(program) or program).stat()
+    except OSError:
+        return None
+    return file.st_size, file.st_mtime_ns
