@@ -98,7 +98,7 @@ def packed(args: argparse.Namespace) -> dict[str, Any]:
     from birl.config.load import load
     from birl.data.pack import pack
     from birl.rollout.assemble import samples
-    from birl.train.build import credit_of
+    from birl.train.build_worker import credit_of
     from birl.types import Completion, Group, Outcome, Stop, Task, Trajectory, Turn
 
     torch.set_num_threads(1)

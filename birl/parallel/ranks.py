@@ -27,7 +27,6 @@ from birl.data.balance import imbalance
 from birl.data.pack import NOTHING, Batch, pack
 from birl.errors import BirlError
 from birl.models.device import gpu, use
-from birl.parallel import flight
 from birl.types import Sample
 
 T = TypeVar("T")
@@ -200,7 +199,7 @@ def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
         file = os.environ.get(STORE)
         where = f"file://{file}" if file else "env://"
         rank = int(os.environ.get("RANK", "0"))
-        flight.record()
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that a rank remembers, some µs for each
         dist.init_process_group(backend, where, timedelta(seconds=timeout), world_size=world, rank=rank)
         check_apart(gpu(device))
     shard = grid.fsdp * grid.cp

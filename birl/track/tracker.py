@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from birl.config.schema import Reports, Track
 from birl.regular import write_whole, writing
@@ -19,6 +19,9 @@ from birl.track.progress import Progress, numbers, stored
 from birl.track.sink import KINDS, Figures, Start, public
 from birl.track.summary import closing, facts, figures
 from birl.track.trace import FILE, Trace
+
+if TYPE_CHECKING:  # loaded by the runs that have it
+    from birl.track.tensorboard import TensorBoard
 
 SAMPLES_IN_TRACKERS = 8
 

@@ -16,7 +16,7 @@ from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.algorithms.reduce import DENOMINATORS
 from birl.data.pack import Batch
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.sampled import Sampled
+from birl.engine.open import Sampled
 from birl.learner.comparison import Past, check, compare
 from birl.learner.critic import critic_loss, fit
 from birl.learner.learner import Stats

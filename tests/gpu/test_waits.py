@@ -22,7 +22,7 @@ from birl.config.load import load
 from birl.data.pack import Batch, pack
 from birl.learner import learner as learning
 from birl.learner.learner import Learner, Stats
-from birl.train.build import objective_of
+from birl.train.build_worker import objective_of
 from birl.train.objective import Known, surrogate_of
 from tests.data.test_pack import groups
 from tests.families import family

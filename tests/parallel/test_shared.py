@@ -22,7 +22,7 @@ from birl.parallel.crew import RankGroup
 from birl.parallel.ranks import Grid, Ranks, Shared
 from birl.parallel.shared import FEW, columns, restored, written
 from birl.rollout import assemble
-from birl.train import build, build_rows
+from birl.train import build_rows, build_worker
 from birl.types import Completion, Group, Message, Outcome, Stop, Task, Trajectory, Turn
 from tests.data.test_pack import groups
 from tests.parallel.processes import on_ranks
@@ -218,7 +218,7 @@ def passes_over(ranks: Ranks, model: Path, folder: Path) -> list[int]:
     crew, came = RankGroup(ranks), list[int]()
     with Traffic() as traffic, ThreadPoolExecutor(1) as compute:
         config = load(schema.RL, words)
-        worker = build.worker_of(config, load_policy(config.model, compute, ranks), crew, folder)
+        worker = build_worker.worker_of(config, load_policy(config.model, compute, ranks), crew, folder)
         learner: Any = worker.learner
         learn = learner.learn
 

@@ -22,6 +22,7 @@ from birl.engine.sampler import sample
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Adapters
+from birl.learner.open import make_learner
 from birl.learner.policy import load_policy
 from birl.models.attention import Packed
 from birl.models.decoder import decoder_for
@@ -32,7 +33,6 @@ from birl.models.slots import slots_of
 from birl.plan import run as plan
 from birl.plan import run_memory as memory
 from birl.plan.run_memory import Load, Module
-from birl.train.build import make_learner
 from birl.types import SamplingParams
 from tests.data.test_pack import groups
 from tests.held import Held

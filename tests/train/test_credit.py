@@ -17,7 +17,7 @@ from birl.errors import BirlError
 from birl.learner.distillation import taught_by
 from birl.parallel.crew import RankGroup
 from birl.parallel.ranks import Ranks
-from birl.train.build import credit_of
+from birl.train.build_worker import credit_of
 from birl.types import Completion, Group, Outcome, Sample, Stop, Task, Trajectory, Turn
 
 

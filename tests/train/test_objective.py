@@ -17,7 +17,7 @@ from birl.config.keys import documentation
 from birl.config.load import load
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
-from birl.train.build import objective_of
+from birl.train.build_worker import objective_of
 from birl.train.objective import ALL_SURROGATES, Known, surrogate_of
 from birl.types import Sample
 

@@ -16,13 +16,13 @@ from birl.config import schema
 from birl.config.keys import presets
 from birl.config.load import load
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.sampled import Sampled
+from birl.engine.open import Sampled
 from birl.errors import BirlError
 from birl.given import Given
 from birl.kernels import problem
 from birl.learner import step_folders
 from birl.learner.learner import Learner
-from birl.train import build, rl
+from birl.train import build_worker, rl
 from birl.train.command import train
 
 OUTCOMES = ("ok", "truncated", "env_error", "engine_error", "timeout", "aborted")
@@ -249,14 +249,14 @@ def test_what_does_not_go_with_int8(words: str, said: str) -> None:
 def test_an_engine_with_other_weights_stops_the_run(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = build.make_learner
+    plain = build_worker.make_learner
 
     def other_temperature(config: schema.RL, *rest: Any, **options: Any) -> Any:
         learner = plain(config, *rest, **options)
         learner.outputs.temperature = 5.0
         return learner
 
-    monkeypatch.setattr(build, "make_learner", other_temperature)
+    monkeypatch.setattr(build_worker, "make_learner", other_temperature)
     with pytest.raises(BirlError, match="does not sample from the weights"):
         run(tiny, tmp_path)
 
@@ -411,7 +411,7 @@ def test_one_update_needs_no_second_look_at_the_proximal_policy(
     words = ("algorithm=decoupled", "learner.max_logprob_gap=2", "steps=3")
     run(tiny, tmp_path / "once", *words)
     assert not looks
-    monkeypatch.setattr(build, "remembers", lambda config: True)
+    monkeypatch.setattr(build_worker, "remembers", lambda config: True)
     run(tiny, tmp_path / "twice", *words)
     assert looks
     for once, twice in zip(log(tmp_path / "once"), log(tmp_path / "twice"), strict=True):

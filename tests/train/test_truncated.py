@@ -17,7 +17,8 @@ from birl.learner.learner import Learner, Stats
 from birl.models import attention
 from birl.rollout.ledger import audit
 from birl.support import Support
-from birl.train.build import objective_of, sampling
+from birl.train.build import sampling
+from birl.train.build_worker import objective_of
 from birl.train.objective import Known, surrogate_of
 from birl.types import Sample
 from tests.tiny import tiny_model
