@@ -12,7 +12,8 @@ from benchmarks.gpu_training import flops, rows
 from birl.config import schema
 from birl.models.shape import Shape
 from birl.plan.cluster import KINDS, Cluster, cluster_of
-from birl.plan.run_memory import GIB, load_of, predict
+from birl.plan.run_memory import GIB, predict
+from birl.plan.sizes import load_of
 from birl.plan.step import ADAMW
 
 CPU = "cpu"  # a name for no card: figures of no machine, so that every row has some

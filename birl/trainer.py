@@ -5,9 +5,7 @@ Every parameter is one key of the configuration; anything else goes into `overri
 
 import asyncio
 import contextvars
-import difflib
 import inspect
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,30 +17,33 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from birl import trl
 from birl.errors import BirlError
 from birl.given import Given
+from birl.parameters import (
+    KEYS,
+    MORE,
+    Reward,
+    answer_tokens,
+    changed,
+    check_names,
+    clip_keys,
+    fitting,
+    keys_of_engines,
+    loss_keys,
+    model_path,
+    no_rows,
+    reward_keys,
+    rewards_of,
+    rows_of,
+    scale_keys,
+    schema_of,
+    sources_of,
+    trl_keys,
+    words_of_launch,
+    written,
+)
 from birl.track.log import Records
-from birl.trl import LOSS_TYPES, SCALES
 
 if TYPE_CHECKING:
     from birl.track.charts import Curves
-
-Reward = Callable[..., Sequence[float]] | str
-
-# Parameters that are a key each.
-KEYS = {
-    "batch_size": "rollout.prompts",
-    "beta": "algorithm.kl_coef",
-    "learning_rate": "optimizer.lr",
-    "mask_truncated_completions": "algorithm.mask_truncated",
-    "max_model_len": "model.max_length",
-    "max_tokens": "rollout.max_tokens",
-    "num_generations": "rollout.group_size",
-    "output_dir": "run",
-    "seed": "seed",
-    "temperature": "rollout.temperature",
-}
-
-# Parameters that a key follows from.
-MORE = {"max_completion_length": "rollout.max_tokens", "num_epochs": "epochs", "use_lora": "lora.rank"}
 
 # What trainers of transformers and TRL also have, and where that is here.
 ELSEWHERE = {
@@ -85,8 +86,8 @@ class Started:
         """Check the configuration that the keys of a command make. Raises `BirlError`."""
         from birl.config.load import load_with_choices
 
-        words = [f"{k}={_written(v)}" for k, v in keys.items()]
-        self.config, self.choices = load_with_choices(_schema(command), words)
+        words = [f"{k}={written(v)}" for k, v in keys.items()]
+        self.config, self.choices = load_with_choices(schema_of(command), words)
 
     def _check_rows(self) -> None:
         from birl.preflight import check_data
@@ -221,28 +222,28 @@ class Trainer(Started):
         **names: Any,
     ) -> None:
         given = {key: value for name, value in locals().items() if (key := KEYS.get(name))}
-        model = _model(model)
-        _known(names)
+        model = model_path(model)
+        check_names(names, [p for p in inspect.signature(Trainer).parameters if p != "names"])
         both = {"num_generations": num_generations, "loss_type": loss_type}
         more = names | {name: value for name, value in both.items() if value and name in self._named}
-        rewards = _judges(reward_funcs, env, train_dataset is not None or "data.train" in (overrides or {}))
-        given |= _engines(num_rollout_workers, weight_sync_method, overrides or {}) | {"model.path": model}
-        given |= _reward_keys(rewards, reward_weights, reward_funcs == "sandbox", launcher)
+        rewards = rewards_of(reward_funcs, env, train_dataset is not None or "data.train" in (overrides or {}))
+        given |= keys_of_engines(num_rollout_workers, weight_sync_method, overrides or {}) | {"model.path": model}
+        given |= reward_keys(rewards, reward_weights, reward_funcs == "sandbox", launcher)
         given |= {
             "env.kind": env if isinstance(env, str) else f"given:{getattr(env, '__name__', type(env).__name__)}",
-            "rollout.max_tokens": _answer_tokens(max_tokens, max_completion_length, "max_tokens" in self._named),
+            "rollout.max_tokens": answer_tokens(max_tokens, max_completion_length, "max_tokens" in self._named),
             "lora.rank": 16 if use_lora else 0,
-            "data.train": _source(train_dataset),
-            "data.validation": _source(eval_dataset),
+            "data.train": sources_of(train_dataset),
+            "data.validation": sources_of(eval_dataset),
             **({"steps": max_steps} if isinstance(max_steps, str) or max_steps > 0 else {"epochs": num_epochs}),
         }
         named = {key for name, key in {**KEYS, **MORE}.items() if name in self._named and key in given}
-        keys = _theirs(args, more, model, len(rewards)) | _not_default(given) | {key: given[key] for key in named}
-        keys |= _loss(loss_type) | _scale(scale_rewards) | _clips(epsilon, epsilon_high)
+        keys = trl_keys(args, more, model, len(rewards)) | changed(given) | {key: given[key] for key in named}
+        keys |= loss_keys(loss_type) | scale_keys(scale_rewards) | clip_keys(epsilon, epsilon_high)
         own = None if isinstance(env, str) else env
-        self._given = Given(rewards=rewards, env=own, train=_rows(train_dataset), validation=_rows(eval_dataset))
-        self._launcher, self._launch = launcher, _launch_words(launcher, actor_gpu, rollout_gpu, launch or {})
-        self._configure(_fitting(keys) | (overrides or {}), env)
+        self._given = Given(rewards=rewards, env=own, train=rows_of(train_dataset), validation=rows_of(eval_dataset))
+        self._launcher, self._launch = launcher, words_of_launch(launcher, actor_gpu, rollout_gpu, launch or {})
+        self._configure(fitting(keys) | (overrides or {}), env)
 
     def _configure(self, keys: dict[str, Any], env: Any) -> None:
         from birl.launch.program import named
@@ -269,7 +270,7 @@ class Trainer(Started):
         for name, rows in (("train", self._given.train), ("validation", self._given.validation)):
             if rows is not None:
                 keys[f"data.{name}"] = [rows_file(rows, self.run.with_name(f"{self.run.name}-rows") / f"{name}.jsonl")]
-        words = tuple(f"{k}={_written(v)}" for k, v in keys.items())
+        words = tuple(f"{k}={written(v)}" for k, v in keys.items())
         return Program(where=self._launcher, words=words, launch=self._launch, here=self._here).train()
 
 
@@ -305,204 +306,12 @@ def _started(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         thread.shutdown(wait=False)
 
 
-def _model(model: Any) -> str:
-    if isinstance(model, str | PathLike):
-        return str(model)
-    name = getattr(model, "name_or_path", "")
-    like = f", as in model={name!r}" if name else ""
-    raise BirlError(f"model: a {type(model).__name__}; give the name of a folder, a .gguf file or a hub id{like}.")
-
-
-def _fitting(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys, with micro-batches that hold the longest sequence."""
-    key = "learner.tokens_per_microbatch"
-    longest = keys.get("model.max_length") or 0
-    return {**({key: longest} if longest > _docs()[key].default else {}), **keys}
-
-
-def _judges(reward_funcs: Any, env: Any, rows: bool) -> list[Reward]:
-    """The reward functions, with what stands for them where none is given. `rows`: there are some to train on."""
-    if reward_funcs is None:
-        reward_funcs = "math" if env == "single_turn" else []
-    rewards = _listed("code" if reward_funcs == "sandbox" else reward_funcs)  # MRL's word for unit tests
-    if not rewards and env == "single_turn":
-        raise BirlError("reward_funcs is empty: name a function, such as math, or an env that rewards.")
-    if not rows and env == "single_turn":
-        raise BirlError(_no_rows(reward_funcs == "math"))
-    return rewards
-
-
-def _reward_keys(rewards: list[Reward], weights: Sequence[float] | None, tests: bool, launcher: str) -> dict[str, Any]:
-    given = [] if weights is None else list(weights)
-    keys: dict[str, Any] = {"reward.functions": _names(rewards), "reward.weights": given}
-    if tests:
-        keys["reward.timeout"] = 300.0  # a call runs the tests of a whole group
-        keys |= {"sandbox.kind": "modal"} if launcher == "modal" else {}
-    return keys
-
-
-def _answer_tokens(max_tokens: int, max_completion_length: int | None, both: bool) -> int:
-    """MRL has both names."""
-    if max_completion_length is None:
-        return max_tokens
-    return min(max_tokens, max_completion_length) if both else max_completion_length
-
-
-def _known(names: dict[str, Any]) -> None:
-    if unknown := [name for name in names if not trl.knows(name)]:
-        raise BirlError(_unknown(unknown[0]))
-
-
-def _theirs(args: Any, names: dict[str, Any], model: str, rewards: int) -> dict[str, Any]:
-    """The keys that TRL's names stand for, of a config object and of parameters."""
-    return trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, model)), _schema("rl"), "GRPO", rewards)
-
-
-def _loss(loss_type: str) -> dict[str, Any]:
-    if loss_type and loss_type not in LOSS_TYPES:
-        raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
-    return {f"algorithm.{name}": value for name, value in LOSS_TYPES.get(loss_type, {}).items()}
-
-
-def _scale(scale_rewards: str | bool | None) -> dict[str, Any]:
-    if scale_rewards is None:
-        return {}
-    if scale_rewards not in SCALES:
-        raise BirlError(f"scale_rewards={scale_rewards!r}: choose group, batch or none.")
-    return {"algorithm.scale_rewards": SCALES[scale_rewards]}
-
-
-def _engines(workers: int, method: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """An engine in the learner's process has the learner's own weights: there is nothing to synchronise."""
-    from birl.launch.program import engine_keys
-
-    if method and method not in (methods := _docs()["weights.method"].choices):
-        raise BirlError(f"weight_sync_method={method!r}: choose one of {', '.join(methods)}.")
-    elsewhere = workers != 0 or {"engine.kind", "engine.count", "engine.attach"} & overrides.keys()
-    return engine_keys(workers, method if elsewhere else "")
-
-
-def _launch_words(launcher: str, actor_gpu: str, rollout_gpu: str, launch: dict[str, Any]) -> tuple[str, ...]:
-    from birl.launch.program import launch_words
-
-    gpus = {"actor_gpu": actor_gpu, "rollout_gpu": rollout_gpu}
-    if not launcher and (stray := [name for name, value in {**gpus, "launch": launch}.items() if value]):
-        raise BirlError(f'{stray[0]}: says what a launcher is to give; name one, as in launcher="modal".')
-    return launch_words(launcher, gpus, launch) if launcher else ()
-
-
-def _not_default(keys: dict[str, Any]) -> dict[str, Any]:
-    """Without what is at its default, so that a preset (overrides={"algorithm": "grpo"}) can decide about it."""
-    docs = _docs()
-    return {k: v for k, v in keys.items() if v != docs[k].default}
-
-
-def _docs() -> dict[str, Any]:
-    """What the schema of `birl rl` says of each key."""
-    from birl.config.keys import documentation
-
-    return documentation(_schema("rl"))
-
-
-def _schema(command: str) -> Any:
-    from birl.config.schema import COMMANDS
-
-    return COMMANDS[command]
-
-
-def _clips(low: float | None, high: float | None) -> dict[str, Any]:
-    """What was given; the lower bound alone is meant for both sides."""
-    given = {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
-    return {key: value for key, value in given.items() if value is not None}
-
-
 def _in_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return False
     return True
-
-
-def _unknown(name: str) -> str:
-    """The message about a parameter that does not exist, with what it may stand for."""
-    from birl.config.nearest import nearest_keys
-    from birl.config.schema import RL
-
-    known = [p for p in inspect.signature(Trainer).parameters if p != "names"]
-    near = ["reward_funcs"] if name == "reward_fn" else difflib.get_close_matches(name, known, n=1)
-    section = [key for key in _docs() if key.startswith(f"{name}.")]
-    key = next(iter(section or nearest_keys(name, RL)), "")
-    if key and (not near or section or key.endswith(f".{name}") or key == name):
-        hint = f' Did you mean overrides={{"{key}": ...}}?'
-    else:
-        hint = f" Did you mean {near[0]}?" if near else ""
-    return f"Trainer has no parameter {name}.{hint} It has: {', '.join(known)}."
-
-
-def _no_rows(math: bool) -> str:
-    """The message about a Trainer without rows."""
-    reward = ' Without reward_funcs the reward is math, which compares with a column such as "answer".' if math else ""
-    return (
-        'train_dataset is None, and data.train is empty: say what to train on, as in train_dataset="my.jsonl", a hub '
-        f'name, a datasets.Dataset or a list of rows such as {{"prompt": "What is 3 + 4?", "answer": "7"}}.{reward}'
-    )
-
-
-def _listed(rewards: Any) -> list[Reward]:
-    result: Any = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
-    if not isinstance(result, list | tuple) or not all(isinstance(f, str) or callable(f) for f in result):
-        raise BirlError(f"reward_funcs={rewards!r}: give a function, a name, or a list of them.")
-    for one in result:
-        path = one if isinstance(one, str) and "/" in one and ":" not in one else getattr(one, "name_or_path", "FOLDER")
-        if hasattr(one, "state_dict") or path == one:
-            raise BirlError(
-                "reward_funcs: a reward model is named, not handed over: "
-                f'reward_funcs="model", overrides={{"reward.model": "{path}"}}.'
-            )
-    return list(result)
-
-
-def _names(rewards: Sequence[Reward]) -> list[str]:
-    """What the configuration says about each: its own name, or given:NAME for a Python object."""
-    names = [
-        r if isinstance(r, str) else "given:" + re.sub(r"\W", "", getattr(r, "__name__", type(r).__name__))
-        for r in rewards
-    ]
-    return [
-        f"{name}_{names[:i].count(name) + 1}" if name.startswith("given:") and name in names[:i] else name
-        for i, name in enumerate(names)
-    ]
-
-
-def _source(dataset: Any) -> list[str]:
-    if dataset is None:
-        return []
-    if isinstance(dataset, str | PathLike):
-        return [str(dataset)]
-    if isinstance(dataset, list | tuple) and dataset and all(isinstance(d, str | PathLike) for d in dataset):
-        return [str(d) for d in dataset]
-    return ["given"]
-
-
-def _rows(dataset: Any) -> Any:
-    """The rows of a Python object, those of a data frame (polars, pandas) as a list of dicts."""
-    if hasattr(dataset, "to_dicts"):
-        return dataset.to_dicts()
-    if hasattr(dataset, "columns") and hasattr(dataset, "to_dict"):
-        return dataset.to_dict("records")
-    return dataset if _source(dataset) == ["given"] else None
-
-
-def _written(value: Any) -> str:
-    """As one types it behind `key=`; None as null, which no key takes: not as a folder of the name None."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(repr(v) if isinstance(v, str) else str(v) for v in value) + "]"
-    return str(value)
 
 
 class _Offline(Started):
@@ -528,7 +337,7 @@ class _Offline(Started):
     ) -> None:
         from birl.config.nearest import suggest
 
-        schema = _schema(self.command)
+        schema = schema_of(self.command)
         for name in names:
             if not trl.knows(name):
                 hint = suggest(name, schema)
@@ -536,14 +345,14 @@ class _Offline(Started):
                     f"{type(self).__name__} has no parameter {name}.{hint} "
                     f"Keys of `birl {self.command}` go into overrides."
                 )
-        model = _model(model)
+        model = model_path(model)
         if train_dataset is None and "data.train" not in (overrides or {}):
-            raise BirlError(_no_rows(False))
-        sources = {"data.train": _source(train_dataset), "data.validation": _source(eval_dataset)}
+            raise BirlError(no_rows(False))
+        sources = {"data.train": sources_of(train_dataset), "data.validation": sources_of(eval_dataset)}
         theirs = trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, model)), schema, self.prefix)
-        keys = {"model.path": model, **{k: v for k, v in sources.items() if v}, **_fitting(theirs), **(overrides or {})}
+        keys = {"model.path": model, **{k: v for k, v in sources.items() if v}, **fitting(theirs), **(overrides or {})}
         self._load(self.command, keys)
-        self._given = Given(train=_rows(train_dataset), validation=_rows(eval_dataset))
+        self._given = Given(train=rows_of(train_dataset), validation=rows_of(eval_dataset))
         self._check_rows()
 
 

@@ -21,6 +21,7 @@ from birl.models.load import context_limit, skeleton
 from birl.parallel.grid import grid_of
 from birl.parallel.machine import free_memory, peak_memory
 from birl.plan import run_memory as memory
+from birl.plan import sizes
 from birl.plan.cluster import cluster_of
 from birl.plan.rank_memory import USABLE
 from birl.plan.run_memory import GIB, Phases
@@ -70,7 +71,7 @@ def check(config: schema.RL, kind: str = "") -> None:
     if card is None:
         return
     model = skeleton(resolved(config.model.path, weights=False))
-    smallest = memory.Load(microbatch=1, several=False, sequences=1, group=1, prompt=1, longest=2)
+    smallest = sizes.Load(microbatch=1, several=False, sequences=1, group=1, prompt=1, longest=2)
     phases = memory.predict(model, replace(config, engine=replace(config.engine, max_batch=1)), smallest, card.memory)
     needs = max(sum(s for name, s in c.items() if name != "between blocks") for c in phases.values())
     if needs > card.memory:
@@ -111,7 +112,7 @@ def plan(
     if answer >= context:
         raise BirlError(f"rollout.max_tokens={answer} leaves no room for a prompt in the context of {context} tokens.")
     longest = min(prompt + max(answer, config.validation.max_tokens), context)
-    step = memory.load_of(config, min(prompt, context - answer), longest)
+    step = sizes.load_of(config, min(prompt, context - answer), longest)
     free = (card.memory if card else usable()) if available is None else int(available * GIB)
     size = free if card else 0
     phases = memory.predict(model, config, step, size)

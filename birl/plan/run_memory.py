@@ -16,18 +16,13 @@ peak is the largest phase; the figures are of one GPU.
 
 Where several processes train, the figures are one's, and each has as much (`parallel`): weights, gradients and the
 optimizer's state are split over fsdp x cp x tp, micro-batches and answers over ddp x fsdp.
-
-Sizes of an architecture come from its modules and its configuration, so a model on the meta device will do.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from math import prod
-from typing import Any
+from dataclasses import replace
 
 from torch import nn
 
-from birl import kernels
 from birl.config import schema
 from birl.config.decided import CRITIC, SELF, teachers_of
 from birl.engine.graphs import AHEAD
@@ -37,19 +32,11 @@ from birl.engine.scheduler import PREFILL
 from birl.errors import BirlError
 from birl.hub import addressed
 from birl.kernels.tensors import PAGE
-from birl.learner.adamw8bit import stored as moments_in_8_bits
 from birl.learner.comparison import KEPT
-from birl.learner.lora import targets
-from birl.learner.muon import hidden
-from birl.learner.policy import DTYPES
-from birl.models.decoder import shaped
-from birl.models.fused_layers import fused_layers
-from birl.models.quantized import quantized_layers, stored
+from birl.models.quantized import stored
 from birl.models.shape import CHUNK, RESTRICTED, Shape, backward_bytes, shape_of
-from birl.models.slices import quantizable
-from birl.models.slots import slots_of, state_bytes
 from birl.models.tree_attention import SCORES
-from birl.support import LARGEST
+from birl.plan.sizes import Load, Module, Trained
 from birl.train.objective import keeps_reference, surrogate_of
 
 GIB = 2**30
@@ -65,144 +52,6 @@ STATE = {
 }
 
 Phases = dict[str, dict[str, int]]  # phase -> purpose -> bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """The most that a step holds at once, where every answer is as long as it may be."""
-
-    microbatch: int  # tokens of the largest
-    several: bool  # more than one in an update, so that the next begins with the gradient of the one before
-    sequences: int  # generated at once
-    group: int  # of these, how many share a prompt
-    prompt: int  # tokens
-    longest: int  # tokens of a sequence, its prompt included
-    support: int = 0  # tokens that one may be drawn from, where top-k, top-p or min-p leave some out
-    waits: bool = False  # more sequences in a step than are generated at once
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Module:
-    """A model as it is computed: numbers that only its modules have, and whether it runs on birl's kernels. `wide`:
-    bytes of the compute type."""
-
-    shape: Shape
-    parameters: int
-    linear: int  # parameters that products read, the head included
-    kv_heads: int  # as the cache has them
-    head_dim: int
-    cached: int  # numbers that the cache holds of a token
-    state: int  # bytes that layers keep of a sequence beside it
-    wide: int
-    on_kernels: bool
-    paged_kernels: bool  # whether at least attention over the cache does
-    on_fused: bool  # the kernels for CUDA
-    quantizable: int  # parameters that lora.quantize is about
-    matrix: int  # of these, of the largest weight
-
-    @classmethod
-    def of(cls, model: nn.Module, dtype: str, gpu: bool = False) -> "Module":
-        slots, kind = slots_of(model), DTYPES[dtype]
-        size = max(s.key for s in slots)
-        gpu = gpu or next(model.parameters()).is_cuda
-        compiled = not gpu and kernels.load(kind, size) is not None
-        weights: list[int] = [
-            m.weight.numel() for m in (*quantized_layers(model).values(), *quantizable(model).values())
-        ]
-        return cls(
-            shape=Shape.of_model(model),
-            parameters=sum(p.numel() for p in model.parameters()),
-            linear=sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)),
-            kv_heads=max(s.kv_heads for s in slots),
-            head_dim=size,
-            cached=sum(s.elements for s in slots),
-            state=state_bytes(model),
-            wide=kind.itemsize,
-            on_kernels=compiled and shaped(model),
-            paged_kernels=compiled or gpu,
-            on_fused=gpu and fused_layers(model),
-            quantizable=sum(weights),
-            matrix=max(weights, default=0),
-        )
-
-    @property
-    def page(self) -> int:
-        """Bytes of a page of the cache in all layers."""
-        return PAGE * self.cached * self.wide
-
-    @property
-    def kept(self) -> int:
-        """Bytes of a token that a layer keeps for its backward pass: `Kept` in models/decoder.py, or what autograd
-        keeps of transformers' layer."""
-        rows = 2 * (self.shape.heads + self.kv_heads) * self.head_dim  # queries, keys, values and their result
-        if self.on_kernels:
-            return 8 * self.shape.hidden + 8 + self.wide * (rows + 2 * self.shape.inner) + 4 * self.shape.heads
-        if self.on_fused:  # keys and values once more, gathered
-            more = (self.shape.heads + 2 * self.kv_heads) * self.head_dim
-            return self.wide * (4 * self.shape.hidden + rows + more + 3 * self.shape.inner) + 4 * (2 + self.shape.heads)
-        return 8 * self.shape.hidden + self.wide * (4 * self.shape.hidden + rows + 4 * self.shape.inner)
-
-    @property
-    def input(self) -> int:
-        """The same with checkpointing: the layer's input alone. The residual stream of the kernels is float32."""
-        return self.shape.hidden * (4 if self.on_kernels else self.wide)
-
-    @property
-    def backward(self) -> int:
-        """Bytes of a token that one layer's backward pass computes with."""
-        return 4 * self.shape.hidden + self.wide * 4 * (self.shape.hidden + self.shape.inner)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """Parameters that change, those whose gradient is summed, and those that AdamW steps. The same, but with LoRA: of
-    the merged weights only the largest has a whole gradient at once. `state`: bytes of AdamW's moments."""
-
-    weights: int
-    gradient: int
-    stepped: int
-    state: int
-    head: bool  # has a gradient
-
-    @classmethod
-    def of(cls, model: nn.Module, config: schema.Lora, optimizer: str) -> "Trained":
-        moments = moments_in_8_bits if optimizer == "adamw8bit" else (lambda shape: 8 * prod(shape))
-        if config.rank == 0:
-            shapes = [p.shape for p in model.parameters()]
-            everything, state = sum(map(prod, shapes)), sum(map(moments, shapes))
-            if optimizer == "muon":  # one momentum
-                matrices = hidden(model)
-                state -= sum(4 * p.numel() for name, p in model.named_parameters() if name in matrices)
-            return cls(weights=everything, gradient=everything, stepped=everything, state=state, head=True)
-        weights: list[Any] = [model.get_submodule(name).weight for name in targets(model, config.targets)]
-        shapes = [s for w in weights for s in ((config.rank, w.shape[1]), (len(w), config.rank))]
-        shapes += [(len(w),) for w in weights if config.dora]
-        sizes, stepped, state = [w.numel() for w in weights], sum(map(prod, shapes)), sum(map(moments, shapes))
-        return cls(weights=sum(sizes), gradient=stepped + max(sizes), stepped=stepped, state=state, head=False)
-
-
-def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
-    """What one process has. `prompt`: tokens of a prompt. `longest`: of a sequence, validation included."""
-    rollout, parallel = config.rollout, config.parallel
-    groups = -(-rollout.prompts // config.algorithm.updates_per_batch)  # of one update
-    tokens = -(-groups // parallel.shares) * (prompt + rollout.group_size * rollout.max_tokens)
-    tokens = -(-tokens // parallel.splits)
-    count = -(-tokens // config.learner.tokens_per_microbatch)
-    validates = config.validation.every > 0 and (config.data.validation or config.data.validation_split > 0)
-    ahead = rollout.max_staleness - config.weights.sync_every + 2  # steps whose groups are under way at once
-    wanted = ahead * -(-rollout.prompts // parallel.shares) * rollout.group_size
-    sequences = min(config.engine.max_batch, wanted)
-    truncates = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
-    return Load(
-        microbatch=-(-tokens // count),
-        several=count > 1,
-        sequences=config.engine.max_batch if validates else sequences,
-        group=1 if validates else rollout.group_size,
-        prompt=prompt,
-        longest=longest,
-        support=(rollout.top_k or LARGEST) if truncates else 0,
-        waits=wanted > sequences,
-    )
 
 
 def codes_of(module: Module, keys: schema.Engine) -> int:

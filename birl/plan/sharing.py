@@ -8,7 +8,8 @@ from torch import nn
 
 from birl.config import schema
 from birl.errors import BirlError
-from birl.plan.run_memory import CONTEXT, GIB, Module, load_of, predict
+from birl.plan.run_memory import CONTEXT, GIB, predict
+from birl.plan.sizes import Module, load_of
 
 # what the learner has while it trains, and gives back before a server wakes
 PASSING = (

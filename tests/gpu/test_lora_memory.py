@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from birl.config import schema
 from birl.config.load import load
 from birl.models import attention
-from birl.plan.run_memory import GIB, load_of, predict
+from birl.plan.run_memory import GIB, predict
+from birl.plan.sizes import load_of
 from tests.gpu.card import CUDA, card
 
 QWEN_7B = Qwen2Config(

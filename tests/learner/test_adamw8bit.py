@@ -18,6 +18,7 @@ from birl.learner.lora import Lora
 from birl.learner.open import make_learner
 from birl.models import attention
 from birl.plan import run_memory as memory
+from birl.plan import sizes
 from tests.data.test_pack import groups
 from tests.learner.test_learner import reinforce
 from tests.tiny import tiny_model
@@ -123,7 +124,7 @@ def test_its_bytes_are_those_that_are_planned(lora: Lora | None, dtype: torch.dt
     it = make_learner(config, tiny_model())
     state = {n: t for n, t in it.tensors().items() if n.startswith("optimizer.") and t.ndim}
     assert any(t.dtype == torch.uint8 for t in state.values())
-    load_ = memory.Load(microbatch=100, several=False, sequences=4, group=4, prompt=10, longest=20)
+    load_ = sizes.Load(microbatch=100, several=False, sequences=4, group=4, prompt=10, longest=20)
     predicted = memory.predict(tiny_model(), config, load_)["training"]
     assert predicted["optimizer state, 8 bits"] == sum(t.nbytes for t in state.values())
     eight = sum(stored(t.shape) for t in it.masters.tensors.values() if quantized(t.shape))

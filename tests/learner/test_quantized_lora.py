@@ -26,6 +26,7 @@ from birl.models.load import load_model
 from birl.models.quantized import quantized_layers
 from birl.models.slices import quantize, values
 from birl.plan import run_memory as memory
+from birl.plan import sizes
 from birl.types import Update
 from birl.weights.publisher import published
 from tests.engine import test_engine
@@ -227,7 +228,7 @@ def test_the_reference_is_the_quantised_base(tiny: Path, tmp_path: Path) -> None
 def test_the_bytes_are_those_that_are_predicted(kind: str) -> None:
     learner = learner_of("kernels", kind, torch.bfloat16)
     words = ("data.train=x.jsonl", "lora.rank=4", f"lora.quantize={kind}", "checkpoint.asynchronous=false")
-    step = memory.Load(microbatch=100, several=False, sequences=4, group=4, prompt=10, longest=20)
+    step = sizes.Load(microbatch=100, several=False, sequences=4, group=4, prompt=10, longest=20)
     found = memory.predict(model_of("kernels"), load(schema.RL, [*words]), step)["training"]
     assert found == memory.predict(learner.model, load(schema.RL, [*words]), step)["training"]
     layers, own = quantized_layers(learner.model).values(), [p for p in learner.model.parameters() if not p.is_meta]
@@ -243,7 +244,7 @@ def test_seven_billion_parameters_sample_and_train_within_24_gib(kind: str, fits
         model = AutoModelForCausalLM.from_config(QWEN_7B, attn_implementation=attention.NAME, dtype=torch.bfloat16)
     words = ("learner.gradient_checkpointing=true", "learner.tokens_per_microbatch=8192", "lora.rank=16")
     config = load(schema.RL, ["data.train=x.jsonl", *words, f"lora.quantize={kind}"])
-    phases = memory.predict(model, config, memory.load_of(config, 512, 1536), card=24 * memory.GIB)
+    phases = memory.predict(model, config, sizes.load_of(config, 512, 1536), card=24 * memory.GIB)
     assert (memory.peak(phases, 24 * memory.GIB) < 24 * memory.GIB) == fits
 
 

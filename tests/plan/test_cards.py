@@ -13,7 +13,8 @@ from birl.errors import BirlError
 from birl.plan import run as plan
 from birl.plan import run_memory as memory
 from birl.plan.cluster import KINDS
-from birl.plan.run_memory import GIB, Load, Module
+from birl.plan.run_memory import GIB
+from birl.plan.sizes import Load, Module
 from tests.tiny import tiny_model, tiny_tokenizer
 
 STEP = Load(microbatch=1000, several=True, sequences=16, group=4, prompt=40, longest=100)

@@ -32,7 +32,8 @@ from birl.models.slices import quantizable
 from birl.models.slots import slots_of
 from birl.plan import run as plan
 from birl.plan import run_memory as memory
-from birl.plan.run_memory import Load, Module
+from birl.plan import sizes
+from birl.plan.sizes import Load, Module
 from birl.types import SamplingParams
 from tests.data.test_pack import groups
 from tests.held import Held
@@ -133,7 +134,7 @@ def test_phases_do_not_add_up_and_each_key_counts_where_it_should() -> None:
 
 
 def test_words_that_are_left_out_take_memory() -> None:
-    words = [memory.load_of(settings(*w), 50, 150).support for w in ((), ("rollout.top_p=0.9",), ("rollout.top_k=20",))]
+    words = [sizes.load_of(settings(*w), 50, 150).support for w in ((), ("rollout.top_p=0.9",), ("rollout.top_k=20",))]
     assert words == [0, 1024, 20]
     model = tiny_model(vocab=320)
     plain, told, all_of_them = (memory.predict(model, settings(), replace(STEP, support=n)) for n in (0, 20, 1024))
@@ -202,14 +203,14 @@ def test_what_lora_adds_and_saves_is_what_is_counted(words: list[str]) -> None:
 
 def test_a_step_is_as_large_as_its_keys_allow() -> None:
     config = settings("rollout.prompts=8", "rollout.group_size=4", "rollout.max_tokens=100")
-    step = memory.load_of(config, prompt=50, longest=150)
+    step = sizes.load_of(config, prompt=50, longest=150)
     assert (step.microbatch, step.several, step.sequences) == (8 * 450, False, 32)
     config.learner.tokens_per_microbatch = 1000
-    assert (memory.load_of(config, 50, 150).microbatch, memory.load_of(config, 50, 150).several) == (900, True)
+    assert (sizes.load_of(config, 50, 150).microbatch, sizes.load_of(config, 50, 150).several) == (900, True)
     config.algorithm.updates_per_batch = 4
-    assert not memory.load_of(config, 50, 150).several
+    assert not sizes.load_of(config, 50, 150).several
     config.data.validation, config.validation.every = ["v.jsonl"], 5
-    assert memory.load_of(config, 50, 150).sequences == config.engine.max_batch
+    assert sizes.load_of(config, 50, 150).sequences == config.engine.max_batch
 
 
 @pytest.mark.parametrize("gib", [1.0, 2.0, 20.0])

@@ -19,7 +19,7 @@ import birl
 from birl import BirlError, Trainer
 from birl.config.load import flatten, load
 from birl.config.schema import RL
-from birl.trainer import LOSS_TYPES
+from birl.trl import LOSS_TYPES
 from tests.train.trainers import QUIET, ROWS, SMALL, Make, letters, metrics, shortness
 
 

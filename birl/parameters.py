@@ -1,0 +1,219 @@
+"""What the parameters of `birl.Trainer` mean: keys of the configuration, reward functions, and rows."""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
+from typing import Any
+
+from birl import trl
+from birl.errors import BirlError
+from birl.trl import LOSS_TYPES, SCALES
+
+Reward = Callable[..., Sequence[float]] | str
+
+# Parameters that are a key each.
+KEYS = {
+    "batch_size": "rollout.prompts",
+    "beta": "algorithm.kl_coef",
+    "learning_rate": "optimizer.lr",
+    "mask_truncated_completions": "algorithm.mask_truncated",
+    "max_model_len": "model.max_length",
+    "max_tokens": "rollout.max_tokens",
+    "num_generations": "rollout.group_size",
+    "output_dir": "run",
+    "seed": "seed",
+    "temperature": "rollout.temperature",
+}
+
+# Parameters that a key follows from.
+MORE = {"max_completion_length": "rollout.max_tokens", "num_epochs": "epochs", "use_lora": "lora.rank"}
+
+
+def model_path(model: Any) -> str:
+    if isinstance(model, str | PathLike):
+        return str(model)
+    name = getattr(model, "name_or_path", "")
+    like = f", as in model={name!r}" if name else ""
+    raise BirlError(f"model: a {type(model).__name__}; give the name of a folder, a .gguf file or a hub id{like}.")
+
+
+def fitting(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys, with micro-batches that hold the longest sequence."""
+    key = "learner.tokens_per_microbatch"
+    longest = keys.get("model.max_length") or 0
+    return {**({key: longest} if longest > documented()[key].default else {}), **keys}
+
+
+def rewards_of(reward_funcs: Any, env: Any, rows: bool) -> list[Reward]:
+    """The reward functions, with what stands for them where none is given. `rows`: there are some to train on."""
+    if reward_funcs is None:
+        reward_funcs = "math" if env == "single_turn" else []
+    rewards = listed("code" if reward_funcs == "sandbox" else reward_funcs)  # MRL's word for unit tests
+    if not rewards and env == "single_turn":
+        raise BirlError("reward_funcs is empty: name a function, such as math, or an env that rewards.")
+    if not rows and env == "single_turn":
+        raise BirlError(no_rows(reward_funcs == "math"))
+    return rewards
+
+
+def reward_keys(rewards: list[Reward], weights: Sequence[float] | None, tests: bool, launcher: str) -> dict[str, Any]:
+    given = [] if weights is None else list(weights)
+    keys: dict[str, Any] = {"reward.functions": reward_names(rewards), "reward.weights": given}
+    if tests:
+        keys["reward.timeout"] = 300.0  # a call runs the tests of a whole group
+        keys |= {"sandbox.kind": "modal"} if launcher == "modal" else {}
+    return keys
+
+
+def answer_tokens(max_tokens: int, max_completion_length: int | None, both: bool) -> int:
+    """MRL has both names."""
+    if max_completion_length is None:
+        return max_tokens
+    return min(max_tokens, max_completion_length) if both else max_completion_length
+
+
+def trl_keys(args: Any, names: dict[str, Any], model: str, rewards: int) -> dict[str, Any]:
+    """The keys that TRL's names stand for, of a config object and of parameters."""
+    return trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, model)), schema_of("rl"), "GRPO", rewards)
+
+
+def loss_keys(loss_type: str) -> dict[str, Any]:
+    if loss_type and loss_type not in LOSS_TYPES:
+        raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
+    return {f"algorithm.{name}": value for name, value in LOSS_TYPES.get(loss_type, {}).items()}
+
+
+def scale_keys(scale_rewards: str | bool | None) -> dict[str, Any]:
+    if scale_rewards is None:
+        return {}
+    if scale_rewards not in SCALES:
+        raise BirlError(f"scale_rewards={scale_rewards!r}: choose group, batch or none.")
+    return {"algorithm.scale_rewards": SCALES[scale_rewards]}
+
+
+def keys_of_engines(workers: int, method: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """An engine in the learner's process has the learner's own weights: there is nothing to synchronise."""
+    from birl.launch.program import engine_keys
+
+    if method and method not in (methods := documented()["weights.method"].choices):
+        raise BirlError(f"weight_sync_method={method!r}: choose one of {', '.join(methods)}.")
+    elsewhere = workers != 0 or {"engine.kind", "engine.count", "engine.attach"} & overrides.keys()
+    return engine_keys(workers, method if elsewhere else "")
+
+
+def words_of_launch(launcher: str, actor_gpu: str, rollout_gpu: str, launch: dict[str, Any]) -> tuple[str, ...]:
+    from birl.launch.program import launch_words
+
+    gpus = {"actor_gpu": actor_gpu, "rollout_gpu": rollout_gpu}
+    if not launcher and (stray := [name for name, value in {**gpus, "launch": launch}.items() if value]):
+        raise BirlError(f'{stray[0]}: says what a launcher is to give; name one, as in launcher="modal".')
+    return launch_words(launcher, gpus, launch) if launcher else ()
+
+
+def changed(keys: dict[str, Any]) -> dict[str, Any]:
+    """Without what is at its default, so that a preset (overrides={"algorithm": "grpo"}) can decide about it."""
+    docs = documented()
+    return {k: v for k, v in keys.items() if v != docs[k].default}
+
+
+def documented() -> dict[str, Any]:
+    """What the schema of `birl rl` says of each key."""
+    from birl.config.keys import documentation
+
+    return documentation(schema_of("rl"))
+
+
+def schema_of(command: str) -> Any:
+    from birl.config.schema import COMMANDS
+
+    return COMMANDS[command]
+
+
+def clip_keys(low: float | None, high: float | None) -> dict[str, Any]:
+    """What was given; the lower bound alone is meant for both sides."""
+    given = {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def check_names(names: Iterable[str], known: list[str]) -> None:
+    """Raises `BirlError` for the first that is neither TRL's nor one of `Trainer`, with what it may stand for."""
+    name = next((name for name in names if not trl.knows(name)), "")
+    if not name:
+        return
+    from birl.config.nearest import nearest_keys
+    from birl.config.schema import RL
+
+    near = ["reward_funcs"] if name == "reward_fn" else difflib.get_close_matches(name, known, n=1)
+    section = [key for key in documented() if key.startswith(f"{name}.")]
+    key = next(iter(section or nearest_keys(name, RL)), "")
+    if key and (not near or section or key.endswith(f".{name}") or key == name):
+        hint = f' Did you mean overrides={{"{key}": ...}}?'
+    else:
+        hint = f" Did you mean {near[0]}?" if near else ""
+    raise BirlError(f"Trainer has no parameter {name}.{hint} It has: {', '.join(known)}.")
+
+
+def no_rows(math: bool) -> str:
+    """The message about a Trainer without rows."""
+    reward = ' Without reward_funcs the reward is math, which compares with a column such as "answer".' if math else ""
+    return (
+        'train_dataset is None, and data.train is empty: say what to train on, as in train_dataset="my.jsonl", a hub '
+        f'name, a datasets.Dataset or a list of rows such as {{"prompt": "What is 3 + 4?", "answer": "7"}}.{reward}'
+    )
+
+
+def listed(rewards: Any) -> list[Reward]:
+    result: Any = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+    if not isinstance(result, list | tuple) or not all(isinstance(f, str) or callable(f) for f in result):
+        raise BirlError(f"reward_funcs={rewards!r}: give a function, a name, or a list of them.")
+    for one in result:
+        path = one if isinstance(one, str) and "/" in one and ":" not in one else getattr(one, "name_or_path", "FOLDER")
+        if hasattr(one, "state_dict") or path == one:
+            raise BirlError(
+                "reward_funcs: a reward model is named, not handed over: "
+                f'reward_funcs="model", overrides={{"reward.model": "{path}"}}.'
+            )
+    return list(result)
+
+
+def reward_names(rewards: Sequence[Reward]) -> list[str]:
+    """What the configuration says about each: its own name, or given:NAME for a Python object."""
+    names = [
+        r if isinstance(r, str) else "given:" + re.sub(r"\W", "", getattr(r, "__name__", type(r).__name__))
+        for r in rewards
+    ]
+    return [
+        f"{name}_{names[:i].count(name) + 1}" if name.startswith("given:") and name in names[:i] else name
+        for i, name in enumerate(names)
+    ]
+
+
+def sources_of(dataset: Any) -> list[str]:
+    if dataset is None:
+        return []
+    if isinstance(dataset, str | PathLike):
+        return [str(dataset)]
+    if isinstance(dataset, list | tuple) and dataset and all(isinstance(d, str | PathLike) for d in dataset):
+        return [str(d) for d in dataset]
+    return ["given"]
+
+
+def rows_of(dataset: Any) -> Any:
+    """The rows of a Python object, those of a data frame (polars, pandas) as a list of dicts."""
+    if hasattr(dataset, "to_dicts"):
+        return dataset.to_dicts()
+    if hasattr(dataset, "columns") and hasattr(dataset, "to_dict"):
+        return dataset.to_dict("records")
+    return dataset if sources_of(dataset) == ["given"] else None
+
+
+def written(value: Any) -> str:
+    """As one types it behind `key=`; None as null, which no key takes: not as a folder of the name None."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(repr(v) if isinstance(v, str) else str(v) for v in value) + "]"
+    return str(value)
