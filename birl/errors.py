@@ -87,9 +87,8 @@ def did_you_mean(word: str, options: Iterable[str], prefix: str = "") -> str:
     return f" Did you mean {prefix}{result[0]}?" if result else ""
 
 
-def innermost(group: BaseExceptionGroup) -> BaseException:
+def innermost(error: BaseException) -> BaseException:
     """The error itself, without the task groups around it."""
-    error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

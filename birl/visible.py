@@ -14,12 +14,8 @@ def visible(text: str) -> str:
     text = text.replace("\r\n", "\n")
     if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
         return text
-    return "".join(_spelled(c) if _obeyed(c) else c for c in text)
+    return "".join(f"⟪U+{ord(c):04X}⟫" if _obeyed(c) else c for c in text)
 
 
 def _obeyed(char: str) -> bool:
     return char not in "\n\t" and char not in _JOINERS and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-
-
-def _spelled(char: str) -> str:
-    return f"⟪U+{ord(char):04X}⟫"

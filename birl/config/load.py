@@ -66,7 +66,7 @@ def load_with_choices(schema: type[Config], overrides: list[str]) -> tuple[Confi
     """
     settings, errors = _read(overrides, schema)
     choices, settings = _choose(settings, schema, errors)
-    config = _compose(schema, choices)
+    config = copy.deepcopy(_composed(schema, tuple(choices.items())))
     for setting in settings:
         try:
             _apply(config, setting, schema)
@@ -173,10 +173,6 @@ def _unknown_preset(setting: Setting, names: list[str]) -> str:
 
 def _multirun_hint(value: str) -> str:
     return " To run once for each value, add --multirun." if "," in value or value.endswith(")") else ""
-
-
-def _compose(schema: type, choices: dict[str, str]) -> DictConfig:
-    return copy.deepcopy(_composed(schema, tuple(choices.items())))
 
 
 @functools.cache

@@ -15,7 +15,8 @@ from birl.errors import BirlError
 from birl.kernels.tensors import PAGE
 from birl.learner.learner import Learner
 from birl.learner.policy import DTYPES, Policy
-from birl.models.forward import head, weights_changed
+from birl.models.decoder import weights_changed
+from birl.models.forward import head
 from birl.models.load import cast, end_ids
 from birl.models.quantized import quantized_layers
 from birl.models.slices import fill, sketched

@@ -12,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from birl.errors import BirlError, WeightsFailed, first_line
+from birl.models.decoder import weights_changed
 from birl.models.device import device_of, use
 from birl.models.digests import digests, nonfinite, whole
-from birl.models.forward import forget, weights_changed
+from birl.models.forward import forget
 from birl.regular import check, inside
 from birl.types import Held, Update
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
-from birl.models.forward import weights_changed
+from birl.models.decoder import weights_changed
 from birl.models.slices import quantizable
 from birl.parallel.crew import RankGroup
 from birl.parallel.layout import drop_gathered

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from birl.models.forward import weights_changed
+from birl.models.decoder import weights_changed
 from birl.parallel.layout import Layout
 from birl.parallel.norm import sum_gradients
 

@@ -346,9 +346,6 @@ def llama_shaped(model: nn.Module) -> bool:
         and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)
         and layer.self_attn.o_proj.bias is None
-        and all((getattr(m.self_attn, "sliding_window", None) or _window(config)) is None for m in body.layers)
+        and (config.model_type != "mistral" or config.sliding_window is None)
+        and all(getattr(m.self_attn, "sliding_window", None) is None for m in body.layers)
     )
-
-
-def _window(config: Any) -> int | None:
-    return config.sliding_window if config.model_type == "mistral" else None

@@ -36,11 +36,6 @@ def hidden_states(
     return output.last_hidden_state[0].to(head(model).weight.dtype)  # Mamba's are float32
 
 
-def weights_changed(model: nn.Module) -> None:
-    """New values are in the parameters: forget every laid-out copy of them."""
-    decoder.weights_changed(model)
-
-
 def forget(model: nn.Module) -> None:
     """Its parameters are other ones from now on: choose anew what computes it."""
     decoder.MADE.pop(model, None)

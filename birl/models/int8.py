@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from birl.errors import BirlError
 from birl.kernels.tensors import BLOCK
-from birl.models.forward import forget, weights_changed
+from birl.models.decoder import weights_changed
+from birl.models.forward import forget
 from birl.models.slices import quantizable
 
 

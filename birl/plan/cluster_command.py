@@ -1,7 +1,7 @@
 """`birl plan --cluster`: which layout of a model on a cluster fits, and which is fastest."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -49,7 +49,8 @@ def best(
             f"set batch={work.sequence * min(one.shares for one in possible)} or more, or fewer gpus."
         )
     room = USABLE * cluster.memory
-    fitting = [min(fits, key=lambda p: p.step.seconds) for one in result if (fits := _within(one, room))]
+    within = [[plan for plan in one if plan.bytes <= room] for one in result]
+    fitting = [min(plans, key=lambda p: p.step.seconds) for plans in within if plans]
     if not fitting:
         least = min((plan for one in result for plan in one), key=lambda plan: plan.bytes)
         raise BirlError(
@@ -58,10 +59,6 @@ def best(
             "leave the axes free."
         )
     return sorted(fitting, key=lambda plan: (plan.step.seconds, plan.bytes))
-
-
-def _within(plans: Iterable[Plan], room: float) -> list[Plan]:
-    return [plan for plan in plans if plan.bytes <= room]
 
 
 def _plans(

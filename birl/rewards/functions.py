@@ -237,13 +237,11 @@ def describe(error: BaseException, file: str = "") -> str:
         frames.append((error.filename, error.lineno))
     inside = [frame for frame in frames if file and os.path.realpath(frame[0]) == os.path.realpath(file)]
     place = (inside or frames)[-1:]
-    where = "".join(f"{os.path.relpath(name) if _below(name) else name}:{line}: " for name, line in place)
+    here = os.getcwd() + os.sep
+    names = [(os.path.relpath(n) if os.path.realpath(n).startswith(here) else n, line) for n, line in place]
+    where = "".join(f"{name}:{line}: " for name, line in names)
     message = next(iter(text_of(error).splitlines()), "")
     return f"{where}{type(error).__name__}{': ' if message else ''}{message}"[:400]
-
-
-def _below(name: str) -> bool:
-    return os.path.realpath(name).startswith(os.getcwd() + os.sep)
 
 
 def source_file(function: Callable[..., Any]) -> str:

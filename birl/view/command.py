@@ -50,7 +50,8 @@ def run(words: list[str]) -> int:
     listener = listen(flags.get(PORT_FLAG.name))
     port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}/" + _start(runs, named=bool(roots))
-    print(f"birl view: {url}\n{_counted(len(runs))}. Ctrl-C ends it.", flush=True)
+    count = f"{len(runs)} run{'s' * (len(runs) != 1)}" if runs else "No runs yet: the page will show them"
+    print(f"birl view: {url}\n{count}. Ctrl-C ends it.", flush=True)
     if QUIET.name not in flags and _has_screen():
         threading.Timer(0.3, webbrowser.open, (url,)).start()
     server(runs, listener).run([listener])  # ends by a signal, whose exception asyncio may lose
@@ -96,10 +97,6 @@ def _start(runs: "Runs", named: bool) -> str:
     if named and 0 < len(result) <= 8:
         return "#/curves?" + "&".join(f"run={run.id}" for run in result)
     return ""
-
-
-def _counted(number: int) -> str:
-    return "No runs yet: the page will show them" if not number else f"{number} run{'s' * (number != 1)}"
 
 
 def _has_screen() -> bool:

@@ -100,7 +100,7 @@ def harness() -> type:
             except SystemExit as ended:  # as the program ends where it cannot reach the model
                 return result(int(ended.code or 0), "", str(ended.__cause__))
             except Exception as error:  # verifiers reads the exit code and the end of what a program printed
-                cause = innermost(error) if isinstance(error, BaseExceptionGroup) else error
+                cause = innermost(error)
                 return result(1, "", traceback.format_exception_only(cause)[-1])
             return result(0, "", "")
 

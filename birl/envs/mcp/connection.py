@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from birl.envs.mcp.transport import Problem, Streams
-from birl.errors import BirlError, text_of
+from birl.errors import BirlError, innermost, text_of
 from birl.foreign import stop
 
 T = TypeVar("T")
@@ -118,6 +118,5 @@ class Misused(Exception):
 
 def cause(error: BaseException) -> str:
     """The first line of the innermost error."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = innermost(error)
     return f"{type(error).__name__}: {text_of(error)}".partition("\n")[0][:300]

@@ -50,12 +50,8 @@ def drawn(draw: Callable[[random.Random], tuple[str, Row]], config: Drawn, split
             result.setdefault(row["prompt"], row)
     raise BirlError(
         f"env.kind={kind}: there are only {len(result)} different {split} tasks of {rows}. Lower "
-        f"{rows_key(split)}, or make the problems larger (docs/tasks.md)."
+        f"env.{'rows' if split == 'train' else 'validation_rows'}, or make the problems larger (docs/tasks.md)."
     )
-
-
-def rows_key(split: str) -> str:
-    return "env.rows" if split == "train" else "env.validation_rows"
 
 
 def where(task: Task) -> str:

@@ -25,8 +25,9 @@ def listed(tree: Any, extra: Any, acted: Collection[str], ignored: Collection[st
     for node, above in _walk(tree["nodes"][0], nodes, acted):
         text = " ".join(_value(node, "name").split())
         number = node.get("browsergym_id")
-        if number is not None and _acts(node, extra, acted) and (text or _alone(node, nodes)):
-            kind = node["role"]["value"]
+        kind = node["role"]["value"]
+        acts = number is not None and (kind in acted or bool(extra.get(number, {}).get("clickable")))
+        if acts and (text or _alone(node, nodes)):
             about = [] if kind in SILENT else [kind]
             lines.append(" ".join([*([text] if text else []), f"[{number}]", *about, *_properties(node, ignored)]))
         elif text and text != previous and text not in above and _speaks(node, nodes):
@@ -45,10 +46,6 @@ def _walk(node: Node, nodes: dict[Any, Node], acted: Collection[str], above: str
     for child in node.get("childIds", ()):
         if child in nodes and child != node["nodeId"]:
             yield from _walk(nodes[child], nodes, acted, above)
-
-
-def _acts(node: Node, extra: Any, acted: Collection[str]) -> bool:
-    return node["role"]["value"] in acted or bool(extra.get(node["browsergym_id"], {}).get("clickable"))
 
 
 def _alone(node: Node, nodes: dict[Any, Node]) -> bool:
