@@ -419,12 +419,7 @@ class Model(Protocol):
     this process or another; `reward` is what such a client has sent to base_url/reward."""
 
     async def ask(
-        self,
-        conversation: Conversation,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        agent: str = "",
-        policy: str = "",
+        self, conversation: Conversation, *, tools: Sequence[Mapping[str, Any]] = (), agent: str = "", policy: str = ""
     ) -> Message: ...
     @property
     def base_url(self) -> str: ...

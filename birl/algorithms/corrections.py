@@ -90,10 +90,7 @@ def rejected_off_policy(log_ratio: Tensor, sample: Tensor, advantages: Tensor, *
     return (advantages < 0) & (-segment_mean(log_ratio.detach(), sample) > limit)
 
 
-REJECTIONS: dict[str, Callable[..., Tensor]] = {
-    "divergence": rejected_by_divergence,
-    "off_policy": rejected_off_policy,
-}
+REJECTIONS: dict[str, Callable[..., Tensor]] = {"divergence": rejected_by_divergence, "off_policy": rejected_off_policy}
 
 
 def proximal(behaviour: Tensor, current: Tensor, versions: Tensor, now: int | Tensor) -> Tensor:

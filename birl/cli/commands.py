@@ -40,21 +40,14 @@ ALL = (
     ),
     Command(name="status", brief="the processes of a launched training", run="birl.launch.command:status"),
     Command(
-        name="logs",
-        brief="what they print",
-        run="birl.launch.command:logs",
-        offered=("--follow", "--trust", "--help"),
+        name="logs", brief="what they print", run="birl.launch.command:logs", offered=("--follow", "--trust", "--help")
     ),
     Command(name="stop", brief="let them save and end", run="birl.launch.command:stop"),
     Command(name="scale", brief="more engines, or fewer", run="birl.launch.command:scale"),
     Command(
         name="view", brief="runs as a live page: curves, comparison, rollouts, waiting", run="birl.view.command:run"
     ),
-    Command(
-        name="rollouts",
-        brief="search a run's rollouts, and export them",
-        run="birl.view.rollouts_command:run",
-    ),
+    Command(name="rollouts", brief="search a run's rollouts, and export them", run="birl.view.rollouts_command:run"),
     Command(
         name="trace",
         brief="where a run's time went, who waited for whom; for Chrome and Perfetto, too",

@@ -166,10 +166,7 @@ def gold_of(rows: Rows, config: schema.Eval, panel: Panel) -> tuple[list[tuple[G
     if pairs:
         return [(gold, key[2]) for key, own in together.items() for gold in own], True
     return [
-        (
-            replace(own[0], answers=tuple(g.answers[0] for g in own), human=tuple(g.human[0] for g in own)),
-            key[2],
-        )
+        (replace(own[0], answers=tuple(g.answers[0] for g in own), human=tuple(g.human[0] for g in own)), key[2])
         for key, own in together.items()
     ], False
 

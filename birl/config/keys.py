@@ -18,12 +18,7 @@ PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESETS = {"algorithm": "dr_grpo", "model": "smollm2"}
 SHORTHANDS = {"reward": "reward.functions", "env": "env.kind", "benchmark": "env.kind"}
 TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "object": "dict"}
-BOUNDS = {
-    "minimum": "at least",
-    "exclusiveMinimum": "more than",
-    "maximum": "at most",
-    "exclusiveMaximum": "less than",
-}
+BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most", "exclusiveMaximum": "less than"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

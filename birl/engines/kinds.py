@@ -91,11 +91,7 @@ def most_at_once(engine: schema.Engine, asked: int) -> int:
 
 def spoken(engine: schema.Engine, wanted: Wanted) -> dict[str, Any]:
     """What the adapters of vLLM and SGLang have in common (`peer.Adapter`)."""
-    return {
-        "recompute_kv": engine.recompute_kv,
-        "end_ids": wanted.end_ids,
-        "timeout": engine.request_timeout,
-    }
+    return {"recompute_kv": engine.recompute_kv, "end_ids": wanted.end_ids, "timeout": engine.request_timeout}
 
 
 def server_threads(engine: schema.Engine) -> int:

@@ -152,7 +152,7 @@ class Sandboxed:
         for line in folder.builds if self.config.build == "run" else ():
             state, result = await self.run(folder, state, ["bash", "-c", line], seconds=120.0)
             if not result.good:
-                raise BirlError(f"{folder.path}/environment/Dockerfile: RUN {line[:80]}: {last(result)}")
+                raise BirlError(f"{folder.path}/environment/Dockerfile: RUN {line[:80]}: {result.last}")
         return state
 
     async def end(self, state: bytes) -> None:
@@ -179,7 +179,7 @@ class Place:
         command = ["bash", "/tests/test.sh"]
         _, result = await self.machine.run(folder, state, command, seconds=folder.seconds, more=more)
         if (value := reward(result.files)) is None:
-            raise BirlError(f"{folder.path}/tests/test.sh wrote no number to /logs/verifier/reward.txt: {last(result)}")
+            raise BirlError(f"{folder.path}/tests/test.sh wrote no number to /logs/verifier/reward.txt: {result.last}")
         return value
 
     async def prove(self, folder: Folder) -> None:
@@ -195,7 +195,7 @@ class Place:
                 if work:
                     command = ["bash", "/solution/solve.sh"]
                     state, result = await self.machine.run(folder, state, command, seconds=600.0, more=solution)
-                    how = last(result)
+                    how = result.last
                 return await self.tested(folder, state)
             finally:
                 await self.machine.end(state)
@@ -309,14 +309,6 @@ def printed(result: Result, longest: int) -> str:
         lost = "" if result.kind in CONTAINERS else "; its files are lost"
         return f"{text}\nError: {result.detail or result.ending}{lost}".lstrip()
     return f"{text}\n(exit code {result.exit_code})".lstrip() if result.exit_code else text or "(nothing was printed)"
-
-
-def last(result: Result) -> str:
-    """The last line of a run, for a message."""
-    lines = (
-        result.stderr.decode(errors="replace").strip() or result.stdout.decode(errors="replace").strip()
-    ).splitlines()
-    return (lines[-1][:200] if lines else result.detail) or f"exit code {result.exit_code}"
 
 
 def reward(files: Mapping[str, bytes]) -> float | None:

@@ -17,7 +17,7 @@ import tarfile
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from birl.envs.harbor_folder import REWARDS, Folder
@@ -30,22 +30,6 @@ SECONDS = 60.0  # for a command of the program itself
 WAITING = "while :; do sleep 3600; done"  # a container's first process
 PROCESSES = 512  # at once in a container
 REWARD = 1 << 20  # bytes of a file with a reward
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Printed:
-    """What a command of the program gave; `code` is None where it took too long."""
-
-    code: int | None
-    stdout: bytes
-    stderr: bytes
-    truncated: bool
-    seconds: float
-
-    @property
-    def last(self) -> str:
-        lines = (self.stderr.decode(errors="replace").strip() or self.stdout.decode(errors="replace")).splitlines()
-        return lines[-1].strip()[:300] if lines else f"exit code {self.code}"
 
 
 class Containers:
@@ -96,13 +80,13 @@ class Containers:
         """The image of a task: the one that task.toml names, or what its Dockerfile builds, kept by its content."""
         environment = folder.path / "environment"
         if folder.image:
-            if (await self.command("image", "inspect", folder.image)).code != 0:
+            if (await self.command("image", "inspect", folder.image)).exit_code != 0:
                 await self.call("pull", folder.image, what=f"{folder.path}", seconds=folder.build_seconds)
             return folder.image
         if not (environment / "Dockerfile").is_file():
             raise BirlError(f"{folder.path}: it has no environment/Dockerfile, and task.toml names no docker_image.")
         tag = f"birl-harbor:{_digest(environment)}"
-        if (await self.command("image", "inspect", tag)).code != 0:
+        if (await self.command("image", "inspect", tag)).exit_code != 0:
             words = ["build", "--quiet", f"--tag={tag}", str(environment)]
             await self.call(*words, what=f"{environment}/Dockerfile", seconds=folder.build_seconds)
         return tag
@@ -117,15 +101,12 @@ class Containers:
         words = ["exec", *(["--workdir", folder.workdir] if folder.workdir else [])]
         words += [part for name, value in folder.environment.items() for part in ("--env", f"{name}={value}")]
         async with self.turn:
-            told = await self.command(*words, state, *command, seconds=seconds)
-            if told.code is None:
+            result = await self.command(*words, state, *command, seconds=seconds)
+            if result.ending is Ending.TIMEOUT:
                 await self.call("restart", state, what=f"{folder.path}: its container does not start again")
-        result = Result(
-            ending=Ending.TIMEOUT if told.code is None else Ending.OK,
-            kind=self.program, stdout=told.stdout, stderr=told.stderr, exit_code=told.code, seconds=told.seconds,
-            truncated=told.truncated, files=await self._rewards(state) if more else {},
-            detail="" if told.code is not None else f"it took longer than {seconds:g} s, and all processes were ended",
-        )  # fmt: skip
+                result = replace(result, detail=f"it took longer than {seconds:g} s, and all processes were ended")
+        if more:
+            result = replace(result, files=await self._rewards(state))
         return state, result
 
     async def _clear(self, folder: Folder, state: str, more: bytes) -> None:
@@ -139,7 +120,7 @@ class Containers:
         result: dict[str, bytes] = {}
         for name in REWARDS:
             told = await self.command("cp", f"{state}:/{name}", "-")
-            if told.code == 0 and not told.truncated:
+            if told.exit_code == 0 and not told.truncated:
                 with tarfile.open(fileobj=io.BytesIO(told.stdout)) as archive:
                     entry = archive.next()
                     if entry is not None and entry.isreg() and (file := archive.extractfile(entry)) is not None:
@@ -161,13 +142,14 @@ class Containers:
     async def call(self, *words: str, what: str, seconds: float = SECONDS, given: bytes = b"") -> str:
         """What a command prints. Raises `BirlError` where it fails, with its last line."""
         told = await self.command(*words, seconds=seconds, given=given)
-        if told.code is None:
+        if told.ending is Ending.TIMEOUT:
             raise BirlError(f"{what}: {self.program} {words[0]} took longer than {seconds:g} s.")
-        if told.code != 0:
+        if told.exit_code != 0:
             raise BirlError(f"{what}: {self.program} {words[0]}: {told.last}")
         return told.stdout.decode(errors="replace")
 
-    async def command(self, *words: str, seconds: float = SECONDS, given: bytes = b"") -> Printed:
+    async def command(self, *words: str, seconds: float = SECONDS, given: bytes = b"") -> Result:
+        """`exit_code` is None where it took too long."""
         began = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *tied([self.program, *words]),
@@ -196,8 +178,9 @@ class Containers:
                 process.kill()
                 await process.wait()
         stdout, stderr = outputs
-        return Printed(
-            code=code, stdout=bytes(stdout.kept), stderr=bytes(stderr.kept), truncated=stdout.lost or stderr.lost,
+        return Result(
+            ending=Ending.TIMEOUT if code is None else Ending.OK, kind=self.program, exit_code=code,
+            stdout=bytes(stdout.kept), stderr=bytes(stderr.kept), truncated=stdout.lost or stderr.lost,
             seconds=time.monotonic() - began,
         )  # fmt: skip
 

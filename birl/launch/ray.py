@@ -51,11 +51,7 @@ def render(job: Job, keys: Keys) -> dict[str, str]:
     for role in job.roles:
         actors += [actor_name(job.name, role.name, index) for index in range(role.count)]
         commands.append(f"# {role.count} x {role.name}\n{shlex.join(role.command)}")
-    return {
-        "placement group": placement,
-        "actors": "\n".join(actors),
-        "commands": "\n".join(commands),
-    }
+    return {"placement group": placement, "actors": "\n".join(actors), "commands": "\n".join(commands)}
 
 
 @dataclass

@@ -152,10 +152,7 @@ def begin(job: Job) -> tuple[str, ...]:
 
 
 def end(name: str, run: str) -> list[tuple[str, ...]]:
-    return [
-        ("ssh", name, f"cd {WORK} && {VENV}/bin/birl stop {shlex.quote(run)}"),
-        ("sky", "down", "-y", name),
-    ]
+    return [("ssh", name, f"cd {WORK} && {VENV}/bin/birl stop {shlex.quote(run)}"), ("sky", "down", "-y", name)]
 
 
 def submit(job: Job, keys: Keys, where: str = "skypilot") -> Handle:

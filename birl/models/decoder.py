@@ -150,8 +150,7 @@ class Decoder:
         eps = first.norm1.variance_epsilon
         total = len(layout.cache.keys[0])
         self.kernels.paged_stack(
-            *(self.addresses, x, cosine, sine, where, layout.apart, self.codes),
-            *(sizes, total, eps, first.scale),
+            self.addresses, x, cosine, sine, where, layout.apart, self.codes, sizes, total, eps, first.scale
         )
 
     def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,11 +65,7 @@ def top_k(target: Full, k: int, size: int) -> TopK:
 
 
 def token_divergence(
-    hidden: Tensor,
-    head: Head,
-    target: Full | TopK,
-    function: Callable[[Tensor, Tensor], Divergence],
-    chunk: int = 0,
+    hidden: Tensor, head: Head, target: Full | TopK, function: Callable[[Tensor, Tensor], Divergence], chunk: int = 0
 ) -> Tensor:
     """[N, H] -> [N] float32, in nats, with a gradient by `hidden` and by the learner's head. Where one head has more
     rows than the other (padding behind the same tokens), both distributions are those of the tokens that both have.

@@ -31,13 +31,7 @@ def files(content: bytes) -> dict[str, dict[str, Any]]:
 
 
 def damage(
-    folder: Path,
-    name: str,
-    *,
-    required: Iterable[str] = (),
-    digests: bool = True,
-    first: int = 0,
-    every: int = 1,
+    folder: Path, name: str, *, required: Iterable[str] = (), digests: bool = True, first: int = 0, every: int = 1
 ) -> list[str]:
     """What is wrong with a folder by its manifest `name`: what is missing, `required` names that it does not list,
     sizes, and with `digests` contents. Looks at files `first`, `first` + `every` and so on: several processes may share

@@ -57,12 +57,7 @@ class GlooReduceScatter(ReduceScatter):
         return self._buffer[:count]
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """`input_tensor` [n m] on each of n ranks, `output_tensor` [m]. Raises `RuntimeError` where FSDP does not do
         what this relies on: gradients would be wrong."""

@@ -73,10 +73,7 @@ def _plans(
         for kept in [keep] if keep else ("all", "inputs"):
             own = replace(work, microbatch=size, keep=kept)
             yield Plan(
-                layout=layout,
-                work=own,
-                memory=memory(shape, layout, own),
-                step=step(shape, cluster, layout, own),
+                layout=layout, work=own, memory=memory(shape, layout, own), step=step(shape, cluster, layout, own)
             )
 
 

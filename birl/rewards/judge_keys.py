@@ -15,11 +15,7 @@ def settings(config: RL | Eval) -> dict[str, Any]:
     keys = config.reward
     return {
         "judges": list(keys.judge),
-        "manner": {
-            "mode": keys.judge_mode,
-            "rounds": keys.judge_rounds,
-            "seed": config.seed,
-        }
+        "manner": {"mode": keys.judge_mode, "rounds": keys.judge_rounds, "seed": config.seed}
         | ({"template": read_template(keys.judge_prompt)} if keys.judge_prompt else {}),
         "rubric": [asdict(c) for c in rubric(keys.judge_rubric, "reward.judge_rubric")] if keys.judge_rubric else [],
         "column": keys.judge_rubric_column,

@@ -239,11 +239,7 @@ def _group_from(row: Mapping[str, Any], run: Path) -> Group:
         index=row["index"],
         start_version=row["start_version"],
         task=Task(
-            id=task["id"],
-            prompt=prompt,
-            answer=task["answer"],
-            source=task["source"],
-            columns=task.get("columns", {}),
+            id=task["id"], prompt=prompt, answer=task["answer"], source=task["source"], columns=task.get("columns", {})
         ),
         trajectories=tuple(_trajectory(t) for t in row["trajectories"]),
     )

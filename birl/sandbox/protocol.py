@@ -75,6 +75,12 @@ class Result:
     def good(self) -> bool:
         return self.ending is Ending.OK and self.exit_code == 0
 
+    @property
+    def last(self) -> str:
+        """The last line that it printed, at most 300 characters; else why it ended."""
+        text = self.stderr.decode(errors="replace").strip() or self.stdout.decode(errors="replace").strip()
+        return text.rpartition("\n")[2].strip()[:300] or self.detail or f"exit code {self.exit_code}"
+
 
 class Sandbox(Protocol):
     """Runs untrusted programs. Safe for many runs at once on one event loop.

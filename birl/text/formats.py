@@ -108,22 +108,11 @@ FORMATS: dict[str, Format] = {
         closing="<end_function_call>",
     ),
     "qwen_coder": Format(
-        read=calls.qwen_coder,
-        marks=("<tool_call>", "<function="),
-        openings=("<tool_call>",),
-        closing="</tool_call>",
+        read=calls.qwen_coder, marks=("<tool_call>", "<function="), openings=("<tool_call>",), closing="</tool_call>"
     ),
-    "hermes": Format(
-        read=calls.hermes,
-        marks=("<tool_call>",),
-        openings=("<tool_call>",),
-        closing="</tool_call>",
-    ),
+    "hermes": Format(read=calls.hermes, marks=("<tool_call>",), openings=("<tool_call>",), closing="</tool_call>"),
     "llama": Format(
-        read=calls.llama,
-        marks=('"parameters"',),
-        openings=("{", "<|python_tag|>"),
-        closing=r'"\s*\}\s*\}',
+        read=calls.llama, marks=('"parameters"',), openings=("{", "<|python_tag|>"), closing=r'"\s*\}\s*\}'
     ),
 }
 

@@ -11,9 +11,7 @@ PROJECT = "birl"
 # What SwanLab would look up about the machine, the repository and the terminal, and the questions that it would ask.
 SETTINGS = {
     "interactive": False,
-    "probe": {
-        **dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor"), False),
-    },
+    "probe": {**dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor"), False)},
     "terminal": {"proxy_type": "none"},
     "integration": {"webhook": {"url": None}},
 }

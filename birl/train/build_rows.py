@@ -71,12 +71,7 @@ def assembled(setup: Setup[schema.Stage]) -> Loop:
 
 def worker_of(config: schema.Stage, policy: Policy, crew: RankGroup, folder: Path) -> RowsWorker:
     learner, objective = COMMANDS[type(config)].make(config, policy, crew)
-    return RowsWorker(
-        **kept(config, crew.ranks, folder),
-        learner=learner,
-        crew=crew,
-        objective=objective,
-    )
+    return RowsWorker(**kept(config, crew.ranks, folder), learner=learner, crew=crew, objective=objective)
 
 
 def examples(

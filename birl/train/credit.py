@@ -153,11 +153,7 @@ class Credit:
         if keys.length_penalty:
             units: list[Unit] = [(g, i, None) for g, i in kept]
             right = torch.tensor([g.trajectories[i].score >= 1 for g, i in kept], dtype=torch.bool)
-            result = result + keys.length_penalty * estimate.length_penalty(
-                _lengths(units),
-                right,
-                _places(units),
-            )
+            result = result + keys.length_penalty * estimate.length_penalty(_lengths(units), right, _places(units))
         return result
 
     def _by_turn(self, kept: Sequence[Episode], penalties: Tensor, greedy: dict[int, float]) -> list[Sample]:

@@ -25,10 +25,7 @@ from birl.train.worker import Worker
 
 T = TypeVar("T")
 P = ParamSpec("P")
-REMEMBERED = (
-    *("step", "position", "ahead", "best", "best_step", "spent"),
-    *("first_validation", "last_validation"),
-)
+REMEMBERED = (*("step", "position", "ahead", "best", "best_step", "spent"), *("first_validation", "last_validation"))
 IN_STATE = (*REMEMBERED, "nonfinite", "extra", "version", "totals", "logs")
 
 

@@ -94,10 +94,6 @@ def kept(config: schema.RL | schema.Stage, ranks: Ranks, folder: Path) -> dict[s
     return {
         "checkpoints": Checkpoints(run=folder, keys=config.checkpoint, ranks=ranks),
         "rate_of": partial(
-            learning_rate,
-            peak=keys.lr,
-            schedule=keys.schedule,
-            warmup=keys.warmup_steps,
-            min_ratio=keys.min_lr_ratio,
+            learning_rate, peak=keys.lr, schedule=keys.schedule, warmup=keys.warmup_steps, min_ratio=keys.min_lr_ratio
         ),
     }

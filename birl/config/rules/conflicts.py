@@ -69,17 +69,12 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "folder is empty: name one for adapters and checkpoints.": lambda c: not c.folder.strip(),
         },
     ),
-    (
-        Serve | Tinker,
-        {
-            "host is empty: name an address, as in host=127.0.0.1.": lambda c: not c.host.strip(),
-        },
-    ),
+    (Serve | Tinker, {"host is empty: name an address, as in host=127.0.0.1.": lambda c: not c.host.strip()}),
     (
         RL | Stage | Eval,
         {
             "data.system_prompt is set, but data.apply_chat_template=false continues the raw text, which has no "
-            "system message; drop one of the two.": lambda c: c.data.system_prompt and not c.data.apply_chat_template,
+            "system message; drop one of the two.": lambda c: c.data.system_prompt and not c.data.apply_chat_template
         },
     ),
     (
@@ -138,7 +133,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
         RL | Stage | Tinker,
         {
             "model.device={c.model.device}: is one GPU, and each of the {c.parallel.size} processes computes on a GPU "
-            "of its own; set model.device=cuda.": lambda c: c.model.device[-1:].isdigit() and c.parallel.size > 1,
+            "of its own; set model.device=cuda.": lambda c: c.model.device[-1:].isdigit() and c.parallel.size > 1
         },
     ),
     (
@@ -406,10 +401,5 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             ),
         },
     ),
-    (
-        Eval,
-        {
-            "output={c.output}: is a folder; name a JSON file.": lambda c: c.output and Path(c.output).is_dir(),
-        },
-    ),
+    (Eval, {"output={c.output}: is a folder; name a JSON file.": lambda c: c.output and Path(c.output).is_dir()}),
 )

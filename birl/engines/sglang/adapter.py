@@ -14,15 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from birl.engines.peer import (
-    QUICK,
-    Adapter,
-    check_folder,
-    number,
-    size,
-    versions,
-    vocabulary,
-)
+from birl.engines.peer import QUICK, Adapter, check_folder, number, size, versions, vocabulary
 from birl.engines.sglang.transfer import SGLangTransfer
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown

@@ -18,18 +18,7 @@ from typing import Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from birl.engines.peer import (
-    QUICK,
-    Adapter,
-    check_folder,
-    fresh,
-    number,
-    refusal,
-    size,
-    tied,
-    versions,
-    vocabulary,
-)
+from birl.engines.peer import QUICK, Adapter, check_folder, fresh, number, refusal, size, tied, versions, vocabulary
 from birl.engines.vllm import listed
 from birl.engines.vllm import plugin as vllm_plugin
 from birl.engines.vllm.transfer import VLLMTransfer

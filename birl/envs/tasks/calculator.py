@@ -20,10 +20,7 @@ CALCULATOR = {
         "parameters": {
             "type": "object",
             "properties": {
-                "expression": {
-                    "type": "string",
-                    "description": "Numbers, + - * / and parentheses, as in (12 + 3) * 4.",
-                }
+                "expression": {"type": "string", "description": "Numbers, + - * / and parentheses, as in (12 + 3) * 4."}
             },
             "required": ["expression"],
         },

@@ -99,12 +99,7 @@ class Verified(WebArena):
         import verified
 
         record = Path(tempfile.mkdtemp()) / "requests.har"
-        return verified.Task, {
-            "judge": self.judge,
-            "instance": self.instance,
-            "task_id": int(name),
-            "record": record,
-        }
+        return verified.Task, {"judge": self.judge, "instance": self.instance, "task_id": int(name), "record": record}
 
 
 def _offline_tokenizer() -> None:
