@@ -93,18 +93,15 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     return 0.5 * torch.where(clipped, bounded, plain), clipped
 
 
-def whiten(x: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / (std + EPS), plus mean without shift_mean.
+def whiten(x: Tensor) -> Tensor:
+    """(x - mean) / (std + EPS).
 
     The statistics are the population's over all that is given: give all tokens of the step, before it is cut into
-    micro-batches. verl divides by sqrt(var + 1e-8) with the sample variance. Equal values give 0 (or the mean),
+    micro-batches. verl divides by sqrt(var + 1e-8) with the sample variance. Equal values give 0,
     as does one value. [N] -> [N].
     """
     if not len(x):
         return x
-    lowest = x.min()
-    above = x - lowest
-    mean = above.mean()
-    centred = above - mean
-    white = centred / (centred.square().mean().sqrt() + EPS)
-    return white if shift_mean else white + mean + lowest
+    above = x - x.min()
+    centred = above - above.mean()
+    return centred / (centred.square().mean().sqrt() + EPS)

@@ -103,13 +103,6 @@ def passing(shape: Shape, layout: Layout, rows: float) -> float:
 def gathered(shape: Shape, layout: Layout) -> tuple[float, float, float]:
     """Parameters that a rank gathers: of one layer, but for experts; its own experts of one layer; of the embedding,
     and so of a head."""
-    experts = shape.expert_parameters / layout.ep / shape.layers / layout.tp
-    return whole(shape, layout)[0] - experts, experts, shape.embedding / layout.tp
-
-
-def whole(shape: Shape, layout: Layout) -> tuple[float, float]:
-    """Parameters that a rank gathers: of one layer (its own experts of them), and of the embedding and the head."""
-    experts = shape.expert_parameters / layout.ep
-    ends = shape.embedding * (1 if shape.tied else 2)
-    dense = shape.parameters - shape.expert_parameters - ends
-    return (dense + experts) / shape.layers / layout.tp, ends / layout.tp
+    dense = shape.parameters - shape.expert_parameters - shape.embedding * (1 if shape.tied else 2)
+    one = shape.layers * layout.tp
+    return dense / one, shape.expert_parameters / layout.ep / one, shape.embedding / layout.tp

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from birl.models.shape import Shape
 from birl.plan.cluster import LINKS, Cluster
 from birl.plan.layout import Layout, Workload
-from birl.plan.rank_memory import mlp_width, whole
+from birl.plan.rank_memory import gathered, mlp_width
 
 ADAMW = 32  # bytes read and written for a parameter's step, and its gradient read for the norm
 OPTIMIZERS = {"adamw": ADAMW, "adamw8bit": 258}  # the same by 47 operations of PyTorch, each of which reads and writes
@@ -91,7 +91,7 @@ class Layer:
         speed = cluster.flops * cluster.efficiency
         linear = 2 * shape.active / shape.layers * self.tokens / speed
         attention = shape.pair_flops / shape.layers * (self.work.sequence + 1) / 2 * self.tokens / speed
-        read = 2 * whole(shape, self.layout)[0] / cluster.hbm
+        read = 2 * sum(gathered(shape, self.layout)[:2]) / cluster.hbm
         once = max(linear, read)
         return once + attention, (2 + self.again) * once + (2.5 + (self.again == 1)) * attention
 
@@ -126,8 +126,7 @@ class Layer:
         """FSDP: a layer's bfloat16 weights gathered, for each pass, and its float32 gradients reduced and scattered."""
         shape, layout, cluster = self.shape, self.layout, self.cluster
         ranks = layout.fsdp * layout.cp
-        experts = shape.expert_parameters / layout.ep / shape.layers / layout.tp
-        dense = whole(shape, layout)[0] - experts
+        dense, experts, _ = gathered(shape, layout)
         seconds = (ranks - 1) / ranks * dense / cluster.bandwidth(ranks, layout.tp)
         rest = ranks // layout.ep
         seconds += (rest - 1) / rest * experts / cluster.bandwidth(rest, layout.tp * layout.ep)

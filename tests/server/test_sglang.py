@@ -76,9 +76,7 @@ def test_the_start_command() -> None:
     )
     assert text.startswith("py -m sglang.launch_server --model-path m --host 127.0.0.1 --port 30000")
     assert "--tp-size 2" in text and "--device cpu" in text and text.endswith("--x")
-    with pytest.raises(BirlError, match="token"):
-        command(model="m", port=1, host="0.0.0.0")
-    assert "--api-key s3 --admin-api-key s3" in " ".join(command(model="m", port=1, host="0.0.0.0", token="s3"))
+    assert "--api-key s3 --admin-api-key s3" in " ".join(command(model="m", port=1, token="s3"))
     env = environment(cpu=True, base={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"})
     assert env["SGLANG_USE_CPU_ENGINE"] == "1" and "SGLANG_RETURN_ORIGINAL_LOGPROB" not in env
     assert SGLang("http://engine/", token="s3").peer.client.headers["authorization"] == "Bearer s3"

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from birl.config import schema
 from birl.engines.kinds import Start, Wanted, common, spoken
 from birl.engines.remote import Remote
-from birl.errors import BirlError
-from birl.hosts import is_loopback
 from birl.process import flags
 
 
@@ -17,7 +15,6 @@ def command(
     model: str,
     port: int,
     python: str = sys.executable,
-    host: str = "127.0.0.1",
     dtype: str = "bfloat16",
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
@@ -26,16 +23,13 @@ def command(
     context: int | None = None,
     token: str = "",
     cpu: bool = False,
-    kv_tokens: int | None = None,
     sleep: bool = False,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """How birl starts SGLang, with `environment`. `python` is an interpreter that has SGLang, `context` and `kv_tokens`
-    (room in the cache) are in tokens. Only with `sleep`, on a GPU and with the package torch_memory_saver, does it give
-    memory back when it is told to sleep. With another host than the loopback a token is required."""
-    if not is_loopback(host) and not token:
-        raise BirlError(f"SGLang would listen on {host} without access control: give it a token, or use 127.0.0.1.")
-    result = [python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
+    """How birl starts SGLang, with `environment`. `python` is an interpreter that has SGLang, `context` is in tokens.
+    Only with `sleep`, on a GPU and with the package torch_memory_saver, does it give memory back when it is told to
+    sleep."""
+    result = [python, "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
     result += ["--dtype", dtype, "--skip-server-warmup", "--log-level-http", "warning"]
     result += ["--enable-memory-saver"] if sleep else []
     options = {
@@ -44,7 +38,6 @@ def command(
         "--mem-fraction-static": memory_fraction,
         "--max-running-requests": max_batch,
         "--context-length": context,
-        "--max-total-tokens": kv_tokens,
         "--api-key": token or None,
         "--admin-api-key": token or None,
     }

@@ -15,7 +15,6 @@ from birl.engines.kinds import Start, Wanted, common, cores_of, spoken
 from birl.engines.remote import Remote
 from birl.engines.vllm import plugin as vllm_plugin
 from birl.errors import BirlError
-from birl.hosts import is_loopback
 from birl.process import flags
 from birl.support import LISTED
 
@@ -44,7 +43,6 @@ def command(
     model: str,
     port: int,
     python: str = sys.executable,
-    host: str = "127.0.0.1",
     dtype: str = "bfloat16",
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
@@ -59,10 +57,7 @@ def command(
     """How birl starts vLLM, with `environment`. `python` is an interpreter that has vLLM, `context` in tokens. Only
     with `sleep`, on a GPU, does it give memory back when it is told to sleep; only with `transfer`, the name of one of
     vLLM's weight transfer backends, does it take weights without a folder."""
-    if not is_loopback(host):
-        raise BirlError(
-            f"vLLM would listen on {host}, and no token guards the endpoints by which it takes weights: use 127.0.0.1."
-        )
+    host = "127.0.0.1"  # no token guards the endpoints by which it takes weights
     # not `vllm serve`: the CPU build has no metadata of that name, and its command fails
     result = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host, "--port", str(port)]
     result += ["--dtype", dtype, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
