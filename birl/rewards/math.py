@@ -10,27 +10,34 @@ import sympy
 from math_verify import ExprExtractionConfig, parse, verify
 
 from birl.errors import BirlError
+from birl.rewards.extent import large, same_at_points, unfinished
 from birl.rewards.notation import plain
+from birl.rewards.qualified import qualified
 
 # math-verify limits its time with SIGALRM and calls a late answer wrong. Here the worker process has a deadline and a
 # late answer is a timeout, so its limits are off, and so is its warning that they are.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 LONGEST = 5_000  # characters that are judged, from the end
+CLOSE = 5e-6  # of a number, relative
 DEEPEST = 12  # brackets within brackets: the time that reading takes doubles with each
-LARGEST = 100_000  # exponents, and what a factorial is taken of
 ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 OPENED = re.compile(r"^.*<answer>", re.DOTALL | re.IGNORECASE)
 THOUGHT = re.compile(r"^.*</think>|<think>.*", re.DOTALL)  # what is only thought, also when it did not come to an end
 GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
 NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
 # "1,000", "1/2", "50%", "72 dollars"
-PLAIN = re.compile(rf"[$]?(?=[-+]?\.?\d){NUMBER}\.?(?:\s*%|\s*/\s*\d+)?(?:\s+[a-zA-Z ]+)?")
+PLAIN = re.compile(rf"[$]?(?=[-+]?\.?\d){NUMBER}\.?(?:\s*%|\s*/\s*\d+)?(?:\s+[a-zA-Z ]+(?:/[a-zA-Z]+)?)?")
 BARE = re.compile(rf"[$]?(?=[-+]?\.?\d){NUMBER}\s*%?\.?\s*")
 NUMERAL = re.compile(r"\d(?:[\d,.]|[ ]\d{3}(?!\d))*")
+# sympy factors what is under a root, and divides an angle by pi, while it reads
+HUGE = re.compile(r"(?:\^|\*\*)[\s{(+-]*\d{4,}|\d{400}")
+FUNCTION = re.compile(r"\\?(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln)")
 BASE = re.compile(r"_(?:\d|\{\w*\})")
 # 3 or 4: a list is no number, whichever of them is right
-LISTED = re.compile(rf"(?>\W*+\b(?:or|and|maybe|perhaps|possibly|either|both)\b|[-+$]?{NUMERAL.pattern}|[\s,;.*?!]+)++")
+LISTED = re.compile(
+    rf"(?>\W*+\b(?:or|and|to|through|maybe|perhaps|possibly|either|both)\b|[-+$]?{NUMERAL.pattern}|[\s,;.*?!()]+)++"
+)
 HEDGED = re.compile(rf"\d\W*\bor\b(?:\s+(?:maybe|perhaps|possibly|even))*\s+[-+$]?{NUMERAL.pattern}[^\w\n]*$")
 # not 7: what an answer is not
 DENIED = re.compile(rf"\D*(?:\bnot\s+|\\neq?(?![a-z])\s*|\u2260\s*)[-+$]*{NUMERAL.pattern}[^\w\n]*")
@@ -84,7 +91,7 @@ def _right(completion: str, gold: str) -> bool:
         return False  # as mathematics, yes is y * e * s
     want, text = _gold(gold), plain(text)[-LONGEST:]
     text = text if _delimited(text) else FRACTION.sub(r"\1$\2$", text)
-    if _depth(text) > DEEPEST:
+    if _depth(text) > DEEPEST or (HUGE.search(text) and FUNCTION.search(text)):
         return False
     stated = _signs(ANNOUNCED.sub("", text).strip(" \t\r\n*.!?").lstrip("= "))
     if stated.casefold().startswith("not "):
@@ -95,7 +102,10 @@ def _right(completion: str, gold: str) -> bool:
         return False
     if len({a or b for a, b in BASED.findall(wanted)} | {a or b for a, b in BASED.findall(text)[-1:]}) > 1:
         return False  # in another base, which math-verify leaves out
-    if _equal(want, _parse(text)):
+    answers = _parse(text)
+    if answers and _number(want[0]) is not None and qualified(text, str(answers[-1]), bool(ANNOUNCED.match(text))):
+        return False
+    if _equal(want, answers):
         return True
     # an expression that stands alone may do without its dollars
     bare = not _delimited(stated) and not any(map(WORD.fullmatch, re.findall(r"[^\W\d_]+", FUNCTIONS.sub("", stated))))
@@ -136,21 +146,28 @@ def _depth(text: str) -> int:
 def _equal(want: list[Any], answers: list[Any]) -> bool:
     if not answers or not _computed(want, answers):
         return False
-    return want[0] == answers[0] if _open(answers[0]) else verify(want, answers, timeout_seconds=None)
+    if unfinished(answers[0]):
+        return bool(want[0] == answers[0])
+    if large(answers[0]) or large(want[0]):
+        return same_at_points(want[0], answers[0])
+    right = verify(want, answers, allow_set_relation_comp=_is_range(want[0]), timeout_seconds=None)
+    return right and _close(want[0], answers[0])
 
 
-def _open(expression: Any) -> bool:
-    """Whether it is work that has still to be done: a sum, an integral, a power or a factorial of too many digits."""
-    if not isinstance(expression, sympy.Basic):
-        return False
-    for part in sympy.postorder_traversal(expression):  # 9^(9^9) is one, and must be seen before what it stands in
-        if isinstance(part, sympy.Integral | sympy.Sum | sympy.Product | sympy.Limit):
-            return True
-        if isinstance(part, sympy.Pow | sympy.factorial | sympy.binomial):
-            over: Any = part.exp if isinstance(part, sympy.Pow) else part.args[0]
-            if over.is_number and not abs(over.evalf(5)) <= LARGEST:
-                return True
-    return False
+def _is_range(wanted: Any) -> bool:
+    """Whether it is a range of numbers for sure: (1, 2) may be a point."""
+    if not isinstance(wanted, sympy.Interval):
+        return isinstance(wanted, sympy.Union)
+    return not wanted.left_open or not wanted.right_open or not wanted.measure.is_finite
+
+
+def _close(wanted: Any, stated: Any) -> bool:
+    """To six digits: math-verify looks at six decimal places, so that all numbers below 1e-6 are one."""
+    pair = (wanted, stated)
+    if not all(isinstance(e, sympy.Expr) and e.is_number and not e.has(sympy.UnevaluatedExpr) for e in pair):
+        return True
+    want, have = wanted.evalf(15), stated.evalf(15)
+    return not want.is_finite or bool(abs(want - have) <= CLOSE * abs(want))
 
 
 def _words(text: str) -> str:
@@ -161,10 +178,11 @@ def _words(text: str) -> str:
 
 
 def _bare(text: str) -> str:
+    text = text.rstrip(" \t\r\n*.!")  # 7! in a box is a factorial
     boxed = BOXED.findall(text)
     text = boxed[-1] if len(set(boxed)) == 1 else text
     text = DELIMITER.sub("", SPACE.sub(" ", WRAPPED.sub(r"\1", ANNOUNCED.sub("", text))))
-    return text.rstrip(" \t\r\n$*`\"'.!").lstrip(" \t\r\n$*`\"'")
+    return text.rstrip(" \t\r\n$*`\"'.").lstrip(" \t\r\n$*`\"'")
 
 
 def _delimited(text: str) -> bool:

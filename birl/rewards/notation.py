@@ -3,6 +3,7 @@
 import re
 import unicodedata
 from decimal import Decimal
+from fractions import Fraction
 
 DIGITS = r"\d{1,9}"  # of a part that is computed with
 SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
@@ -10,6 +11,9 @@ VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 WIDE = re.compile(r"[^\x00-\x7f]")
 SYMBOLS = {
     "\u2212": "-",
+    "\uff0d": "-",
+    "\ufe63": "-",
+    "\u2205": r"\emptyset ",
     "\u03c0": r"\pi ",
     "\u221e": r"\infty ",
     "\u222a": r"\cup ",
@@ -21,13 +25,26 @@ TIMES = r"\s*(?:\\times|\\cdot|[\u00d7\u00b7x*])\s*10\s*(?:\^|\*\*)\s*(?:\{\s*([
 SCIENTIFIC = re.compile(rf"(?<![\w.,])(?:(\d+(?:\.\d*)?)[eE]([-+]?\d{{1,2}})|(\d(?:\.\d+)?){TIMES})(?![\d.]*\d|\w)")
 MIXED = re.compile(rf"(?<![\w./^,])({DIGITS}) ({DIGITS})/({DIGITS})(?![\w/^]|\.\d)")
 NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+REPEATING = re.compile(r"(?<![\d.,])(\d{0,9})\.(\d{0,9})\\(?:overline|bar|dot)\s*\{(\d{1,9})\}")
+MANY = {"dozen": "12", "hundred": "1e2", "thousand": "1e3", "million": "1e6", "billion": "1e9", "trillion": "1e12"}
+COUNTED = re.compile(
+    rf"(?<![\w./,])(\d[\d,]*(?:\.\d+)?)(?:\s|\\[ ,;:])*(?:\\text\{{\s*({'|'.join(MANY)})\s*\}}|\b({'|'.join(MANY)})\b)"
+)
 RULES = [
     (re.compile(r"\\fbox\b"), r"\\boxed"),
+    (re.compile(r"\\varnothing\b"), r"\\emptyset"),
+    (re.compile(r"\\text(?:up|rm|normal)(?=\{)"), r"\\text"),
+    (re.compile(r"\\color\{[^{}]*\}|(?<=\d)~(?=\\)|\s*\\pmod\s*(?:\{[^{}]*\}|\d+)"), ""),
+    (re.compile(r"\\textcolor\{[^{}]*\}\{([^{}]*)\}"), r"\1"),
+    (re.compile(rf"\\boxed\{{\{{\s*({NUMBER})\s*\}}\}}"), r"\\boxed{\1}"),
+    (re.compile(r"(?<![\w.,\\])\.(?=\d)"), "0."),
+    (re.compile(r"(?<![\d)}$%]\s)\b(?:negative|minus)\s+(?=\\?[$]?\d)", re.IGNORECASE), "-"),
+    (re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
     (re.compile(r"(?<![\w\u2013)])\u2013\s*(?=\d)"), "-"),  # a dash, where it is no range
     (re.compile(rf"\\(?:text|textbf|mathrm|mathbf)\{{\s*({NUMBER})\s*\}}"), r"\1"),
     (re.compile(rf"\\boxed\{{\s*({NUMBER})\s*\\?%\s*\}}"), r"$\1%$"),
     (re.compile(rf"\\boxed\{{\s*({NUMBER})\.\s*\}}"), r"\\boxed{\1}"),
-    (re.compile(rf"(?<![\w\"'`])[\"'`]({NUMBER})[\"'`](?!\w)"), r"\1"),
+    (re.compile(rf"(?<![\w\"'`])(?:[\"'`]|__)({NUMBER})(?:[\"'`]|__)(?!\w)"), r"\1"),
     (re.compile(r"(?<=\d)\\%"), "%"),
     (re.compile(r"\\\$(?=\s*[-+]?[\d.])|[\u20ac\u00a3](?=\s*[-+]?\d)|(?<=\d)\s?[\u20ac\u00a3](?!\s*\d)"), ""),
     (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\})(?=\d{3}(?!\d))"), ""),  # thousands
@@ -48,6 +65,7 @@ def plain(text: str) -> str:
     text = WIDE.sub(lambda m: str(unicodedata.decimal(m[0], SYMBOLS.get(m[0], m[0]))), text)
     for pattern, instead in RULES:
         text = pattern.sub(instead, text)
+    text = COUNTED.sub(_counted, REPEATING.sub(_repeating, text))
     return MIXED.sub(_fraction, SCIENTIFIC.sub(_digits, text))
 
 
@@ -59,3 +77,14 @@ def _digits(match: re.Match[str]) -> str:
 def _fraction(match: re.Match[str]) -> str:
     whole, above, below = (int(part) for part in match.groups())
     return f"{whole * below + above}/{below}" if above < below else match[0]
+
+
+def _counted(match: re.Match[str]) -> str:
+    return f"{Decimal(match[1].replace(',', '')) * Decimal(MANY[match[2] or match[3]]):f}"
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """0.1 and a line over 6 is (16 - 1) / 90."""
+    whole, fixed, repeated = match.groups()
+    above = int(whole + fixed + repeated) - int(f"0{whole}{fixed}")
+    return str(Fraction(above, (10 ** len(repeated) - 1) * 10 ** len(fixed)))

@@ -140,6 +140,29 @@ B § \boxed{\text{B. 12}} § <answer>(B) Paris</answer> § B: Paris § B) §! A.
 2024-01-15 § On 2024-01-15. §! 2008 §! 2024-01-16
 June 20 § June 20. §! 20 §! June 21
 .5 § 0.5 §! 5
+5 § x - 2 = 3. Then x = 5 § She needs at least 5 boxes § n must be at least $\boxed{5}$ § 8 minus 3 is 5
+5 §! less than 5 §! x < 5 §! x ≥ 5 §! \boxed{\geq 5} §! \boxed{\neg 5} §! It isn't 5. §! anything but 5 §! more than 5
+5 § The answer is 5 - a nice number. § total - 5 § 5 cm^2 § 5 m/s § 5N §! x + 5 §! y = 3x + 5 §! 5 + C §! 10 minus 5
+5 §! minus 5 §! The answer is negative 5. §! －5 §! half of 5 §! square root of 5 §! (3, 5) §! 4 to 5 §! .5 §! 5x §! 5i
+5 §! 5² §! 5^{2} §! 5 squared §! \boxed{5!} §! $5!$ §! 5 million §! \boxed{5 \text{ thousand}} §! 5 dozen
+5 § \boxed{{5}} § \boxed{5~\text{km}} § \boxed{5\textup{ cm}} § \boxed{\color{red}5} § \textcolor{red}{5}
+5 § __5__ § \boxed{5 \pmod 7}
+5 m/s § 5 § 5 m/s §! 6 m/s
+-5 § －5 § minus 5 § The answer is negative 5. §! 5
+5 million § 5,000,000 § $5 million §! 5
+3/4 § 75 per cent § 75 percent §! 75
+45^\circ § 45° § 45 degrees
+1/3 § 0.\overline{3} § \boxed{0.\dot{3}} §! 0.3
+0.1\overline{6} § 1/6 § \boxed{\frac{1}{6}} §! 0 §! 0.1 §! 0.16
+1.6\times10^{-19} § 1.6e-19 § 0.00000000000000000016 §! 1.7e-19 §! \boxed{1.6\times10^{-20}} §! 0
+0.0000001 § 1e-7 §! 0.0000002
+(-\infty, 2) § x < 2 § \boxed{2>x} §! x \le 2 §! x < 3
+(1,2) §! 1 < x < 2
+\emptyset § \varnothing § ∅ §! 0
+(x+1)^{1000} § (x+1)^{999}(1+x) § (1+x)^{1000} §! (x+1)^{999}
+\frac{x^{999}-1}{x-1} § \boxed{\frac{1-x^{999}}{1-x}} §! \boxed{\frac{1-x^{998}}{1-x}}
+y=x^{500}+1 § 1 + x^{500} § $y=1+x^{500}$ §! $y=2+x^{500}$
+\sqrt{2^{1000}} § $2^{500}$ §! $2^{501}$
 """  # noqa: RUF001
 
 
@@ -152,10 +175,20 @@ def test_ways_of_writing(line: str) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    ["$9^{9^{9^{9}}}$", r"\boxed{(10^9)!}", r"$\prod_{i=1}^{10^9} i$", "$" + "(" * 99 + "7" + ")" * 99 + "$"],
+    [
+        "$9^{9^{9^{9}}}$",
+        r"\boxed{(10^9)!}",
+        r"$\prod_{i=1}^{10^9} i$",
+        "$" + "(" * 99 + "7" + ")" * 99 + "$",
+        r"$(1+\sqrt{2}+\sqrt{3})^{99999}$",
+        r"$\cos(x+y+z+w+u+v)^{30}$",
+        r"$\frac{x^{999}-1}{x^{998}-1}$",
+        r"$\sqrt{10^{9999}+1}$",
+        r"$\tan(9^{99999})+\sin(8^{99999})$",
+    ],
     ids=str.split,
 )
-@pytest.mark.parametrize("gold", ["7", r"\{1,2\}", r"2\sqrt{3}"])
+@pytest.mark.parametrize("gold", ["7", r"\{1,2\}", r"2\sqrt{3}", "x-1", r"\cos x"])
 def test_what_would_take_for_ever_is_wrong(answer: str, gold: str) -> None:
     assert math([answer], gold=[gold]) == [0.0]
 

@@ -1,0 +1,70 @@
+"""How much work an expression is. What would take minutes to expand or to factor is compared at points instead."""
+
+import math
+from typing import Any
+
+import sympy
+
+LARGEST = 100_000  # exponents, and what a factorial is taken of
+TERMS = 300  # of an expression that is multiplied out
+DEGREE = 100  # of a power of something that is not a number
+LONG = 10**400  # integers that are not factored
+
+
+def unfinished(expression: Any) -> bool:
+    """Whether it is work that has still to be done: a sum, an integral, a power or a factorial of too many digits."""
+    if not isinstance(expression, sympy.Basic):
+        return False
+    for part in sympy.postorder_traversal(expression):  # 9^(9^9) is one, and must be seen before what it stands in
+        if isinstance(part, sympy.Integral | sympy.Sum | sympy.Product | sympy.Limit):
+            return True
+        if isinstance(part, sympy.Pow | sympy.factorial | sympy.binomial):
+            over: Any = part.exp if isinstance(part, sympy.Pow) else part.args[0]
+            if over.is_number and not abs(over.evalf(5)) <= LARGEST:
+                return True
+    return False
+
+
+def large(expression: Any) -> bool:
+    """Whether it has too many terms when multiplied out, too high a degree, or too long an integer inside."""
+    if not isinstance(expression, sympy.Basic) or expression.is_Atom:
+        return False
+    return (
+        any(p.is_Integer and abs(p) > LONG for p in sympy.postorder_traversal(expression)) or _terms(expression) > TERMS
+    )
+
+
+def same_at_points(one: Any, other: Any) -> bool:
+    """Whether two expressions of the same variables have the same values to 40 digits, at points near 1: further
+    away the highest power would hide all else."""
+    one, other = _side(one), _side(other)
+    if one == other or not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
+        return bool(one == other)
+    names = sorted(one.free_symbols | other.free_symbols, key=str)
+    for point in (37, -41, 430):
+        at = {name: 1 + sympy.Rational(13 * i * point, 100_000) for i, name in enumerate(names, 1)}
+        left, right = one.evalf(50, subs=at), other.evalf(50, subs=at)
+        if not (left.is_number and right.is_number and abs(left - right) <= abs(right) * sympy.Float("1e-40")):
+            return False
+    return True
+
+
+def _side(expression: Any) -> Any:
+    """The expression of y = expression."""
+    return expression.rhs if isinstance(expression, sympy.Eq) and expression.lhs.is_Symbol else expression
+
+
+def _terms(expression: Any) -> float:
+    if expression.is_Atom:
+        return 1
+    sizes = [_terms(part) for part in expression.args]
+    if isinstance(expression, sympy.Pow) and expression.exp.is_Integer and not expression.base.is_Number:
+        power, base = int(abs(expression.exp)), sizes[0]
+        if power > DEGREE or base > TERMS:
+            return math.inf
+        return math.comb(power + int(base) - 1, power)
+    if isinstance(expression, sympy.Mul):
+        return math.prod(sizes)
+    if isinstance(expression, sympy.Function):  # the sine of a sum of k terms becomes a sum of 2^(k-1)
+        return 2.0 ** min(sum(sizes) - 1, 1000)
+    return sum(sizes)
