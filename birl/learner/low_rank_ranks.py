@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from birl.errors import first_line
+from birl.errors import BirlError, first_line
 from birl.learner.forest import TargetRow
 from birl.learner.low_rank_run import SharedBase, backward
 from birl.models import vision
@@ -204,7 +204,7 @@ class RankedBase(SharedBase):
     ) -> None:
         """`model`: whole. `own`: what rank 0 has of it for passes, where that is another one."""
         super().__init__(model, dtype, max_tokens)
-        self.crew = crew
+        self.crew, self.alike = crew, self.alike if own is None else own.alike
         self.copy = Copy(own or self, crew.ranks)
         self.known: dict[int, AdapterWeights] = {}  # what the others have
 
@@ -267,6 +267,8 @@ class RankedBase(SharedBase):
         try:
             return self.crew.call(self.copy, verb, *arguments)
         except BaseException as error:
+            if not isinstance(error, BirlError) or self.crew.told():
+                self.crew.failed(str(error))
             ended(error)
 
 

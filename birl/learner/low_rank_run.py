@@ -34,6 +34,10 @@ ALPHA = 32.0  # of every adapter, as the service that this is like has it: the s
 NUMBERS = count(1)  # of the contents of adapters, in this process
 
 
+class BrokenPass(RuntimeError):
+    """A backward pass failed on its way: what its adapters had collected is dropped, with the part that it added."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankConfig:
     """rank; seed of A; which parts of the model have factors."""
@@ -198,7 +202,9 @@ class SharedBase:
         model.eval()
         self.layers = linear_layers(model)
         self.device = head(model).weight.device
-        if decoder_for(model) is None:
+        decoder = decoder_for(model)
+        self.alike = decoder is not None and decoder.head.on_kernels is not None  # rows have the same bits in any pass
+        if decoder is None:
             fused_decoder.MADE[model] = None  # transformers' own layers, which hooks reach
             hook(model, {n: m for n, m in self.layers.items() if n != HEAD}, split)
 
@@ -228,7 +234,13 @@ class SharedBase:
         gradients are added to those that the adapters collect."""
         with self.passed(work, trained=loss is not None) as rows:
             if loss is not None:
-                backward(sum(loss(number, own) for number, own in enumerate(rows)))
+                total = sum(loss(number, own) for number, own in enumerate(rows))
+                try:
+                    backward(total)
+                except Exception as error:
+                    for f in (f for adapter, _ in work if adapter for f in adapter.factors.values()):
+                        f.gradients = None
+                    raise BrokenPass(f"the backward pass failed: {type(error).__name__}: {error}") from error
         return [[p.detach() for p in own] for own in rows]
 
     @contextmanager

@@ -55,6 +55,7 @@ class RankGroup:
         self._store = None if ranks.alone else dist.distributed_c10d._get_default_store()
         self._closed = ranks.alone
         self.ended: Callable[[], str] = lambda: ""  # what is known of ranks whose processes are gone
+        self.failed: Callable[[str], None] = lambda word: None  # told before rank 0 ends as a call raised in a rank
         self._watch = threading.Event()
         self._verbs: list[Callable[[Any], list[Tensor]]] = []  # of `everywhere`
         self._held: dict[int, list[Any]] = {}  # this rank's share of each list that rank 0 keeps
@@ -139,13 +140,17 @@ class RankGroup:
         result = last_collectives()
         return f"\nThe last collectives of rank {self.ranks.rank}, the newest first:\n{result}" if result else ""
 
+    def told(self) -> bool:
+        """Has a rank left word? One that was killed has not."""
+        return self._store is not None and self._store.check([f"{WORD}/text"])
+
     def failure(self, wait: float = 0.0) -> str:
         """The error of the rank that failed first, else what is known of one that is gone; empty where there is none of
         either after `wait` seconds."""
         assert self._store is not None
         until = time.monotonic() + wait
         while True:
-            if self._store.check([f"{WORD}/text"]):
+            if self.told():
                 return self._store.get(f"{WORD}/text").decode()
             if time.monotonic() >= until:
                 return self.ended()
@@ -160,6 +165,8 @@ class RankGroup:
                 if self.failure():
                     word = self.failure(GRACE)
                     if not self._watch.wait(2 * GRACE):
+                        if self.told():
+                            self.failed(word)
                         act(word + self._flight())
                     return
 

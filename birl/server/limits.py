@@ -99,6 +99,12 @@ class Gate:
         return True
 
 
+def announced(request: Request, most: int) -> int:
+    """Bytes of a body that may come: at most `most`, which is what one of unknown length counts as."""
+    told = request.headers.get("content-length", "0")
+    return most if "transfer-encoding" in request.headers else min(int(told), most) if told.isdigit() else 0
+
+
 async def body(request: Request, most: int) -> bytes:
     """All of it. Raises `Refused` beyond `most` bytes, without reading on, where it comes too slowly or compressed, and
     `Gone`."""

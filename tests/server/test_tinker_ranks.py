@@ -16,6 +16,7 @@ from birl.server.tinker import wire
 from birl.server.tinker.store import Store, read_tensors
 from tests import sights
 from tests.server.tinker_server import Client, Server, encoded, serving, text
+from tests.tiny import tiny_model_folder
 
 PICTURE, TOKENS = sights.drawn("7", (24, 16)), 6
 DATA = [text(list(range(5, 30))), text([9, 8, 7, 6, 9, 8, 7, 6]), text(list(range(40, 52))), text([9, 8, 7, 6, 9])]
@@ -94,6 +95,27 @@ def test_two_ranks_have_the_numbers_of_one_and_go_on_after_a_kill(tmp_path: Path
         assert again.wait(again.step(run, 3))["metrics"]["grad_norm"] == pytest.approx(twice[2], rel=1e-5)
         server.child.send_signal(signal.SIGTERM)
         assert server.child.wait(60) == 128 + signal.SIGTERM
+
+
+@pytest.mark.timeout(300)
+def test_a_request_for_which_a_rank_of_a_split_base_has_no_memory_is_the_only_one_that_is_lost(tmp_path: Path) -> None:
+    """The service ended, and again at each start, as it was done again."""
+    model = tiny_model_folder(tmp_path / "model")
+    ranks, many = ("names=[model]", "model.dtype=float32", "parallel.fsdp=2"), [text([5, 6, 7] * 160)] * 8
+    with serving(model, tmp_path / "state", *ranks) as server:
+        alice = server.client()
+        run = alice.run(alice.session())
+        before = alice.loss(alice.learn(run, 1, DATA))[0]
+        (rank,) = [p for p in psutil.Process(server.child.pid).children(recursive=True) if "RANK=1" in words(p)]
+        rank.rlimit(psutil.RLIMIT_AS, (rank.memory_info().vms, -1))
+        asked = alice.learn(run, 2, many)
+        assert server.child.wait(60) == 2
+    with serving(model, tmp_path / "state", *ranks) as server:
+        again = server.client()
+        error = again.wait(asked)["error"]
+        assert "Its pass failed on a rank, and the server ended" in error and "memory" in error, error
+        assert again.wait(again.step(run, 3))["metrics"]["optimizer_steps"] == 1
+        assert again.loss(again.learn(run, 4, DATA))[0] < before
 
 
 def words(process: psutil.Process) -> list[str]:

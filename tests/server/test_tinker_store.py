@@ -118,8 +118,8 @@ class Late(Store):
 
     late: "threading.Thread | None" = None
 
-    def journal(self, id: str) -> list[Record]:
-        result = super().journal(id)
+    def journal(self, id: str, size: int | None = None) -> list[Record]:
+        result = super().journal(id, size)
         if self.late is None:
             self.late = threading.Thread(target=self.append, args=(id, Record(3, "optim_step", b"{}")))
             self.late.start()
@@ -203,12 +203,12 @@ def test_answers_for_which_there_is_no_room_leave_memory_and_disk(
     run.adapter = SimpleNamespace(steps=1, state=dict, gradients=lambda: weights)  # pyright: ignore
     for run.done in range(2, 101):
         runs.promise(run, run.done).settle(Answer(b"x" * 10))
-    runs.save(run)
+    runs.try_to_save(run)
     monkeypatch.setattr(futures, "MOST_KEPT", 0)
     runs.promise(run, 101)  # makes room
     assert all(p.answer is None for p in run.promises.values()) and len(runs.promises.by_id) == 2
     run.done = 101
-    runs.save(run)
+    runs.try_to_save(run)
     left = sorted(int(f.name) for f in (runs.store.run(GOOD) / "answers").iterdir())
     assert left == list(range(38, 101)) and min(run.promises) == 38
 

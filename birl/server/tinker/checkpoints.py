@@ -1,9 +1,11 @@
 """Checkpoints: an adapter on disk, to train on from, to sample with, or to take along as PEFT has it."""
 
 import json
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -50,6 +52,7 @@ class Checkpoints:
     samplers: dict[str, Sampler] = field(default_factory=dict)
     used: dict[str, float] = field(default_factory=dict)  # when weights of a session were asked for last
     began: float = field(default_factory=time.monotonic)
+    changing: threading.Lock = field(default_factory=threading.Lock)  # of files, and of `kept` by them
 
     def restore(self) -> None:
         for id, file in self.store.files("samplers"):
@@ -72,11 +75,15 @@ class Checkpoints:
         )  # fmt: skip
         again = name is None or requests.flag(data, "overwrite", False)
         if (old := self.store.find(made.path)) is not None and old.info.get("seq") == seq:
-            again = True  # this very request, before a kill
+            return old  # of this very request, before a kill; it may have been published since
         made.info |= {"seq": seq, "steps": adapter.steps}
         files = self._files(adapter, kind, made)
-        self._count(made, sum(map(size_of, files.values())))
-        result = self.store.save(made, files, again)
+        with self.changing:
+            self._count(made, sum(map(size_of, files.values())))
+            result = self.store.save(made, files, again)
+            self.kept.pop(result.path, None)  # it may have other weights than before
+            if kind == "sampler_weights":
+                self.remember(result, adapter.weights)
         if name is None:
             self.prune(run)
         return result
@@ -161,7 +168,7 @@ class Checkpoints:
         """To sample with, without reading it again; those that were used longest ago go."""
         self.kept[made.path] = weights
         self.kept.move_to_end(made.path)
-        while len(self.kept) > 1 and sum(w.nbytes for w in self.kept.values()) > self.memory:
+        while len(self.kept) > 1 and sum(w.nbytes for w in list(self.kept.values())) > self.memory:
             self.kept.popitem(last=False)
 
     def weights(self, sampler: Sampler) -> AdapterWeights | None:
@@ -173,13 +180,19 @@ class Checkpoints:
         if result.name.startswith("session-") and (result.expires or 0) < time.time() + EPHEMERAL / 2:
             result.expires = time.time() + EPHEMERAL
             self.store.change(result)
-        if sampler.path not in self.kept:
-            tensors, about = self.read(sampler.path, sampler.owner)
-            adapter = self.shared.run(LowRankConfig(**about["config"]))
-            adapter.load(tensors)
-            self.remember(result, adapter.weights)
-        self.kept.move_to_end(sampler.path)
-        return self.kept[sampler.path]
+        if (weights := self.kept.get(sampler.path)) is None:
+            with self.changing:  # others that ask for it take it when it is read
+                weights = self.kept.get(sampler.path) or self._weights(sampler)
+                self.remember(result, weights)
+        with suppress(KeyError):  # it has gone meanwhile
+            self.kept.move_to_end(sampler.path)
+        return weights
+
+    def _weights(self, sampler: Sampler) -> AdapterWeights:
+        tensors, about = self.read(str(sampler.path), sampler.owner)
+        adapter = self.shared.run(LowRankConfig(**about["config"]))
+        adapter.load(tensors)
+        return adapter.weights
 
 
 def size_of(file: Any) -> int:

@@ -26,7 +26,6 @@ from birl.learner.export import resolved
 from birl.learner.low_rank_ranks import Copy, RankedBase, SplitBase
 from birl.learner.low_rank_run import SharedBase
 from birl.learner.policy import DTYPES, Policy, load_policy
-from birl.models.decoder import decoder_for
 from birl.models.device import choose, device_of
 from birl.models.load import cast, end_ids
 from birl.models.slices import sketched
@@ -144,6 +143,7 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     service = await loop.run_in_executor(compute, load, config, known, root, compute, crew)
+    crew.failed = service.work.refuse
     if config.engines:
         service.sampling.engine = ManyEngines(await engines_of(config, service, root))
     server = uvicorn_server(app(service))
@@ -232,9 +232,8 @@ def service_of(
         version=lambda: 0, max_batch=config.max_batch, kv_cache_gb=cache, draft_rows=0,
     )  # fmt: skip
     engine.context = min(context, engine.scheduler.pages.total * PAGE)
-    decoder = decoder_for(model)
     memory, promises = int(config.adapters_gb * 2**30), Promises()
-    passes = Passes(base, compute, together=decoder is not None and decoder.head.on_kernels is not None)
+    passes = Passes(base, compute, together=base.alike)
     runs = Runs(store, base, promises, memory)
     quota = Quota(
         sessions=config.quota_sessions, runs=config.quota_runs, samplers=config.quota_samplers,

@@ -90,7 +90,7 @@ class Promises:
         """Forget what was fetched, or answered, long ago, and where too much is kept, more of the owner that has most:
         what was fetched first, what a run's client never fetched last."""
         now, owners = time.monotonic(), dict[str, list[Promise]]()
-        for promise in [p for p in self.by_id.values() if p.answer]:
+        for promise in [p for p in list(self.by_id.values()) if p.answer]:
             lost = promise.brief and promise.fetched is None and now > promise.settled + LEFT
             if lost or (promise.fetched is not None and now > promise.fetched + KEPT):
                 self._drop(promise)

@@ -184,7 +184,7 @@ async def export_urls(service: TinkerService, tenant: Tenant, request: Request) 
             sign = hmac.new(service.secret, link, hashlib.sha256).digest()
             urls[file.name] = f"{base}/api/v1/download/{base64.urlsafe_b64encode(sign + link).decode()}"
     service.store.note(tenant.name, "external_weights_urls", path=checkpoint.path)
-    return JSONResponse({"urls": urls, "expires": moment(until)})
+    return JSONResponse({"urls": urls, "expires": moment(time.time() + LINK)})
 
 
 async def download(service: TinkerService, tenant: Tenant, request: Request) -> Response:

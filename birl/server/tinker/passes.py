@@ -14,7 +14,7 @@ from torch import Tensor
 
 from birl.errors import BirlError
 from birl.learner.forest import TargetRow
-from birl.learner.low_rank_run import SharedBase
+from birl.learner.low_rank_run import BrokenPass, SharedBase
 from birl.models.low_rank import AdapterWeights
 from birl.server.tinker.tenants import Tenant
 
@@ -30,6 +30,7 @@ class Piece:
     rows: Sequence[TargetRow]
     loss: Loss | None
     result: "asyncio.Future[list[Tensor]]"
+    request: tuple[str, int] = ("", 0)  # its run, and its number there
 
     @property
     def tokens(self) -> int:
@@ -45,15 +46,16 @@ class Passes:
     together: bool
     waiting: list[Piece] = field(default_factory=list)
     running: "asyncio.Task[None] | None" = None
+    chosen: Sequence[Piece] = ()  # what is computed now
     computed: int = 0  # passes so far,
     pieces: int = 0  # and pieces in them
 
     async def __call__(self, tenant: Tenant, adapter: AdapterWeights | None, rows: Sequence[TargetRow],
-                       loss: Loss | None) -> list[Tensor]:  # fmt: skip
+                       loss: Loss | None, request: tuple[str, int] = ("", 0)) -> list[Tensor]:  # fmt: skip
         """Log-probs of the targets of each row, [T, K]; with a loss its gradients are added to what the adapter
         collects. Raises what the loss raises, and then there are no gradients of this piece."""
         result: asyncio.Future[list[Tensor]] = asyncio.get_running_loop().create_future()
-        self.add(Piece(tenant=tenant, adapter=adapter, rows=rows, loss=loss, result=result))
+        self.add(Piece(tenant=tenant, adapter=adapter, rows=rows, loss=loss, result=result, request=request))
         if self.running is None or self.running.done():
             self.running = asyncio.create_task(self._run())
         return await result
@@ -68,10 +70,12 @@ class Passes:
         loop = asyncio.get_running_loop()
         while self.waiting:
             await asyncio.sleep(0)  # those that are about to ask do so
-            chosen = self.choose()
+            chosen = self.chosen = self.choose()
             results: list[Any]
             try:
                 results = await loop.run_in_executor(self.compute, self._learn, chosen)
+            except BrokenPass as error:
+                results = [error] * len(chosen)
             except Exception as error:
                 results = [error]
                 if len(chosen) > 1:  # one of them is to blame: each alone

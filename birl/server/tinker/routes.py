@@ -26,6 +26,7 @@ from birl.server.tinker.store import Record
 from birl.server.tinker.tenants import Tenant
 
 POLL = 25.0  # seconds that a question for an answer waits; the client's own limit is 45
+BODIES = 4  # of the largest size, that a tenant may have on their way at once
 OPEN = ("/api/v1/healthz", listing.DOWNLOAD)
 
 Handler = Callable[[TinkerService, Tenant, Request], Awaitable[Response]]
@@ -99,7 +100,8 @@ async def forward_backward(service: TinkerService, tenant: Tenant, request: Requ
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refused(415, "Compressed bodies are not taken (this server's client/config says so).", "user")
     raw = await limits.body(request, service.most_bytes)
-    to = await asyncio.to_thread(requests.address, raw)  # other tenants are answered meanwhile
+    async with tenant.reading:  # other tenants are answered meanwhile
+        to = await asyncio.to_thread(requests.address, raw)
     run = service.run(to.model, tenant)
     record = Record(to.seq, "forward_backward", raw)
     return promised(service.submit(tenant, run, record, to.tokens), run.id)
@@ -252,7 +254,8 @@ async def _answer(
         if not service.tenants.keys and (stranger := limits.intruder(request.headers, "")):
             raise stranger
         tenant = service.tenants.named("") if path in OPEN else service.tenants.of(request.headers)
-        response = await handler(service, tenant, request)
+        with tenant.taking(limits.announced(request, service.most_bytes), BODIES * service.most_bytes):
+            response = await handler(service, tenant, request)
     except Gone:
         return
     except Refused as refusal:

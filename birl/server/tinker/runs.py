@@ -177,21 +177,19 @@ class Runs:
             if r.adapter is not None and r.config is not None
         )
 
-    def save(self, run: Run) -> None:
-        """A snapshot of all that is done."""
-        with run.saving:
-            self._save(run)
-
-    def _save(self, run: Run) -> None:
+    def _save(self, run: Run, last: Answer | None = None) -> None:
+        """A snapshot of all that is done. `last`: the answer to the last of it, which is not given yet."""
         if run.adapter is None or run.deleted or run.snapshot == run.done:
             return
-        fresh = {s: p.answer for s, p in run.promises.items() if run.snapshot < s <= run.done and p.answer}
+        promises = list(run.promises.items())  # requests are accepted meanwhile
+        fresh = {s: p.answer for s, p in promises if run.snapshot < s <= run.done and p.answer}
+        fresh |= {} if last is None else {run.done: last}
         about = {"steps": run.adapter.steps, "broken": run.broken}
         self.store.snapshot(run.id, run.adapter.state() | run.adapter.gradients(), run.done, about, fresh)
         run.snapshot, run.snapshot_time = run.done, time.monotonic()
         known = self.promises.by_id
         old = [
-            seq for seq, p in run.promises.items()
+            seq for seq, p in promises
             if seq <= run.done - ANSWERS_KEPT and (p.fetched is not None or p.id not in known)
         ]  # fmt: skip
         self.store.forget_answers(run.id, old)
@@ -199,10 +197,11 @@ class Runs:
             self.promises.by_id.pop(run.promises[seq].id, None)
             run.promises.pop(seq)
 
-    def try_to_save(self, run: Run) -> None:
+    def try_to_save(self, run: Run, last: Answer | None = None) -> None:
         """Where the disk is full the journal has what was done, and the next snapshot may succeed."""
         try:
-            self.save(run)
+            with run.saving:
+                self._save(run, last)
         except OSError as error:
             log.warning("There is no snapshot of %s: %s.", run.id, error)
 

@@ -19,7 +19,7 @@ from birl.server.tinker.futures import PROTO, Answer, Promise, Promises
 from birl.server.tinker.runs import Run, Runs
 from birl.server.tinker.sampling import Sampling
 from birl.server.tinker.sessions import Session, Sessions, make_room
-from birl.server.tinker.store import Record, Store
+from birl.server.tinker.store import Record, Store, refusal
 from birl.server.tinker.tenants import Quota, Tenant, Tenants
 from birl.server.tinker.work import Work
 
@@ -45,7 +45,7 @@ class TinkerService:
     most_bytes: int
     idle: float
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))  # of links,
-    clock: Callable[[], float] = time.time  # and when they end
+    clock: Callable[[], float] = time.monotonic  # and when they end: one that is set back revives none
     ending: bool = False
 
     def restore(self) -> int:
@@ -275,7 +275,7 @@ class TinkerService:
         """Take nothing more, finish the requests that are being done, for `grace` seconds at most, and write snapshots.
         What is not finished is done again at the next start."""
         self.ending = self.work.ending = True
-        for promise in self.promises.by_id.values():
+        for promise in list(self.promises.by_id.values()):
             if promise.task is not None:
                 promise.task.cancel()
         working = [run.working for run in self.runs.by_id.values() if run.working is not None]
@@ -291,11 +291,6 @@ TASKS: set["asyncio.Task[None]"] = set()  # asyncio itself does not keep them
 
 
 NO_TOKENS = "weights_access_token is not offered by this server: let the other tenant publish the checkpoint."
-
-
-def refusal(seq: int, reason: str) -> Record:
-    """Instead of a request that cannot be done: its number has its turn, and the reason is the answer."""
-    return Record(seq, "refused", json.dumps({"reason": reason}).encode())
 
 
 def _optimizer(data: Mapping[str, Any]) -> None:

@@ -62,8 +62,8 @@ class Sessions:
         """Raises `BirlError` where the owner has as many that have not ended."""
         advice = "close one (ServiceClient.close), or wait until one has been silent for ten minutes"
         make_room("sessions", self.of(session.owner), most, self.ended, self.forget, advice)
+        self.store.write("sessions", id, session.about())
         self.by_id[id] = session
-        self.keep(id)
 
     def keep(self, id: str) -> None:
         self.store.write("sessions", id, self.by_id[id].about())

@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from birl.errors import BirlError, first_line
-from birl.regular import check, check_target, open_regular, parse_json, read_bytes, read_json
+from birl.regular import check, check_target, clear, open_regular, parse_json, read_bytes, read_json
 from birl.server.tinker.futures import Answer
 
 ID = re.compile(r"[0-9a-f]{32}(:(train|sample):[0-9]{1,12})?")
@@ -75,11 +75,11 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.writing = threading.Lock()  # of a journal: snapshots shorten it in another thread
+        check_target(root / "audit.jsonl")
         for name in ("sessions", "samplers", "runs"):
             (root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
-        check_target(root / "audit.jsonl")
-        for left in root.glob("**/*.partial"):  # of a process that was killed
-            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+            for left in list((root / name).glob("**/*.partial")):  # of a process that was killed
+                clear(left)
 
     def write(self, kind: str, id: str, values: Mapping[str, Any]) -> None:
         """kind: sessions | samplers."""
@@ -128,14 +128,15 @@ class Store:
                 file.truncate(start)
                 raise
 
-    def journal(self, id: str) -> list[Record]:
-        """All complete records; what a kill cut off at the end is taken away."""
-        path, result, good = self.run(id) / "journal", [], 0
+    def journal(self, id: str, size: int | None = None) -> list[Record]:
+        """All complete records, or those in the first `size` bytes. Without `size` what a kill cut off at the end is
+        taken away; where something else has damaged a record, it and what follows it stay in journal.damaged."""
+        path, result, good, whole = self.run(id) / "journal", [], 0, size is None
         if not path.exists():
             return []
-        size = path.stat().st_size
+        size = path.stat().st_size if size is None else size
         with open_regular(path) as file:
-            while line := file.readline():
+            while file.tell() < size and (line := file.readline()):
                 try:
                     head = parse_json(line)
                     body = file.read(head["size"] if 0 <= head["size"] <= size else size)
@@ -145,7 +146,11 @@ class Store:
                 except (ValueError, KeyError, TypeError):
                     break
                 good = file.tell()
-        os.truncate(path, good)
+            if whole and good < size and file.read(1):  # a record that was cut off is the last one
+                log.warning("%s is damaged at byte %s: requests behind it are left out.", path, good)
+                shutil.copyfile(path, path.with_name("journal.damaged"))
+        if whole:
+            os.truncate(path, good)
         return result
 
     def snapshot(self, id: str, state: Mapping[str, Tensor], done: int, about: Mapping[str, Any],
@@ -157,8 +162,16 @@ class Store:
             head = json.dumps({"media": answer.media_type, "failed": answer.failed}).encode()
             replace(folder / "answers" / str(seq), head + b"\n" + answer.body)
         write_tensors(folder / "state.safetensors", state, {"done": done, **about})
+        journal = folder / "journal"
         with self.writing:
-            replace(folder / "journal", b"".join(framed(r) for r in self.journal(id) if r.seq > done))
+            size = journal.stat().st_size if journal.exists() else 0
+        left = b"".join(framed(r) for r in self.journal(id, size) if r.seq > done)  # requests are accepted meanwhile
+        with self.writing:
+            if journal.exists():
+                with open_regular(journal) as file:
+                    file.seek(size)
+                    left += file.read()
+            replace(journal, left)
 
     def load_snapshot(self, id: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         path = self.run(id) / "state.safetensors"
@@ -189,15 +202,19 @@ class Store:
         if folder.exists() and not overwrite:
             raise BirlError(f"There is a checkpoint {checkpoint.path} already; give another name, or overwrite=True.")
         partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        clear(partial)
         partial.mkdir(parents=True, mode=0o700)
-        for name, content in files.items():
-            if isinstance(content, bytes):
-                (partial / name).write_bytes(content)
-            else:
-                write_tensors(partial / name, *content)
-        checkpoint.size = sum(f.stat().st_size for f in partial.iterdir())
-        (partial / "checkpoint.json").write_text(json.dumps(asdict(checkpoint)))
+        try:
+            for name, content in files.items():
+                if isinstance(content, bytes):
+                    (partial / name).write_bytes(content)
+                else:
+                    write_tensors(partial / name, *content)
+            checkpoint.size = sum(f.stat().st_size for f in partial.iterdir())
+            (partial / "checkpoint.json").write_text(json.dumps(asdict(checkpoint)))
+        except OSError:  # the disk is full: others need what room there is
+            clear(partial)
+            raise
         if folder.exists():
             old = folder.with_name(folder.name + ".old.partial")
             folder.rename(old)
@@ -212,7 +229,11 @@ class Store:
 
     def checkpoints(self, run: str | None = None) -> Iterator[Checkpoint]:
         """Those that have not expired; the others are removed."""
-        for file in sorted((self.root / "runs").glob(f"{'*' if run is None else file_of(run)}/*/*/checkpoint.json")):
+        runs = "*" if run is None else file_of(run)
+        return self._read(sorted((self.root / "runs").glob(f"{runs}/*/*/checkpoint.json")))
+
+    def _read(self, files: Iterable[Path]) -> Iterator[Checkpoint]:
+        for file in files:
             result = None
             with left_out(file):
                 result = Checkpoint(**read_json(file))
@@ -232,7 +253,7 @@ class Store:
     def find(self, path: str) -> Checkpoint | None:
         """Of a tinker:// path; None where there is none."""
         run, kind, name = parsed(path)
-        return next((c for c in self.checkpoints(run) if (c.kind, c.name) == (kind, name)), None)
+        return next(self._read([self.run(run) / kind / name / "checkpoint.json"]), None)
 
     def change(self, checkpoint: Checkpoint) -> None:
         replace(self.folder(checkpoint) / "checkpoint.json", json.dumps(asdict(checkpoint)).encode())
@@ -290,6 +311,11 @@ def named(name: str) -> str:
     return name
 
 
+def refusal(seq: int, reason: str) -> Record:
+    """Instead of a request that cannot be done: its number has its turn, and the reason is the answer."""
+    return Record(seq, "refused", json.dumps({"reason": reason}).encode())
+
+
 def framed(record: Record) -> bytes:
     head = {"seq": record.seq, "kind": record.kind, "size": len(record.body), "crc": zlib.crc32(record.body)}
     return json.dumps(head).encode() + b"\n" + record.body + b"\n"
@@ -297,7 +323,11 @@ def framed(record: Record) -> bytes:
 
 def replace(path: Path, data: bytes) -> None:
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
+    try:
+        partial.write_bytes(data)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     partial.replace(path)
 
 

@@ -42,12 +42,14 @@ class Quota:
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """`served`, `sampled`: tokens computed for it in training and in sampling, by which the next one is chosen.
+    """`bodies`: bytes of requests on their way.
+    `served`, `sampled`: tokens computed for it in training and in sampling, by which the next one is chosen.
     `reading`: one of its requests is read, and its pictures decoded, at a time, so that threads are left for others."""
 
     name: str
     tokens: int = 0
     requests: int = 0
+    bodies: int = 0
     served: float = 0.0
     sampled: float = 0.0
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -55,6 +57,17 @@ class Tenant:
     @property
     def urn(self) -> str:
         return f"urn:birl:user:{self.name}"
+
+    @contextmanager
+    def taking(self, size: int, most: int) -> Iterator[None]:
+        """Count a body in, which is in memory before a quota knows of it; one alone always. Raises `Refused` (429)."""
+        if self.bodies and self.bodies + size > most:
+            raise Refused(429, f"Requests of yours with {self.bodies} bytes are on their way.", "overloaded", 1)
+        self.bodies += size
+        try:
+            yield
+        finally:
+            self.bodies -= size
 
     @contextmanager
     def holding(self, quota: Quota, tokens: int) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from birl.errors import BirlError, first_line
 from birl.learner.forest import TargetRow
-from birl.learner.low_rank_run import AdamStep, LowRankConfig
+from birl.learner.low_rank_run import AdamStep, BrokenPass, LowRankConfig
 from birl.server.tinker import losses, requests, wire
 from birl.server.tinker.checkpoints import Checkpoints
 from birl.server.tinker.futures import PROTO, Answer
@@ -23,6 +23,7 @@ from birl.server.tinker.inputs import Reader
 from birl.server.tinker.passes import Passes, cut
 from birl.server.tinker.requests import Datum, ForwardBackward
 from birl.server.tinker.runs import Request, Run, Runs
+from birl.server.tinker.store import Record, refusal
 from birl.server.tinker.tenants import Tenants
 
 SNAPSHOT = 30.0  # seconds: after a kill, requests of no longer time are done again
@@ -58,9 +59,11 @@ class Work:
                 answer = await self._answer(run, request)
                 del run.waiting[request.record.seq]
                 run.done, run.used = request.record.seq, time.time()
-                if self._due(run, request):
-                    await asyncio.to_thread(self.runs.try_to_save, run)
-                request.promise.settle(answer)
+                try:
+                    if self._due(run, request):
+                        await asyncio.to_thread(self.runs.try_to_save, run, answer)
+                finally:
+                    request.promise.settle(answer)
         finally:
             run.working = None
             self.start(run)
@@ -74,20 +77,27 @@ class Work:
     async def _answer(self, run: Run, request: Request) -> Answer:
         kind, body = request.record.kind, request.record.body
         try:
-            if run.deleted:
+            if run.deleted and kind != "unload_model":
                 raise BirlError(f"{run.id} was unloaded: make a new one, or load a checkpoint.")
             if kind == "forward_backward":
-                return await self._forward_backward(run, body)
+                return await self._forward_backward(run, request.record)
             return await KINDS[kind](self, run, json.loads(body), request)
         except BirlError as error:
             return Answer.failure(str(error))
         except Exception as error:
             return Answer.failure(f"{type(error).__name__}: {first_line(error)}", "server")
 
-    async def _forward_backward(self, run: Run, body: bytes) -> Answer:
+    def refuse(self, word: str) -> None:
+        """What is computed now failed in a rank that others wait for, and the process ends: at the next start it is
+        answered with the reason, and not done again, as that might fail again. (any thread)"""
+        reason = word.partition("\nThe last collectives")[0].strip().rpartition("\n")[2]
+        for run, seq in (p.request for p in self.passes.chosen if p.request[0]):
+            self.runs.store.append(run, refusal(seq, f"Its pass failed on a rank, and the server ended: {reason}"))
+
+    async def _forward_backward(self, run: Run, record: Record) -> Answer:
         tenant = self.tenants.named(run.owner)
         async with tenant.reading:
-            request = await asyncio.to_thread(requests.forward_backward, body, self.reader)
+            request = await asyncio.to_thread(requests.forward_backward, record.body, self.reader)
         losses.check(request)
         adapter = await asyncio.to_thread(self.runs.load, run)
         learns = not request.forward_only
@@ -101,11 +111,11 @@ class Work:
                 data = request.data[piece]
                 loss = partial(_summed, request, data, values) if learns else None
                 rows = [TargetRow(_int64(d.tokens), _int64(d.targets)) for d in data]
-                logprobs = await self.passes(tenant, adapter.weights, rows, loss)
+                logprobs = await self.passes(tenant, adapter.weights, rows, loss, (run.id, record.seq))
                 logp += [p.cpu() for p in logprobs]
                 total += float(values[-1]) if learns else float(losses.of_data(request, data, logprobs))
         except Exception as error:
-            if learns and logp:  # a part of it was added
+            if learns and (logp or isinstance(error, BrokenPass)):  # a part of it was added
                 adapter.drop_gradients()
                 run.broken = (
                     f"A forward_backward since the last optim_step failed ({first_line(error)}); step on first."
@@ -143,8 +153,6 @@ class Work:
         if opens:
             self.checkpoints.room_for_sampler(run.owner)
         made = await asyncio.to_thread(self.checkpoints.save, run, adapter, SAVED[kind], data, seq)
-        if SAVED[kind] == "sampler_weights":
-            self.checkpoints.remember(made, adapter.weights)
         if opens:
             return Answer.of(path=None, sampling_session_id=self.checkpoints.open_sampler(run, made), type=kind)
         return Answer.of(path=made.path, type=kind)
@@ -175,6 +183,8 @@ class Work:
         raise BirlError(data["reason"])
 
     async def _unload(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+        if not run.deleted:
+            await asyncio.to_thread(self.runs.try_to_save, run)  # a client may ask for earlier answers after a kill
         run.deleted, run.adapter = True, None
         self.runs.store.make_run(run.id, run.about())
         return Answer.of(model_id=run.id, type="unload_model")

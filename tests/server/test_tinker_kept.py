@@ -1,0 +1,240 @@
+"""Runs with a model, in this process: what a kill, a full disk and a pass that fails leave of them."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from birl.learner.low_rank_run import LowRankConfig, SharedBase
+from birl.models.low_rank import Factors
+from birl.server.limits import Refused
+from birl.server.tinker.checkpoints import Checkpoints, Sampler
+from birl.server.tinker.futures import Answer, Promises
+from birl.server.tinker.inputs import Reader
+from birl.server.tinker.passes import Passes
+from birl.server.tinker.runs import Run, Runs
+from birl.server.tinker.sessions import Session, Sessions
+from birl.server.tinker.store import Record, Store
+from birl.server.tinker.tenants import Quota, Tenant, Tenants
+from birl.server.tinker.work import Work
+from tests.full_disk import full_disk
+from tests.server.tinker_server import encoded, text
+from tests.tiny import tiny_model
+
+RUN, QUOTA = f"{'a' * 32}:train:0", Quota(sessions=9, runs=9, samplers=9, tokens=10**6, requests=99, checkpoints=9,
+                                          disk=2**30)  # fmt: skip
+STEP = {"adam_params": {"learning_rate": 0.01}}
+
+
+@pytest.fixture(scope="module")
+def base() -> SharedBase:
+    return SharedBase(tiny_model(), torch.float32, 40)
+
+
+@pytest.fixture
+def work(base: SharedBase, tmp_path: Path) -> Iterator[Work]:
+    with ThreadPoolExecutor(1) as compute:
+        yield started(base, tmp_path, compute)
+
+
+def started(base: SharedBase, root: Path, compute: ThreadPoolExecutor) -> Work:
+    """As after a kill, with what is on disk."""
+    store, promises = Store(root), Promises()
+    runs, checkpoints = Runs(store, base, promises, 2**30), Checkpoints(store, base, 2**30, QUOTA, Sessions(store))
+    runs.restore()
+    passes = Passes(base, compute, together=False)
+    return Work(runs, passes, checkpoints, Tenants({}), compute, Reader(320, 512))
+
+
+def again(work: Work) -> Work:
+    return started(work.passes.base, work.runs.store.root, work.compute)  # pyright: ignore
+
+
+def made(work: Work) -> Run:
+    config = LowRankConfig(rank=4, seed=7)
+    return work.runs.create(RUN, "alice", "model", config, {}, work.runs.adapter(RUN, config))
+
+
+def done(work: Work, run: Run, *asked: tuple[int, str, Any]) -> list[Answer]:
+    """`asked`: numbers, kinds, and what is sent."""
+
+    async def all_of_them() -> list[Answer]:
+        promises = []
+        for seq, kind, data in asked:
+            body = data if isinstance(data, bytes) else json.dumps(data).encode()
+            promises.append(work.runs.accept(run, Record(seq, kind, body))[1])
+        work.start(run)
+        return [await promise.wait(60) or Answer.failure("there is none") for promise in promises]
+
+    return asyncio.run(all_of_them())
+
+
+def learning(seq: int, size: int = 9) -> tuple[int, str, bytes]:
+    ids = np.random.default_rng(seq).integers(3, 300, size).tolist()
+    return seq, "forward_backward", encoded(RUN, seq, [text(ids)] * 3, "cross_entropy", False)
+
+
+def weights(work: Work, run: Run) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in work.runs.load(run).state().items()}
+
+
+def test_the_answer_to_the_request_that_brought_a_snapshot_is_in_it(work: Work) -> None:
+    """It was left out, and its client heard after a kill that it was gone."""
+    run = made(work)
+    asked = [(1, "save_weights", {"path": "one"}), (2, "load_weights", {"path": f"tinker://{RUN}/weights/one"})]
+    answers = done(work, run, *asked)
+    assert run.snapshot == 2
+    after = again(work).runs.by_id[RUN]
+    assert [after.promises[seq].answer for seq in (1, 2)] == answers
+
+
+def test_what_was_answered_before_a_run_was_unloaded_is_answered_after_a_kill(work: Work) -> None:
+    run = made(work)
+    answers = done(work, run, learning(1), (2, "optim_step", STEP), (3, "unload_model", {}))
+    assert not any(a.failed for a in answers)
+    killed = again(work)
+    after = killed.runs.by_id[RUN]
+    assert [after.promises[seq].answer for seq in (1, 2)] == answers[:2]
+    assert after.deleted
+    assert asyncio.run(restarted(killed, after, 3)) == answers[2]
+
+
+async def restarted(work: Work, run: Run, seq: int) -> Answer | None:
+    work.start(run)
+    return await run.promises[seq].wait(60)
+
+
+def test_a_save_that_is_done_again_after_a_kill_leaves_what_was_published(work: Work) -> None:
+    run = made(work)
+    done(work, run, (1, "save_weights", {"path": "one", "ttl_seconds": 3600}))
+    checkpoint = next(work.runs.store.checkpoints(RUN))
+    checkpoint.public, checkpoint.expires = True, None
+    work.runs.store.change(checkpoint)
+    killed = again(work)
+    assert killed.runs.by_id[RUN].next is not None
+    answer = asyncio.run(restarted(killed, killed.runs.by_id[RUN], 1))
+    assert answer is not None and not answer.failed
+    assert list(killed.runs.store.checkpoints(RUN)) == [checkpoint]
+
+
+def test_a_checkpoint_that_is_overwritten_is_sampled_with_its_new_weights(work: Work) -> None:
+    run, sampler = made(work), Sampler(f"{'a' * 32}:sample:0", "alice", "model", f"tinker://{RUN}/weights/one")
+    done(work, run, (1, "save_weights", {"path": "one"}))
+    first = work.checkpoints.weights(sampler)
+    done(work, run, learning(2), (3, "optim_step", STEP), (4, "save_weights", {"path": "one", "overwrite": True}))
+    second = work.checkpoints.weights(sampler)
+    assert first is not None and second is not None and work.checkpoints.weights(sampler) is second
+    assert any(not torch.equal(f.b, second.factors[name].b) for name, f in first.factors.items())
+
+
+def test_a_full_disk_leaves_no_part_of_a_checkpoint_and_counts_no_session(work: Work) -> None:
+    run = made(work)
+    with full_disk(3000):
+        (answer,) = done(work, run, (1, "save_weights", {"path": "one"}))
+    assert answer.failed
+    assert not list(work.runs.store.root.rglob("*.partial"))
+    sessions = Sessions(work.runs.store)
+    with full_disk(1), pytest.raises(OSError, match="too large"):
+        sessions.add("b" * 32, Session(owner="alice", metadata={}), 9)
+    assert not sessions.by_id and not list(work.runs.store.root.rglob("*.partial"))
+    assert not done(work, run, (2, "save_weights", {"path": "one"}))[0].failed
+
+
+def test_files_beside_the_services_own_stay(work: Work) -> None:
+    """folder= may be one that has other files, of a browser's downloads, say."""
+    other = work.runs.store.root / "downloads" / "film.partial"
+    other.parent.mkdir()
+    other.write_text("half")
+    left = work.runs.store.root / "runs" / "x.partial"
+    left.mkdir()
+    Store(work.runs.store.root)
+    assert other.exists() and not left.exists()
+
+
+def test_a_damaged_record_takes_nothing_with_it_unsaid(work: Work, caplog: pytest.LogCaptureFixture) -> None:
+    made(work)
+    store = work.runs.store
+    for seq in (1, 2, 3):
+        store.append(RUN, Record(seq, "optim_step", json.dumps(STEP).encode()))
+    file = store.run(RUN) / "journal"
+    written = file.read_bytes()
+    place = written.index(b"learning", written.index(b'"seq": 2'))
+    file.write_bytes(written[:place] + b"x" + written[place + 1 :])
+    assert [r.seq for r in store.journal(RUN)] == [1]
+    assert "is damaged at byte" in caplog.text
+    assert file.with_name("journal.damaged").read_bytes().endswith(written[place + 1 :])
+    file.write_bytes(written[:-7])  # as a kill leaves it
+    file.with_name("journal.damaged").unlink()
+    assert [r.seq for r in store.journal(RUN)] == [1, 2] and not file.with_name("journal.damaged").exists()
+
+
+class Lost(Runs):
+    def try_to_save(self, *_: Any) -> None:
+        raise RuntimeError("the GPU is lost")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_snapshot_that_fails_keeps_no_answer(work: Work) -> None:
+    run = made(work)
+    work.runs = Lost(work.runs.store, work.runs.shared, work.runs.promises, 2**30, work.runs.by_id)
+    asked = [(1, "save_weights", {"path": "one"}), (2, "load_weights", {"path": f"tinker://{RUN}/weights/one"})]
+    assert not any(a.failed for a in done(work, run, *asked))
+
+
+def test_a_backward_pass_that_fails_leaves_no_part_of_a_gradient(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory ran out half-way, the next step took what there was."""
+    run, count, real = made(work), [0], Factors.absorb
+
+    def absorb(self: Factors, *given: Any) -> None:
+        real(self, *given)
+        count[0] += 1
+        if count[0] == 3:
+            raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Factors, "absorb", absorb)
+        (failed,) = done(work, run, learning(1))
+    assert failed.failed and b"no memory" in failed.body
+    refused, right, step = done(work, run, (2, "optim_step", STEP), learning(3), (4, "optim_step", STEP))
+    assert b"Nothing was learned" in refused.body and not right.failed
+    work.runs.store.root = work.runs.store.root / "alone"
+    for kept in (work.runs.by_id, work.runs.promises.by_id):
+        kept.clear()
+    alone = made(work)
+    assert done(work, alone, (1, *learning(3)[1:]), (2, "optim_step", STEP))[1].body == step.body
+    expected = weights(work, alone)
+    assert all(torch.equal(expected[name], value) for name, value in weights(work, run).items())
+
+
+def test_a_request_whose_pass_failed_in_a_rank_is_answered_at_the_next_start_and_not_done(work: Work) -> None:
+    """It was done again, and the service ended again, for ever."""
+    run = made(work)
+    done(work, run, learning(1))
+    work.runs.accept(run, Record(*learning(2)))
+    work.runs.accept(run, Record(3, "optim_step", json.dumps(STEP).encode()))
+    work.passes.chosen = [type("Piece", (), {"request": (RUN, 2)})()]
+    work.refuse(
+        "rank 1 of 2: Traceback\n  File x\ntorch.OutOfMemoryError: no memory\n\nThe last collectives of rank 1:\nx"
+    )
+    killed = again(work)
+    after = killed.runs.by_id[RUN]
+    answer = asyncio.run(restarted(killed, after, 3))
+    refused = after.promises[2].answer
+    assert refused is not None and refused.failed and b"ended: torch.OutOfMemoryError: no memory" in refused.body
+    assert answer is not None and not answer.failed
+
+
+def test_bodies_on_their_way_are_bounded_for_a_tenant() -> None:
+    tenant = Tenant(name="alice")
+    late = pytest.raises(Refused, match="500 bytes are on their way")
+    with tenant.taking(500, 100), late as error, tenant.taking(1, 100):  # one alone
+        pass
+    assert error.value.status == 429 and tenant.bodies == 0
+    with tenant.taking(50, 100), tenant.taking(50, 100):
+        assert tenant.bodies == 100
