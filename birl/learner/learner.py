@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -374,13 +375,24 @@ def masters_of(
 
 def recompute(model: nn.Module) -> None:
     """Have each layer compute its activations again in the backward pass. transformers does so only in training mode:
-    the layers alone get it, without their own dropout, so that nothing in them or around them drops out."""
+    the layers alone get it, and are out of it again where they compute, so that nothing drops out."""
     module: Any = model
     new = hasattr(module, "activation_checkpointing_enable")  # its name since transformers 5.23
     (module.activation_checkpointing_enable if new else module.gradient_checkpointing_enable)({"use_reentrant": False})
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True
-            for name, value in vars(layer).items():
-                if "dropout" in name and isinstance(value, float):
-                    setattr(layer, name, 0.0)
+            layer._gradient_checkpointing_func = partial(undropped, layer, layer._gradient_checkpointing_func)
+
+
+def undropped(layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
+    """`checkpoint`, with the layer itself in evaluation mode while its forward runs."""
+
+    def inner(*args: Any) -> Any:
+        layer.training = False
+        try:
+            return forward(*args)
+        finally:
+            layer.training = True
+
+    return checkpoint(inner, *args)

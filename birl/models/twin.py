@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from birl import kernels
 from birl.cache import cache_folder
@@ -66,7 +66,8 @@ def twin(config: Any, sees: bool = False) -> nn.Module:
         small = shrunk(config)
         how = attention.named(small)
         model = cast(Any, model_class(small, sees).from_config(small, attn_implementation=how, **options))
-        for parameter in model.parameters():  # an initialisation of 0.02 would hide what is wrong behind zeros
+        # an initialisation of 0.02 would hide what is wrong behind zeros; no shared experts are matrices without rows
+        for parameter in filter(Tensor.numel, model.parameters()):
             wide = 1 / math.sqrt(parameter.shape[-1])
             if parameter.ndim >= 2 and float(parameter.std()) < wide:
                 parameter.normal_(0, wide)

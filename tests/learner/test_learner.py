@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
+from transformers import FalconConfig, GPT2Config, OPTConfig
 
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
+from birl.models.load import model_class
 from tests.data.test_pack import branched, drawn, groups, make
 from tests.tiny import tiny_model
 from tests.zoo import build
@@ -131,6 +132,9 @@ DROPPING = {
     "in the layers themselves": OPTConfig(
         hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, **WORDS
     ),
+    "in the layers, by their config": FalconConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, hidden_dropout=0.5, attention_dropout=0.5, **WORDS
+    ),
 }
 
 
@@ -139,7 +143,7 @@ def test_gradient_checkpointing_switches_no_dropout_on(name: str) -> None:
     found = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(DROPPING[name], attn_implementation=attention.NAME)
+        model = model_class(DROPPING[name]).from_config(DROPPING[name], attn_implementation=attention.NAME)
         policy = Learner(model, dtype=torch.float32, gradient_checkpointing=checkpointing)
         (batch,) = pack(groups(7), [1.0] * 12, 400)
         policy.forward_backward(batch, reinforce, Stats())
