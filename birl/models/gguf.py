@@ -7,9 +7,10 @@ Converting takes about 20 s, which is why it is kept; a damaged entry is noticed
 import hashlib
 import importlib.util
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 MANIFEST = "birl-manifest.json"
 EDGE = 2**20  # bytes at each end of a file that, with its size, identify it
 FACTORS = "rope_freqs.weight"  # [D / 2] float32: what each frequency is divided by
+ROPE = ("rope_freqs", "rope_factors")  # what the names of such tensors begin with
+ELSEWHERE = "Name the folder or hub id of the model that it was made of."
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all models that Meta released
 ORIGINAL = 8192  # tokens that Llama 3 was trained with at first, where a file does not say
 
@@ -98,8 +101,12 @@ def convert(source: Path, folder: Path) -> None:
     with quiet(), patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, desc: tensors):
         try:
             tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
-            model = AutoModelForCausalLM.from_pretrained(
-                source.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **options
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.parent,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.float32,
+                output_loading_info=True,
+                **options,
             )
         except ImportError as error:
             raise BirlError(
@@ -109,10 +116,11 @@ def convert(source: Path, folder: Path) -> None:
             raise BirlError(
                 f"{source} cannot be read as a GGUF model: {error or type(error).__name__}. Download it again."
             ) from error
+        model, report = loaded
         if pre_tokenizer(source) == "smollm":
             split_digits(tokenizer)
         restore(source, model.config)
-        check_biases(source, model.config)
+        check_read(source, model, report)
         model.config.name_or_path = source.stem
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -137,7 +145,7 @@ def restore(source: Path, config: Any) -> None:
 
     reader = GGUFReader(source)
     told = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items() if ".rope.scal" in name}
-    names = [t.name for t in reader.tensors if t.name.startswith(("rope_freqs", "rope_factors"))]
+    names = [t.name for t in reader.tensors if t.name.startswith(ROPE)]
     kind = told.get("rope.scaling.type", "none")
     if names == [FACTORS] and kind == "none":
         given = torch.from_numpy(next(t.data for t in reader.tensors if t.name == FACTORS).copy()).float()
@@ -150,21 +158,45 @@ def restore(source: Path, config: Any) -> None:
         return
     raise BirlError(
         f"{source}: its rotary embedding is scaled ({names[0] if names else kind}) in a way that is not read from "
-        ".gguf files. Name the folder or hub id of the model that it was made of."
+        f".gguf files. {ELSEWHERE}"
     )
 
 
-def check_biases(source: Path, config: Any) -> None:
-    """Raises `BirlError` where a file has biases that transformers passes over: it takes a Llama to have none."""
+def check_read(source: Path, model: Any, report: Mapping[str, Any]) -> None:
+    """Raises `BirlError` where transformers passed over something: it leaves out tensors that its architecture lacks
+    (biases and experts of a "llama"), makes up weights that the file lacks, and takes its own defaults for keys."""
     from gguf import GGUFReader
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-    names = sorted(tensor.name for tensor in GGUFReader(source).tensors if tensor.name.endswith(".bias"))
-    for key, parts in {"attention_bias": (".attn_q.", ".attn_output."), "mlp_bias": (".ffn_up.", ".ffn_down.")}.items():
-        if getattr(config, key, None) is False and (left := [n for n in names if any(part in n for part in parts)]):
-            raise BirlError(
-                f"{source} has a tensor {left[0]}, which is not read from .gguf files of {config.model_type}. Name the "
-                "folder or hub id of the model that it was made of."
-            )
+    reader, config = GGUFReader(source), model.config
+    arch = str(reader.fields["general.architecture"].contents())
+    processor = TENSOR_PROCESSORS.get(arch, TensorProcessor)(config=config.to_dict())
+    known = {name.removesuffix(".weight") for name in get_gguf_hf_weights_map(model, processor)}
+    names = sorted(t.name for t in reader.tensors if not t.name.startswith(ROPE))
+    if missing := sorted(report.get("missing_keys") or ()):
+        raise BirlError(f"{source} has no tensor for {missing[0]} of {config.model_type}. {ELSEWHERE}")
+    if left := [name for name in names if name.removesuffix(".weight") not in known]:
+        what = f"a tensor {left[0]}, which is not read from .gguf files of {config.model_type}"
+        raise BirlError(f"{source} has {what}. {ELSEWHERE}")
+    for key, read in said(config).items():
+        field = reader.fields.get(f"{arch}.{key}")
+        value = None if field is None else field.contents()
+        if isinstance(value, int | float) and not math.isclose(value, read or 0, rel_tol=1e-5):
+            raise BirlError(f"{source}: {arch}.{key} is {value:g}, and was read as {read}. {ELSEWHERE}")
+
+
+def said(config: Any) -> dict[str, float | None]:
+    """What a file of this configuration has by these keys, those of its architecture."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    whole = rope.get("full_attention", rope)
+    heads = getattr(config, "num_attention_heads", None) or 1  # Mamba has none
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    result = {"rope.freq_base": whole["rope_theta"]} if "rope_theta" in whole else {}
+    if whole is rope and rope:
+        result["rope.dimension_count"] = int(head * (rope.get("partial_rotary_factor") or 1.0))
+        result["attention.key_length"] = head
+    caps = {key: getattr(config, key, None) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+    return result | caps | {"attention.sliding_window": getattr(config, "sliding_window", None)}
 
 
 def pre_tokenizer(source: Path) -> str:

@@ -18,8 +18,10 @@ from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 gguf = pytest.importorskip("gguf", reason="needs `pip install 'birl[gguf]'`")
 
 
-def write_gguf(path: Path, pre_tokenizer: str = "smollm", scaling: Any = None) -> Path:
-    """`tiny_model` and `tiny_tokenizer` as llama.cpp would store them."""
+def write_gguf(
+    path: Path, pre_tokenizer: str = "smollm", scaling: Any = None, *, without: str = "", beside: str = "", cap: float = 0
+) -> Path:
+    """`tiny_model` and `tiny_tokenizer` as llama.cpp would store them; `without` a tensor, with one `beside` them."""
     model, tokenizer = tiny_model(heads=4, kv_heads=2), tiny_tokenizer()
     config, bpe = model.config, json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -35,6 +37,10 @@ def write_gguf(path: Path, pre_tokenizer: str = "smollm", scaling: Any = None) -
     if scaling is not None:
         writer.add_rope_scaling_type(scaling)
         writer.add_rope_scaling_factor(4.0)
+    if cap:
+        writer.add_final_logit_softcapping(cap)
+    if beside:
+        writer.add_tensor(beside, np.ones(16, np.float32))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(sorted(bpe["vocab"], key=bpe["vocab"].get))
@@ -47,13 +53,14 @@ def write_gguf(path: Path, pre_tokenizer: str = "smollm", scaling: Any = None) -
     writer.add_chat_template(CHATML)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight":  # tied
+        stored = str(names.get_name(name, (".weight",)))
+        if name == "lm_head.weight" or stored == without:  # the first is tied
             continue
         values = tensor.numpy()
         n = next((count for part, count in heads.items() if part in name), 0)
         if n:  # llama.cpp interleaves the two halves of each rotary pair
             values = values.reshape(n, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(str(names.get_name(name, (".weight",))), np.ascontiguousarray(values))
+        writer.add_tensor(stored, np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -89,6 +96,20 @@ def silent(_: str) -> None: ...
 def test_a_scaling_that_is_not_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BirlError, match=r"its rotary embedding is scaled \(yarn\) in a way that is not read"):
         resolve(str(write_gguf(tmp_path / "m.gguf", scaling=gguf.RopeScalingType.YARN)), silent)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"without": "blk.1.ffn_down.weight"}, r"no tensor for model\.layers\.1\.mlp\.down_proj\.weight of llama"),
+        ({"beside": "blk.0.attn_q_norm.weight"}, r"a tensor blk\.0\.attn_q_norm\.weight, which is not read"),
+        ({"cap": 30.0}, r"llama\.final_logit_softcapping is 30, and was read as None"),
+    ],
+)
+def test_what_transformers_passes_over_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """It made weights up, or left a part of the model out: the file was read as another model."""
+    with pytest.raises(BirlError, match=message):
+        resolve(str(write_gguf(tmp_path / "m.gguf", **change)), silent)
 
 
 def test_a_converted_model_computes_the_same(source: Path) -> None:
