@@ -100,14 +100,13 @@ def check_weights(folder: Path, whole: bool = True) -> None:
         elif (folder / "checkpoints").is_dir():
             hint = " It is the folder of a run that has not begun, or is not complete."
         raise BirlError(f"{folder} is not a model folder: config.json is missing.{hint}")
-    try:
-        if not isinstance(read_json(folder / "config.json"), dict):
-            raise ValueError("another type")
-    except (OSError, ValueError) as error:
-        why = first_line(error)
-        raise BirlError(
-            f"{folder / 'config.json'} is not a valid JSON object: {why}. Download the model again."
-        ) from error
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        try:
+            if file.is_file() and not isinstance(read_json(file), dict):
+                raise ValueError("another type")
+        except (OSError, ValueError) as error:
+            why = first_line(error)
+            raise BirlError(f"{file} is not a valid JSON object: {why}. Download the model again.") from error
     if whole and not any((folder / name).is_file() for name in WEIGHTS):
         pickles = [f.name for f in folder.glob("*.bin")]
         hint = f" {pickles[0]} is a pickle, which can run code; convert it to safetensors first." if pickles else ""

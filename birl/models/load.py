@@ -164,9 +164,20 @@ def load_model(
     report["missing_keys"] = set(report.get("missing_keys") or ()) - without
     report["unexpected_keys"] = set(report.get("unexpected_keys") or ()) - beside
     check_report(folder, model, report)
+    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if name not in model.all_tied_weights_keys:
+            raise two_values(folder, name, other)
     keep_angles(model)
     model.config.use_cache = False
     return model.eval()
+
+
+def two_values(folder: Path, name: str, other: str) -> BirlError:
+    """transformers would take such weights apart, other programs would read one of them."""
+    return BirlError(
+        f"{folder}: {name} and {other} have different values, and config.json says that they are one weight "
+        "(tie_word_embeddings). Set that to false there, or take the former out of the file."
+    )
 
 
 def not_loadable(folder: Path, error: Exception) -> BirlError:

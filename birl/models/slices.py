@@ -44,11 +44,13 @@ from birl.models.load import (
     not_loadable,
     quiet,
     reward_head,
+    two_values,
     weight_files,
     with_head,
 )
 from birl.models.quantized import QuantizedLinear, quantized_layers
 
+ROWS = 4096  # of two stored weights that are compared at once
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # of experts: small, and the last bit decides
 
 
@@ -105,11 +107,27 @@ def sketched(
         "mismatched_keys": mismatched,
     }
     check_report(folder, model, report)
+    check_ties(folder, targets, boxes)
     for name, tensor in model.named_buffers():
         module, _, own = name.rpartition(".")
         model.get_submodule(module)._buffers[own] = tensor.to(device)
     model.pending = Pending(boxes, device)
     return model.eval()
+
+
+def check_ties(folder: Path, targets: dict[str, Tensor], boxes: dict[str, list[Box]]) -> None:
+    """Raises `BirlError` where a weight that is tied to another is stored with other values than that."""
+    first: dict[int, str] = {}
+    with _opened() as read:
+        for name in boxes:
+            other = first.setdefault(id(targets[name]), name)
+            if other != name and not _same(boxes[name][0], boxes[other][0], read):
+                raise two_values(folder, *sorted((name, other)))
+
+
+def _same(one: Box, other: Box, read: "Read") -> bool:
+    rows = (slice(i, i + ROWS) for i in range(0, one.shape[0], ROWS))
+    return all(torch.equal(read(one.file, one.key, (r,)), read(other.file, other.key, (r,))) for r in rows)
 
 
 def sketched_reward_model(folder: Path, device: torch.device) -> nn.Module:

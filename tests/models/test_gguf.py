@@ -19,7 +19,13 @@ gguf = pytest.importorskip("gguf", reason="needs `pip install 'birl[gguf]'`")
 
 
 def write_gguf(
-    path: Path, pre_tokenizer: str = "smollm", scaling: Any = None, *, without: str = "", beside: str = "", cap: float = 0
+    path: Path,
+    pre_tokenizer: str = "smollm",
+    scaling: Any = None,
+    *,
+    without: str = "",
+    beside: str = "",
+    cap: float = 0,
 ) -> Path:
     """`tiny_model` and `tiny_tokenizer` as llama.cpp would store them; `without` a tensor, with one `beside` them."""
     model, tokenizer = tiny_model(heads=4, kv_heads=2), tiny_tokenizer()

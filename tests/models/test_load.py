@@ -95,6 +95,20 @@ def test_untied_embeddings_stay_apart(folder: Path) -> None:
     assert load_model(folder).get_output_embeddings().weight.eq(1).all()  # pyright: ignore
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_tied_weight_that_is_stored_twice_has_the_same_values(factor: float, folder: Path) -> None:
+    """transformers took another one apart, a split model (`sketched`) gave its values to both, and vLLM passes over
+    it."""
+    change_weights(folder, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] * factor}))
+    for load in (load_model, lambda path: sketched(path, torch.device("cpu"))):
+        if factor == 1.0:
+            model: Any = load(folder)
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+            continue
+        with pytest.raises(BirlError, match=r"lm_head\.weight and model\.embed_tokens\.weight have different values"):
+            load(folder)
+
+
 def without(*names: str) -> Callable[[Path], None]:
     return lambda folder: [(folder / name).unlink() for name in names] and None
 
@@ -176,6 +190,7 @@ def index(content: str) -> Callable[[Path], None]:
         (bigger_config, ["missing model.layers.2"]),
         (unknown_architecture, ["brandnew"]),
         (own_code, ["custom code"]),
+        (text("generation_config.json", "{"), ["generation_config.json is not a valid JSON object"]),
     ],
 )
 def test_a_damaged_folder_is_refused_by_name(
