@@ -7,17 +7,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from birl.data.pack import Batch
 from birl.learner.lora import Adapters, Lora
 from birl.learner.optimizer import MasterWeights, ShardedMasterWeights, adamw
-from birl.learner.outputs import Compared, Outputs
+from birl.learner.outputs import Compared, Outputs, recompute
 from birl.learner.rounding import dither
 from birl.models.device import device_of
 from birl.models.forward import forget, head
@@ -371,28 +369,3 @@ def masters_of(
 
     policies = Policies(model, lora, dtype)
     return policies, policies
-
-
-def recompute(model: nn.Module) -> None:
-    """Have each layer compute its activations again in the backward pass. transformers does so only in training mode:
-    the layers alone get it, and are out of it again where they compute, so that nothing drops out."""
-    module: Any = model
-    new = hasattr(module, "activation_checkpointing_enable")  # its name since transformers 5.23
-    (module.activation_checkpointing_enable if new else module.gradient_checkpointing_enable)({"use_reentrant": False})
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True
-            layer._gradient_checkpointing_func = partial(undropped, layer, layer._gradient_checkpointing_func)
-
-
-def undropped(layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
-    """`checkpoint`, with the layer itself in evaluation mode while its forward runs."""
-
-    def inner(*args: Any) -> Any:
-        layer.training = False
-        try:
-            return forward(*args)
-        finally:
-            layer.training = True
-
-    return checkpoint(inner, *args)
