@@ -15,6 +15,7 @@ EXPERIMENT = "birl"
 IMPATIENT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}
 PARAMETERS, METRICS, CHARACTERS = 100, 1000, 6000  # what MLflow takes in one call, and of one text
+LONGEST = 250  # characters of a name
 
 
 class MlflowRun:
@@ -35,7 +36,7 @@ class MlflowRun:
             return
         tags = {"birl.id": start.id, "mlflow.source.name": "birl"}
         self._id = self._client.create_run(experiment, run_name=start.run.name, tags=tags).info.run_id
-        parameters = [self._entities.Param(key, str(value)[:CHARACTERS]) for key, value in start.config.items()]
+        parameters = [self._entities.Param(_name(key), str(value)[:CHARACTERS]) for key, value in start.config.items()]
         for first in range(0, len(parameters), PARAMETERS):
             self._client.log_batch(self._id, params=parameters[first : first + PARAMETERS])
 
@@ -82,5 +83,6 @@ def _store(start: Start) -> str:
 
 
 def _name(name: str) -> str:
-    """`pass@1` has a character that MLflow refuses."""
-    return "".join(char if char.isalnum() or char in "/_-. " else "_" for char in name)
+    """As MLflow takes it, which refuses the character of `pass@1`, and what is no plain path: a source may be a URL."""
+    plain = "".join(char if char.isalnum() or char in "/_-. " else "_" for char in name)
+    return "/".join(part if part.strip(".") else f"_{part}" for part in plain.split("/"))[:LONGEST].rstrip("/")

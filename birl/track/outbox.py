@@ -140,9 +140,13 @@ class Outbox:
                 self.sink.samples(record.step, record.content)
             else:
                 self.sink.log(record.step, record.content)
-        except Exception:
-            self.marks.write(**{record.kind: told})
-            raise
+        except Exception as error:
+            # What can never be sent holds nothing up; of a server that is away, requests' ValueErrors are OSErrors.
+            if not isinstance(error, (TypeError, ValueError)) or isinstance(error, OSError):
+                self.marks.write(**{record.kind: told})
+                raise
+            self.lost += 1
+            self._warn(f"refused step {record.step} ({type(error).__name__}: {_first_line(error)})")
         with self._more:
             self._told[record.kind] = record.step
             if self._queue and self._queue[0] is record:  # else it was thrown out while it was being sent

@@ -13,6 +13,7 @@ from birl.track.figures import TABLE, figure, headed, ordered
 from birl.track.panel import PHASES
 from birl.track.progress import headline, idle_words, numbers, rises, source, stored
 from birl.track.runs import summary
+from birl.track.sink import hidden
 from birl.track.summary import Pair, change, facts, pairs, shown, tally, told, trained_on, verdict
 from birl.track.units import count, counted, decimal, duration
 from birl.types import PICTURES, Outcome, Picture
@@ -206,7 +207,7 @@ def _next(commands: Any, finished: bool) -> str:
 def _config(path: Path) -> str:
     if not path.exists():
         return ""
-    text = read_bytes(path).decode("utf-8", "replace")
+    text = hidden(read_bytes(path).decode("utf-8", "replace"))  # a report is handed on
     return f"<h2>Configuration</h2><details><summary>config.yaml</summary><pre>{escape(text)}</pre></details>"
 
 

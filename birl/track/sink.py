@@ -35,17 +35,19 @@ class Sink(Protocol):
     def close(self, summary: Figures, failed: bool) -> None: ...
 
 
-_SECRET = re.compile(
-    r"(?:token|password|passwd|secret|api_?key|access_?key|credentials?|authorization)$", re.IGNORECASE
-)
+_NAME = r"(?:token|password|passwd|secret|api[-_]?key|access[-_]?key|credentials?|authorization)"
+_SECRET = re.compile(rf"{_NAME}$", re.IGNORECASE)
+#: --api-key=abc and API_KEY=abc in a command, and --api-key abc, also where these are two elements of a list in YAML
+_IN_COMMAND = re.compile(rf"([\w-]*{_NAME}=|--[\w-]*{_NAME}['\"]?\s+(?:- )?)[^\s&#]+", re.IGNORECASE)
+_LINE = re.compile(rf"^(\s*[\w.-]*{_NAME}:\s+)(?!''|\"\"|null\b)\S.*$", re.IGNORECASE | re.MULTILINE)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _SECRET_IN_URL = re.compile(r"([?&][^=&#\s]*(?:token|password|secret|key|signature)=)[^&#\s]*", re.IGNORECASE)
 HIDDEN = "(hidden)"
 
 
 def public(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without what opens doors: texts of keys that end in token, password and the like, and the user
-    names, passwords and keys within addresses.
+    """The configuration without what opens doors: texts of keys and options that end in token, password and the like,
+    and the user names, passwords and keys within addresses. Bytes of a file's name that are no text are spelled out.
 
     Example: public({"env.api_key": "abc", "reward.judge": "http://me:pw@host/v1"}) ==
     {"env.api_key": "(hidden)", "reward.judge": "http://(hidden)@host/v1"}
@@ -57,12 +59,22 @@ def _public(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return {inner: _public(str(inner), one) for inner, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_public(key, one) for one in value]
+        before = [key, *(str(one) if str(one).startswith("--") else key for one in value)]
+        return [_public(name, one) for name, one in zip(before, value, strict=False)]
     if not isinstance(value, str):
         return value
-    if value and _SECRET.search(key):
-        return HIDDEN
-    return _SECRET_IN_URL.sub(rf"\1{HIDDEN}", _USER_IN_URL.sub(f"{HIDDEN}@", value))
+    return HIDDEN if value and _SECRET.search(key) else _within(value.encode("utf-8", "backslashreplace").decode())
+
+
+def hidden(text: str) -> str:
+    """A configuration in YAML as `public` has it."""
+    return _within(_LINE.sub(rf"\1{HIDDEN}", text))
+
+
+def _within(text: str) -> str:
+    for pattern in (_SECRET_IN_URL, _IN_COMMAND):
+        text = pattern.sub(rf"\1{HIDDEN}", text)
+    return _USER_IN_URL.sub(f"{HIDDEN}@", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

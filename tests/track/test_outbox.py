@@ -1,13 +1,15 @@
+import posixpath
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from birl.errors import BirlError
-from birl.track import outbox
+from birl.track import mlflow, outbox
 from birl.track.outbox import Marks, Outbox, Record
-from birl.track.sink import HIDDEN, Figures, Start, public
+from birl.track.sink import HIDDEN, Figures, Start, hidden, public
 
 
 class Notes:
@@ -97,6 +99,25 @@ def test_a_tracker_that_fails_for_a_while_loses_nothing_and_is_told_of_once(tmp_
     assert len(box.unsaid) == 1 and "nobody there" in box.unsaid[0] and "Notes" in box.unsaid[0]
 
 
+def test_a_record_that_can_never_be_sent_holds_no_other_up(tmp_path: Path) -> None:
+    """Half an emoji in a name, say: until the end of the run nothing came after it."""
+
+    class Strict(Notes):
+        def log(self, step: int, figures: Figures) -> None:
+            if step == 2:
+                "\ud83d".encode()
+            super().log(step, figures)
+
+    sink = Strict()
+    box = _box(tmp_path, sink)
+    for step in (1, 2, 3):
+        _put(box, step)
+    box.close({})
+    assert [step for step, _ in sink.told] == [1, 3]
+    first, second = box.unsaid
+    assert "Notes refused step 2 (UnicodeEncodeError: " in first and "1 records did not reach Notes" in second
+
+
 def test_a_tracker_that_is_gone_holds_nobody_up(tmp_path: Path) -> None:
     sink = Notes(away=10**9)
     box = _box(tmp_path, sink, patience=0.3)
@@ -176,8 +197,21 @@ def test_what_opens_doors_is_not_told() -> None:
         "reward.judge": "http://me:pw@host:80/v1#model",
         "engine.urls": ["https://h/v1?api_key=abc&a=1", "http://plain/v1"],
         "hub_token": "hf_x",
+        "engine.arguments": ["--api-key=abc", "--hf-token", "abc", "--max-tokens", "9"],
+        "env.mcp": ["GITHUB_TOKEN=abc npx server --auth-token abc --verbose"],
+        "data.train": ["caf\udce9.jsonl"],  # bytes of a name that are no UTF-8
     }
     told = public(config)
+    assert told["engine.arguments"] == [f"--api-key={HIDDEN}", "--hf-token", HIDDEN, "--max-tokens", "9"]
+    assert told["env.mcp"] == [f"GITHUB_TOKEN={HIDDEN} npx server --auth-token {HIDDEN} --verbose"]
+    assert told["data.train"] == ["caf\\udce9.jsonl"]
+    nested = {"env": {"api_key": "abc", "token": ""}, "engine": {"arguments": config["engine.arguments"]}}
+    text = yaml.safe_dump(nested | {"judge": config["reward.judge"]})
+    assert yaml.safe_load(hidden(text)) == {
+        "env": {"api_key": HIDDEN, "token": ""},
+        "engine": {"arguments": told["engine.arguments"]},
+        "judge": told["reward.judge"],
+    }
     assert told["env.api_key"] == told["hub_token"] == told["env.options"]["login"]["Password"] == HIDDEN
     assert told["reward.judge"] == f"http://{HIDDEN}@host:80/v1#model"
     assert told["engine.urls"] == [f"https://h/v1?api_key={HIDDEN}&a=1", "http://plain/v1"]
@@ -193,3 +227,20 @@ def test_keys_that_only_sound_like_it_stay() -> None:
         "env.token": "",
     }
     assert public(config) == config
+
+
+@pytest.mark.parametrize(
+    "source", ["all", "https://host/rows", "/data/x.jsonl", "../x", ".", "", "a/", "x" * 300, "ü²\ud83d"]
+)
+def test_mlflow_takes_every_name(source: str) -> None:
+    """What mlflow.utils.validation asks of one. It refused the others, and whatever came after them."""
+    for name in (f"validation/{source}/score", source):
+        known = mlflow._name(name)
+        assert (
+            len(known) <= 250
+            and posixpath.normpath(known) == known
+            and known not in (".", "..")
+            and known[0] not in "/"
+        )
+        assert all(char.isalnum() or char in "/_-. " for char in known)
+    assert mlflow._name("validation/openai/gsm8k/pass@1") == "validation/openai/gsm8k/pass_1"
