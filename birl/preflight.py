@@ -17,7 +17,7 @@ from fsspec import available_protocols
 from birl.config import schema
 from birl.config.decided import ENGINES, SELF, compares, teachers_of
 from birl.config.load import flatten
-from birl.data.files import FORMATS, check_readable, data_files
+from birl.data.files import FORMATS, check_readable, data_files, first_parquet
 from birl.data.forms import pair_form, text_form
 from birl.data.messages import Shown
 from birl.data.parse import check_json, parse_csv, parse_json
@@ -40,7 +40,7 @@ STORES = ("checkpoint.store", "resume")
 MODELS = ("model.path", "critic.path", "reward.model", "algorithm.teacher", "distill.teacher")
 FUNCTIONS = ("reward.functions", "algorithm.advantage", "algorithm.surrogate")
 SIZE = 2**21  # bytes of a file that is read in plain Python
-ROWS = 1000  # of it
+ROWS = 1000  # of a file
 
 
 def check_data(config: Any, given: Given | None = None) -> None:
@@ -65,6 +65,8 @@ def check_data(config: Any, given: Given | None = None) -> None:
 
 def _parsed(path: Path) -> list[dict[str, Any]] | None:
     kind = check_readable(path)
+    if kind == "parquet":
+        return first_parquet(path, ROWS)
     if path.stat().st_size > SIZE or kind not in ("json", "csv"):
         return None
     if kind == "csv":

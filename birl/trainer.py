@@ -50,7 +50,7 @@ ELSEWHERE = {
     "evaluate": "eval_dataset= is asked during training; afterwards: `birl eval RUN data.validation=FILE`",
     "predict": "`birl eval RUN data.validation=FILE output=FILE.json`, or `birl chat RUN`",
     "state": "trainer.metrics has the figures of every step",
-    "push_to_hub": "save_model(FOLDER) writes Hugging Face files; upload them with `hf upload`",
+    "push_to_hub": "`birl checkpoints RUN export last hf://USER/NAME` uploads the model",
     "add_callback": "trainer.metrics has the figures of every step, and log_metric of a reward function adds some",
     "save_state": "the run folder has its checkpoints, and the same call goes on from the newest",
     **dict.fromkeys(("log", "log_metrics", "save_metrics"), "the run folder has metrics.jsonl, and a report"),

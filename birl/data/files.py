@@ -122,6 +122,23 @@ def _read_binary(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
         raise BirlError(f"{path} is no readable {kind} file: {reason(error)}.") from error
 
 
+def first_parquet(path: Path, count: int) -> list[dict[str, Any]] | None:
+    """The first `count` rows, without `datasets`; None where that is long work, or one cannot be read. Raises
+    `BirlError` as `read_file` does."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    try:
+        _check_parquet(path)
+        with open_regular(path) as source, parquet.ParquetFile(source) as file:
+            small = file.metadata.row_group(0).total_byte_size < 2**25
+            return next(file.iter_batches(batch_size=count)).to_pylist() if small else None
+    except (OSError, pyarrow.ArrowException) as error:
+        raise BirlError(f"{path} is no readable parquet file: {reason(error)}.") from error
+    except ValueError:  # text that is no UTF-8: the reader of rows names it
+        return None
+
+
 def _check_parquet(path: Path) -> None:
     """Raises `BirlError` where there are no rows, or where those that name one long text again and again come to far
     more than the file."""

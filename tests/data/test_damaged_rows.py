@@ -9,8 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from birl.config import schema
+from birl.config.load import load
 from birl.data.sources import read
 from birl.errors import BirlError
+from birl.preflight import check_data
 from tests.data.written import refused, write
 
 
@@ -116,6 +119,22 @@ def test_broken_json_list(tmp_path: Path) -> None:
 def test_broken_csv(tmp_path: Path, text: str, what: str) -> None:
     (tmp_path / "a.csv").write_text(text)
     assert what in refused(tmp_path / "a.csv")
+
+
+def test_wrong_rows_of_parquet_are_told_before_torch(tmp_path: Path) -> None:
+    """They were after it: as `birl rl` itself reads them."""
+    junk, strange, typed = (tmp_path / f"{name}.parquet" for name in ("junk", "strange", "typed"))
+    junk.write_text("no parquet")
+    write(strange, [{"frage": "What is 3 + 4?"}])
+    write(typed, [{"prompt": [{"role": "user", "content": "Hi"}]}, {"prompt": [{"role": "user"}]}])
+    for file, message in (
+        (junk, "is no readable parquet file"),
+        (strange, r"has no column messages, prompt, question\. It has the columns frage"),
+        (typed, "row 2: "),
+    ):
+        with pytest.raises(BirlError, match=f"{file.name}.* ?{message}"):
+            check_data(load(schema.RL, [f"data.train={file}", "reward=code"]))
+    check_data(load(schema.RL, [f"data.train={write(tmp_path / 'good.parquet')}"]))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
