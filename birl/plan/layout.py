@@ -63,6 +63,11 @@ class Layout:
         return self.ddp * self.fsdp * self.cp * self.tp * self.pp
 
     @property
+    def splits(self) -> int:
+        """That weights are split over, but for pp."""
+        return self.fsdp * self.cp * self.tp
+
+    @property
     def shares(self) -> int:
         """That see different samples."""
         return self.ddp * self.fsdp

@@ -6,6 +6,8 @@ them over cp, and heads and inner features over tp. `tests/gpu/test_ranks_memory
 learner allocates.
 """
 
+from dataclasses import dataclass
+
 from birl.models.shape import Shape, backward_bytes
 from birl.plan.layout import Layout, Workload
 
@@ -47,46 +49,69 @@ def dense_width(shape: Shape) -> float:
 def memory(shape: Shape, layout: Layout, work: Workload) -> dict[str, float]:
     """Bytes of one rank, by purpose, at the worst moment of a micro-batch that is not its step's first."""
     own = shape.parameters / (layout.fsdp * layout.cp * layout.tp * layout.pp)
-    worst = max(moments(shape, layout, work), key=lambda moment: sum(moment.values()))
+    worst = max(moments(shape, layout, Passes.of(shape, layout, work)), key=lambda moment: sum(moment.values()))
     state = {"weights, float32": 4 * own, "gradients, float32": 4 * own, "optimizer state": STATE[work.optimizer] * own}
     return state | worst | {"reserved": RESERVED}
 
 
-def moments(shape: Shape, layout: Layout, work: Workload) -> list[dict[str, float]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """What a micro-batch takes of a rank beside weights and their gradients [bytes]. activations: of all layers until
+    their backward passes; one: of the last; again: what its backward pass computes again, and `layer` computes with;
+    head: of hidden states there, and `logits` of its backward pass."""
+
+    activations: float
+    one: float
+    again: float
+    layer: float
+    head: float
+    logits: float
+
+    @classmethod
+    def of(cls, shape: Shape, layout: Layout, work: Workload) -> "Passes":
+        rows, vocab = work.microbatch / layout.cp, -(-shape.vocabulary // layout.tp)
+        layers = shape.layers / layout.pp * min(layout.pp, -(-work.batch // (work.microbatch * layout.shares)))
+        seen = layout.cp + 0.5 if layout.cp > 1 else 0.0
+        one = rows * kept(shape, work.keep, layout.tp, seen)
+        logits = LOGIT * min(work.logits, rows) * vocab
+        return cls(
+            activations=layers * one,
+            one=one,
+            again=rows * kept(shape, "all", layout.tp, seen) if work.keep != "all" else 0.0,
+            layer=passing(shape, layout, rows),
+            head=4 * shape.hidden * rows,
+            logits=logits or backward_bytes(int(rows), shape.hidden, vocab, 2, gpu=True, master=layout.splits == 1),
+        )
+
+
+def moments(
+    shape: Shape, layout: Layout, passes: Passes, wide: int = 2, trains_ends: bool = True
+) -> list[dict[str, float]]:
     """What a rank has beside weights, gradients and state: in the backward pass of the head, of the last layer and of
     the one before, while the gradient of the layer behind it is reduced, and of the embedding. The head's gathered
-    weight and its gradient stay until all layers are done."""
-    rows, vocab, split = work.microbatch / layout.cp, -(-shape.vocabulary // layout.tp), layout.fsdp * layout.cp
-    layers = shape.layers / layout.pp * min(layout.pp, -(-work.batch // (work.microbatch * layout.shares)))
+    weight and its gradient stay until all layers are done. `wide`: bytes of a weight that is computed with;
+    `trains_ends`: embedding and head have gradients."""
+    at_head = {"activations": passes.activations + passes.head, "logits": passes.logits}
+    if layout.splits == 1:  # these weights are there always, gradients go to masters at once
+        whole = {"weights, bfloat16": wide * shape.parameters / layout.pp}
+        last = {"activations": passes.activations + passes.again, "a layer's backward": passes.layer}
+        return [whole | at_head, whole | last]
     dense, experts, ends = gathered(shape, layout)
-    layer, seen = dense + experts, layout.cp + 0.5 if layout.cp > 1 else 0.0
-    one = rows * kept(shape, work.keep, layout.tp, seen)
-    again = rows * kept(shape, "all", layout.tp, seen) if work.keep != "all" else 0.0
-    logits = LOGIT * min(work.logits, rows) * vocab
-    if split * layout.tp == 1:  # bfloat16 weights are there all the time, gradients go to their masters at once
-        whole = {"weights, bfloat16": 2 * shape.parameters / layout.pp}
-        logits = logits or backward_bytes(int(rows), shape.hidden, vocab, 2, gpu=True)
-        head = whole | {"activations": layers * one + 4 * shape.hidden * rows, "logits": logits}
-        return [head, whole | {"activations": layers * one + again, "a layer's backward": passing(shape, layout, rows)}]
-    logits = logits or backward_bytes(int(rows), shape.hidden, vocab, 2, gpu=True, master=False)
+    layer, by_head = dense + experts, wide * ends * trains_ends
     reduced = 4 * (layer if layout.ep == 1 else dense)  # experts' come before
+    both = by_head * (1 if shape.tied else 2) + 4 * ends * trains_ends * (1 + 1 / (layout.fsdp * layout.cp))
     return [
-        {
-            "activations": layers * one + 4 * shape.hidden * rows,
-            "logits": logits,
-            "gathered weights": 2 * (ends + layer),
-            "gathered gradients": 2 * ends,
-        },
+        at_head | {"gathered weights": wide * (ends + layer), "gathered gradients": by_head},
         *(
             {
-                "activations": (layers - before) * one + again,
-                "a layer's backward": passing(shape, layout, rows),
-                "gathered weights": 2 * (ends + 2 * layer),
-                "gathered gradients": 2 * ends + before * reduced,
+                "activations": passes.activations - before * passes.one + passes.again,
+                "a layer's backward": passes.layer,
+                "gathered weights": wide * (ends + 2 * layer),
+                "gathered gradients": by_head + before * reduced,
             }
             for before in (0, 1)
         ),
-        {"activations": 0.0, "gathered gradients": (6 if shape.tied else 8) * ends + 4 * ends / split},
+        {"activations": 0.0, "gathered gradients": both},
     ]
 
 

@@ -15,7 +15,8 @@ versions and what `optimizer.offload=cpu` moves are in the machine's memory. Eac
 peak is the largest phase; the figures are of one GPU.
 
 Where several processes train, the figures are one's, and each has as much (`parallel`): weights, gradients and the
-optimizer's state are split over fsdp x cp x tp, micro-batches and answers over ddp x fsdp.
+optimizer's state are split over fsdp x cp x tp, micro-batches and answers over ddp x fsdp. On GPUs the training is then
+the worst moment of `rank_memory.py`.
 """
 
 from collections.abc import Callable
@@ -36,6 +37,8 @@ from birl.learner.comparison import KEPT
 from birl.models.quantized import stored
 from birl.models.shape import CHUNK, RESTRICTED, Shape, backward_bytes, shape_of
 from birl.models.tree_attention import SCORES
+from birl.plan.layout import Layout, Workload
+from birl.plan.rank_memory import Passes, moments
 from birl.plan.sizes import Load, Module, Trained
 from birl.train.objective import keeps_reference, surrogate_of
 
@@ -43,7 +46,7 @@ GIB = 2**30
 CONTEXT = GIB  # CUDA's context, libraries and workspaces of a process on a card; assumed
 PROCESS = int(0.52 * GIB)  # interpreter, torch and transformers with their libraries; measured
 LOST = 0.08  # of everything: what the C library keeps in holes between blocks; measured
-SPLIT_LOST = 0.25  # the same where FSDP gathers and gives back; 0.21 to 0.32 with four models on two and four ranks
+SPLIT_LOST = 0.25  # there where FSDP gathers and gives back; 0.21 to 0.32 with four models on two and four ranks
 
 STATE = {
     "adamw": "optimizer state, float32",
@@ -107,8 +110,8 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
             always["critic and its optimizer"] += module.wide * (coded + trained.weights)
     room = card - sum(always.values()) - (laid_out if coded else 0) if gpu else 0
     generating, stays = generation(sampled, config.engine, load, room), gpu or config.rollout.max_staleness > 0
-    computing = training(module, trained, load, config, gpu, coded > 0)
-    if split > config.parallel.tp:
+    computing = training(module, trained, load, config, gpu, coded > 0) | supports(module, load, config)
+    if split > config.parallel.tp and not gpu:
         computing["gathered weights and gradients"] = gathered(module) // config.parallel.tp
     phases = {"training": always | {"weights laid out": laid_out if module.on_kernels else 0} | computing}
     if config.engine.kind == "embedded":
@@ -119,7 +122,7 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
     elif not config.engine.attach:
         phases["servers"] = servers(module, config, {"process": always["process"]} | generating, gpu)
     for phase, purposes in phases.items():
-        lost = SPLIT_LOST if split > 1 and phase != "servers" else LOST
+        lost = SPLIT_LOST if split > 1 and phase != "servers" and not gpu else LOST
         purposes["between blocks"] = int(lost * sum(purposes.values()) - (lost - LOST) * always["process"])
     return phases
 
@@ -168,7 +171,7 @@ def of_one(trained: Trained, split: int, config: schema.RL, by_product: bool, gp
 
 
 def gathered(module: Module) -> int:
-    """Bytes that FSDP has of other processes' weights: two layers, the embedding and an untied head; of their
+    """On a CPU, bytes that FSDP has of other processes' weights: two layers, the embedding and an untied head; of their
     gradients the largest, in the compute type and in float32."""
     ends = module.shape.embedding * (1 if module.shape.tied else 2)
     layer = (module.parameters - ends) // module.shape.layers
@@ -227,6 +230,8 @@ def training(
     if config.algorithm.teacher_divergence != "sampled":  # hidden states, and a copy of a gathered head
         heads, shapes = parallel.fsdp * parallel.cp > 1, [s for _, s in teacher(module, config)] or [module.shape]
         taught = sum(module.wide * (load.microbatch * s.hidden + s.embedding * heads) for s in shapes)
+    if gpu and parallel.fsdp * parallel.cp * parallel.tp > 1:
+        return among_ranks(module, trained, load, config, logits, taught)
     checkpointing = config.learner.gradient_checkpointing
     gradient, tokens = 4 * trained.gradient, load.microbatch
     activations = tokens * (module.shape.layers * (module.input if checkpointing else module.kept))
@@ -236,11 +241,37 @@ def training(
         layer += 4 * 4 * min(SCORES, module.shape.heads * tokens**2)
     if quantized:  # a matrix in float32 before and after its merge, or the two sides of its gradient in float32
         layer += max(8 * module.matrix, 4 * tokens * (module.shape.hidden + module.shape.inner))
-    kept = 8 * (min(load.support, module.shape.vocabulary) + 1) * tokens * parallel.tp if load.support else 0
-    supports = {"supports of tokens": kept} if kept else {}
     if load.several:
-        return {"gradient, float32": gradient, "activations": activations + max(logits, layer)} | supports
-    return {"activations, then gradient": max(activations + head + max(logits, layer), gradient + layer)} | supports
+        return {"gradient, float32": gradient, "activations": activations + max(logits, layer)}
+    return {"activations, then gradient": max(activations + head + max(logits, layer), gradient + layer)}
+
+
+def supports(module: Module, load: Load, config: schema.RL) -> dict[str, int]:
+    size = 8 * (min(load.support, module.shape.vocabulary) + 1) * load.microbatch * config.parallel.tp
+    return {"supports of tokens": size} if load.support else {}
+
+
+def among_ranks(
+    module: Module, trained: Trained, load: Load, config: schema.RL, logits: int, taught: int
+) -> dict[str, int]:
+    """The same on GPUs that share out the weights: the worst of `rank_memory.moments`. A first micro-batch has the
+    whole gradient at the last of them alone."""
+    parallel, checkpointing = config.parallel, config.learner.gradient_checkpointing
+    layout = Layout(**{axis: getattr(parallel, axis) for axis in ("ddp", "fsdp", "cp", "tp", "ep")})
+    row = load.microbatch * parallel.splits
+    keep = "inputs" if checkpointing else "all"
+    work = Workload(batch=row * layout.shares, microbatch=row, sequence=load.longest, keep=keep)
+    passes = Passes.of(module.shape, layout, work)
+    if not module.on_fused or module.wide > 2:
+        again = load.microbatch * module.kept
+        one = load.microbatch * module.input if checkpointing else again
+        more = {"one": one, "again": again if checkpointing else 0, "layer": load.microbatch * module.backward}
+        passes = replace(passes, activations=one * module.shape.layers, **more)
+    passes = replace(passes, activations=passes.activations + taught, logits=logits)
+    each = moments(module.shape, layout, passes, module.wide, trained.head)
+    for moment in each if load.several else each[-1:]:
+        moment["gradient, float32"] = 4 * trained.gradient
+    return {name: int(size) for name, size in max(each, key=lambda moment: sum(moment.values())).items()}
 
 
 def peak(phases: Phases, card: int = 0) -> int:

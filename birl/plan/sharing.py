@@ -14,7 +14,7 @@ from birl.plan.sizes import Module, load_of
 # what the learner has while it trains, and gives back before a server wakes
 PASSING = (
     *("activations, then gradient", "activations", "gradient, float32", "gathered weights and gradients"),
-    *("between blocks", "weights laid out"),
+    *("between blocks", "weights laid out", "logits", "a layer's backward", "gathered weights", "gathered gradients"),
 )
 
 

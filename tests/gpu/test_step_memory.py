@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 
 from benchmarks.gpu_bench import loss, samples
 from birl import kernels
+from birl.config import schema
+from birl.config.load import load
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
@@ -25,6 +27,8 @@ from birl.parallel import shard
 from birl.parallel.ranks import Grid
 from birl.plan.layout import Layout, Workload
 from birl.plan.rank_memory import kept, memory
+from birl.plan.run_memory import GIB, predict
+from birl.plan.sizes import Load
 from tests.gpu.card import CUDA, card
 from tests.gpu.peak import Peak, peak
 from tests.gpu.test_ranks_memory import first_of
@@ -103,6 +107,21 @@ def test_the_most_that_a_rank_holds_is_planned(
     planned = memory(Shape.of(config.to_dict()), layout, work)
     del planned["reserved"]  # what no operation allocates
     assert sum(planned.values()) == pytest.approx(held.most, rel=0.05), planned
+    if layout.splits > 1:
+        assert of_a_run(config, layout, checkpointing) == pytest.approx(held.most, rel=0.05)
+
+
+def of_a_run(config: Any, layout: Layout, checkpointing: bool) -> int:
+    """What `birl plan` says of the same, but for CUDA and what lies between blocks."""
+    words = [f"parallel.{axis}={getattr(layout, axis)}" for axis in ("ddp", "fsdp", "cp", "tp", "ep")]
+    words += ["data.train=x.jsonl", f"learner.gradient_checkpointing={str(checkpointing).lower()}"]
+    words += ["engine.kind=vllm", "engine.attach=[http://127.0.0.1:1]"]
+    tokens = TOKENS // (layout.cp * layout.tp)
+    step = Load(microbatch=tokens, several=True, sequences=1, group=1, prompt=PROMPT, longest=TOKENS)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(deepcopy(config))
+    training = predict(model, load(schema.RL, words), step, card=80 * GIB)["training"]
+    return sum(size for name, size in training.items() if name not in ("process", "between blocks"))
 
 
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["inputs", "all"])
