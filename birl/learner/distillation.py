@@ -55,8 +55,9 @@ class Distillation:
         with torch.no_grad():
             hidden, weight, bias = teacher.outputs.states(batch.hinted or batch)
             target = Full(hidden, Head(weight, bias, after_head(teacher.model), self.temperature))
-            if self.top_k:
-                target = top_k(target, self.top_k, min(len(weight), head(self.student).weight.shape[0]))
+            size = min(len(weight), head(self.student).weight.shape[0])
+            if 0 < self.top_k < size:  # else no token is left for the bucket of all others
+                target = top_k(target, self.top_k, size)
         return partial(self.compared, target)
 
     def compared(self, target: Full | TopK, hidden: Tensor, layer: nn.Linear) -> Tensor:

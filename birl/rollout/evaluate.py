@@ -12,9 +12,12 @@ import xxhash
 from birl import foreign
 from birl.algorithms.pass_at_k import pass_at_k
 from birl.config import schema
+from birl.errors import BirlError
 from birl.rollout.group import Rollout
 from birl.track.progress import right_from
 from birl.types import Group, SamplingParams, Task
+
+MOST = 100_000  # answers that a row may ask for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +83,17 @@ def data_digest(tasks: Sequence[Task]) -> str:
 
 
 def own_k(task: Task) -> int:
+    """1 where the row does not say. Raises `BirlError`."""
     extra = task.columns.get("extra_info")
-    value = extra.get("pass@k", 1) if isinstance(extra, dict) else 1
-    return int(value) if isinstance(value, int | float) and value >= 1 else 1
+    value = extra.get("pass@k") if isinstance(extra, dict) else None
+    if value is None:
+        return 1
+    if isinstance(value, bool) or not isinstance(value, int | float) or value not in range(1, MOST + 1):
+        raise BirlError(
+            f"{task.id}: extra_info.pass@k is {str(value)[:80]}; it is how many answers validation asks for: a whole "
+            f"number from 1 to {MOST}."
+        )
+    return int(value)
 
 
 def right_among(groups: Sequence[Group], threshold: float) -> float:

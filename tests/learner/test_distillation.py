@@ -59,6 +59,17 @@ def test_packing_changes_neither_divergence_nor_gradient(name: str, top_k: int) 
         assert results[0][0] == pytest.approx(whole(name, samples, weights), rel=1e-4)
 
 
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("top_k", [320, 1000])
+def test_as_many_tokens_as_the_vocabulary_has_are_all(name: str, top_k: int) -> None:
+    """It was NaN for as many, as no token is left for the bucket of the others, and an IndexError for more."""
+    samples, stats = groups(2), [Stats(), Stats()]
+    (batch,) = pack(samples, [1.0] * len(samples), 10_000)
+    for k, each in zip((0, top_k), stats, strict=True):
+        taught(name, k).forward_backward(batch, far, each)
+    assert stats[0].loss == stats[1].loss > 0
+
+
 def test_a_picture_is_refused() -> None:
     learner = taught()
     give(learner.model, cast(Any, object()))

@@ -15,7 +15,7 @@ from birl.cli.evaluation import ruled, show, tokens
 from birl.config.schema import Validation
 from birl.errors import BirlError
 from birl.rollout.compare import Baseline
-from birl.rollout.evaluate import by_prompt, measure, plan
+from birl.rollout.evaluate import by_prompt, measure, own_k, plan
 from birl.rollout.tasks import tell_plain
 from birl.run_folder import next_commands
 from birl.types import Completion, Group, Outcome, Stop, Task, Trajectory, Turn
@@ -148,6 +148,13 @@ def test_greedy_answers_to_one_prompt_are_told_to_be_equal() -> None:
     assert "pass@4 is pass@1" in greedy.greedy_repeats
     assert not plan([task], Validation(temperature=1.0), 8).greedy_repeats
     assert not plan([group_of(1.0).task], Validation(), 8).greedy_repeats
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan"), 1e300, 0, -3, 2.5, "8", True, 10**9])
+def test_a_rows_own_number_of_answers_is_a_whole_one(wrong: object) -> None:
+    with pytest.raises(BirlError, match=r"extra_info.pass@k is .*whole number from 1 to 100000"):
+        plan([group_of(1.0, extra={"pass@k": wrong}).task], Validation(), 8).greedy_repeats  # noqa: B018
+    assert own_k(group_of(1.0, extra={"pass@k": 4.0}).task) == 4 and own_k(group_of(1.0, extra={}).task) == 1
 
 
 @pytest.mark.parametrize(("template", "said"), [(True, ""), (False, "no chat template")])
