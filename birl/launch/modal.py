@@ -7,6 +7,7 @@ It was tried with Modal's own client against a stand-in for its servers, and nev
 import json
 import os
 import secrets
+import shlex
 import sys
 import threading
 import time
@@ -32,12 +33,12 @@ POLL = 2.0  # s
 
 def render(job: Job, keys: Keys) -> dict[str, str]:
     plan = prepare(job, keys)
-    learner = " ".join(plan.learner)
+    learner = shlex.join(plan.learner)
     place = plan.settings.app
     commands = [
         f"{VARIABLE}=$(cat {VARIABLE.lower()}.json) modal deploy -m {MODULE}",
         f"# Learner.run in {place}: {learner}" if not plan.here else f"# on this machine: {learner}",
-        *([f"# Engine.run in {place}, {plan.settings.engines} times: {' '.join(plan.engine)}"] if plan.engine else []),
+        *[f"# Engine.run in {place}, {plan.settings.engines} times: {shlex.join(plan.engine)}"] * bool(plan.engine),
     ]
     settings = json.dumps(json.loads(plan.settings.text()), indent=1)
     return {f"{VARIABLE.lower()}.json": settings, "commands": "\n".join(commands)}
@@ -83,7 +84,7 @@ def submit(job: Job, keys: Keys) -> Handle:
     if plan.here:
         handle.save()  # engines cost money from now on: `birl stop` must know them
         print(f"Waiting for {plan.settings.engines} engines; then, here:")
-        print(f"  {' '.join(plan.at(addresses(handle)))}")
+        print(f"  {shlex.join(plan.at(addresses(handle)))}")
     return handle
 
 

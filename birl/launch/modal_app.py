@@ -10,6 +10,7 @@ Every container imports this module again with the same `Settings`: what it defi
 """
 
 import os
+import shlex
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -36,7 +37,8 @@ def image() -> Any:
     if SETTINGS.packages:
         result = result.pip_install(*SETTINGS.packages)
     if SETTINGS.vllm:
-        result = result.run_commands("python -m venv /opt/vllm", f"/opt/vllm/bin/pip install {SETTINGS.vllm} xxhash")
+        install = f"/opt/vllm/bin/pip install {shlex.quote(SETTINGS.vllm)} xxhash"
+        result = result.run_commands("python -m venv /opt/vllm", install)
     result = result.run_commands(f"mkdir -p {HERE}").workdir(HERE)
     if SETTINGS.browser:
         file, own = Path(birl.__file__).parent / "envs" / "browser" / "requirements.txt", f"{HERE}/.venv-browser"

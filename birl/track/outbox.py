@@ -17,12 +17,13 @@ from birl.track.sink import Figures, Sink, Start
 
 ROOM = 10_000  # records that wait while a tracker is away; then the oldest go
 PATIENCE = {"offline": 90.0, "online": 15.0}  # seconds that the start and the end of a run wait for a tracker
+KINDS = ("log", "validation", "samples")  # of records
 PAUSES = (1.0, 5.0, 15.0, 60.0)  # seconds between tries
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One call that waits. `kind`: log, validation or samples."""
+    """One call that waits. `kind`: one of `KINDS`."""
 
     kind: str
     step: int
@@ -39,12 +40,14 @@ class Marks:
         self.path, self.name = run / "trackers.json", name
 
     def read(self) -> dict[str, Any]:
-        return mapping(self.path).get(self.name, {})
+        result = mapping(self.path).get(self.name)
+        whole = isinstance(result, dict) and all(type(result.get(kind, 0)) is int for kind in KINDS)
+        return result if whole and isinstance(result.get("id", ""), str) else {}
 
     def write(self, **changed: Any) -> None:
         with _MARKS:  # several outboxes share the file
             known = mapping(self.path)
-            known[self.name] = {**known.get(self.name, {}), **changed}
+            known[self.name] = {**self.read(), **changed}
             write_whole(self.path, encode(known))
 
 
@@ -73,7 +76,7 @@ class Outbox:
         """Wait a little for the tracker. Raises `BirlError` where the user has to do something first: log in, say."""
         result = self.marks.read() if start.resumed else {}
         start = replace(start, id=result.get("id", start.id), resumed=bool(result))
-        self._told = {kind: int(result.get(kind, -1)) for kind in ("log", "validation", "samples")}
+        self._told = {kind: int(result.get(kind, -1)) for kind in KINDS}
         if not result:
             self.marks.write(id=start.id, **self._told)
         # A daemon: a tracker that hangs must not keep the process.

@@ -1,9 +1,11 @@
 """`birl launch modal`: what it would do, and Modal's own client against a stand-in for Modal's servers. The stand-in's
 containers are processes of this machine that have nothing but what was uploaded."""
 
+import importlib
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -20,7 +23,7 @@ from birl.errors import BirlError
 from birl.launch.command import keys_of
 from birl.launch.job import derive
 from birl.launch.modal import Keys
-from birl.launch.modal_plan import ModalPlan, prepare
+from birl.launch.modal_plan import VARIABLE, ModalPlan, prepare
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2)} for i in range(4)]
@@ -143,6 +146,19 @@ def test_a_dry_run_shows_the_app_and_no_secret(
         r"# Engine\.run in birl-demo, 1 times: python -m birl\.launch\.engine --name=birl-launch/demo-\w+ rl", said
     )
     assert CANARY not in said and list(here.glob("**/launch.json")) == []
+    assert main(["launch", "modal", *words, "run=it's $HOME"]) == 0
+    assert shlex.quote("run=it's $HOME") in capsys.readouterr().out
+
+
+def test_a_range_of_versions_is_no_redirection_of_the_shell(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install vllm>=0.30` wrote a file, and installed whatever was newest."""
+    modal = MagicMock()
+    monkeypatch.setitem(sys.modules, "modal", modal)
+    monkeypatch.setenv(VARIABLE, plan("engine.kind=vllm", engines="inside", vllm="vllm>=0.30,<1").settings.text())
+    monkeypatch.delitem(sys.modules, "birl.launch.modal_app", raising=False)
+    importlib.import_module("birl.launch.modal_app")
+    assert "/opt/vllm/bin/pip install 'vllm>=0.30,<1' xxhash" in str(modal.mock_calls)
+    monkeypatch.delitem(sys.modules, "birl.launch.modal_app")
 
 
 # --- Modal's client

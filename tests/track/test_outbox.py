@@ -180,7 +180,7 @@ def test_an_error_of_the_user_that_comes_too_late_is_a_warning(tmp_path: Path) -
     assert any("log in first" in text for text in box.unsaid)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"notes":'])
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"notes":', '{"notes": [1]}', '{"notes": {"id": "a", "log": "x"}}'])
 def test_a_broken_list_of_marks_begins_a_new_one(tmp_path: Path, text: str) -> None:
     (tmp_path / "trackers.json").write_text(text)
     sink = Notes()
