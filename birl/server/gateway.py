@@ -2,7 +2,7 @@
 
     http://127.0.0.1:PORT/s/SECRET/v1
         POST /chat/completions   POST /completions   GET /models        OpenAI
-        POST /responses                                                 OpenAI's Responses
+        POST /responses          POST /responses/input_tokens           OpenAI's Responses
         POST /messages           POST /messages/count_tokens            Anthropic
         POST /reward             {"reward": 1.0, "agent": "critic"}     what the episode was worth
 

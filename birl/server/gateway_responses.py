@@ -55,6 +55,7 @@ def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept
     begun = [Message(role="system", content=instructions)] if instructions else []
     items = [{"role": "user", "content": asked}] if isinstance(asked := data.get("input"), str) else asked
     given = (*begun, *continued(data, kept), *conversation(items, kept))
+    check_results(given)
     tools = [tool(one, i) for i, one in enumerate(typed(data, "tools", list, []))]
     try:
         seen, form = terms.tools({**data, **form_of(data, terms)}, tools, data.get("tool_choice"))
@@ -117,6 +118,15 @@ def conversation(given: Any, kept: Kept) -> tuple[Message, ...]:
         result.append(message)
         highest = part if message.role == "assistant" else -1
     return tuple(result)
+
+
+def check_results(talk: tuple[Message, ...]) -> None:
+    """Raises `Refused` for the result of a call that the assistant did not make."""
+    made: set[str] = set()
+    for message in talk:
+        if message.role == "tool" and message.tool_call_id not in made:
+            raise invalid("input", f"no function_call before it has the call_id {message.tool_call_id!r} of an output")
+        made |= {call.id for call in message.tool_calls}
 
 
 def item(given: Any, where: str, kept: Kept) -> tuple[Message, int]:
@@ -196,4 +206,11 @@ def form_of(data: Mapping[str, Any], terms: Terms) -> Item:
     return {"response_format": {"type": given.get("type"), "json_schema": given}} if given else {}
 
 
-REPLIES = {("POST", "responses"): response}
+def input_tokens(data: Mapping[str, Any], terms: Terms, visit: Answering) -> Item:
+    """POST /responses/input_tokens: how long the prompt is. Raises `Refused`."""
+    reply = response(data, terms, visit)
+    count = len(terms.chat.render(reply.conversation, reply.tools))
+    return {"object": "response.input_tokens", "input_tokens": count}
+
+
+REPLIES = {("POST", "responses"): response, ("POST", "responses/input_tokens"): input_tokens}

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from birl.errors import BirlError
 from birl.rollout.session import continued, owner_of
 from birl.server import ask, gateway_responses
+from birl.server.agent_session import Answering
 from birl.server.limits import Refused, answered, check_bulk, json_object
 from birl.server.responses_format import Events, ResponsesReply, named
 from birl.server.service import Service
@@ -56,6 +57,22 @@ async def responses(service: Service, request: Request) -> Response:
     shown = asked.visible(service)
     shown.feed(completion.ids)
     return JSONResponse(asked.reply.finished(asked.message(service, shown.whole()), asked.turn(completion)))
+
+
+async def input_tokens(service: Service, request: Request) -> Response:
+    data = await json_object(request, service.most_bytes)
+    own = Answering(params=SamplingParams(max_tokens=service.engine.context), kept=service.kept)
+
+    def count() -> dict[str, Any]:
+        check_bulk(data, service.engine.context)
+        ask.known({"model": data.get("model")}, ("model",), service)
+        return gateway_responses.input_tokens(data, service.terms, own)
+
+    return JSONResponse(await answered(request, service.read(count, request.headers), service.timeout))
+
+
+async def compact(service: Service, request: Request) -> Response:
+    raise Refused(400, "A conversation is not compacted here: send fewer items, or a summary of them, as input.")
 
 
 def read(data: dict[str, Any], service: Service) -> Asked:
@@ -159,6 +176,8 @@ def absent(service: Service, id: str) -> Refused:
 
 ROUTES = {
     ("POST", "/v1/responses"): responses,
+    ("POST", "/v1/responses/input_tokens"): input_tokens,
+    ("POST", "/v1/responses/compact"): compact,
     ("GET", "/v1/responses/{id}"): retrieve,
     ("DELETE", "/v1/responses/{id}"): delete,
     ("GET", "/v1/responses/{id}/input_items"): input_items,

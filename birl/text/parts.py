@@ -1,6 +1,6 @@
 """The parts of a message's content -> its text and its pictures, in the words of OpenAI, Anthropic and transformers.
 
-    {"type": "text", "text": ...}                                        also input_text, output_text
+    {"type": "text", "text": ...}                                        also input_text, output_text, and refusal
     {"type": "image_url", "image_url": {"url": ...}}                     also input_image
     {"type": "image", "source": {"type": "base64", "data": ...}}         or {"type": "url", "url": ...}
     {"type": "image", "image": ...}                                      or its bytes, base64, path or url; or nothing:
@@ -128,6 +128,8 @@ def content(parts: Sequence[Any], finder: Finder, beside: Iterator[Picture] | No
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in TEXTS and isinstance(part.get("text"), str):
             texts.append(part["text"])
+        elif kind == "refusal" and isinstance(part.get("refusal"), str):  # what an assistant said before
+            texts.append(part["refusal"])
         elif kind in IMAGES:
             texts.append(PLACE)
             pictures.append(_named(f"[{i}]", lambda part=part: _shown(part, finder, beside)))

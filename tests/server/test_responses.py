@@ -23,6 +23,7 @@ from tests.tiny import tiny_model_folder
 
 ADD: Any = {"type": "function", **TOOL, "strict": False}
 RESULT: Any = {"type": "function_call_output", "output": "7"}
+IDS = {"return_token_ids": True}
 THOUGHT = f"<think>\nhm\n</think>\n\n{CALL}"
 
 
@@ -174,6 +175,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [  # what is asked, what is named
     ({"input": IMAGE}, "input.0.content", "no base64"),
     ({"input": []}, "input", "must be text or a list of items"),
     ({"input": [{"type": "computer_call", "call_id": "1"}]}, "input.0", "function_call"),
+    ({"input": [{**RESULT, "call_id": "call_9"}]}, "input", "no function_call before it has the call_id 'call_9'"),
     ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input.0.id", "as input"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "x", "arguments": "x"}]}, "input.0", "JSON text"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "JSON schema"),
@@ -197,6 +199,33 @@ def test_both_refuse_the_same(server: Running) -> None:
         assert not here.session.turns
 
     played(Scripted([], TOOLED), body)
+
+
+def test_a_prompt_is_counted_before_it_is_asked(server: Running, client: openai.OpenAI) -> None:
+    keys: Any = {"model": "any", "input": "Hi", "instructions": "Be brief.", "tools": [ADD]}
+    count = client.responses.input_tokens.count(**keys)
+    assert count.input_tokens == ask(client, **keys, max_output_tokens=2).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="not compacted here: send fewer items"):
+        client.responses.compact(model="any", input="Hi")
+
+    async def body(here: Place) -> None:
+        assert await here.openai.responses.input_tokens.count(**keys) == count and not here.session.turns
+
+    played(Scripted([], TOOLED), body)
+
+
+def test_a_refusal_of_another_model_is_text_of_the_history(client: openai.OpenAI) -> None:
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    answer: Any = client.chat.completions.create(
+        model="any",
+        messages=[{"role": "user", "content": "Hi"}, said],
+        max_tokens=1,
+        extra_body=IDS,  # type: ignore
+    )
+    items = [{"role": "user", "content": "Hi"}, {"type": "message", "id": "msg_1", "status": "completed", **said}]
+    assert ask(client, items, max_output_tokens=1).prompt_token_ids == answer.prompt_token_ids
+    said["content"] = "No."  # type: ignore
+    assert ask(client, [*items[:1], said], max_output_tokens=1).prompt_token_ids == answer.prompt_token_ids
 
 
 def test_what_is_kept_is_bounded(server: Running, client: openai.OpenAI, monkeypatch) -> None:
