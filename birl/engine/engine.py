@@ -107,7 +107,7 @@ class EmbeddedEngine(Steps):
 
         `watch` is called with the request whenever it has new tokens. Cancelling the caller aborts the request; `abort`
         ends it with what it has. With a `guide` only tokens that it allows are drawn, and log-probs are those of the
-        distribution over these. `best` is filled, where tokens are given. `adapter` is added to the weights. While the
+        distribution over these. `best` is filled. `adapter` is added to the weights. While the
         engine is paused it waits. Raises `BirlError` when the KV cache could not hold it, and `EngineDown` when the
         engine was closed.
         """

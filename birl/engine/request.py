@@ -16,14 +16,16 @@ from birl.text.chat import StopChecker
 from birl.text.grammar import Guide
 from birl.types import Completion, SamplingParams, Stop
 
+Place = tuple[list[tuple[int, float]], int]  # tokens with their log-probs, the most likely first; and a rank
+
 
 @dataclass(slots=True)
 class TopLogprobs:
-    """The `count` most likely tokens in the place of each given token, with their log-probs at temperature 1, and the
-    given token's rank, from 1. `places` is filled."""
+    """The `count` most likely tokens in the place of each token, with their log-probs, and the token's own rank, from
+    1. Of given tokens at temperature 1, of drawn ones as they were drawn from. `places` is filled."""
 
     count: int = 1
-    places: list[tuple[list[tuple[int, float]], int]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +46,7 @@ class Request:
     sight: Sight | None = None  # the pictures in the prompt
     guide: Guide | None = None  # what the answer may be
     adapter: AdapterWeights | None = None  # what is added to the model's weights
-    best: TopLogprobs | None = None  # what is wanted of the places of given tokens
+    best: TopLogprobs | None = None  # what is wanted of the places of its tokens
     watch: "Callable[[Request], None] | None" = None  # called after every step that gave it tokens
     told: int = 0  # tokens that `watch` has heard of
     tokens: list[int] = field(default_factory=list)

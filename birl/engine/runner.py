@@ -100,7 +100,8 @@ class Runner:
         request = work.request
         alone = len(work.tokens) == 1 and work.complete and not work.followers
         alone = alone and (work.start > 0 or not state_bytes(self.model))  # without a state, one begins
-        return self.graphs is not None and alone and not (request.forced or request.guide or request.adapter)
+        special = request.forced or request.guide or request.adapter or request.best
+        return self.graphs is not None and alone and not special
 
     def burst(self, plan: Sequence[ScheduledTokens], count: int) -> Burst:
         """The next `count` tokens of each request, their log-probs and supports, one list each. The host waits for the

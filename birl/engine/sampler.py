@@ -74,6 +74,13 @@ def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
+def shaped(logits: Tensor, params: SamplingParams) -> Tensor:
+    """logits [B, V] -> those that tokens are drawn from, at temperature 1 [B, V] float32; a copy."""
+    limits = limits_of([params])
+    result = logits.float() / (params.temperature or 1.0)
+    return result if limits is None else restrict(result, limits.to(logits.device))
+
+
 def top_logprobs(
     logits: Tensor, drawn: Sequence[tuple[int, float]], count: int
 ) -> list[tuple[list[tuple[int, float]], int]]:

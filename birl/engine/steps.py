@@ -11,7 +11,7 @@ from torch import Tensor
 from birl.engine.graphs import AHEAD
 from birl.engine.request import Request
 from birl.engine.runner import Runner
-from birl.engine.sampler import given, sample, top_logprobs
+from birl.engine.sampler import given, sample, shaped, top_logprobs
 from birl.engine.scheduler import ScheduledTokens, Scheduler
 from birl.engine.truncation import supports
 from birl.models.low_rank import HEAD
@@ -78,10 +78,13 @@ class Steps:
         if not params:
             return
         scored: dict[Request, list[tuple[int, float]]] = {}
-        if any(r.forced or r.guide or (r.adapter and HEAD in r.adapter.factors) for w in plan for r in w.samplers):
+        likely: dict[Request, Tensor] = {}
+        if any(
+            r.forced or r.guide or r.best or (r.adapter and HEAD in r.adapter.factors) for w in plan for r in w.samplers
+        ):
             scores = self.runner.logits(plan, hidden)
             scored = self.score(plan, scores)
-            self.restrict(plan, scores)
+            likely = self.restrict(plan, scores)
             drawn = sample(scores, params, uniforms, self.runner.kernels)
         else:
             drawn = self.runner.sample(hidden, params, uniforms)
@@ -94,7 +97,11 @@ class Steps:
                 # a given token outside of its support counts as drawn from all tokens
                 each = [(*pair, self.version, k if k is None or pair[0] in k else None) for pair, k in own]
                 if not (request.guide and request.aborted):  # else it allows none
+                    before = len(request.tokens)
                     self.append(request, each, work.drafts)
+                    if request.best is not None and request in likely:
+                        tops = top_logprobs(likely[request], result, request.best.count)
+                        request.best.places += tops[: len(request.tokens) - before]
 
     def score(self, plan: list[ScheduledTokens], logits: Tensor) -> dict[Request, list[tuple[int, float]]]:
         """For requests whose next tokens are given: these, with their log-probs."""
@@ -116,9 +123,9 @@ class Steps:
                     best.places += top_logprobs(logits[start:end], result[work.request], best.count)
         return result
 
-    def restrict(self, plan: list[ScheduledTokens], logits: Tensor) -> None:
-        """Only what guides allow keeps its probability."""
-        row = 0
+    def restrict(self, plan: list[ScheduledTokens], logits: Tensor) -> dict[Request, Tensor]:
+        """Only what guides allow keeps its probability. The logits that requests with `best` are drawn from."""
+        row, result = 0, {}
         for work in plan:
             for request in work.samplers:
                 if request.guide is not None:
@@ -126,7 +133,10 @@ class Steps:
                     request.aborted = request.aborted or not bool(allowed.any())
                     if not request.aborted:
                         logits[row].masked_fill_(~allowed.to(logits.device), float("-inf"))
+                if request.best is not None and not request.forced:
+                    result[request] = shaped(logits[row : row + len(work.drafts) + 1], request.params)
                 row += len(work.drafts) + 1
+        return result
 
     def append(self, request: Request, drawn: list[tuple[int, float, int, Any]], drafts: list[int]) -> None:
         """What was drawn for a request: its next token, and the ones behind as far as the guesses were right."""

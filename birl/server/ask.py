@@ -14,13 +14,13 @@ from birl.text.grammar import whole
 from birl.types import SamplingParams
 
 CHOICES = 128  # most answers to one prompt
-LIKELIEST = 20  # most likely tokens in a place of a prompt, as of vLLM
+LIKELIEST = 20  # most likely tokens in a place, as of OpenAI's chats and of vLLM
 
 SHARED = (
     *("model", "n", "stream", "stream_options", "stop", "seed", "temperature", "top_p", "max_tokens", "logprobs"),
     *("min_p", "top_k", "ignore_eos", "stop_token_ids", "return_token_ids", *FORMS),
 )
-CHAT = ("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens")
+CHAT = ("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs")
 ANY = ("", "any", "default", "birl")  # names of a model that mean the one there is; and birl/NAME
 
 
@@ -35,6 +35,7 @@ class Ask:
     stream: bool
     usage: bool
     logprobs: bool
+    top: int = 0  # so many of the most likely tokens in each place
     token_ids: bool
     tools: tuple[Mapping[str, Any], ...] = ()
     echo: bool = False
@@ -55,9 +56,10 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
         ids = service.chat.render(messages, tools)
     except BirlError as error:
         raise Refused(400, str(error), param="tools" if tools else "messages") from error
+    logprobs = typed(data, "logprobs", bool, False)
     return common(
         data, service, chat=True, prompts=(ids,), key=limit_of(data), default=service.engine.context,
-        logprobs=typed(data, "logprobs", bool, False), tools=tuple(tools),
+        logprobs=logprobs, top=likeliest(data, logprobs), tools=tuple(tools),
         grammar=form and whole(service.chat, form, service.chat.thinks(ids)),
     )  # fmt: skip
 
@@ -67,11 +69,11 @@ def completion(data: Mapping[str, Any], service: Service) -> Ask:
     check_bulk(data, service.engine.context, ("prompt",))
     known(data, (*SHARED, "prompt", "echo", "prompt_logprobs"), service)
     echo, (_, form) = typed(data, "echo", bool, False), service.terms.tools(data, [], None)
-    given = prompts(data.get("prompt"), choices(data), service)
+    given, count = prompts(data.get("prompt"), choices(data), service), sampled_logprobs(data)
     return common(
         data, service, chat=False, prompts=given, key="max_tokens", default=16,
-        logprobs=sampled_logprobs(data, service.terms), echo=echo, grammar=form and f"start: body\nbody: {form}\n",
-        prompt_logprobs=prompt_logprobs(data),
+        logprobs=count is not None, top=count or 0, echo=echo, prompt_logprobs=prompt_logprobs(data),
+        grammar=form and f"start: body\nbody: {form}\n",
     )  # fmt: skip
 
 
@@ -146,26 +148,36 @@ def stops(data: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(result)
 
 
-def sampled_logprobs(data: Mapping[str, Any], terms: Terms) -> bool:
-    """Of /v1/completions, where 0 asks for those of the sampled tokens alone, and 1 for the most likely ones, too: only
-    those of a prompt that is echoed are known."""
-    logprobs = data.get("logprobs")
-    if isinstance(logprobs, bool):  # as a chat has it
-        return logprobs
-    logprobs = typed(data, "logprobs", int, -1)
-    if logprobs > 1:
-        terms.note("logprobs", f"{logprobs}; only the sampled tokens have log-probs.")
-    return logprobs >= 0
+def likeliest(data: Mapping[str, Any], logprobs: bool) -> int:
+    """`top_logprobs` of a chat or a response."""
+    result = within(data, "top_logprobs") or 0
+    if result and not logprobs:
+        raise invalid("top_logprobs", "goes with log-probs only: logprobs=true, or include in Responses")
+    return result
+
+
+def sampled_logprobs(data: Mapping[str, Any]) -> int | None:
+    """Of /v1/completions, where 0 asks for those of the sampled tokens alone, and more for the most likely ones, too;
+    None for nothing."""
+    if isinstance(logprobs := data.get("logprobs"), bool):  # as a chat has it
+        return 0 if logprobs else None
+    return within(data, "logprobs")
+
+
+def within(data: Mapping[str, Any], key: str) -> int | None:
+    """How many of the most likely tokens are asked for; None where that is not said."""
+    if data.get(key) is None:
+        return None
+    result = typed(data, key, int, 0)
+    if not 0 <= result <= LIKELIEST:
+        raise invalid(key, f"must be at least 0 and at most {LIKELIEST}, got {result}")
+    return result
 
 
 def prompt_logprobs(data: Mapping[str, Any]) -> int | None:
     """As vLLM has it: 0 asks for those of the prompt's own tokens alone; None for nothing."""
-    if data.get("prompt_logprobs") is None:
-        return None
-    result = typed(data, "prompt_logprobs", int, 0)
-    if not 0 <= result <= LIKELIEST:
-        raise invalid("prompt_logprobs", f"must be at least 0 and at most {LIKELIEST}, got {result}")
-    if data.get("stream"):
+    result = within(data, "prompt_logprobs")
+    if result is not None and data.get("stream"):
         raise invalid("prompt_logprobs", "goes without stream only")
     return result
 

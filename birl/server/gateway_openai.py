@@ -93,9 +93,10 @@ def completion(data: Mapping[str, Any], terms: Terms, visit: Answering) -> OpenA
         prompt = prompt[0]
     if not isinstance(prompt, str):
         raise invalid("prompt", "must be text: an episode keeps the token ids itself")
-    return _reply(
-        data, terms, visit, conversation=prompt, limit="max_tokens", logprobs=sampled_logprobs(data, terms), talk=False
-    )
+    count = sampled_logprobs(data)
+    if count:
+        terms.vain("logprobs", count)
+    return _reply(data, terms, visit, conversation=prompt, limit="max_tokens", logprobs=count is not None, talk=False)
 
 
 def _reply(data: Mapping[str, Any], terms: Terms, visit: Answering, *, limit: str, **own: Any) -> OpenAIReply:

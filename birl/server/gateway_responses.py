@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from birl.server.agent_session import Answering
+from birl.server.ask import likeliest
 from birl.server.kept import Kept
 from birl.server.limits import NAMES, Refused
 from birl.server.messages import call, invalid, message_content, typed
@@ -23,7 +24,7 @@ KNOWN = (
     *("model", "input", "instructions", "previous_response_id", "max_output_tokens", "tools", "tool_choice", "text"),
     *("include", "store", "stream", "stream_options", "stop_token_ids", "return_token_ids", *SAMPLING),
 )
-SERVED = ("seed", "ignore_eos", "parallel_tool_calls", *FORMS)  # these, too, on a server
+SERVED = ("seed", "top_logprobs", "ignore_eos", "parallel_tool_calls", *FORMS)  # these, too, on a server
 INCLUDED = "message.output_text.logprobs", "reasoning.encrypted_content"  # the latter: its text is in the item
 ROLES = ("user", "assistant", "system", "developer")
 THOUGHT, CONTENT, CALL = range(3)  # parts of an answer, in their order
@@ -31,6 +32,7 @@ ECHOED: dict[str, Any] = {
     **{"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "tools": []},
     **{"previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "tool_choice": "auto"},
     **{"text": {"format": {"type": "text"}}, "store": True, "user": None},
+    "top_logprobs": 0,
 }
 
 
@@ -64,6 +66,7 @@ def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept
         if not param.startswith("response_format"):
             raise
         raise invalid(param.replace("response_format", "text.format"), what.removesuffix(".")) from None
+    top = likeliest(data, True) if terms.served else 0
     told["store"] = typed(data, "store", bool, True)
     return ResponsesReply(
         conversation=given,
@@ -79,6 +82,7 @@ def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept
         told=told,
         own=len(begun),
         logprobs=INCLUDED[0] in included,
+        top=top if INCLUDED[0] in included else 0,
         token_ids=typed(data, "return_token_ids", bool, False),
     )
 

@@ -11,11 +11,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from birl.engine.request import TopLogprobs
 from birl.server import ask
 from birl.server.ask import Ask
 from birl.server.limits import answered, json_object
 from birl.server.openai_format import Pieces
-from birl.server.service import Scored, Service
+from birl.server.service import Job, Scored, Service
 from birl.server.stream import events, streamed
 from birl.types import Completion, Stop
 
@@ -37,7 +38,8 @@ async def model(service: Service, request: Request) -> Response:
 async def completed(read: Callable[[Body, Service], Ask], service: Service, request: Request) -> Response:
     data = await json_object(request, service.most_bytes)
     asked = await answered(request, service.read(lambda: read(data, service), request.headers), service.timeout)
-    jobs = [(prompt, p) for prompt in asked.prompts for p in service.seeded(asked.params, asked.n)]
+    each = [(prompt, p) for prompt in asked.prompts for p in service.seeded(asked.params, asked.n)]
+    jobs = [Job(prompt=i, params=p, best=TopLogprobs(asked.top) if asked.top else None) for i, p in each]
     if asked.stream:
         return streamed(service, events(service, asked, jobs), len(jobs))  # pyright: ignore[reportReturnType]  what Starlette calls an ASGI app
     with service.gate.enter(len(jobs)):
@@ -46,7 +48,8 @@ async def completed(read: Callable[[Body, Service], Ask], service: Service, requ
         if not asked.mute:
             result = await answered(request, service.all(jobs, asked.grammar), service.timeout)
     pieces = Pieces(service, asked)
-    choices = [pieces.choice(i, c) for i, c in enumerate(result)]
+    places = [job.places(slice(None)) for job in jobs]
+    choices = [pieces.choice(i, c, p) for i, (c, p) in enumerate(zip(result, places, strict=True))]
     for i, choice in enumerate(choices):
         if asked.echo:
             pieces.echo(choice, i, scored)
@@ -58,7 +61,7 @@ async def completed(read: Callable[[Body, Service], Ask], service: Service, requ
 async def scores(service: Service, asked: Ask) -> list[Scored]:
     """Of each prompt, where its log-probs are returned."""
     wanted = (asked.echo and asked.logprobs) or asked.prompt_logprobs is not None
-    count = max(asked.prompt_logprobs or 0, 1)
+    count = max(asked.prompt_logprobs or 0, asked.top, 1)
     return await service.together([service.score(ids, count) for ids in asked.prompts] if wanted else [])
 
 

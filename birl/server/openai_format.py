@@ -5,8 +5,10 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from math import inf
 from typing import Any, Protocol
 
+from birl.engine.request import Place
 from birl.server.ask import Ask
 from birl.server.service import Scored
 from birl.text.chat import Chat
@@ -57,20 +59,26 @@ class Pieces:
             result["prompt_token_ids"] = self.asked.prompts[0]
         return result
 
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def choice(self, index: int, completion: Completion, places: Sequence[Place] = ()) -> dict[str, Any]:
         """A finished one."""
         shown = self.visible()
         shown.feed(completion.ids)
         reply = self.parsed(index, shown.whole())
-        return self.spoken(index, completion, reply.content, reply.calls, reply.thinking or "")
+        return self.spoken(index, completion, reply.content, reply.calls, reply.thinking or "", places)
 
     def spoken(
-        self, index: int, completion: Completion, content: str, calls: Sequence[ToolCall], thinking: str = ""
+        self,
+        index: int,
+        completion: Completion,
+        content: str,
+        calls: Sequence[ToolCall],
+        thinking: str = "",
+        places: Sequence[Place] = (),
     ) -> dict[str, Any]:
         """A finished one of which it is known what it says."""
         result: dict[str, Any] = {"index": index, "finish_reason": self.reason(completion.stop, calls)}
         tokens, logprobs = completion.ids, completion.logprobs.tolist()
-        result["logprobs"] = self.logprobs(tokens, logprobs, 0) if self.asked.logprobs else None
+        result["logprobs"] = self.logprobs(tokens, logprobs, 0, places) if self.asked.logprobs else None
         if self.asked.chat:
             own: dict[str, Any] = {"role": "assistant", "content": content if content.strip() or not calls else None}
             own |= {"reasoning_content": thinking} if thinking else {}
@@ -90,9 +98,12 @@ class Pieces:
         logprobs, best = scored[index // self.asked.n]
         own, result = self.logprobs(ids, (), 0), choice["logprobs"]
         own["token_logprobs"] = [None, *logprobs]
-        own["top_logprobs"] = [None, *map(self.top, ids[1:], logprobs, (place[0] for place, _ in best.places))]
+        count = max(self.asked.top, 1)
+        own["top_logprobs"] = [None, *map(self.top, ids[1:], logprobs, (place[:count] for place, _ in best.places))]
         result["text_offset"] = [at + len(before) for at in result["text_offset"]]
-        result["top_logprobs"] = [{t: p} for t, p in zip(result["tokens"], result["token_logprobs"], strict=True)]
+        result["top_logprobs"] = result["top_logprobs"] or [
+            {t: p} for t, p in zip(result["tokens"], result["token_logprobs"], strict=True)
+        ]
         choice["logprobs"] = {key: own[key] + result[key] for key in own}
 
     def ranked(self, index: int, scored: Sequence[Scored]) -> list[dict[str, Any] | None]:
@@ -105,12 +116,14 @@ class Pieces:
             result.append({str(t): {"logprob": p, "rank": n, "decoded_token": decode([t])} for t, p, n in each})
         return [None, *result]
 
-    def top(self, token: int, logprob: float, best: tuple[int, float]) -> dict[str, float]:
-        """Of one place: the most likely token, and the one that is there."""
-        own, other = (self.speaker.chat.decode([t]) for t in (token, best[0]))
-        if best[0] == token:
-            return {own: logprob}
-        return {own: logprob, other if other != own else f"token_id:{best[0]}": best[1]}
+    def top(self, token: int, logprob: float, place: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Of one place: the most likely tokens, and the one that is there."""
+        result = {self.speaker.chat.decode([token]): logprob}
+        for other, p in possible(place):
+            if other != token:
+                text = self.speaker.chat.decode([other])
+                result[text if text not in result else f"token_id:{other}"] = p
+        return result
 
     def delta(
         self,
@@ -121,6 +134,7 @@ class Pieces:
         logprobs: Sequence[float] = (),
         versions: Sequence[int] = (),
         offset: int = 0,
+        places: Sequence[Place] = (),
         calls: Sequence[ToolCall] = (),
         thinking: str = "",
         reason: str | None = None,
@@ -128,7 +142,8 @@ class Pieces:
     ) -> dict[str, Any]:
         """A chunk with one choice. `offset`: characters before these tokens."""
         result: dict[str, Any] = {"index": index, "finish_reason": reason}
-        result["logprobs"] = self.logprobs(tokens, logprobs, offset) if self.asked.logprobs and tokens else None
+        wanted = self.asked.logprobs and tokens
+        result["logprobs"] = self.logprobs(tokens, logprobs, offset, places) if wanted else None
         if self.asked.chat:
             own: dict[str, Any] = {"role": "assistant"} if first else {}
             own |= {"content": text} if text or first else {}
@@ -168,17 +183,16 @@ class Pieces:
             for i, call in enumerate(calls)
         ]
 
-    def logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
+    def logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float], offset: int, places: Sequence[Place] = ()
+    ) -> dict[str, Any]:
         """Of every sampled token, also of one that does not show in the text."""
-        texts = [self.speaker.chat.decode([token]) for token in tokens]
         if self.asked.chat:
-            rows = [
-                {"token": text, "logprob": lp, "bytes": octets(text), "top_logprobs": []}
-                for text, lp in zip(texts, logprobs, strict=True)
-            ]
-            return {"content": rows, "refusal": None}
+            return {"content": token_rows(self.speaker.chat, tokens, logprobs, places), "refusal": None}
+        texts = [self.speaker.chat.decode([token]) for token in tokens]
         *offsets, _ = accumulate(map(len, texts), initial=offset)
-        return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+        tops = list(map(self.top, tokens, logprobs, (place for place, _ in places))) if places else None
+        return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": tops, "text_offset": offsets}
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """All answers to a prompt have it once."""
@@ -188,6 +202,25 @@ class Pieces:
         )
         counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
         return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def token_rows(
+    chat: Chat, tokens: Sequence[int], logprobs: Sequence[float], places: Sequence[Place] = ()
+) -> list[dict[str, Any]]:
+    """Tokens with their log-probs, and with the most likely ones in their places, as chats and Responses have them."""
+
+    def row(token: int, logprob: float) -> dict[str, Any]:
+        text = chat.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": octets(text)}
+
+    tops = [[row(*one) for one in possible(place)] for place, _ in places] or [[] for _ in tokens]
+    each = zip(tokens, logprobs, tops, strict=True)
+    return [row(token, logprob) | {"top_logprobs": top} for token, logprob, top in each]
+
+
+def possible(place: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Without tokens that could not be drawn: top_k, a grammar."""
+    return [(token, logprob) for token, logprob in place if logprob > -inf]
 
 
 def call_id() -> str:

@@ -12,13 +12,14 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from birl.engine.request import TopLogprobs
 from birl.errors import BirlError
 from birl.rollout.session import continued, owner_of
 from birl.server import ask, gateway_responses
 from birl.server.agent_session import Answering
 from birl.server.limits import Refused, answered, check_bulk, json_object
 from birl.server.responses_format import Events, ResponsesReply, named
-from birl.server.service import Service
+from birl.server.service import Job, Service
 from birl.server.stream import sampled, streamed
 from birl.text.grammar import whole
 from birl.text.thinking import Growing
@@ -32,6 +33,11 @@ class Asked:
     prompt: tuple[int, ...]
     grammar: str
     opened: bool  # the prompt began the model's thinking
+
+    def job(self, params: SamplingParams) -> Job:
+        best = TopLogprobs(self.reply.top) if self.reply.top else None
+        self.reply.places = best.places if best is not None else ()
+        return Job(prompt=self.prompt, params=params, session=self.reply.id, best=best)
 
     def visible(self, service: Service) -> Visible:
         hidden = service.end_ids | frozenset(self.reply.params.stop_ids)
@@ -52,7 +58,7 @@ async def responses(service: Service, request: Request) -> Response:
     if asked.reply.stream:
         return streamed(service, events(service, asked, params), 1, asked.reply.failed)  # pyright: ignore[reportReturnType]
     with service.gate.enter(1):
-        work = service.all([(asked.prompt, params)], asked.grammar)
+        work = service.all([asked.job(params)], asked.grammar)
         (completion,) = await answered(request, work, service.timeout)
     shown = asked.visible(service)
     shown.feed(completion.ids)
@@ -98,12 +104,12 @@ async def events(service: Service, asked: Asked, params: SamplingParams) -> Asyn
     try:
         for chunk in grown.begin():
             yield chunk
-        async with aclosing(sampled(service, [(asked.prompt, params, id)], asked.grammar)) as items:  # pyright: ignore[reportArgumentType]
+        async with aclosing(sampled(service, [asked.job(params)], asked.grammar)) as items:  # pyright: ignore[reportArgumentType]
             async for item in items:
                 if len(item) == 2:
                     new = grown.end(asked.message(service, shown.whole()), asked.turn(item[1]))
                 else:
-                    new = grown.more(*thoughts.feed(shown.feed(item[1])), asked.reply.rows(item[1], item[2]))
+                    new = grown.more(*thoughts.feed(shown.feed(item[1])), asked.reply.rows(item[1], item[2], item[4]))
                 for chunk in new:
                     yield chunk
     finally:

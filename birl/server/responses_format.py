@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from birl.engine.request import Place
 from birl.rollout.session import Known, following, owner_of, plain
 from birl.server.agent_session import Answers, Reply
 from birl.server.kept import Kept
 from birl.server.limits import Refused
-from birl.server.openai_format import call_id, octets
+from birl.server.openai_format import call_id, token_rows
 from birl.server.openai_format import typed_event as event
 from birl.types import Conversation, Message, Stop, Turn
 
@@ -31,6 +32,8 @@ class ResponsesReply(Reply):
     told: Item
     own: int = 0
     logprobs: bool = False
+    top: int = 0  # so many of the most likely tokens in each place,
+    places: Sequence[Place] = ()  # which are here
     token_ids: bool = False
     talk: Conversation = ()
     given: Sequence[Item] = ()
@@ -77,7 +80,7 @@ class ResponsesReply(Reply):
     def items(self, reply: Message, turn: Turn, status: str) -> list[Item]:
         result = [self.reasoning(reply.thinking)] if reply.thinking else []
         if reply.content.strip() or not reply.tool_calls:
-            rows = self.rows(turn.completion.ids, turn.completion.logprobs.tolist())
+            rows = self.rows(turn.completion.ids, turn.completion.logprobs.tolist(), self.places)
             result.append(self.message(reply.content, rows, status))
         for i, one in enumerate(reply.tool_calls):
             about = {"call_id": one.id, "name": one.name, "arguments": one.arguments, "status": "completed"}
@@ -95,15 +98,14 @@ class ResponsesReply(Reply):
     def id_of(self, kind: str, number: int | None = None) -> str:
         return f"{kind}_{self.id.removeprefix('resp_')}" + ("" if number is None else f"_{number}")
 
-    def rows(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Item]:
+    def rows(self, tokens: Sequence[int], logprobs: Sequence[float], places: Sequence[Place] = ()) -> list[Item]:
         """Of every sampled token, also of one that does not show in the text; none where they were not asked for."""
         if not self.logprobs:
             return []
-        shown = [self.chat.decode([token]) for token in tokens]
-        return [
-            {"token": text, "logprob": lp, "bytes": octets(text) or [], "top_logprobs": []}
-            for text, lp in zip(shown, logprobs, strict=True)
-        ]
+        rows = token_rows(self.chat, tokens, logprobs, places)
+        for one in [*rows, *(top for row in rows for top in row["top_logprobs"])]:
+            one["bytes"] = one["bytes"] or []
+        return rows
 
     def thought(self, reply: Message, turn: Turn) -> int:
         """Tokens up to the end of the thinking."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.request import Request, TopLogprobs
+from birl.engine.request import Place, Request, TopLogprobs
 from birl.engines.wire import HEADER
 from birl.errors import BirlError, WeightsFailed
 from birl.models.digests import whole
@@ -30,6 +30,19 @@ CONFLICT = "conflict"
 ANSWERS, ANSWER_BYTES = 1000, 64 << 20  # that clients may cite
 #: log-probs, and the most likely token of each place with its own
 Scored = tuple[list[float], TopLogprobs]  # of a prompt's tokens but the first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One answer. `best` has the most likely tokens of its places, where they are asked for."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    session: str = ""
+    best: TopLogprobs | None = None
+
+    def places(self, of: slice) -> list[Place]:
+        return self.best.places[of] if self.best is not None else []
 
 
 LIFE = 30.0  # seconds; a router looks at its engines every two
@@ -155,8 +168,11 @@ class Service:
         params: SamplingParams,
         session: str = "",
         watch: Callable[[Request], None] | None = None,
+        best: TopLogprobs | None = None,
     ) -> Completion:
-        return await self.engine.generate(prompt, params, session, watch, adapter=self.adapters.named(params))
+        return await self.engine.generate(
+            prompt, params, session, watch, best=best, adapter=self.adapters.named(params)
+        )
 
     def answering(self, grammar: str) -> Callable[..., Coroutine[Any, Any, Completion]]:
         """`generate`, of answers that this grammar allows; an empty one allows all."""
@@ -168,9 +184,10 @@ class Service:
             params: SamplingParams,
             session: str = "",
             watch: Callable[[Request], None] | None = None,
+            best: TopLogprobs | None = None,
         ) -> Completion:
             guide = await self.read(lambda: Guide(self.chat, grammar))
-            return await self.engine.generate(prompt, params, session, watch, guide=guide)
+            return await self.engine.generate(prompt, params, session, watch, guide=guide, best=best)
 
         return generate
 
@@ -183,10 +200,10 @@ class Service:
             logprobs = (await self.engine.generate(ids[:1], params, best=best)).logprobs.tolist()
         return logprobs, best
 
-    async def all(self, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], grammar: str = "") -> list[Completion]:
+    async def all(self, asked: Sequence[Job], grammar: str = "") -> list[Completion]:
         """Answers to all; when one fails, or the caller goes, the others are aborted."""
         generate = self.answering(grammar)
-        return await self.together([generate(prompt, params) for prompt, params in asked])
+        return await self.together([generate(job.prompt, job.params, best=job.best) for job in asked])
 
     async def together(self, asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         tasks = [asyncio.ensure_future(one) for one in asked]

@@ -6,17 +6,17 @@ from contextlib import ExitStack, aclosing, suppress
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from birl.engine.request import Request
+from birl.engine.request import Place, Request
 from birl.errors import BirlError, EngineDown
 from birl.server.ask import Ask
 from birl.server.limits import TIMEOUT, Gone, Refused, disconnected
 from birl.server.openai_format import Pieces, event
-from birl.server.service import Service
+from birl.server.service import Job, Service
 from birl.text.visible import Visible
-from birl.types import Completion, SamplingParams
+from birl.types import Completion
 
-Job = tuple[tuple[int, ...], SamplingParams] | tuple[tuple[int, ...], SamplingParams, str]  # and the session
-Told = tuple[int, list[int], list[float], list[int]]  # which answer, its new tokens, their log-probs and versions
+#: which answer, its new tokens, their log-probs and versions, and the most likely ones in their places
+Told = tuple[int, list[int], list[float], list[int], list[Place]]
 LAST_WORDS = 10.0  # seconds to take the end of a stream that failed
 
 
@@ -122,15 +122,17 @@ async def sampled(service: Service, jobs: Sequence[Job], grammar: str) -> AsyncI
 
 async def _one(service: Service, index: int, job: Job, queue: asyncio.Queue, grammar: str) -> None:
     try:
-        queue.put_nowait((index, await service.answering(grammar)(*job, watch=_watcher(index, queue))))
+        generate, watch = service.answering(grammar), _watcher(index, job, queue)
+        completion = await generate(job.prompt, job.params, job.session, watch=watch, best=job.best)
+        queue.put_nowait((index, completion))
     except Exception as error:
         queue.put_nowait(error)
 
 
-def _watcher(index: int, queue: asyncio.Queue) -> Callable[[Request], None]:
+def _watcher(index: int, job: Job, queue: asyncio.Queue) -> Callable[[Request], None]:
     def watch(request: Request) -> None:
         new = slice(request.told, None)
-        queue.put_nowait((index, request.tokens[new], request.logprobs[new], request.versions[new]))
+        queue.put_nowait((index, request.tokens[new], request.logprobs[new], request.versions[new], job.places(new)))
 
     return watch
 
@@ -149,7 +151,7 @@ class Growing:
         self.fresh = False
         return self.pieces.delta(self.index, "", first=True)
 
-    def more(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> dict | None:
+    def more(self, tokens: list[int], logprobs: list[float], versions: list[int], places: list[Place]) -> dict | None:
         """None where there is nothing to say yet."""
         thinking, text = self.thoughts.feed(self.shown.feed(tokens))
         asked = self.pieces.asked
@@ -157,7 +159,7 @@ class Growing:
             return None
         chunk = self.pieces.delta(
             self.index, text, tokens=tokens, logprobs=logprobs, versions=versions, offset=self.offset,
-            thinking=thinking, first=self.fresh,
+            thinking=thinking, first=self.fresh, places=places,
         )  # fmt: skip
         self.offset += sum(len(self.pieces.speaker.chat.decode([t])) for t in tokens) if asked.logprobs else 0
         self.fresh = False

@@ -13,6 +13,7 @@ import torch
 from birl import kernels
 from birl.engine.drafts import Drafts
 from birl.engine.pages import Pages, pages_for
+from birl.engine.request import TopLogprobs
 from birl.engine.scheduler import Scheduler
 from birl.kernels.tensors import PAGE
 from birl.types import SamplingParams, Stop
@@ -100,6 +101,21 @@ def test_the_distribution_is_the_models(
     chi2 += (rest - expected_rest) ** 2 / max(expected_rest, 1e-9)
     freedom = max(len(common), 1)
     assert chi2 < freedom + 4 * math.sqrt(2 * freedom)
+
+
+def test_likely_tokens_are_told_of_each_place(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    """Of what was drawn, under the distribution that it was drawn from; a wrong guess leaves nothing."""
+    bench, best = repetitive(Bench(tiny, compute)), TopLogprobs(3)
+    params = SamplingParams(max_tokens=60, seed=1, temperature=8.0, top_k=4, ignore_eos=True)
+    drawn = asyncio.run(bench.engine.generate(PROMPTS[0], params, best=best))
+    assert bench.engine.counters.drafted > bench.engine.counters.accepted > 5
+    with torch.no_grad():
+        logits = bench.learner.model(torch.tensor([(*PROMPTS[0], *drawn.ids)])).logits[0, len(PROMPTS[0]) - 1 : -1]
+    kept = (logits.float() / 8.0).topk(4).values.log_softmax(-1)
+    assert len(best.places) == len(drawn.ids) == 60
+    for (place, rank), expected, logprob in zip(best.places, kept.tolist(), drawn.logprobs, strict=True):
+        assert [p for _, p in place] == pytest.approx(expected[:3], abs=1e-3)
+        assert expected[rank - 1] == pytest.approx(logprob, abs=1e-3)
 
 
 def test_guesses_come_from_the_prompt_and_other_answers() -> None:

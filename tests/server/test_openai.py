@@ -50,8 +50,8 @@ def says(monkeypatch: pytest.MonkeyPatch, server: Running, text: str, end: bool 
     ids = (*server.service.chat.encode(text), *([2] if end else []))
     generate = Service.generate
 
-    async def forced(self: Service, prompt: Any, params: Any, session: str = "", watch: Any = None) -> Any:
-        return await generate(self, prompt, replace(params, forced=ids), session, watch)
+    async def forced(self: Service, prompt: Any, params: Any, session: str = "", watch: Any = None, **keys: Any) -> Any:
+        return await generate(self, prompt, replace(params, forced=ids), session, watch, **keys)
 
     monkeypatch.setattr(Service, "generate", forced)
     monkeypatch.setattr(scheduler, "FORCED", 1)  # token by token, as if they were drawn
@@ -138,6 +138,36 @@ def test_the_stop_text_is_not_part_of_it(client, server, monkeypatch, stream: bo
     keys: Any = {"max_tokens": 5, "stop": ["</answer>"], "stream": stream}
     cut = chat(client, **keys)
     assert (told(cut)[0]["reason"] if stream else cut.choices[0].finish_reason) == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_likely_tokens_of_each_place(client: openai.OpenAI, stream: bool) -> None:
+    """In all dialects the same, and those of the same text when it is scored."""
+
+    def made(create: Any, **keys: Any) -> list[Any]:
+        keys = {"model": "tiny", "extra_body": {"return_token_ids": True, "seed": 3}, **keys}
+        return list(create(**keys, stream=True)) if stream else [create(**keys)]
+
+    chunks = made(client.chat.completions.create, messages=HI, max_tokens=6, logprobs=True, top_logprobs=3)
+    rows = [row for c in chunks for choice in c.choices if choice.logprobs for row in choice.logprobs.content]
+    tops = [[(top.token, top.logprob) for top in row.top_logprobs] for row in rows]
+    prompt = next(c.prompt_token_ids for c in chunks if hasattr(c, "prompt_token_ids"))
+    ids = [t for c in chunks for choice in c.choices for t in choice.token_ids]
+    assert len(tops) == len(ids) and {len(top) for top in tops} == {3}
+
+    texts = made(client.completions.create, prompt=prompt, max_tokens=6, logprobs=3)
+    told = [place for c in texts for choice in c.choices if choice.logprobs for place in choice.logprobs.top_logprobs]
+    assert [sorted(place.values())[-3:] for place in told] == [sorted(p for _, p in top) for top in tops]
+    end = made(
+        client.responses.create, input=HI, max_output_tokens=6, include=["message.output_text.logprobs"], top_logprobs=3
+    )[-1]
+    own = (end.response if stream else end).output[0].content[0].logprobs
+    assert [[(top.token, top.logprob) for top in row.top_logprobs] for row in own] == tops
+
+    keys: Any = {"model": "tiny", "prompt": [*prompt, *ids], "echo": True, "max_tokens": 0, "logprobs": 3}
+    scored = client.completions.create(**keys).choices[0].logprobs.top_logprobs[len(prompt) :]
+    for top, place in zip(tops, scored, strict=True):
+        assert max(place.values()) == pytest.approx(max(p for _, p in top), abs=0.05)
 
 
 def test_chunks_are_whole_characters(client, server, monkeypatch) -> None:
@@ -273,7 +303,13 @@ def test_harmless_parameters_are_taken(client: openai.OpenAI) -> None:
     assert chat(client, **keys, extra_body={"repetition_penalty": 1.0}).choices[0].message.content is not None
 
 
-@pytest.mark.parametrize("keys", [{"suffix": "x"}, {"prompt": []}, {"echo": True, "stream": True}])
+@pytest.mark.parametrize("keys", [{"top_logprobs": 3}, {"top_logprobs": 21, "logprobs": True}])
+def test_likely_tokens_go_with_log_probs_and_are_few(client: openai.OpenAI, keys: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"goes with log-probs|at most 20, got 21"):
+        chat(client, **keys)
+
+
+@pytest.mark.parametrize("keys", [{"suffix": "x"}, {"prompt": []}, {"echo": True, "stream": True}, {"logprobs": 21}])
 def test_completions_refuse_too(client: openai.OpenAI, keys: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(**{"model": "tiny", "prompt": "x", **keys})
