@@ -254,8 +254,9 @@ def attention(
     if not isinstance(layer, int):
         raise BirlError(f"{name} does not say which layer it is; this architecture is not supported.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if sliding_window == UNTOLD:  # Qwen2-MoE's is in its mask alone
-        sliding_window = getattr(module, "sliding_window", None)
+    if sliding_window == UNTOLD:  # in their masks alone: Qwen2-MoE's layers know it, Phi-MoE's config does
+        holder: Any = module.config if name == "PhimoeAttention" else module
+        sliding_window = getattr(holder, "sliding_window", None)
     chunk = chunk_of(module, layer)
     if softcap is None and s_aux is None and chunk is None:
         return layout.attend(layer, query, key, value, scale, sliding_window), None

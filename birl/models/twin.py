@@ -29,7 +29,9 @@ def shrunk(config: Any) -> Any:
     text = config.get_text_config()
     before, shared = text.num_hidden_layers, getattr(text, "num_kv_shared_layers", None) or 0  # the last ones
     by_layer = {n: v for n, v in vars(text).items() if isinstance(v, list | tuple) and len(v) == before}
-    kinds = [tuple(repr(v[i]) for v in by_layer.values()) for i in range(before)]
+    built, places = layers(config, before), [*range(before)]
+    said = [v for v in by_layer.values() if list(v) != places]  # Llama 4 lists its layers that have experts
+    kinds = [(*built[i : i + 1], *(repr(v[i]) for v in said)) for i in places]
 
     def least(kinds: list[Any]) -> int:
         return min(len(kinds), max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]))
@@ -55,6 +57,15 @@ def shrunk(config: Any) -> Any:
     if 0 < getattr(text, "max_position_embeddings", POSITIONS) < POSITIONS:
         text.max_position_embeddings = POSITIONS
     return config
+
+
+def layers(config: Any, count: int) -> list[str]:
+    """The modules of each of a config's layers: some have their kinds by periods and first layers, not by lists (Jamba,
+    RecurrentGemma, DeepSeek-V3). Empty where no list of modules has so many."""
+    with quiet(), torch.device("meta"):
+        model = model_class(config).from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    return [" ".join(type(m).__name__ for m in layer.modules()) for layer in next(lists, ())]
 
 
 def twin(config: Any, sees: bool = False) -> nn.Module:

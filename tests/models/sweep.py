@@ -108,7 +108,7 @@ class Bench:
             for batch in pack(samples, [0.1] * len(samples), 10_000):
                 self.learner.forward_backward(batch, reinforce, Stats())
         tensors = self.learner.masters.tensors
-        return {name: t.grad.clone() for name, t in tensors.items() if t.grad is not None}
+        return {name: t.grad.clone() for name, t in tensors.items() if t.grad is not None and t.numel()}
 
 
 @torch.no_grad()

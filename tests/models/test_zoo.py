@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import AutoConfig
 
 from birl.errors import BirlError
 from birl.models import layer_rules, twin
@@ -15,7 +16,7 @@ from birl.models.logprobs import token_logprobs
 from birl.models.verify import verify
 from birl.models.vision import FAMILIES
 from tests.models import sweep
-from tests.models.sweep import NONE, PAGE, measured, written
+from tests.models.sweep import NONE, PAGE, Bench, measured, trained, written
 from tests.zoo import KINDS, LEFT_OUT, build
 
 #: sinks and windows; caps of scores and logits; a factor of logits and windows; chunks, none and rotary by layer; MLA;
@@ -43,6 +44,28 @@ def test_what_is_accepted_is_right(kind: str) -> None:
     result = measured(kind)
     assert not any(result[column] for column in ("sampled", "trained", "trees", "LoRA", "exported"))
     assert result["rope"] in ("", NONE)
+
+
+CONFIGURED = [
+    ("deepseek_v3", {"n_shared_experts": 0}),  # whose matrices have no rows
+    ("phimoe", {"sliding_window": 8}),  # which its mask alone has
+    ("recurrent_gemma", {"block_types": ["recurrent", "recurrent", "attention"]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CONFIGURED)
+def test_configurations_that_differ_are_right(kind: str, options: dict[str, Any]) -> None:
+    model = build(kind, **options)
+    verify(model)
+    assert not trained(Bench(model), sweep.rows(groups=2, episodes=2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("deepseek_v3", 4), ("jamba", 5), ("recurrent_gemma", 3), ("llama4_text", 4), ("llama", 2)]
+)
+def test_a_twin_has_layers_of_each_kind(kind: str, layers: int) -> None:
+    """By periods and numbers of first layers too: the proof of DeepSeek-V3 was one of dense layers."""
+    assert twin.shrunk(AutoConfig.for_model(kind)).num_hidden_layers == layers
 
 
 def test_the_page_has_a_row_for_each() -> None:
