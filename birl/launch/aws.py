@@ -119,7 +119,8 @@ def commands(job: Job, keys: Keys, own: Access) -> str:
     steps = ["# start", *map(shlex.join, begin(job, keys, own)[:2]), "# sync, after a file has changed"]
     steps += [shlex.join(("ray", "up", "-y", "--no-restart", str(launch / "cluster.yaml"))), "# run"]
     steps += [*map(shlex.join, begin(job, keys, own)[2:]), "# stop"]
-    steps += [*map(shlex.join, end(handle(job, keys, own))), f"sh {launch}/remove.sh  # roles, network, secrets"]
+    steps += [*map(shlex.join, end(handle(job, keys, own)))]
+    steps += [f"{shlex.join(('sh', str(launch / 'remove.sh')))}  # roles, network, secrets"]
     return elsewhere.block(steps)
 
 

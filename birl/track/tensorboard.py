@@ -1,5 +1,6 @@
 """TensorBoard events, written in TensorBoard's own record format, without torch, TensorFlow or a thread."""
 
+import re
 import time
 from collections.abc import Mapping
 from importlib import import_module
@@ -75,8 +76,11 @@ def _protos(*names: str) -> dict[str, Any]:
 
 
 def _name(folder: Path) -> str:
-    """Readers go through the files in the order of their names, and two starts may share a second: hence a counter."""
-    return f"events.out.tfevents.{int(time.time()):010d}.birl.{len(list(folder.glob('*tfevents*'))):04d}"
+    """Readers go through the files in the order of their names. Two starts may share a second: hence a counter; and the
+    clock of the machine that goes on may be behind: hence no time before that of a file that is there."""
+    names = [file.name for file in folder.glob("*tfevents*")]
+    before = [int(stamp[1]) for name in names if (stamp := re.search(r"tfevents\.(\d{1,10})\.", name))]
+    return f"events.out.tfevents.{max(int(time.time()), *before, 0):010d}.birl.{len(names):04d}"
 
 
 def samples_table(samples: list[dict[str, Any]]) -> str:

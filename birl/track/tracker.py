@@ -57,7 +57,8 @@ class Tracker:
             self.run.mkdir(parents=True, exist_ok=True)
         names = ["metrics.jsonl", "validation.jsonl"]
         if isinstance(self.track, Track):
-            names += ["rollouts.jsonl"] + ["record.jsonl"] * self.track.record
+            recorded = self.track.record or (self.run / "record.jsonl").exists()  # by a process before, which goes on
+            names += ["rollouts.jsonl"] + ["record.jsonl"] * recorded
         self._logs = {name: JsonLog(self.run / name) for name in names}
         short = [log.path for name, log in self._logs.items() if not log.cut((offsets or {}).get(name, 0))]
         if self.track.trace:
@@ -149,7 +150,7 @@ class Tracker:
 
     def record(self, row: dict[str, Any]) -> None:
         """One step with all digits, where that is wanted."""
-        if "record.jsonl" in self._logs:
+        if isinstance(self.track, Track) and self.track.record:
             self._logs["record.jsonl"].append([row], exact=True)
 
     def phase(self, text: str) -> None:

@@ -40,6 +40,20 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
     assert [e.step for e in _read(tmp_path).Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_a_machine_whose_clock_is_behind_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file came before that of the first machine, whose steps behind the checkpoint were shown."""
+    offsets = None
+    for first, last, clock in ((1, 9, 2e9), (6, 7, 1e9)):
+        monkeypatch.setattr("birl.track.tensorboard.time.time", lambda now=clock: now)
+        with runs.tracker(tmp_path, tensorboard=True) as tracker:
+            tracker.rewind(offsets, first - 1)
+            runs.train(tracker, first, 5 if first == 1 else last)
+            offsets = tracker.offsets()
+            if first == 1:
+                runs.train(tracker, 6, last)
+    assert [e.step for e in _read(tmp_path).Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_a_run_begun_anew_forgets_the_old_one(tmp_path: Path) -> None:
     for last in (6, 2):
         with runs.tracker(tmp_path, tensorboard=True) as tracker:

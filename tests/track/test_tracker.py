@@ -161,3 +161,16 @@ def test_tracking_imports_no_torch() -> None:
 import Path; import tempfile; EventFile(Path(tempfile.mkdtemp()), 0); assert not {'torch', 'wandb'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_record_that_was_turned_off_for_a_while_keeps_its_rows(tmp_path: Path) -> None:
+    """It was emptied when it was turned on again, as the checkpoint in between did not know its size."""
+    offsets = None
+    for step, record in ((1, True), (2, False), (3, True)):
+        with runs.tracker(tmp_path, record=record) as tracker:
+            tracker.rewind(offsets, step - 1)
+            tracker.record({"step": step})
+            offsets = tracker.offsets()
+            tracker.record({"step": step + 0.5})  # behind the checkpoint
+    steps = [json.loads(line)["step"] for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    assert steps == [1, 3, 3.5]
