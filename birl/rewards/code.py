@@ -8,6 +8,7 @@ from typing import Any
 
 from birl.config.schema import Sandbox as Keys
 from birl.errors import BirlError
+from birl.rewards.text import THOUGHT
 from birl.sandbox.code import Case, cases, last_block, run_tests
 from birl.sandbox.open import open_sandbox
 from birl.sandbox.protocol import Limits, Sandbox
@@ -23,13 +24,13 @@ async def code(
     **_: Any,
 ) -> list[float]:
     """The share of the row's `tests` that the answer's program passes; 0 without a program. `partial` False: 1 where it
-    passes all, else 0. The program is the last ```python block of the answer.
+    passes all, else 0. The program is the last ```python block behind the thinking.
 
     Example: await code(["```python\nprint(input())\n```"], tests=[[{"input": "7", "output": "7"}]]) == [1.0]
     """
     keys = Keys(**(sandbox or {}))
     wanted = [cases(_some(test, index)) for index, test in enumerate(tests)]
-    programs = [last_block(completion) for completion in completions]
+    programs = [last_block(THOUGHT.sub("", completion)) for completion in completions]
     opened = await _sandbox(keys)
     lanes = asyncio.Semaphore(max(1, keys.workers))
     at_once = max(1, keys.workers // max(1, sum(map(bool, programs))))

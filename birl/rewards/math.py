@@ -13,6 +13,7 @@ from birl.errors import BirlError
 from birl.rewards.extent import large, same_at_points, unfinished
 from birl.rewards.notation import plain
 from birl.rewards.qualified import qualified
+from birl.rewards.text import THOUGHT
 
 # math-verify limits its time with SIGALRM and calls a late answer wrong. Here the worker process has a deadline and a
 # late answer is a timeout, so its limits are off, and so is its warning that they are.
@@ -23,7 +24,6 @@ CLOSE = 5e-6  # of a number, relative
 DEEPEST = 12  # brackets within brackets: the time that reading takes doubles with each
 ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 OPENED = re.compile(r"^.*<answer>", re.DOTALL | re.IGNORECASE)
-THOUGHT = re.compile(r"^.*</think>|<think>.*", re.DOTALL)  # what is only thought, also when it did not come to an end
 GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
 NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
 # "1,000", "1/2", "50%", "72 dollars"

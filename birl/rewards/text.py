@@ -5,6 +5,8 @@ from typing import Any
 
 from birl.config.schema import Reward
 
+THOUGHT = re.compile(r"^.*</think>|<think>.*", re.DOTALL)  # what is only thought, also when it did not come to an end
+
 
 def format(completions: list[str], pattern: str = Reward.format_pattern, **_: Any) -> list[float]:
     """1 where the pattern occurs in the answer (`.` also matches a line break), else 0.

@@ -6,7 +6,8 @@ This process runs the test; a call of the solution's function is a message to th
 decides is `==` of plain data on this side, so an object that is equal to everything is equal to nothing here. Who
 started the run gets the verdict alone: nothing that a solution made is ever read outside of the sandbox.
 
-Standard library only, beside `names.py` and `values.py`. Its standard output is one JSON object with the nonce.
+Standard library only, beside `names.py`, `suites.py` and `values.py`. Its standard output is one JSON object with the
+nonce.
 """
 
 import builtins
@@ -25,6 +26,7 @@ from fractions import Fraction
 from typing import Any
 
 from birl.sandbox.names import Unfit, names_of
+from birl.sandbox.suites import run_suites
 from birl.sandbox.values import pack, same_value, short, shown, unpack
 
 LONGEST = 1 << 24  # bytes of one message
@@ -276,6 +278,25 @@ def _agreeing(function: Any, own: Any) -> Any:
     return both
 
 
+def _named(link: Link, name: str) -> Any:
+    """Raises `NameError`."""
+    return link.ask("find", name[0].isupper() and name != "Solution", name=name)
+
+
+def _module(link: Link) -> types.ModuleType:
+    """What a test imports as `solution`."""
+
+    def get(name: str) -> Any:
+        try:
+            return _named(link, "" if name.startswith("__") else name)
+        except (NameError, IndexError):
+            raise AttributeError(f"the solution has no {name}") from None
+
+    result = types.ModuleType("solution")
+    result.__dict__["__getattr__"] = get
+    return result
+
+
 def attempt(job: dict[str, Any], link: Link) -> dict[str, Any]:
     """What came of one test."""
     link.exchange({"go": True})  # the solution is loaded
@@ -293,11 +314,14 @@ def attempt(job: dict[str, Any], link: Link) -> dict[str, Any]:
         }
     names = names_of(job["snippet"])
     known = {"__name__": "test", **names.given, **names.either}
+    sys.modules["solution"] = _module(link)
     for name in sorted(names.wanted | names.either.keys()):
         with contextlib.suppress(NameError):
-            own = link.ask("find", name[0].isupper() and name != "Solution", name=name)
+            own = _named(link, name)
             known[name] = _agreeing(names.either[name], own) if name in names.either else own
     exec(compile(job["snippet"], "test", "exec"), known)  # this is the sandbox
+    if not link.calls:
+        run_suites(known)
     if not link.calls:
         raise Unfit("it calls nothing of the solution")  # it would pass with any
     return {"passed": True}

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import secrets
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,8 @@ CHECKER = {  # a zygote has imported its own
     "checker.py": b"import sys\nsys.dont_write_bytecode = True\nfrom birl.sandbox.checker import main\nmain()\n",
     **dict.fromkeys(("birl/__init__.py", "birl/sandbox/__init__.py"), b""),
     **{
-        f"birl/sandbox/{n}.py": (Path(__file__).parent / f"{n}.py").read_bytes() for n in ("checker", "names", "values")
+        f"birl/sandbox/{n}.py": (Path(__file__).parent / f"{n}.py").read_bytes()
+        for n in ("checker", "names", "suites", "values")
     },
 }
 BLOCK = re.compile(
@@ -81,7 +83,7 @@ def last_block(text: str) -> str:
     for wanted in (PYTHON, ("",)):
         result = [content for language, content in blocks if language in wanted]
         if result:
-            return result[-1]
+            return textwrap.dedent(result[-1])  # of an item of a list
     return ""
 
 

@@ -6,6 +6,7 @@ Standard library only, and nothing of birl: it runs in the sandbox beside `check
 import ast
 import builtins
 import importlib
+import importlib.util
 import symtable
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,8 @@ def names_of(source: str) -> Names:
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     held = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     asked = result - {node.id for node in nodes if node not in held}
+    if missing := next((name for name in _imported(tree) if importlib.util.find_spec(name) is None), ""):
+        raise Unfit(f"it imports {missing}, which the sandbox does not have")
     given: dict[str, Any] = {name: importlib.import_module(name) for name in asked if name in sys.stdlib_module_names}
     if missing := sorted(asked.intersection(OTHERS)):
         raise Unfit(f"it uses {missing[0]} without importing it")
@@ -52,7 +55,12 @@ def names_of(source: str) -> Names:
     made = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     library = {name: item for module in HELPERS for name, item in vars(importlib.import_module(module)).items()}
     possible = result.intersection(library) - made
-    of_solution = result - possible - made
+    of_solution = (result - possible - made) | {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "solution"
+        for alias in node.names
+    }
     if not of_solution:
         return Names(result, given, {})
     results = _results(tree, of_solution)
@@ -65,6 +73,15 @@ def names_of(source: str) -> Names:
     either = {name for name in possible - taking if not isinstance(library[name], type) and callable(library[name])}
     given |= {name: library[name] for name in possible - either}
     return Names(result - possible, given, {name: library[name] for name in either})
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Modules that a test cannot do without."""
+    for node in tree.body:
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [str(node.module)]
+        yield from (m.partition(".")[0] for m in modules if m.partition(".")[0] != "solution")
 
 
 def _results(tree: ast.AST, functions: set[str]) -> set[str]:

@@ -80,10 +80,12 @@ def confined(limits: dict[str, Any], settings: Settings) -> None:
 def run_python(words: list[str]) -> None:
     """What `python FILE WORDS` does, without a new interpreter."""
     import atexit
+    import builtins
     import threading
     import traceback
     import types
 
+    builtins.__dict__.update(exit=sys.exit, quit=sys.exit)  # of the module `site`, which -S leaves out
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(ENVIRONMENT)

@@ -36,6 +36,11 @@ def test_the_share_of_tests_that_pass() -> None:
     assert [s.value for s in found] == [1.0, 0.5, 0.0, 0.0] and {s.outcome for s in found} == {Outcome.OK}
 
 
+def test_a_program_that_was_only_thought_of_is_no_answer() -> None:
+    found = score([f"<think>{GOOD}</think>Done.", f"<think>{LOOP}</think>{GOOD}", f"<think>{GOOD}"], TESTS)
+    assert [s.value for s in found] == [0.0, 1.0, 0.0]
+
+
 def test_all_or_nothing() -> None:
     assert [s.value for s in score([GOOD, HALF], TESTS, partial=False)] == [1.0, 0.0]
 

@@ -51,6 +51,39 @@ def test_calls(sandbox: Sandbox) -> None:
     assert passed(sandbox, "def add(x, rest):\n    return (x, *rest)", line) == [True]
 
 
+SUITE = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(f(1), {})\n"
+WRITTEN = "from solution import f\ndef test_a():\n    assert f(1) == 2\ndef test_b():\n    assert f(2) == {}\n"
+
+
+def test_suites_that_nothing_calls(sandbox: Sandbox) -> None:
+    guarded = SUITE + "if __name__ == '__main__':\n    unittest.main()"
+    tests = [form.format(right) for form in (SUITE, guarded, WRITTEN) for right in (2, 3)]
+    assert passed(sandbox, "def f(x):\n    return x + 1", tests) == [True, False, True, False, False, True]
+    hostile = "class E:\n    def __eq__(self, other): return True\ndef f(x): return E()"
+    assert passed(sandbox, hostile, tests) == [False] * 6
+    assert passed(sandbox, "def g(x): return x", tests) == passed(sandbox, "exit(0)", tests) == [False] * 6
+
+
+@pytest.mark.parametrize(
+    ("snippet", "why"),
+    [
+        ("import numpy as np\nassert f(1) == 2", "imports numpy, which the sandbox does not have"),
+        ("def test_a(fixture):\n    assert f(1) == 2", "test_a has parameters"),
+        ("def test_a():\n    assert True", "calls nothing of the solution"),
+    ],
+)
+def test_suites_that_test_nothing(sandbox: Sandbox, snippet: str, why: str) -> None:
+    with pytest.raises(BirlError, match=why):
+        passed(sandbox, "def f(x):\n    return x + 1", [snippet])
+
+
+@pytest.mark.parametrize("end", ["exit()", "exit(0)", "quit()", "import sys\nsys.exit()"])
+def test_programs_that_end_themselves(sandbox: Sandbox, end: str) -> None:
+    """exit and quit are of the module site, which the sandbox's Python does not load."""
+    assert passed(sandbox, f"print(2)\n{end}\nprint(3)", {"input": "", "output": "2"}) == [True]
+    assert passed(sandbox, "print(2)\nexit(1)", {"input": "", "output": "2"}) == [False]
+
+
 @pytest.mark.parametrize(
     "snippet",
     [
@@ -312,6 +345,7 @@ def test_the_last_block() -> None:
     text = "a\n```python\nx = 1\n```\nb\n```\nnot\n```\n```py\nx = 2\n```\n```text\nx\n```"
     assert last_block(text) == "x = 2\n"
     assert last_block("```\nx = 3\n```") == "x = 3\n" and last_block("x = 4") == last_block("```python\nx = 5") == ""
+    assert last_block("1. So\n   ```python\n   if x:\n       y\n   ```") == "if x:\n    y\n"
     assert last_block("~~~python\n```\n~~~") == "```\n" and last_block("So:```py\nx\n```") == "x\n"
 
 
