@@ -42,7 +42,11 @@ async def lent(flat: Tensor) -> AsyncIterator[dict[str, Any]]:
         texts = {"handle": handle, "counter": counter, "event": event}
         numbers = {"size": size, "offset": offset, "counter_offset": counter_offset, "wait": bool(wait)}
         same = {"bytes": flat.nbytes, "gpu": gpu(flat.device)}
-        yield same | numbers | {key: b64encode(value).decode() for key, value in texts.items()}
+        try:
+            yield same | numbers | {key: b64encode(value).decode() for key, value in texts.items()}
+        except BaseException:  # who did not read it will not count down either: it would stay for ever
+            torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)  # pyright: ignore
+            raise
         return
     path = ROOT / f"birl-bucket-{os.getpid()}-{secrets.token_hex(8)}"
     try:

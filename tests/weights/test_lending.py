@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,28 @@ def test_a_server_reads_every_version_and_a_part_of_one_changes_nothing(
 
     with running(tiny) as server:
         asyncio.run(main(server.url))
+
+
+def test_memory_of_a_gpu_that_nobody_read_is_counted_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch counts one reader from the moment of lending, and keeps the memory until that one has counted down."""
+    told: list[tuple[bytes, int]] = []
+    release = staticmethod(lambda *counter: told.append(counter))
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release, raising=False)
+    monkeypatch.setattr(handles, "gpu", lambda device: "GPU-1")
+    shared = SimpleNamespace(_share_cuda_=lambda: (0, b"handle", 8, 0, b"counter", 3, b"event", True))
+    flat: Any = SimpleNamespace(device=torch.device("cuda", 0), nbytes=8, untyped_storage=lambda: shared)
+
+    async def lend(refused: bool) -> None:
+        async with lent(flat) as memory:
+            assert memory["bytes"] == 8 and memory["counter_offset"] == 3
+            if refused:
+                raise BirlError("it is on another GPU")
+
+    asyncio.run(lend(False))
+    assert told == []
+    with pytest.raises(BirlError, match="another GPU"):
+        asyncio.run(lend(True))
+    assert told == [(b"counter", 3)]
 
 
 def test_what_stands_for_no_bucket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
