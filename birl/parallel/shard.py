@@ -114,11 +114,12 @@ def shard(root: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype, *
 
 
 def settle(root: nn.Module) -> None:
-    """Parameters that were given values after `shard` take their final place now: FSDP pads uneven parts by moving
-    them, at the first use, and references to a part would then be outdated."""
-    assert isinstance(root, FSDPModule)
-    root.unshard()
-    root.reshard()
+    """Parameters that were given values after `shard` take their final place now, unit by unit: FSDP pads uneven parts,
+    and pins those in CPU memory, by moving them, at the first use, and references to a part would then be outdated."""
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()
+            unit.reshard()
 
 
 def layers(model: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,7 @@
 """Invariants 2 and 8 on several ranks: loss, gradient norm and parameters are those of one rank."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
+from birl.models.load import load_model
+from birl.models.slices import sketched
 from birl.parallel.ranks import Grid, Ranks
 from birl.types import Sample
 from tests.data.test_pack import drawn, groups
@@ -77,6 +80,22 @@ def alone() -> Outcome:
 def test_more_ranks_change_no_number(grid: Grid, alone: Outcome) -> None:
     for found in on_ranks(grid, trained, {}):
         same(found, alone, 1e-5)
+
+
+def read_and_trained(ranks: Ranks, folder: Path) -> Outcome:
+    """Of a model whose ranks read their own parts."""
+    return trained(ranks, {"model": sketched(folder, torch.device("cpu")) if ranks.sharded else load_model(folder)})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parts_that_are_not_even_are_trained(tied: bool, tmp_path: Path) -> None:
+    """FSDP moves them at the first use, after which the optimizer would step what no rank computes with."""
+    model = tiny_model(vocab=320)
+    model.config.tie_word_embeddings = tied
+    type(model)(model.config).save_pretrained(tmp_path)
+    wanted = read_and_trained(Ranks(), tmp_path)
+    for found in on_ranks(Grid(fsdp=3), read_and_trained, tmp_path):
+        same(found, wanted, 1e-5)
 
 
 def drawn_groups(seed: int) -> list[Sample]:
