@@ -205,6 +205,7 @@ def test_answers_for_which_there_is_no_room_leave_memory_and_disk(
         runs.promise(run, run.done).settle(Answer(b"x" * 10))
     runs.try_to_save(run)
     monkeypatch.setattr(futures, "MOST_KEPT", 0)
+    monkeypatch.setattr(futures, "SWEEP", 0.0)
     runs.promise(run, 101)  # makes room
     assert all(p.answer is None for p in run.promises.values()) and len(runs.promises.by_id) == 2
     run.done = 101

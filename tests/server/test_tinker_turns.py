@@ -1,8 +1,15 @@
 """Whose answers are sampled next, where one tenant asks for more than the engine has room for."""
 
 import asyncio
+from typing import Any, cast
 
+import numpy as np
+
+from birl.server.tinker import wire
+from birl.server.tinker.requests import Sample
+from birl.server.tinker.sampling import Sampling
 from birl.server.tinker.tenants import Tenant, Turns
+from birl.types import Completion, SamplingParams, Stop
 
 
 class Engine:
@@ -83,3 +90,17 @@ def test_what_is_cancelled_leaves_its_room_to_others() -> None:
         assert not engine.turns.waiting
 
     asyncio.run(main())
+
+
+def test_an_answer_about_whose_prompt_nothing_is_asked_waits_for_no_pass_of_training() -> None:
+    class Drawn:
+        async def generate(self, *_: Any, **__: Any) -> Completion:
+            none = np.zeros(0, np.int64)
+            return Completion(tokens=none, logprobs=none.astype(np.float32), versions=none, stop=Stop.STOP)
+
+    sampling = Sampling(
+        cast("Any", None), cast("Any", Drawn()), cast("Any", None), Turns(1)
+    )  # there is no compute thread
+    sample = Sample(prompt=(5, 6), count=2, params=SamplingParams(max_tokens=1))
+    body = asyncio.run(sampling.answer(Tenant(name="alice"), sample, None, 1))
+    assert [number for number, _ in wire.fields(body)] == [1, 1, 4]

@@ -9,6 +9,7 @@ from typing import Any
 PROTO, JSON = "application/x-protobuf", "application/json"
 KEPT = 600.0  # seconds that an answer which was fetched stays, for a client that lost it on the way
 LEFT = 3600.0  # seconds that an answer stays which is not fetched
+SWEEP = 1.0  # seconds between two looks for such
 MOST_KEPT = 2 * 2**30  # bytes of answers in memory
 
 
@@ -67,10 +68,12 @@ class Promise:
 @dataclass(slots=True)
 class Promises:
     by_id: dict[str, Promise] = field(default_factory=dict)
+    swept: float = 0.0
 
     def make(self, id: str, owner: str, brief: bool = False) -> Promise:
         """A new one, or the one that has that name."""
-        self.sweep()
+        if time.monotonic() > self.swept + SWEEP:
+            self.sweep()
         return self.by_id.setdefault(id, Promise(id, owner, brief))
 
     def find(self, id: str, owner: str) -> Promise | None:
@@ -89,7 +92,8 @@ class Promises:
     def sweep(self) -> None:
         """Forget what was fetched, or answered, long ago, and where too much is kept, more of the owner that has most:
         what was fetched first, what a run's client never fetched last."""
-        now, owners = time.monotonic(), dict[str, list[Promise]]()
+        self.swept = now = time.monotonic()
+        owners = dict[str, list[Promise]]()
         for promise in [p for p in list(self.by_id.values()) if p.answer]:
             lost = promise.brief and promise.fetched is None and now > promise.settled + LEFT
             if lost or (promise.fetched is not None and now > promise.fetched + KEPT):

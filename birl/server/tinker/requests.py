@@ -166,6 +166,11 @@ class Sample:
         return len(self.prompt) + self.count * self.params.max_tokens + files // BYTES
 
     @property
+    def asks(self) -> bool:
+        """Is anything asked about the prompt?"""
+        return self.scored_from is not None or self.targets is not None or self.alternatives > 0
+
+    @property
     def shown(self) -> np.ndarray:
         """[T] bool: where a picture's tokens are."""
         return np.array([is_picture(t) for t in self.prompt], bool)

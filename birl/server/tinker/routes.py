@@ -193,7 +193,6 @@ def promised(promise: Promise, run: str | None = None) -> Response:
 
 
 ROUTES: dict[tuple[str, str], Handler] = {
-    **listing.ROUTES,
     ("GET", "/api/v1/healthz"): health,
     ("POST", "/api/v1/client/config"): client_config,
     ("POST", "/api/v1/client/dynamic_config"): dynamic_config,
@@ -217,6 +216,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/api/v1/asample"): sample,
     ("POST", "/api/v1/retrieve_future"): retrieve,
     ("POST", "/api/v1/cancel_future"): cancel,
+    **listing.ROUTES,
 }
 
 

@@ -137,6 +137,11 @@ class Runs:
         run.used = time.time()
         return request, request.promise
 
+    async def loaded(self, run: Run) -> LowRankRun:
+        """`load`, in a thread unless they are here, for a run that is working: no more is it put to disk then."""
+        here = None if run.saving.locked() else run.adapter
+        return here or await asyncio.to_thread(self.load, run)
+
     def load(self, run: Run) -> LowRankRun:
         """Its tensors, from disk where they are not here. Raises `BirlError` where there is no room for them."""
         with run.saving:  # while it is put to disk it is not here

@@ -84,7 +84,9 @@ class Sampling:
 
         loop = asyncio.get_running_loop()
         completions = await asyncio.gather(*map(one, range(sample.count)))
-        scores = await loop.run_in_executor(self.compute, self.score, sample, adapter, seed)
+        scores = Scores()
+        if sample.asks:  # else it need not wait for passes of training
+            scores = await loop.run_in_executor(self.compute, self.score, sample, adapter, seed)
         tops: list[Top | None] = [None] * len(completions)
         if sample.top_sampled:
             for i, completion in enumerate(completions):
@@ -94,9 +96,9 @@ class Sampling:
 
     @torch.no_grad()
     def score(self, sample: Sample, adapter: AdapterWeights | None, seed: int) -> Scores:
-        """(compute thread) One pass over the prompt; nothing where nothing was asked."""
+        """(compute thread) One pass over the prompt."""
         result, size = Scores(), len(sample.prompt)
-        if size < 2 or (sample.scored_from is None and sample.targets is None and not sample.alternatives):
+        if size < 2:
             if sample.scored_from is not None:
                 result.logprobs = np.full(size, np.nan, np.float32)
             return result

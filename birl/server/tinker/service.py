@@ -244,7 +244,9 @@ class TinkerService:
     ) -> None:
         try:
             with tenant.holding(self.quota, asked.tokens):
-                weights = await asyncio.to_thread(self.checkpoints.weights, sampler)
+                here = sampler.path is None or sampler.path in self.checkpoints.kept
+                read = self.checkpoints.weights
+                weights = read(sampler) if here else await asyncio.to_thread(read, sampler)
                 body = await self.sampling.answer(tenant, asked, weights, hash_of(sampler.id, seq))
                 promise.settle(Answer(body, PROTO))
         except asyncio.CancelledError:

@@ -99,7 +99,7 @@ class Work:
         async with tenant.reading:
             request = await asyncio.to_thread(requests.forward_backward, record.body, self.reader)
         losses.check(request)
-        adapter = await asyncio.to_thread(self.runs.load, run)
+        adapter = await self.runs.loaded(run)
         learns = not request.forward_only
         if learns and run.broken:
             raise BirlError(run.broken)
@@ -137,7 +137,7 @@ class Work:
             weight_decay=requests.real(params, "weight_decay", 0.0, 0.0, 1e6),
             clip=requests.real(params, "grad_clip_norm", 0.0, -1e9, 1e9),
         )
-        adapter = await asyncio.to_thread(self.runs.load, run)
+        adapter = await self.runs.loaded(run)
         broken, run.broken = run.broken, ""
         if broken:
             raise BirlError(f"Nothing was learned in this step. {broken}")
@@ -148,7 +148,7 @@ class Work:
         """Weights to sample with stay in memory; without a name they are for a new sampling session, whose id is the
         answer."""
         kind, seq = request.record.kind, request.record.seq
-        adapter = await asyncio.to_thread(self.runs.load, run)
+        adapter = await self.runs.loaded(run)
         opens = SAVED[kind] == "sampler_weights" and data.get("path") is None
         if opens:
             self.checkpoints.room_for_sampler(run.owner)
@@ -167,7 +167,7 @@ class Work:
             self.runs.store.make_run(run.id, run.about())
         elif config.rank != run.config.rank or _parts(config) != _parts(run.config):
             raise BirlError(f"{path} has rank {config.rank} and other parts than {run.id}: make a run from it instead.")
-        adapter = await asyncio.to_thread(self.runs.load, run)
+        adapter = await self.runs.loaded(run)
         adapter.drop_gradients()
         run.broken = ""
         wanted = requests.flag(data, "optimizer", False)
