@@ -50,10 +50,15 @@ class Handle:
     more: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def save(self) -> None:
-        folder = Path(self.run)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = f"{json.dumps(asdict(self), indent=1)}\n".encode()
-        write_whole(folder / FILE, text)
+        """Raises `BirlError` with what to ask for by the place's own commands where it cannot be noted."""
+        file, text = Path(self.run) / FILE, f"{json.dumps(asdict(self), indent=1)}\n".encode()
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, text)
+        except (OSError, BirlError) as error:
+            raise BirlError(
+                f"{error}\n`birl status` and `birl stop` do not know of {self.where} {self.id}: end it there before you launch again."
+            ) from error
         with suppress(OSError):  # without a note, --trust is needed
             note = _note(text)
             note.parent.mkdir(parents=True, exist_ok=True)

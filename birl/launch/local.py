@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -173,7 +174,10 @@ def stop(handle: Handle) -> str:
     pid = supervised(folder)
     if pid <= 0:
         raise BirlError(f"{handle.run} does not run{ended(read_state(folder))}")
-    os.kill(pid, signal.SIGTERM)
+    if host := files.elsewhere(folder):  # where the number of the process means another one
+        raise BirlError(f"{handle.run} runs on {host}, as process {pid} there: call `birl stop` on that machine.")
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, signal.SIGTERM)
     until = time.monotonic() + SAVES
     while supervised(folder) == pid:
         if time.monotonic() > until:

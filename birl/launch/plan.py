@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -175,6 +176,14 @@ def supervised(folder: Path) -> int:
     return 0
 
 
+def elsewhere(folder: Path) -> str:
+    """The other machine whose process supervises the run; empty where it is this one."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        host = read_text(folder / LOCK).split()[2]
+        return host if host != socket.gethostname() else ""
+    return ""
+
+
 @contextlib.contextmanager
 def lock(folder: Path, patience: int = 20) -> Iterator[None]:
     """Be the only supervisor. Raises `BirlError`. Another process may just be checking for one: try again."""
@@ -192,7 +201,7 @@ def lock(folder: Path, patience: int = 20) -> Iterator[None]:
                     raise BirlError(f"{folder.parent} is supervised already by process {supervised(folder)}") from None
                 time.sleep(0.05)
         file.truncate(0)
-        file.write(f"{os.getpid()}\n{began_at(os.getpid())}\n")
+        file.write(f"{os.getpid()}\n{began_at(os.getpid())}\n{socket.gethostname()}\n")
         file.flush()
         try:
             yield

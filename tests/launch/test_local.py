@@ -20,10 +20,11 @@ from birl.launch import local
 from birl.launch import plan as files
 from birl.launch.command import keys_of
 from birl.launch.job import derive
-from birl.launch.launcher import changed, find
+from birl.launch.launcher import Handle, changed, find
 from birl.launch.plan import LOCK, LaunchPlan, supervised
 from birl.launch.supervisor import latest
 from birl.rollout.ledger import audit
+from tests.full_disk import full_disk
 from tests.launch.jobs import ENGINES, SMALL, Launched, alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes end with their supervisor on Linux only")
@@ -206,6 +207,27 @@ def test_a_disk_without_locks_has_one_supervisor_too(tmp_path: Path, monkeypatch
     assert supervised(tmp_path) == 0
     with files.lock(tmp_path):
         assert supervised(tmp_path) == os.getpid()
+
+
+def test_stop_ends_no_process_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run folder is on a disk that both see; the number is that of something else here."""
+    (tmp_path / "launch").mkdir()
+    told: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: told.append(pid))
+    handle = Handle(where="local", id="1", run=str(tmp_path), name="x")
+    with files.lock(tmp_path / "launch"):
+        lines = (tmp_path / "launch" / LOCK).read_text().splitlines()
+        (tmp_path / "launch" / LOCK).write_text("\n".join([*lines[:2], "another", ""]))
+        with pytest.raises(BirlError, match=f"runs on another, as process {os.getpid()} there"):
+            local.stop(handle)
+    assert not told
+
+
+def test_a_job_that_cannot_be_noted_is_named(tmp_path: Path) -> None:
+    """On a full disk: Slurm had it, and nobody knew its number."""
+    handle = Handle(where="slurm", id="4711", run=str(tmp_path / "run"), name="x")
+    with full_disk(10), pytest.raises(BirlError, match=r"cannot write .*launch.json: .*\n.* do not know of slurm 4711"):
+        handle.save()
 
 
 def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
