@@ -57,7 +57,8 @@ class Handle:
             write_whole(file, text)
         except (OSError, BirlError) as error:
             raise BirlError(
-                f"{error}\n`birl status` and `birl stop` do not know of {self.where} {self.id}: end it there before you launch again."
+                f"{error}\n`birl status` and `birl stop` do not know of {self.where} {self.id}: end it there by hand "
+                "before you launch again."
             ) from error
         with suppress(OSError):  # without a note, --trust is needed
             note = _note(text)
