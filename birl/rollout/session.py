@@ -314,6 +314,7 @@ def continued(
     that they are of: clients drop what the model thought, which the ids still have."""
     own = plain(conversation)
     fitting = [k for k in known if k.owner == owner and type(k.key) is type(own) and begins(own, k.key)]
+    fitting = [k for k in fitting if thought(conversation, k.talk)]
     best = max(reversed(fitting), key=lambda k: len(k.key), default=None)  # of equally long ones the newest
     if best is None:
         return chat.render(conversation, tools), conversation
@@ -325,6 +326,14 @@ def continued(
         return chat.extend(best.prompt, best.answer, new, tools, best.talk[:-1]), (*best.talk, *new)
     except HistoryRewritten:
         return chat.render(conversation, tools), conversation
+
+
+def thought(conversation: Conversation, talk: Conversation) -> bool:
+    """Whether what is told of the thinking in `talk` is what it was: leaving it out is no change, other words are."""
+    if isinstance(conversation, str) or isinstance(talk, str):
+        return True
+    told = ((m.thinking.strip(), known.thinking.strip()) for m, known in zip(conversation, talk, strict=False))
+    return all(own in ("", known) for own, known in told)
 
 
 def owner_of(tools: Tools, agent: str = "") -> tuple[str, str]:

@@ -162,7 +162,7 @@ def conversation(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], list[Blo
         if not isinstance(one, dict) or one.get("role") not in ("user", "assistant", "system"):
             raise invalid(where, "must be an object with a role (user, assistant) and a content")
         result += spoken(one["role"], one.get("content"), where)
-    if not result or result[-1].role == "system":
+    if all(message.role == "system" for message in result):
         raise invalid("messages", "is empty")
     if result[-1].role == "assistant":
         raise invalid("messages", "ends with the assistant: an answer cannot be begun for the model")

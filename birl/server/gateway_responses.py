@@ -151,7 +151,7 @@ def item(given: Any, where: str, kept: Kept) -> tuple[Message, int]:
         case {"type": "function_call_output", "call_id": str(id)}:
             output = message_content(given.get("output"), f"{where}.output")
             return Message(role="tool", **output, tool_call_id=short(id, where)), CONTENT
-        case {"type": "item_reference", "id": str(id)}:
+        case {"id": str(id)} if given.get("type") == "item_reference" or len(given) == 1:
             return referred(id, where, kept)
         case {"role": str(role)} if given.get("type") in (None, "message") and role in ROLES:
             role = "system" if role == "developer" else role

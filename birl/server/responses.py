@@ -89,6 +89,9 @@ def read(data: dict[str, Any], service: Service) -> Asked:
     before = service.kept.known(data.get("previous_response_id") or "")
     try:
         prompt, reply.talk = continued(before, service.chat, reply.conversation, reply.tools, owner_of(reply.tools))
+    except BirlError as error:
+        raise Refused(400, str(error), param="input") from error
+    try:
         service.check_prompt(prompt)
     except BirlError as error:
         raise Refused(400, str(error), param="input", code="context_length_exceeded") from error

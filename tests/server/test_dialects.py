@@ -429,8 +429,9 @@ def test_bodies_as_they_come(server: Running) -> None:
     assert other.status_code == 404 and "There is no model 'other'" in other.json()["error"]["message"]
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
     sent = [{"role": "user", "content": [{"type": "text", "text": "Which?"}, image]}]
-    for path in ("/v1/messages", "/v1/chat/completions"):
-        reply = server.http.post(path, json={"messages": sent, "max_tokens": 2})
-        assert reply.status_code == 400 and "this model reads text alone" in reply.json()["error"]["message"], (
-            reply.text
-        )
+    for path, key in (("/v1/messages", "messages"), ("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        reply = server.http.post(path, json={key: sent, "max_output_tokens" if key == "input" else "max_tokens": 2})
+        assert reply.status_code == 400 and "this model reads text alone" in reply.json()["error"]["message"]
+        assert not reply.json()["error"].get("code"), "clients would shorten the conversation"
+    sent = {"model": "any", "max_tokens": 2, "messages": [*HI, {"role": "system", "content": "Be brief."}]}
+    assert server.http.post("/v1/messages", json=sent).status_code == 200

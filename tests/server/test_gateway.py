@@ -227,6 +227,24 @@ def test_text_completions_and_models() -> None:
     played(Scripted([" two", " three"]), body)
 
 
+@pytest.mark.parametrize("told", ["hm", "", "another"])
+def test_thinking_that_an_agent_rewrites_is_what_the_model_sees(told: str) -> None:
+    """Leaving it out is no change; other words are, and the model must not be shown its own in their place."""
+    engine = Scripted([f"<think>\nhm\n</think>\n\n{CALL}", "<think>\nso\n</think>\n\nseven"], THINKING)
+
+    async def body(here: Place) -> None:
+        tools: Any = [{"type": "function", "function": TOOL}]
+        said = (await here.chat(tools=tools)).choices[0].message.model_dump(exclude_none=True)
+        said["reasoning_content"] = told
+        result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "7"}
+        await here.chat([*HI, said, result], tools=tools)
+        seen = THINKING.decode(engine.prompts[1])
+        assert (f"<think>\n{told or 'hm'}\n</think>" in seen) and ("hm" in seen) == (told != "another")
+        assert len(here.spoken()) == (2 if told == "another" else 1)
+
+    played(engine, body)
+
+
 def test_a_long_prompt_holds_up_no_other_request() -> None:
     """It is rendered and counted beside the event loop: 6 MB take 40 s on a slow machine."""
     chat, go = Chat(tiny_tokenizer(template=QWEN)), threading.Event()

@@ -177,6 +177,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [  # what is asked, what is named
     ({"input": [{"type": "computer_call", "call_id": "1"}]}, "input.0", "function_call"),
     ({"input": [{**RESULT, "call_id": "call_9"}]}, "input", "no function_call before it has the call_id 'call_9'"),
     ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input.0.id", "as input"),
+    ({"input": [{"id": "rs_1"}]}, "input.0.id", "as input"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "x", "arguments": "x"}]}, "input.0", "JSON text"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "JSON schema"),
     ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
