@@ -150,8 +150,8 @@ def _with_likely(batch: Batch, samples: Sequence[Sample]) -> Batch:
     own = [samples[i].likely for i in torch.unique_consecutive(batch.sample).tolist()]
     if not own:  # nothing is trained
         own = [s.likely and (s.likely[0][:0], s.likely[1][:0]) for s in samples[:1]]
-    words, logprobs = zip(*(told for told in own if told is not None), strict=True)
-    likely = torch.from_numpy(np.concatenate(words)).to(torch.int64)
+    ids, logprobs = zip(*(told for told in own if told is not None), strict=True)
+    likely = torch.from_numpy(np.concatenate(ids)).to(torch.int64)
     return replace(batch, likely=likely, likely_logprobs=torch.from_numpy(np.concatenate(logprobs)).float())
 
 

@@ -187,7 +187,7 @@ class Adapter:
         return replace(result, support=self.kept(answer)) if params.told else result
 
     def kept(self, answer: Any) -> Support:
-        """The words that each token was drawn from."""
+        """The tokens that each was drawn from."""
         raise NotImplementedError
 
     async def _given(self, prompt_ids: tuple[int, ...], params: SamplingParams, room: int, session: str) -> Completion:

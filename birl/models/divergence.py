@@ -73,10 +73,10 @@ def token_divergence(
     chunk = chunk or _room(hidden)
     if isinstance(target, TopK):
         return _BucketDivergence.apply(hidden, head.weight, head.bias, head, target, function, chunk)  # pyright: ignore
-    return _WordDivergence.apply(hidden, head.weight, head.bias, head, target, function, chunk)  # pyright: ignore
+    return _TokenDivergence.apply(hidden, head.weight, head.bias, head, target, function, chunk)  # pyright: ignore
 
 
-class _WordDivergence(torch.autograd.Function):
+class _TokenDivergence(torch.autograd.Function):
     """By learner's logits l / t of token v:  dD / dl_v = flow_v - q_v sum(flow)."""
 
     @staticmethod

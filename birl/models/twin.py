@@ -18,7 +18,7 @@ from birl.models import attention
 from birl.models.load import keep_angles, model_class, quiet
 
 WINDOW = 8  # tokens that a sliding window or a chunk of attention has, at most
-WORDS = 512
+TOKENS = 512
 INNER = 256
 POSITIONS = 64
 
@@ -43,7 +43,7 @@ def shrunk(config: Any) -> Any:
         text.num_kv_shared_layers = least(kinds[own:])
     for name, value in by_layer.items():
         setattr(text, name, type(value)(value[i] for i in kept))
-    text.vocab_size = min(text.vocab_size, WORDS)
+    text.vocab_size = min(text.vocab_size, TOKENS)
     if getattr(text, "pad_token_id", None) is not None:
         text.pad_token_id = 0
     for width in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):

@@ -2,7 +2,7 @@
 
     columns   q, k, v, gate, up: a rank has some rows of the weight [N, K], thus some heads or some inner features
     rows      o, down: a rank has the columns that belong to those, and its output is a summand of the whole one
-    words     embedding and head: a rank has a part of the vocabulary; tied, they stay one parameter
+    tokens    embedding and head: a rank has a part of the vocabulary; tied, they stay one parameter
     whole     layers that keep a state: each rank computes them for all tokens, with all of their weights
 
 The parameters become DTensors over the axis, so that FSDP and checkpoints know the whole; a module computes with its
@@ -58,7 +58,7 @@ def split(model: nn.Module, ranks: Ranks, regions: Regions) -> list[str]:
     parallelize_module(body, mesh, {path: styles[kind] for path, kind in kinds.items() if kind in styles})
     embedding, head = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
     tied = head.weight is embedding.weight
-    parallelize_module(embedding, mesh, Words(regions))
+    parallelize_module(embedding, mesh, Vocabulary(regions))
     if tied:
         head.weight = embedding.weight
     parallelize_module(head, mesh, Columns())
@@ -184,8 +184,8 @@ class Rows(ParallelStyle):
         return module
 
 
-class Words(ParallelStyle):
-    """An embedding by words: a rank looks up those that it has, and gives zeros for the others'."""
+class Vocabulary(ParallelStyle):
+    """An embedding by tokens: a rank looks up those that it has, and gives zeros for the others'."""
 
     def __init__(self, regions: Regions) -> None:
         super().__init__()

@@ -150,7 +150,7 @@ def routes(trajectory: Trajectory, chain: Chain) -> bytes:
 
 
 def support(trajectory: Trajectory, chain: Chain) -> Support | None:
-    """The words that its trained tokens were drawn from."""
+    """The tokens that its trained ones were drawn from."""
     completions = [trajectory.turns[number].completion for number, _ in chain.turns]
     return Support.joined([(c.support, len(c.tokens)) for c in completions])
 

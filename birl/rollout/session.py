@@ -241,7 +241,7 @@ class Session:
         try:
             result = (await engine.generate(prompt, params, self.id)).possible()
             if params.told and len(result.tokens) and result.support is None:
-                raise BirlError("The engine does not say from which words it drew tokens; training needs to know.")
+                raise BirlError("The engine does not say which tokens each was drawn from; training needs to know.")
             return result
         except Exception as error:
             raise EngineFailed from error

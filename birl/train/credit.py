@@ -66,7 +66,7 @@ class Credit:
     reference: Says | None = None
     critic: Says | None = None
     teacher: Teacher | None = None
-    likely: Callable[[Sequence[Sample]], Sequence[Any]] | None = None  # a served teacher's words (`Sample.likely`)
+    likely: Callable[[Sequence[Sample]], Sequence[Any]] | None = None  # a served teacher's tokens (`Sample.likely`)
     hints: "Hints | None" = None  # that a teacher sees
     whose: Callable[[Task], str] | None = None  # of several teachers, which a row names
     learner: Says | None = None  # where its log-probs before the first update are wanted

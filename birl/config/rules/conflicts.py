@@ -30,17 +30,9 @@ def _updates(c: RL) -> int:
     return c.algorithm.updates_per_batch * c.algorithm.passes
 
 
-def _turns(c: RL) -> bool:
-    return c.algorithm.credit == "turn"
-
-
 def _served(c: RL) -> bool:
     """Is a teacher behind an address compared with by its most likely tokens?"""
     return c.algorithm.teacher_divergence != "sampled" and any(map(addressed, teachers_of(c).values()))
-
-
-def _kto(c: DPO) -> bool:
-    return c.preference.loss == "kto"
 
 
 #: the configurations that have the keys: what is told, with {c} as the configuration -> when
@@ -177,8 +169,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
     (
         Stage,
         {
-            "data.chosen_column is empty: name a column.": lambda c: getattr(c.data, "chosen_column", "-") == "",
-            "data.rejected_column is empty: name a column.": lambda c: getattr(c.data, "rejected_column", "-") == "",
+            f"data.{name} is empty: name a column.": lambda c, name=name: getattr(c.data, name, "-") == ""
+            for name in ("chosen_column", "rejected_column")
         },
     ),
     (
@@ -188,7 +180,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                 not c.data.train_on
             ),
             "distill.teacher={c.distill.teacher}: must be a model's folder, as a server gives no distributions of all "
-            "words.": lambda c: "://" in c.distill.teacher,
+            "tokens.": lambda c: "://" in c.distill.teacher,
             "distill.teacher={c.distill.teacher}: is not compared with over a vocabulary that tp={c.parallel.tp} "
             "processes share out; set parallel.tp=1, and parallel.fsdp instead.": lambda c: (
                 c.distill.teacher and c.parallel.tp > 1
@@ -214,12 +206,14 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "top_p, top_k and min_p, so answers must be drawn with them. Leave env.sampling=run; "
             "`birl eval` can use agent.": lambda c: c.env.sampling == "agent" and c.env.kind != "single_turn",
             "algorithm.credit=turn: not with algorithm.advantage={c.algorithm.advantage}, but with "
-            "relative.": lambda c: _turns(c) and not _relative(c) and ":" not in c.algorithm.advantage,
+            "relative.": lambda c: (
+                c.algorithm.credit == "turn" and not _relative(c) and ":" not in c.algorithm.advantage
+            ),
             "algorithm.credit=turn: a greedy episode has other turns; take another algorithm.baseline.": lambda c: (
-                _turns(c) and c.algorithm.baseline == "greedy"
+                c.algorithm.credit == "turn" and c.algorithm.baseline == "greedy"
             ),
             "algorithm.credit=turn: the KL belongs to no turn; set algorithm.kl_in=loss.": lambda c: (
-                _turns(c) and c.algorithm.kl_coef > 0 and c.algorithm.kl_in == "reward"
+                c.algorithm.credit == "turn" and c.algorithm.kl_coef > 0 and c.algorithm.kl_in == "reward"
             ),
             "rollout.group_size=1: the mean of one reward is that reward, so every advantage would be 0; set "
             "rollout.group_size=8, or algorithm.baseline=none.": lambda c: (
@@ -390,14 +384,14 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                 c.preference.loss == "robust" and c.preference.label_smoothing == 0
             ),
             "preference.desirable_weight=0 and preference.undesirable_weight=0: nothing would be trained.": lambda c: (
-                _kto(c) and not (c.preference.desirable_weight or c.preference.undesirable_weight)
+                c.preference.loss == "kto" and not (c.preference.desirable_weight or c.preference.undesirable_weight)
             ),
             "batch_size=1: preference.loss=kto compares rows of a batch with one another; set 2 or more.": lambda c: (
-                _kto(c) and c.batch_size == 1
+                c.preference.loss == "kto" and c.batch_size == 1
             ),
             "preference.reference=precomputed: preference.loss=kto needs the reference on answers that are put "
             "together anew in every step; set preference.reference=live.": lambda c: (
-                _kto(c) and c.preference.reference == "precomputed"
+                c.preference.loss == "kto" and c.preference.reference == "precomputed"
             ),
         },
     ),

@@ -33,7 +33,7 @@ def write_plugin(folder: Path | None = None) -> Path:
 
 
 def listed(top_k: int) -> int:
-    """Of how many words the log-probs are asked for, so that at least one is none of those that were kept: vLLM keeps
+    """Of how many tokens the log-probs are asked for, so that at least one is none of those that were kept: vLLM keeps
     all that tie with the last of top_k."""
     return 2 * top_k + 8
 

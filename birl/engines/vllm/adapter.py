@@ -134,7 +134,7 @@ class VLLM(Adapter):
             self.peer.strange("/inference/v1/generate", f"{error!r} in {answer}", error)
 
     def kept(self, answer: Any) -> Support:
-        """The words that each token was drawn from: those whose log-probs, as they were sampled, are numbers. Raises
+        """The tokens that each was drawn from: those whose log-probs, as they were sampled, are numbers. Raises
         `BirlError` where more than these may have been."""
         try:
             rows: list[Any] = []
@@ -143,7 +143,7 @@ class VLLM(Adapter):
                 rows.append(np.array(sorted(t for t, p in top.items() if p > NOTHING), np.int32))
                 if len(rows[-1]) == len(top):
                     raise BirlError(
-                        f"{self.address}: {len(top)} words or more tie with the last of top_k, which vLLM keeps all. "
+                        f"{self.address}: {len(top)} tokens or more tie with the last of top_k, which vLLM keeps all. "
                         "Set a smaller rollout.top_k, or engine.kind=embedded."
                     )
             return Support.of(rows)
