@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from birl.engines.router import Router
 from birl.engines.wire import Info
 from birl.errors import EngineDown, WeightsFailed
 from birl.support import Support
@@ -180,3 +181,24 @@ def digest_of(version: int) -> str:
     from birl.models.digests import whole
 
     return whole(update(version).digests)
+
+
+PROMPT = (1, 9, 4)
+
+
+def fakes(n: int, **keys: Any) -> list[Fake]:
+    return [Fake(f"engine{i}", **keys) for i in range(n)]
+
+
+def params(n: int = 20, seed: int | None = 7, **keys: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=n, seed=seed, **keys)
+
+
+def states(router: Router) -> list[str]:
+    return [row.state for row in router.table()]
+
+
+async def until(done: Any, limit: float = 1000.0) -> None:
+    async with asyncio.timeout(limit):
+        while not done():
+            await asyncio.sleep(0.05)
