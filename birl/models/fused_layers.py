@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from birl.models.fused import GEMMA, LLAMA, OLMO, Form, Heads, add_norm, normed_heads, on_gpu, rotary, swiglu
 from birl.models.quantized import LINEAR, QuantizedLinear
 from birl.models.slots import Witness
+from birl.parallel.layout import local
 
 #: names of the norms before and behind attention, and before and behind the feed-forward part
 PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")
@@ -85,10 +85,6 @@ class Joined:
                 rows = torch.cat([t.detach() for t in tensors]).split([len(t) for t in tensors])
                 for tensor, part in zip(tensors, rows, strict=True):
                     tensor.data = part
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -4,11 +4,9 @@ import asyncio
 import gc
 import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from birl.blocked import interrupting
@@ -22,7 +20,6 @@ from birl.envs.open import World, check_world, open_world
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.rewards import check_served, make_rewards, started
 from birl.models.device import choose, device_of
-from birl.parallel.crew import RankGroup
 from birl.parallel.grid import ranks_here
 from birl.parallel.machine import total_memory
 from birl.rollout.evaluate import EvaluationPlan, plan
@@ -64,13 +61,6 @@ async def run(setup: Setup[schema.RL]) -> dict[str, Any]:
             return await loop.to_the_end()
     finally:
         await parts.close()
-
-
-def worker(config: schema.RL, crew: RankGroup, compute: Executor) -> RLWorker:
-    """A rank other than 0, which has none of the data."""
-    policy = load_policy(config.model, compute, crew.ranks, config.lora.quantize)
-    policy.keep_pictures(Path(config.run))
-    return worker_of(config, policy, crew, Path(config.run))
 
 
 async def training(setup: Setup[schema.RL]) -> Parts:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -38,13 +37,6 @@ async def run(setup: Setup[schema.Stage]) -> dict[str, Any]:
     finally:
         await asyncio.to_thread(loop.worker.checkpoints.writer.finish)
         loop.run.tracker.close()
-
-
-def worker(config: schema.Stage, crew: RankGroup, compute: Executor) -> RowsWorker:
-    """A rank other than 0, which has none of the data."""
-    policy = load_policy(config.model, compute, crew.ranks, config.lora.quantize)
-    policy.keep_pictures(Path(config.run))
-    return worker_of(config, policy, crew, Path(config.run))
 
 
 def assembled(setup: Setup[schema.Stage]) -> Loop:

@@ -21,6 +21,7 @@ from birl.errors import innermost
 from birl.given import Given
 from birl.learner.export import resolved
 from birl.learner.open import check_split
+from birl.learner.policy import load_policy
 from birl.models.device import choose
 from birl.parallel.crew import RankGroup
 from birl.parallel.grid import grid_of, leads, learner_threads, rank_threads
@@ -71,7 +72,7 @@ async def _main(
 
 
 def _builder(config: schema.RL | schema.Stage) -> ModuleType:
-    """What makes the objects of a run, `run` on rank 0 and `worker` on all others."""
+    """What makes the objects of a run: `run` on rank 0, with `worker_of`, which is for all ranks."""
     if isinstance(config, schema.RL):
         from birl.train import build
 
@@ -105,7 +106,9 @@ def follow(config: schema.RL | schema.Stage) -> None:
     from birl.parallel import processes
 
     def make(crew: RankGroup, compute: Any) -> Any:
-        return _builder(config).worker(config, crew, compute)
+        policy = load_policy(config.model, compute, crew.ranks, config.lora.quantize)
+        policy.keep_pictures(Path(config.run))
+        return _builder(config).worker_of(config, policy, crew, Path(config.run))
 
     device = choose(config.model.device)
     processes.follow(grid_of(config), device, config.parallel.timeout, rank_threads(config), make)
