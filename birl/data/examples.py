@@ -10,7 +10,7 @@ These are also the forms of TRL's page on dataset formats: prompts and answers a
 All rows are made into tokens once, before the first step, so that a broken one is reported with its file and row now.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from birl.config import schema
 from birl.data.forms import PairForm, TextForm, is_text, pair_form, text_form
 from birl.data.messages import Shown
-from birl.data.rows import Rows
 from birl.data.sequences import Encoded, Encoder, Tokens, Unfit, only_what_differs
 from birl.data.tasks import read_sources, squeezed
 from birl.errors import BirlError
@@ -59,7 +58,7 @@ class Example:
 class Examples(Sequence[Example]):
     """All examples of one source.
 
-    Example: load_texts(schema.Texts(train=["train.jsonl"]), "train", chat, 2048)[0][0].sequences[0].ids
+    Example: load_examples(schema.Texts(train=["train.jsonl"]), "train", chat, 2048)[0][0].sequences[0].ids
     """
 
     def __init__(self, name: str, items: Sequence[Example]) -> None:
@@ -82,22 +81,17 @@ class Examples(Sequence[Example]):
 Which = Literal["train", "validation"]
 
 
-def load_texts(config: schema.Texts, which: Which, chat: "Chat", limit: int, given: Any = None) -> list[Examples]:
-    """The sources of data.train or data.validation for SFT; sequences of at most `limit` tokens. Raises `BirlError`."""
+def load_examples(
+    config: schema.Texts | schema.Pairs, which: Which, chat: "Chat", limit: int, given: Any = None
+) -> list[Examples]:
+    """The sources of data.train or data.validation, for SFT (`schema.Texts`), or for reward models and preference
+    losses; sequences of at most `limit` tokens. Raises `BirlError`."""
     encoder = Encoder(chat, config, limit)
-    return _load(config, which, limit, given, lambda rows: Texts(encoder, text_form(rows, config)))
-
-
-def load_pairs(config: schema.Pairs, which: Which, chat: "Chat", limit: int, given: Any = None) -> list[Examples]:
-    """The sources of data.train or data.validation for reward models and preference losses."""
-    encoder = Encoder(chat, config, limit)
-    return _load(config, which, limit, given, lambda rows: Pairs(encoder, pair_form(rows, config)))
-
-
-def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[Rows], Any]) -> list[Examples]:
     result, side = [], "validation/" if which == "validation" else ""
     for rows, prefix in read_sources(config, which, given, partial(is_text, config)):
-        build, kept, long = reader(rows), [], 0
+        texts = isinstance(config, schema.Texts)
+        build = Texts(encoder, text_form(rows, config)) if texts else Pairs(encoder, pair_form(rows, config))
+        kept, long = [], 0
         for i in range(len(rows)):
             try:
                 example = build.example(side + prefix + rows.id(i), rows[i], rows.where(i), rows.folder(i))

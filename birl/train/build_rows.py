@@ -12,7 +12,7 @@ from birl.algorithms import preference
 from birl.algorithms.custom import part
 from birl.config import schema
 from birl.config.check import capacity_setting, needed_setting
-from birl.data.examples import Examples, load_pairs, load_texts
+from birl.data.examples import Examples, load_examples
 from birl.data.tasks import split_validation
 from birl.errors import BirlError
 from birl.learner.learner import Learner
@@ -70,8 +70,8 @@ def examples(
     config: schema.Stage, policy: Policy, setup: Setup[schema.Stage]
 ) -> tuple[Sequence[Examples], Sequence[Examples]]:
     """The rows of each source, of training and held out."""
-    given, load = setup.given, partial(COMMANDS[type(config)].load, config.data, chat=policy.chat)
-    load = partial(load, limit=longest(config, policy))
+    given, limit = setup.given, longest(config, policy)
+    load = partial(load_examples, config.data, chat=policy.chat, limit=limit)
     train, held_out = load("train", given=given.train), load("validation", given=given.validation)
     if config.data.validation_split > 0 and not held_out:
         return split_validation(train, config.data.validation_split, config.seed, key=lambda e: e.key)
@@ -144,16 +144,14 @@ def preferences(config: schema.DPO, policy: Policy, crew: RankGroup) -> tuple[Le
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """`load`: data, which, chat, limit, given -> the rows of each source; `make`: the model as it is trained, and what
-    it minimises; `row`: what a row is called."""
+    """`make`: the model as it is trained, and what it minimises; `row`: what a row is called."""
 
-    load: Callable[..., Sequence[Examples]]
     make: Callable[[Any, Policy, RankGroup], tuple[Learner, Objective]]
     row: str
 
 
 COMMANDS: dict[type[schema.Stage], Command] = {
-    schema.SFT: Command(load=load_texts, make=likelihood, row="row"),
-    schema.RM: Command(load=load_pairs, make=ranking, row="pair (both answers together)"),
-    schema.DPO: Command(load=load_pairs, make=preferences, row="pair (both answers together)"),
+    schema.SFT: Command(make=likelihood, row="row"),
+    schema.RM: Command(make=ranking, row="pair (both answers together)"),
+    schema.DPO: Command(make=preferences, row="pair (both answers together)"),
 }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from birl.config import schema
-from birl.data.examples import Example, load_pairs, load_texts
+from birl.data.examples import Example, load_examples
 from birl.data.tasks import load_tasks
 from birl.errors import BirlError
 from birl.text.chat import Chat
@@ -30,11 +30,11 @@ def chat(template: bool = True) -> Chat:
 
 def texts(rows: list[dict[str, Any]], limit: int = 512, **config: Any) -> list[Example]:
     template = config.pop("template", True)
-    return list(load_texts(schema.Texts(**config), "train", chat(template), limit, given=rows)[0])
+    return list(load_examples(schema.Texts(**config), "train", chat(template), limit, given=rows)[0])
 
 
 def pairs(rows: list[dict[str, Any]], limit: int = 512, kind: Any = schema.RankedPairs, **config: Any) -> list[Example]:
-    return list(load_pairs(kind(**config), "train", chat(), limit, given=rows)[0])
+    return list(load_examples(kind(**config), "train", chat(), limit, given=rows)[0])
 
 
 def learned(example: Example, side: int = 0) -> list[str]:
@@ -95,7 +95,7 @@ def test_of_a_prompt_nothing_is_learned_where_no_header_parts_it_from_the_answer
     row = {"prompt": "Hi", "response": "Hello."}
     mistral = families.chat("mistral")
     config = schema.Texts(train_on=["user", "assistant"])
-    (example,) = load_texts(config, "train", mistral, 512, given=[row])[0]
+    (example,) = load_examples(config, "train", mistral, 512, given=[row])[0]
     ids = [i for i, m in zip(example.sequences[0].ids, example.sequences[0].mask, strict=True) if m]
     assert mistral.decode(ids).strip() == "Hello.</s>"
 
@@ -140,7 +140,7 @@ def test_a_template_that_leaves_out_a_message_is_refused() -> None:
     silent = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     silent += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     with pytest.raises(BirlError, match="leaves out messages of role system"):
-        load_texts(schema.Texts(), "train", Chat(tiny_tokenizer(template=silent)), 512, given=[{"messages": TALK}])
+        load_examples(schema.Texts(), "train", Chat(tiny_tokenizer(template=silent)), 512, given=[{"messages": TALK}])
 
 
 def test_raw_text() -> None:
@@ -277,7 +277,7 @@ def test_training_and_validation_have_no_id_in_common(tmp_path: Path) -> None:
         file.parent.mkdir()
         file.write_text(json.dumps(PAIR_FORMS["prompt"]))
     config = schema.RankedPairs(train=[str(files[0])], validation=[str(files[1])])
-    (one,), (other,) = (load_pairs(config, which, chat(), 512)[0] for which in ("train", "validation"))
+    (one,), (other,) = (load_examples(config, which, chat(), 512)[0] for which in ("train", "validation"))
     assert one.sequences == other.sequences and one.id != other.id
 
 
@@ -388,10 +388,10 @@ def test_numbers_of_csv_are_text_as_they_are_written(tmp_path: Path, quote: str)
         return [str(tmp_path / name)]
 
     train = file("t.csv", "prompt,answer", "3,7.50", "4,1e3", "5,+7")
-    (found,) = load_texts(schema.Texts(train=train), "train", chat(), 512)
+    (found,) = load_examples(schema.Texts(train=train), "train", chat(), 512)
     assert [whole(e).count(t) for e, t in zip(found, ("7.50", "1e3", "+7"), strict=True)] == [1, 1, 1]
     train = file("p.csv", "prompt,chosen,rejected,margin", "3,7.50,8,0.5", "4,1e3,9,2")
-    (found,) = load_pairs(schema.RankedPairs(train=train, margin_column="margin"), "train", chat(), 512)
+    (found,) = load_examples(schema.RankedPairs(train=train, margin_column="margin"), "train", chat(), 512)
     assert [e.margin for e in found] == [0.5, 2.0] and "7.50" in whole(found[0])
     prompts = load_tasks(schema.Data(train=file("r.csv", "prompt,answer", "3.10,7", "4,8")), "train", chat=True)[0]
     assert prompts[0].prompt[0].content == "3.10"  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from birl.config import schema
-from birl.data.examples import load_pairs, load_texts
+from birl.data.examples import load_examples
 from birl.data.sequences import Encoder
 from birl.text.bounds import CHARACTERS
 from birl.text.chat import Chat
@@ -72,9 +72,8 @@ def test_what_cannot_fit_is_not_encoded(form: str, template: bool, monkeypatch: 
 
     monkeypatch.setattr(Chat, "encode", watched(Chat.encode, lambda text, ids: text))
     monkeypatch.setattr(Chat, "_text", watched(Chat._text, lambda messages, text: text))
-    load = load_texts if kind is schema.Texts else load_pairs
     for too_long in ("drop", "truncate"):
-        (found,) = load(kind(too_long=too_long), "train", chat, LIMIT, given=[fits, giant])
+        (found,) = load_examples(kind(too_long=too_long), "train", chat, LIMIT, given=[fits, giant])
         assert len(found) == 1 + (kept and too_long == "truncate")
         assert max(lengths) < CHARACTERS * LIMIT * 2
 

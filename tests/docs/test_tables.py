@@ -113,7 +113,7 @@ def test_the_table_of_presets_is_what_they_set() -> None:
 
 
 def test_the_rows_of_the_page_are_read(tiny: Path) -> None:
-    from birl.data.examples import load_pairs, load_texts
+    from birl.data.examples import load_examples
     from birl.models.load import load_tokenizer
     from birl.text.chat import Chat
 
@@ -121,11 +121,11 @@ def test_the_rows_of_the_page_are_read(tiny: Path) -> None:
     texts, pairs, single = (text for language, text in blocks(ROOT / "docs" / "training.md") if language == "jsonl")
     rows = [[json.loads(line) for line in text.encode().splitlines()] for text in (texts, pairs, single)]
     for row in rows[0]:
-        assert len(load_texts(schema.Texts(train=["given"]), "train", chat, 512, given=[row])[0][0].sequences) == 1
+        assert len(load_examples(schema.Texts(train=["given"]), "train", chat, 512, given=[row])[0][0].sequences) == 1
     for row in rows[1]:
-        assert len(load_pairs(schema.Pairs(train=["given"]), "train", chat, 512, given=[row])[0][0].sequences) == 2
+        assert len(load_examples(schema.Pairs(train=["given"]), "train", chat, 512, given=[row])[0][0].sequences) == 2
     labelled = schema.LabelledPairs(train=["given"], chosen_column="answer", label_column="good")
-    assert [e.good for e in load_pairs(labelled, "train", chat, 512, given=rows[2])[0]] == [True, False]
+    assert [e.good for e in load_examples(labelled, "train", chat, 512, given=rows[2])[0]] == [True, False]
 
 
 def test_what_a_function_may_ask_for_is_listed() -> None:

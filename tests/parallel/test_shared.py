@@ -16,6 +16,7 @@ import torch
 from benchmarks.traffic import Traffic
 from birl.config import schema
 from birl.config.load import load
+from birl.data.examples import load_examples
 from birl.data.pack import Batch, pack
 from birl.learner.policy import load_policy
 from birl.parallel.crew import RankGroup
@@ -189,8 +190,7 @@ def steps_on_rows(ranks: Ranks, model: Path, command: str, folder: Path) -> tupl
         learner: Any = worker.learner
         learner.learn, learner.survey = partial(noted, learner.learn), partial(noted, learner.survey)
         if crew.leads:
-            read = build_rows.COMMANDS[type(config)].load
-            examples = list(read(config.data, "train", chat=policy.chat, limit=512, given=rows * 40)[0])
+            examples = list(load_examples(config.data, "train", chat=policy.chat, limit=512, given=rows * 40)[0])
             crew.call(worker, build_rows.RowsWorker.begin, folder, 2)
             worker.objective.before(None, examples)
             losses = [worker.learn(examples[start : start + 6]).loss for start in (0, 6)]

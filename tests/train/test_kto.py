@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from birl.config import schema
 from birl.config.load import load
-from birl.data.examples import Example, load_pairs
+from birl.data.examples import Example, load_examples
 from birl.learner.learner import Learner
 from birl.learner.policy import load_policy
 from birl.parallel.crew import RankGroup
@@ -47,7 +47,7 @@ ROWS = {
 def examples(policy: Any, config: schema.DPO, rows: list[dict[str, Any]] | None) -> list[Example]:
     if rows is None:
         return [*examples(policy, config, PAIRS[:1]), *examples(policy, config, VOTES[:2])]
-    return list(load_pairs(config.data, "train", policy.chat, config.model.max_length or 512, rows)[0])
+    return list(load_examples(config.data, "train", policy.chat, config.model.max_length or 512, rows)[0])
 
 
 def reference_points(ranks: Ranks, tiny: Path, scale: float, capacity: int, limit: int = 0) -> dict[str, float]:

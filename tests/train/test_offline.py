@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from birl.config import schema
 from birl.config.load import load
-from birl.data.examples import load_pairs
+from birl.data.examples import load_examples
 from birl.errors import BirlError
 from birl.given import Given
 from birl.learner import checkpoint, export, step_folders
@@ -327,7 +327,7 @@ def test_packing_shares_the_prompt_of_a_pair(tiny: Path) -> None:
         policy = load_policy(schema.Model(path=str(tiny), dtype="float32"), pool)
     config = load(schema.RM, [f"model.path={tiny}", "data.train=[given]"])
     objective = Ranking(pack=packer_of(config, policy.pair_cost), centering=0.0)
-    examples = list(load_pairs(config.data, "train", policy.chat, 512, PAIRS)[0])
+    examples = list(load_examples(config.data, "train", policy.chat, 512, PAIRS)[0])
     ((batch,), _) = objective.work(examples)
     separate = sum(len(s) + 1 for e in examples for s in e.sequences)
     assert len(batch.tokens) < 0.7 * separate and len(batch.source) == 2 * len(examples)
