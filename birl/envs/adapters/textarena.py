@@ -77,21 +77,26 @@ def check(config: Keys, players: int, hint: str) -> None:
         raise BirlError(f"env.id={config.id}: {error}. {hint}") from error
 
 
-class TextArena:
-    @dataclass(kw_only=True)
-    class Config(Keys):
+class Arena:
+    """What both have: their tasks are seeds. A game is data; what its `close` gives are the rewards."""
+
+    @staticmethod
+    def tasks(config: Keys, split: str) -> list[dict[str, Any]]:
+        return seeds(config, config.id, split)
+
+    def __init__(self, task: Task, config: Any) -> None:
+        self.config, self.seed = config, seed_of(task)
+
+    async def close(self) -> None:
         pass
+
+
+class TextArena(Arena):
+    Config = Keys
 
     @staticmethod
     def shared(config: Config) -> None:
         check(config, 1, "For several players: env=textarena_self_play env.players=2.")
-
-    @staticmethod
-    def tasks(config: Config, split: str) -> list[dict[str, Any]]:
-        return seeds(config, config.id, split)
-
-    def __init__(self, task: Task, config: Config) -> None:
-        self.config, self.seed = config, seed_of(task)
 
     def start(self) -> tuple[Message, ...]:
         self.game = Game(self.config.id, 1, self.seed)
@@ -102,11 +107,8 @@ class TextArena:
             return Feedback(reward=self.game.rewards()[0], done=True)
         return Feedback(messages=(Message(role="user", content=self.game.seen()[1]),), done=False)
 
-    async def close(self) -> None:
-        pass  # a game is data; what its `close` gives are the rewards
 
-
-class SelfPlay:
+class SelfPlay(Arena):
     """A game that a limit cuts is a draw, worth 0 to each player, as TextArena has it at its own limit."""
 
     @dataclass(kw_only=True)
@@ -119,13 +121,6 @@ class SelfPlay:
     @staticmethod
     def shared(config: Config) -> None:
         check(config, config.players, "Set env.players, or for one player: env=textarena.")
-
-    @staticmethod
-    def tasks(config: Config, split: str) -> list[dict[str, Any]]:
-        return seeds(config, config.id, split)
-
-    def __init__(self, task: Task, config: Config) -> None:
-        self.config, self.seed = config, seed_of(task)
 
     async def run(self, model: Model) -> dict[str, float]:
         game: Game = await called(Game, self.config.id, self.config.players, self.seed)
@@ -145,6 +140,3 @@ class SelfPlay:
         if done:
             rewards = game.rewards()
         return {f"player_{who}": reward for who, reward in rewards.items()}
-
-    async def close(self) -> None:
-        pass
