@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -25,8 +25,8 @@ SECONDS = 1.0  # between two looks at the progress there
 LINES = 6  # messages and validations that stay below it
 
 
-class View(Protocol):
-    """A console. Each call comes after `progress` has been brought up to date."""
+class View:
+    """Shows nothing. Each call comes after `progress` has been brought up to date."""
 
     def start(self) -> None: ...
     def step(self) -> None: ...
@@ -63,7 +63,7 @@ class Terminal(Console):
 def open_view(mode: str, progress: Progress, console: Terminal) -> View:
     """`mode` is track.console. A live panel needs a terminal or a notebook; elsewhere even `live` means `plain`."""
     if mode == "off":
-        return NoView()
+        return View()
     if mode != "plain" and console.is_jupyter:
         return NotebookView(progress)
     if mode != "plain" and console.is_terminal and not console.is_dumb_terminal:
@@ -84,17 +84,7 @@ def only_shown(what: str) -> Iterator[None]:
             print(visible(text), file=sys.stderr)
 
 
-class NoView:
-    """Shows nothing."""
-
-    def start(self) -> None: ...
-    def step(self) -> None: ...
-    def validation(self, step: int, metrics: dict[str, float]) -> None: ...
-    def message(self, text: str) -> None: ...
-    def stop(self) -> None: ...
-
-
-class PlainView:
+class PlainView(View):
     """One aligned line a step, for files and pipes."""
 
     def __init__(self, progress: Progress, console: Terminal) -> None:
@@ -113,14 +103,12 @@ class PlainView:
     def message(self, text: str) -> None:
         self.console.say(visible(text))
 
-    def stop(self) -> None: ...
 
-
-class LiveView:
+class LiveView(PlainView):
     """A panel that is redrawn in place; prints, warnings and log lines scroll above it."""
 
     def __init__(self, progress: Progress, console: Terminal) -> None:
-        self.progress, self.console = progress, console
+        super().__init__(progress, console)
         # Two frames a second: the panel is drawn by a thread that takes the interpreter from the one that generates.
         self._live = Live(
             ProgressPanel(progress), console=console, refresh_per_second=2, vertical_overflow="crop", transient=False
@@ -137,12 +125,6 @@ class LiveView:
                 handler.setStream(getattr(sys, name))
 
     def step(self) -> None: ...
-
-    def validation(self, step: int, metrics: dict[str, float]) -> None:
-        self.console.say(validation_line(self.progress, step, metrics))
-
-    def message(self, text: str) -> None:
-        self.console.say(visible(text))
 
     def stop(self) -> None:
         for handler, stream in self._moved:
@@ -208,8 +190,8 @@ def validation_line(progress: Progress, step: int, metrics: dict[str, float]) ->
     return line + "".join(f"  {visible(name)} {value:.3f}" for name, value in sources.items() if len(sources) > 1)
 
 
-class NotebookView:
-    """A `birl.track.console.View`: the panel of the terminal as one HTML output, with the last messages below it."""
+class NotebookView(View):
+    """The panel of the terminal as one HTML output, with the last messages below it."""
 
     def __init__(self, progress: Progress, display: Any = None) -> None:
         """`display`: IPython's function, unless a test has its own."""
@@ -231,8 +213,6 @@ class NotebookView:
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._watch,), name="progress", daemon=True)
         self._thread.start()
-
-    def step(self) -> None: ...
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         self.message(validation_line(self.progress, step, metrics))
