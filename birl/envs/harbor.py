@@ -111,7 +111,7 @@ class Machine(Protocol):
     async def close(self) -> None: ...
 
 
-class Sandboxed:
+class SandboxMachine:
     """Each command is a run of the sandbox; a state is an archive of all files."""
 
     def __init__(self, config: Config, sandbox: Sandbox) -> None:
@@ -295,7 +295,7 @@ async def opened(config: Config) -> Machine:
             workers=config.workers,
         )  # fmt: skip
     kind = "bubblewrap" if config.sandbox == "bubblewrap" else "zygote"
-    return Sandboxed(config, await open_sandbox(kind, workers=config.workers))
+    return SandboxMachine(config, await open_sandbox(kind, workers=config.workers))
 
 
 def printed(result: Result, longest: int) -> str:

@@ -32,7 +32,7 @@ class Open:
 
 
 @dataclass(slots=True)
-class Decoder:
+class DecodingEngine:
     """One engine. Totals since the start: `busy`, `held` (by new weights) and `waited` (for environments) in seconds,
     `sequences` in sequence-seconds, `decoded` in tokens."""
 
@@ -146,7 +146,7 @@ class Fleet:
     def __init__(self, engine: Engine, episodes: Episodes, count: int, route: str = "episode") -> None:
         self.engine, self.episodes, self.route = engine, episodes, route
         seconds = step_seconds(engine)
-        self.engines = [Decoder(engine, episodes.observation, seconds) for _ in range(count)]
+        self.engines = [DecodingEngine(engine, episodes.observation, seconds) for _ in range(count)]
         self.events = [(math.inf, at) for at in range(count)]  # a heap, with at least the next of each engine
         self.finished: dict[int, float] = {}
         self._left: dict[int, tuple[int, float]] = {}  # place -> episodes that are not done, second of the last reward

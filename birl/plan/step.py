@@ -34,7 +34,7 @@ def step(shape: Shape, cluster: Cluster, layout: Layout, work: Workload) -> Step
     """The time of one optimizer step. Micro-batches are full, except that there is at least one for each share."""
     rounds = max(work.batch / (work.microbatch * layout.shares), 1.0)
     batch = rounds * work.microbatch * layout.shares
-    layer = Layer(shape, cluster, layout, work)
+    layer = LayerTime(shape, cluster, layout, work)
     own = shape.layers / layout.pp
     forward, backward = layer.forward, layer.backward
     gather, reduce = layer.gathering
@@ -66,7 +66,7 @@ def step(shape: Shape, cluster: Cluster, layout: Layout, work: Workload) -> Step
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerTime:
     """Seconds of one micro-batch in one layer on one rank; two figures are the forward and the backward pass."""
 
     shape: Shape
