@@ -199,6 +199,7 @@ static inline void product_ahead(const uint16_t *a, long rows, long lda, const u
     product(a, rows, lda, b0, b1, TILE, blocks, sums, ld, add);
     for (long i = 0; i < length; i += 64) __builtin_prefetch(n0 + i, 0, 2), __builtin_prefetch(n1 + i, 0, 2);
 }
+#define product_ahead_by_two product_ahead
 #define ROWS 16
 #define MANY 32                              /* rows of a product */
 #define AHEAD 3                              /* tiles of a panel that rows take turns over */
@@ -402,13 +403,17 @@ static inline void product(const uint16_t *a, long rows, long lda, const uint16_
         few(0, 0, a + i * lda, rows - i, lda, w0, w1, step * 2, blocks, w0, w1, 0, sums + i * ld, ld, add);
 }
 
-/* Of at most MANY rows over a few tiles. Memory is called meanwhile for `length` bytes from n0 and n1 on. Not inlined: how GCC
-   shares out registers there costs up to 5 %. */
-static __attribute__((noinline, unused)) void product_ahead(const uint16_t *a, long rows, long lda, const uint16_t *b0,
-                                                            const uint16_t *b1, long blocks, const char *n0, const char *n1,
-                                                            long length, float *sums, long ld, int add) {
-    few(0, 1, a, rows, lda, (const char *)b0, (const char *)b1, TILE * 2, blocks, n0, n1, length / blocks, sums, ld, add);
-}
+/* Of at most MANY rows over a few tiles. Memory is called meanwhile for `length` bytes from n0 and n1 on, one or two lines of
+   both for two lines of weights. Not inlined: how GCC shares out registers there costs up to 5 %. */
+#define AHEAD_BY(name, lines)                                                                                               \
+    static __attribute__((noinline, unused)) void name(const uint16_t *a, long rows, long lda, const uint16_t *b0,          \
+                                                       const uint16_t *b1, long blocks, const char *n0, const char *n1,     \
+                                                       long length, float *sums, long ld, int add) {                        \
+        few(0, lines, a, rows, lda, (const char *)b0, (const char *)b1, TILE * 2, blocks, n0, n1, length / blocks, sums,    \
+            ld, add);                                                                                                       \
+    }
+AHEAD_BY(product_ahead, 1)
+AHEAD_BY(product_ahead_by_two, 2)
 #define AHEAD 6
 #define FIRST(rows) MANY
 #define CALLERS(rows) (((rows) + MANY - 1) / MANY)
