@@ -47,10 +47,13 @@ class Layer:
     kv_heads: int
     scale: float
 
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
     def parameters(self) -> list[Tensor]:
         """In the order of `Decoder.backward`."""
-        matrices = [m for part in (self.qkv, self.output, self.gate_up, self.down) for m in part.parameters()]
-        return [self.norm1.weight, self.norm2.weight, *matrices]
+        return [self.norm1.weight, self.norm2.weight, *(p for matrix in self.matrices for p in matrix.parameters())]
 
 
 @dataclass(slots=True)
@@ -77,8 +80,11 @@ class Decoder:
         self.names = {m: name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         self.layers = [self._layer(i, layer) for i, layer in enumerate(body.layers)]
         self.head = Matrix(kernels, [cast(Any, model).get_output_embeddings()], memory=self.memory)
+        linears = [m for layer in self.layers for matrix in layer.matrices for m in matrix.linears]
+        self.modules = [*linears, *(m for layer in self.layers for m in (layer.norm1, layer.norm2))]
         self.checkpointing = False
         self.addresses: Tensor | None = None  # of weights and cache, while they are steady
+        self.laid_out: tuple[list[int], Tensor] = [], torch.empty(0, dtype=torch.int64)  # what they are of, and they
         self.cache: Cache | None = None
         self.cosine = self.sine = torch.empty(0, dtype=torch.float32)  # of each position
 
@@ -125,16 +131,28 @@ class Decoder:
     def steady(self, cache: Cache) -> Iterator[None]:
         """Within, weights and cache stay where and as they are, so that their addresses can be passed on."""
         if self.kernels.dtype == torch.bfloat16:
-            rows = [[0 if t is None else t.data_ptr() for t in self._tensors(layer, cache)] for layer in self.layers]
-            self.addresses, self.cache = torch.tensor(rows, dtype=torch.int64), cache
+            now = self._now(cache)
+            if now != self.laid_out[0]:
+                rows = [
+                    [0 if t is None else t.data_ptr() for t in self._tensors(layer, cache)] for layer in self.layers
+                ]
+                self.laid_out = now, torch.tensor(rows, dtype=torch.int64)
+            self.addresses, self.cache = self.laid_out[1], cache
         try:
             yield
         finally:
             self.addresses = self.cache = None
 
+    def _now(self, cache: Cache) -> list[int]:
+        """Where weights and cache are, and how often the weights were written: each step asks for all of them."""
+        parameters = [p for m in self.modules for p in m._parameters.values() if p is not None]
+        return [n for p in parameters for n in (p.data_ptr(), p._version)] + [
+            t.data_ptr() for t in (*cache.keys, *cache.values)
+        ]
+
     def _tensors(self, layer: Layer, cache: Cache) -> list[Tensor | None]:
         """In the order of gemm_stack.c."""
-        qkv, output, gate_up, down = (m.layout().data for m in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        qkv, output, gate_up, down = (m.layout().data for m in layer.matrices)
         keys, values = cache.keys[layer.index], cache.values[layer.index]
         self.kernels.check_pages(keys, values, layer.kv_heads)
         norm1, norm2 = layer.norm1.weight, layer.norm2.weight
@@ -223,9 +241,10 @@ class Decoder:
     def stale(self) -> None:
         """The weights have changed: lay them out anew before the next product."""
         for layer in self.layers:
-            for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            for matrix in layer.matrices:
                 matrix.stale()
         self.head.stale()
+        self.laid_out = [], self.laid_out[1]
 
 
 class _Layer(torch.autograd.Function):
