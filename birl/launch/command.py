@@ -115,7 +115,7 @@ def status(words: list[str]) -> int:
     """`birl status RUN`; 1 where a process has failed."""
     handle = one(words, "status")
     result = launcher(handle.where).status(handle)
-    print(f"{handle.name}: {handle.where} {handle.id}")
+    print(visible(f"{handle.name}: {handle.where} {handle.id}"))
     for line in result:
         text = f"  {f'{line.role} {line.index}':<14} {line.state:<11} {line.where:<24} {line.detail}"
         print(visible(text).rstrip())  # the detail is what a process printed last
@@ -137,11 +137,10 @@ def logs(words: list[str]) -> int:
 def stop(words: list[str]) -> int:
     handle = one(words, "stop")
     if state := launcher(handle.where).stop(handle):
-        print(f"{handle.name} had ended before: it is {state}.")
+        print(f"{visible(handle.name)} had ended before: it is {state}.")
         return 0
-    print(
-        f"{handle.name} was stopped. `birl launch {handle.where} ...` with the same words goes on from its checkpoint."
-    )
+    again = f"`birl launch {handle.where} ...` with the same words goes on from its checkpoint."
+    print(f"{visible(handle.name)} was stopped. {again}")
     return 0
 
 
@@ -156,7 +155,8 @@ def scale(words: list[str]) -> int:
     if not hasattr(place, "scale"):
         raise BirlError(f"{handle.where} keeps the number of engines that a job was started with")
     number = place.scale(handle, change.removeprefix("engines="))  # pyright: ignore[reportAttributeAccessIssue]
-    print(f"{handle.name}: {number} engine{'s' * (number > 1)}. `birl status {shlex.quote(handle.run)}` shows them.")
+    shown = f"`birl status {shlex.quote(handle.run)}` shows them."
+    print(f"{visible(handle.name)}: {number} engine{'s' * (number > 1)}. {shown}")
     return 0
 
 

@@ -113,6 +113,7 @@ def _number(name: str, value: float | None) -> str:
 
 def side_by_side(heads: Row, rows: Sequence[Row], width: int, bold: bool = False) -> list[str]:
     """Three aligned columns; what is too long for its share of `width` is cut, longer names of runs at their front."""
+    rows = [(visible(name), a, b) for name, a, b in rows]
     first = max(len(cells[0]) for cells in [heads, *rows])
     room = max(8, (width - first - 4) // 2)
     sizes = [min(room, max(len(cells[i]) for cells in [heads, *rows])) for i in (1, 2)]

@@ -137,6 +137,7 @@ def test_what_a_process_printed_last_moves_no_cursor(
 ) -> None:
     job = start("print('\\x1b[2Jgone'); raise SystemExit(2)")
     run = str(Path(job.over() and job.plan.run))
-    Handle(where="local", id="1", run=run, name="x").save()
+    Handle(where="local", id="1", run=run, name="x\x1b[1m").save()
     assert main(["status", run]) == 1
-    assert "⟪U+001B⟫[2Jgone" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "⟪U+001B⟫[2Jgone" in out and out.startswith("x⟪U+001B⟫[1m: local 1\n")

@@ -173,6 +173,16 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told["keys"] == {} and told["figures"]["steps"] == [10, 10]
 
 
+def test_diff_shows_names_of_figures_and_does_not_obey_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A source is a column of the data."""
+    run = made(tmp_path / "a")
+    (run / "validation.jsonl").write_text(
+        json.dumps({"step": 0, "validation/s\x1b[7m/score": 0.5, "samples": []}) + "\n"
+    )
+    assert main(["diff", str(run), str(run)]) == 0
+    assert "s⟪U+001B⟫[7m/score best" in capsys.readouterr().out
+
+
 def test_diff_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made(tmp_path / "runs" / "a")
     for words, said in (
