@@ -13,6 +13,7 @@ from birl.learner.learner import Learner, Stats
 from birl.models import attention
 from birl.models.load import load_model
 from birl.models.slices import sketched
+from birl.parallel import shard
 from birl.parallel.ranks import Grid, Ranks
 from birl.types import Sample
 from tests.data.test_pack import drawn, groups
@@ -82,19 +83,27 @@ def test_more_ranks_change_no_number(grid: Grid, alone: Outcome) -> None:
         same(found, alone, 1e-5)
 
 
-def read_and_trained(ranks: Ranks, folder: Path) -> Outcome:
-    """Of a model whose ranks read their own parts."""
-    return trained(ranks, {"model": sketched(folder, torch.device("cpu")) if ranks.sharded else load_model(folder)})
+def read_and_trained(ranks: Ranks, folder: Path, pinned: bool = False) -> Outcome:
+    """Of a model whose ranks read their own parts; `pinned`: into CPU memory, as optimizer.offload=cpu on a GPU."""
+    if not ranks.sharded:
+        return trained(ranks, {"model": load_model(folder)})
+    if pinned:  # in a process of its own
+        plain: Any = shard.CPUOffloadPolicy
+        shard.CPUOffloadPolicy = lambda pin_memory: plain(pin_memory=True)  # pyright: ignore
+        torch.Tensor.pin_memory = lambda tensor, *args: tensor.clone()  # pyright: ignore
+    return trained(ranks, {"model": sketched(folder, torch.device("cpu")), "offload": pinned})
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_parts_that_are_not_even_are_trained(tied: bool, tmp_path: Path) -> None:
-    """FSDP moves them at the first use, after which the optimizer would step what no rank computes with."""
+@pytest.mark.parametrize(
+    ("grid", "tied", "pinned"), [(Grid(fsdp=3), True, False), (Grid(fsdp=3), False, False), (Grid(fsdp=2), True, True)]
+)
+def test_parts_that_fsdp_moves_are_trained(grid: Grid, tied: bool, pinned: bool, tmp_path: Path) -> None:
+    """Uneven ones and those to be pinned, at their first use: the optimizer would step what no rank computes with."""
     model = tiny_model(vocab=320)
     model.config.tie_word_embeddings = tied
     type(model)(model.config).save_pretrained(tmp_path)
     wanted = read_and_trained(Ranks(), tmp_path)
-    for found in on_ranks(Grid(fsdp=3), read_and_trained, tmp_path):
+    for found in on_ranks(grid, read_and_trained, tmp_path, pinned):
         same(found, wanted, 1e-5)
 
 
