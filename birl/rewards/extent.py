@@ -43,10 +43,15 @@ def same_at_points(one: Any, other: Any) -> bool:
     names = sorted(one.free_symbols | other.free_symbols, key=str)
     for point in (37, -41, 430):
         at = {name: 1 + sympy.Rational(13 * i * point, 100_000) for i, name in enumerate(names, 1)}
-        left, right = one.evalf(50, subs=at), other.evalf(50, subs=at)
-        if not (left.is_number and right.is_number and abs(left - right) <= abs(right) * sympy.Float("1e-40")):
+        if not near(one.evalf(50, subs=at), other.evalf(50, subs=at), 1e-40):
             return False
     return True
+
+
+def near(one: Any, other: Any, share: float) -> bool:
+    """Whether two numbers differ by at most that share of the other; infinite and undefined ones never are near."""
+    gap, size = abs(one - other), abs(other)
+    return bool(gap.is_comparable and gap.is_finite and size.is_finite and gap <= share * size)
 
 
 def _side(expression: Any) -> Any:

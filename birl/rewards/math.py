@@ -10,7 +10,7 @@ import sympy
 from math_verify import ExprExtractionConfig, parse, verify
 
 from birl.errors import BirlError
-from birl.rewards.extent import large, same_at_points, unfinished
+from birl.rewards.extent import large, near, same_at_points, unfinished
 from birl.rewards.notation import plain
 from birl.rewards.qualified import qualified
 from birl.rewards.text import THOUGHT
@@ -167,7 +167,7 @@ def _close(wanted: Any, stated: Any) -> bool:
     if not all(isinstance(e, sympy.Expr) and e.is_number and not e.has(sympy.UnevaluatedExpr) for e in pair):
         return True
     want, have = wanted.evalf(15), stated.evalf(15)
-    return not want.is_finite or bool(abs(want - have) <= CLOSE * abs(want))
+    return not want.is_finite or near(have, want, CLOSE)
 
 
 def _words(text: str) -> str:

@@ -159,6 +159,8 @@ June 20 § June 20. §! 20 §! June 21
 (-\infty, 2) § x < 2 § \boxed{2>x} §! x \le 2 §! x < 3
 (1,2) §! 1 < x < 2
 \emptyset § \varnothing § ∅ §! 0
+(x+1)^{200} §! \infty §! $\frac{\infty}{\pi}-9$ §! $\log_{\infty}(|\infty-3|)$ §! <answer>7\%\%=(e,1)</answer>
+5 §! The answer is \sin(5). §! sqrt 5
 (x+1)^{1000} § (x+1)^{999}(1+x) § (1+x)^{1000} §! (x+1)^{999}
 \frac{x^{999}-1}{x-1} § \boxed{\frac{1-x^{999}}{1-x}} §! \boxed{\frac{1-x^{998}}{1-x}}
 y=x^{500}+1 § 1 + x^{500} § $y=1+x^{500}$ §! $y=2+x^{500}$
