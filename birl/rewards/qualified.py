@@ -4,8 +4,8 @@ import re
 
 BEFORE = re.compile(
     r"(?:\b(?:(?:less|more|greater|fewer|smaller|larger|bigger|higher|lower|other) than|anything but"
-    r"|everything but|except|(?:not|cannot|n't)(?: be| equal to| exactly)?|root of|half of|twice|sqrt|sin|cos|tan|exp|log|ln"
-    r"|\d+ (?:to|through|plus|minus|times))"
+    r"|everything but|except|(?:not|cannot|n't)(?: be| equal to| exactly)?|root of|half of|twice|sqrt"
+    r"|sin|cos|tan|exp|log|ln|\d+ (?:to|through|plus|minus|times))"
     r"|n't(?: be)?|[<>\u2264\u2265\u2260]=?|(?:^|(?<=[\s=(]))\d*[b-z]\s*[-+])[\s$*(]*[-+]?$",
     re.IGNORECASE,
 )
