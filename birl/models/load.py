@@ -168,7 +168,6 @@ def load_model(
         if name not in model.all_tied_weights_keys:
             raise two_values(folder, name, other)
     keep_angles(model)
-    model.config.use_cache = False
     return model.eval()
 
 

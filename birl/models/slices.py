@@ -90,7 +90,6 @@ def sketched(
         raise not_loadable(folder, error) from error
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.config.use_cache = False
     targets = _targets(model)
     boxes, unexpected = _boxes(folder, model, targets)
     names = {id(t): n for n, t in targets.items()}

@@ -380,6 +380,8 @@ def test_the_context_limit_is_the_configs_whatever_it_calls_it(tiny: Path, tmp_p
 def test_a_saved_configuration_makes_a_model_folder_with_the_weights_alone(tiny: Path, tmp_path: Path) -> None:
     model, tokenizer = load_model(tiny), load_tokenizer(tiny)
     save_hf_config(model, tokenizer, tmp_path)
+    own, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tiny))
+    assert own == theirs  # it had `use_cache: false`
     assert not list(tmp_path.glob("*.safetensors"))
     save_file(load_file(tiny / "model.safetensors"), tmp_path / "model.safetensors", metadata={"format": "pt"})
     again, its_tokenizer = load_model(tmp_path), load_tokenizer(tmp_path)
