@@ -88,6 +88,12 @@ def check_target(path: Path) -> None:
         check(path)
 
 
+def check_new(path: Path) -> None:
+    """Raises `BirlError` where something is there already."""
+    if path.exists():
+        raise BirlError(f"{path} exists already. Choose another name or delete it.")
+
+
 @cache
 def _kernel() -> frozenset[int]:
     """The devices of /proc and /sys."""

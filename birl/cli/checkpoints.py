@@ -10,7 +10,7 @@ from pathlib import Path
 
 from birl.errors import BirlError, did_you_mean, first_line
 from birl.learner import step_folders
-from birl.regular import read_json
+from birl.regular import check_new, read_json
 
 FORMS = {
     "verify": "verify [STEP]",
@@ -194,9 +194,10 @@ def push(
 
 
 def _export(root: Path, step: str, target: Path, policy: str, adapter: bool, shard_gb: float = 5.0) -> int:
+    source = step_folders.find(root, step)
+    check_new(target)
     from birl.learner.export import export, export_adapter, quantized_as
 
-    source = step_folders.find(root, step)
     write = export_adapter if adapter else partial(export, shard_gb=shard_gb)
     write(source, root.parent, target, policy=policy)
     print(f"{source} -> {target}")
@@ -212,10 +213,11 @@ def _export(root: Path, step: str, target: Path, policy: str, adapter: bool, sha
 
 
 def _export_gguf(root: Path, step: str, target: Path, kind: str = "f16", policy: str = "") -> int:
+    source = step_folders.find(root, step)
+    check_new(target)
     from birl.learner.export import export
     from birl.learner.export_gguf import check, to_gguf
 
-    source = step_folders.find(root, step)
     check(root.parent / "model", target, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:

@@ -26,7 +26,7 @@ from birl.models.heads import HEADS
 from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleton
 from birl.models.quantized import BITS, QuantizedLinear
 from birl.models.slices import quantizable
-from birl.regular import clear, inside, open_regular, read_json
+from birl.regular import check_new, clear, inside, open_regular, read_json
 
 
 def resolved(path: str, key: str = "model.path", weights: bool = True, say: Callable[[str], None] = print) -> Path:
@@ -253,8 +253,8 @@ def export_adapter(path: Path, run: Path, target: Path, policy: str = "") -> Non
 def written(target: Path, anew: bool = True) -> Iterator[Path]:
     """A new folder that gets its name when it is complete; unless it must be made `anew`, that of another process
     which was faster will do."""
-    if target.exists() and anew:
-        raise BirlError(f"{target} exists already. Name another folder or delete it.")
+    if anew:
+        check_new(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         sweep(target.parent, f"{target.name}.part-*")

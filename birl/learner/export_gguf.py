@@ -85,8 +85,6 @@ def check(folder: Path, target: Path, kind: str) -> None:
     """What can be known from a model's folder without weights. Raises `BirlError`."""
     if kind not in TYPES:
         raise BirlError(f"--type {kind}: expected one of {', '.join(TYPES)}.")
-    if target.exists():
-        raise BirlError(f"{target} exists already. Name another file.")
     if importlib.util.find_spec("gguf") is None:
         raise BirlError(f"Writing {target.name} needs another package: pip install 'birl[gguf]'")
     form_of(folder, AutoConfig.from_pretrained(folder))

@@ -96,6 +96,7 @@ def test_a_finished_run_is_told_and_listed_without_torch(tmp_path: Path, tiny: P
     of its checkpoints."""
     run, data = tmp_path / "run", tmp_path / "data.jsonl"
     data.write_text('{"prompt": "What is 3 + 4?", "answer": "7"}\n')
+    Path(f"{data}.gguf").touch()
     words = [f"model.path={tiny}", f"data.train={data}", f"run={run}", "steps=2", "track.tensorboard=false"]
     config = load(schema.RL, words)
     checkpoint.save(run / "checkpoints", 2, {"model.a": torch.zeros(2)}, {"best_step": None})
@@ -103,9 +104,16 @@ def test_a_finished_run_is_told_and_listed_without_torch(tmp_path: Path, tiny: P
     (run / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5}\n')
     (run / "summary.json").write_text('{"title": "mine", "finished": true, "step": 2, "next": ["birl view run"]}')
     code = "import sys; from birl.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    for argv, shown in ((["rl", *words], "mine: done"), (["checkpoints", str(run)], "\u2502 2 ")):
+    checkpoints = ["checkpoints", str(run)]
+    for argv, number, shown in (
+        (["rl", *words], 0, "mine: done"),
+        (checkpoints, 0, "\u2502 2 "),
+        ([*checkpoints, "export", "9", "new"], 2, "There is no checkpoint 9"),
+        ([*checkpoints, "export", "last", str(data)], 2, "data.jsonl exists already"),
+        ([*checkpoints, "export", "last", f"{data}.gguf"], 2, "data.jsonl.gguf exists already"),
+    ):
         done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
-        assert shown in done.stdout and done.stdout.endswith("0 False\n"), done.stderr
+        assert shown in done.stdout + done.stderr and done.stdout.endswith(f"{number} False\n"), done.stderr
     assert ended(run, config)
     assert not ended(run, load(schema.RL, [*words, "steps=3"]))
     os.utime(data, (2**31, 2**31))  # more rows may be in it
