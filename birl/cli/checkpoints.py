@@ -159,12 +159,12 @@ def push(
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 
-    from birl.cli.model_card import base_of, model_card
-    from birl.learner.export import began_with, export, export_adapter
-
     api = HfApi()
     try:
-        api.whoami()  # before minutes of exporting
+        api.whoami()  # before minutes of exporting, and before torch
+        from birl.cli.model_card import base_of, model_card
+        from birl.learner.export import began_with, export, export_adapter
+
         address = api.create_repo(name, private=private or None, exist_ok=True)
         if private and not api.model_info(address.repo_id).private:  # the call above changes nothing that is there
             raise BirlError(

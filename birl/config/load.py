@@ -279,11 +279,10 @@ def _wrong_type(doc: Doc, setting: Setting) -> str:
     sample = written(doc.default) if doc.default else {"list[str]": "[a,b]"}.get(doc.type, "[1,2]")
     expected = EXPECTED.get(doc.type) or f"a list such as {sample}"
     unit = f" [{doc.unit}]" if doc.unit else ""
-    hint = _multirun_hint(written(setting.value))
+    hint = _multirun_hint(written(setting.value)) + (f" It is: {doc.text}" if doc.text else "")
     return (
         f"{setting.source}: {doc.key} takes {expected} ({doc.type}{unit}, default "
-        f"{written(doc.default) or 'empty'}).{hint} "
-        f"It is: {doc.text}"
+        f"{written(doc.default) or 'empty'}).{hint}"
     )
 
 

@@ -6,8 +6,9 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from birl.cli.chat import Settings
 from birl.config.keys import documentation, presets
-from birl.config.load import flatten, load, load_with_choices, run_folder, to_yaml
+from birl.config.load import flatten, load, load_with_choices, read_section, run_folder, to_yaml
 from birl.config.nearest import nearest_keys
 from birl.config.schema import RL, Eval
 from birl.config.sweep import sweep, swept_keys
@@ -321,3 +322,9 @@ def test_aliases_in_a_yaml_file_are_what_they_name(tmp_path: Path):
     (tmp_path / "a.yaml").write_text("seed: &n 7\nsteps: *n\n")
     config = load(RL, [str(tmp_path / "a.yaml"), "data.train=x.jsonl"])
     assert (config.seed, config.steps) == (7, 7)
+
+
+def test_a_key_without_a_text_is_not_told_what_it_is() -> None:
+    """The message ended with "It is: "."""
+    with pytest.raises(BirlError, match=r"temperature takes a number \(float, default 0\.7\)\.$"):
+        read_section(Settings, {"temperature": "hot"}, "")
