@@ -40,9 +40,10 @@ class Marks:
         self.path, self.name = run / "trackers.json", name
 
     def read(self) -> dict[str, Any]:
-        result = mapping(self.path).get(self.name)
-        whole = isinstance(result, dict) and all(type(result.get(kind, 0)) is int for kind in KINDS)
-        return result if whole and isinstance(result.get("id", ""), str) else {}
+        result: Any = mapping(self.path).get(self.name)
+        if not isinstance(result, dict) or not isinstance(result.get("id", ""), str):
+            return {}
+        return result if all(type(result.get(kind, 0)) is int for kind in KINDS) else {}
 
     def write(self, **changed: Any) -> None:
         with _MARKS:  # several outboxes share the file
