@@ -81,9 +81,7 @@ class Examples(Sequence[Example]):
 Which = Literal["train", "validation"]
 
 
-def load_examples(
-    config: schema.Texts | schema.Pairs, which: Which, chat: "Chat", limit: int, given: Any = None
-) -> list[Examples]:
+def load_examples(config: Any, which: Which, chat: "Chat", limit: int, given: Any = None) -> list[Examples]:
     """The sources of data.train or data.validation, for SFT (`schema.Texts`), or for reward models and preference
     losses; sequences of at most `limit` tokens. Raises `BirlError`."""
     encoder = Encoder(chat, config, limit)
