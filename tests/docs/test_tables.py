@@ -159,3 +159,8 @@ def test_the_keys_that_may_change_are_listed() -> None:
     )
     assert not {key for key in FREE if key not in told} - {"run", "resume"}
     assert [name for name in FREE_SECTIONS if name.rstrip(".") not in re.split(r"\W+", sections)] == []
+
+
+def test_the_readme_counts_the_presets() -> None:
+    count = len(list((ROOT / "birl" / "config" / "presets" / "algorithm").glob("*.yaml")))
+    assert f"| {count} presets: " in (ROOT / "README.md").read_text(encoding="utf-8")
