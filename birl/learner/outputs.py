@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from birl.data.pack import Batch
 from birl.data.trees import Tree
+from birl.errors import BirlError
 from birl.models import vision
 from birl.models.after_head import after_head
 from birl.models.decoder import decoder_for
@@ -102,7 +103,11 @@ def recompute(model: nn.Module) -> None:
     the layers alone get it, and are out of it again where they compute, so that nothing drops out."""
     module: Any = model
     new = hasattr(module, "activation_checkpointing_enable")  # its name since transformers 5.23
-    (module.activation_checkpointing_enable if new else module.gradient_checkpointing_enable)({"use_reentrant": False})
+    enable = module.activation_checkpointing_enable if new else module.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise BirlError(f"learner.gradient_checkpointing: {error} Set it to false.") from error
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True

@@ -7,6 +7,7 @@ import torch
 from transformers import FalconConfig, GPT2Config, OPTConfig
 
 from birl.data.pack import Batch, pack
+from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
 from birl.models.load import model_class
@@ -150,6 +151,11 @@ def test_gradient_checkpointing_switches_no_dropout_on(name: str) -> None:
         found.append({n: t.grad for n, t in policy.masters.tensors.items()})
     for key, grad in found[0].items():
         torch.testing.assert_close(found[1][key], grad, msg=lambda m, n=key: f"{n}: {m}")
+
+
+def test_a_model_that_cannot_compute_its_layers_again_is_told() -> None:
+    with pytest.raises(BirlError, match=r"learner\.gradient_checkpointing: CTRLLMHeadModel does not support"):
+        Learner(build("ctrl"), dtype=torch.float32, gradient_checkpointing=True)
 
 
 def test_micro_batch_gradients_are_summed_in_float32() -> None:
