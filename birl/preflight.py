@@ -47,10 +47,11 @@ def check_data(config: Any, given: Given | None = None) -> None:
     """The files of data.train and data.validation, or the rows that a program has `given`, and their first rows, as
     `config` would read them. Raises `BirlError`."""
     data, given = config.data, given or Given()
-    for which, paths, own, limit in (
+    each: list[tuple[Any, ...]] = [
         ("train", data.train, given.train, data.max_samples),
         ("validation", data.validation, given.validation, data.max_validation_samples),
-    ):
+    ]
+    for which, paths, own, limit in each:
         for rows, _ in [] if own is None else read_sources(data, which, own):
             _check(rows, config, which == "train")
         for path in paths if own is None else ():

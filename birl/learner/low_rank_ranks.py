@@ -74,9 +74,8 @@ class Copy:
         self.adapters = {n: a for n, a in self.adapters.items() if n in kept}
         for number, layers in new.items():
             parts = {name: self.base.part(name, *both) for name, both in layers.items()}
-            factors = {
-                name: Factors(*(x.contiguous().to(self.base.device) for x in both)) for name, both in parts.items()
-            }
+            placed = {n: [x.contiguous().to(self.base.device) for x in both] for n, both in parts.items()}
+            factors = {name: Factors(a, b) for name, (a, b) in placed.items()}
             self.adapters[number] = AdapterWeights(number, factors)
         (own,) = self.ranks.mine(work)
         result: Any = []

@@ -108,10 +108,10 @@ def recompute(model: nn.Module) -> None:
         enable({"use_reentrant": False})
     except ValueError as error:
         raise BirlError(f"learner.gradient_checkpointing: {error} Set it to false.") from error
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True
-            layer._gradient_checkpointing_func = partial(undropped, layer, layer._gradient_checkpointing_func)
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.training = True
+        layer._gradient_checkpointing_func = partial(undropped, layer, layer._gradient_checkpointing_func)
 
 
 def undropped(layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:

@@ -20,7 +20,8 @@ def unfinished(expression: Any) -> bool:
             return True
         if isinstance(part, sympy.Pow | sympy.factorial | sympy.binomial):
             over: Any = part.exp if isinstance(part, sympy.Pow) else part.args[0]
-            if over.is_number and not abs(over.evalf(5)) <= LARGEST:
+            size: Any = abs(over.evalf(5)) if over.is_number else 0
+            if not size <= LARGEST:
                 return True
     return False
 
@@ -42,7 +43,7 @@ def same_at_points(one: Any, other: Any) -> bool:
         return bool(one == other)
     names = sorted(one.free_symbols | other.free_symbols, key=str)
     for point in (37, -41, 430):
-        at = {name: 1 + sympy.Rational(13 * i * point, 100_000) for i, name in enumerate(names, 1)}
+        at: Any = {name: 1 + sympy.Rational(13 * i * point, 100_000) for i, name in enumerate(names, 1)}
         if not near(one.evalf(50, subs=at), other.evalf(50, subs=at), 1e-40):
             return False
     return True
