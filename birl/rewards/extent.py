@@ -20,8 +20,8 @@ def unfinished(expression: Any) -> bool:
             return True
         if isinstance(part, sympy.Pow | sympy.factorial | sympy.binomial):
             over: Any = part.exp if isinstance(part, sympy.Pow) else part.args[0]
-            size: Any = abs(over.evalf(5)) if over.is_number else 0
-            if not size <= LARGEST:
+            size: Any = over.evalf(5) if over.is_number else 0
+            if not abs(size) <= LARGEST:
                 return True
     return False
 
