@@ -93,15 +93,18 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     return 0.5 * torch.where(clipped, bounded, plain), clipped
 
 
-def whiten(x: Tensor) -> Tensor:
-    """(x - mean) / (std + EPS).
+def whiten(x: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / (std + EPS), plus mean without shift_mean.
 
     The statistics are the population's over all that is given: give all tokens of the step, before it is cut into
-    micro-batches. verl divides by sqrt(var + 1e-8) with the sample variance. Equal values give 0,
+    micro-batches. verl divides by sqrt(var + 1e-8) with the sample variance. Equal values give 0 (or the mean),
     as does one value. [N] -> [N].
     """
     if not len(x):
         return x
-    above = x - x.min()
-    centred = above - above.mean()
-    return centred / (centred.square().mean().sqrt() + EPS)
+    lowest = x.min()
+    above = x - lowest
+    mean = above.mean()
+    centred = above - mean
+    white = centred / (centred.square().mean().sqrt() + EPS)
+    return white if shift_mean else white + mean + lowest

@@ -31,7 +31,8 @@ def large(expression: Any) -> bool:
     if not isinstance(expression, sympy.Basic) or expression.is_Atom:
         return False
     return (
-        any(p.is_Integer and abs(p) > LONG for p in sympy.postorder_traversal(expression)) or _terms(expression) > TERMS
+        any(isinstance(p, sympy.Integer) and abs(p) > LONG for p in sympy.postorder_traversal(expression))
+        or _terms(expression) > TERMS
     )
 
 

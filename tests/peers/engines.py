@@ -368,7 +368,7 @@ def server(kind: str, python: str, method: str, log: Path) -> Iterator[tuple[str
         line = vllm_process.command(**shared, max_batch=32, method=method, extra=["--enforce-eager"])
         env = vllm_process.environment(method=method, cpu=True)
     else:
-        line = sglang_process.command(**shared, max_batch=32, cpu=True, kv_tokens=16384)
+        line = sglang_process.command(**shared, max_batch=32, cpu=True, extra=["--max-total-tokens", "16384"])
         env = sglang_process.environment(cpu=True)
     with log.open("w") as out:
         process = subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)

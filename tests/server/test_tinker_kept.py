@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -218,7 +219,8 @@ def test_a_request_whose_pass_failed_in_a_rank_is_answered_at_the_next_start_and
     done(work, run, learning(1))
     work.runs.accept(run, Record(*learning(2)))
     work.runs.accept(run, Record(3, "optim_step", json.dumps(STEP).encode()))
-    work.passes.chosen = [type("Piece", (), {"request": (RUN, 2)})()]
+    chosen: Any = [SimpleNamespace(request=(RUN, 2))]
+    work.passes.chosen = chosen
     work.refuse(
         "rank 1 of 2: Traceback\n  File x\ntorch.OutOfMemoryError: no memory\n\nThe last collectives of rank 1:\nx"
     )
