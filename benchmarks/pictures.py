@@ -104,11 +104,11 @@ def compared(folder: Path) -> None:
             if seed in others:
                 each = by_tokens(run), by_tokens(others[seed])
                 score = min(max(y for _, y in points) for points in each)
-                needs = [tokens_to(points, score) for points in each]
-                gain = each[0][-1][1] - each[1][-1][1]
-                print(
-                    f"{task}, {side}, seed {seed}: {needs[0] / needs[1]:.2f} of the tokens to {score:.3f}, {gain:+.4f}"
-                )
+                gain, needs = each[0][-1][1] - each[1][-1][1], "never both above the first score"
+                if score > each[0][0][1]:
+                    own, other = (tokens_to(points, score) for points in each)
+                    needs = f"{own / other:.2f} of the tokens to {score:.3f}"
+                print(f"{task}, {side}, seed {seed}: {needs}, {gain:+.4f}")
 
 
 def learning(folder: Path) -> None:
