@@ -54,7 +54,8 @@ def nearest_keys(key: str, schema: type) -> list[str]:
     theirs = peers.named(key)
     if theirs and (section or not same):
         return _few(_keys(theirs, keys))  # perhaps none: the message says why
-    result = [*same, *_keys(theirs, keys)]
+    longer = [name for name in keys if section and name.startswith(f"{key}_")]
+    result = [*same, *_keys(theirs, keys), *longer]
     if not result and len({one or row.keys for row, one in peers.ends_like(key)}) == 1:
         result = _keys(peers.ends_like(key), keys)
     if result or (result := _sections_like(key, keys, schema) or _spelt_like(key, keys)):

@@ -186,6 +186,7 @@ def test_flatten_has_every_key_once():
         ("optimizer.lrr=1", "optimizer.lr"),
         ("rollout.groupsize=4", "rollout.group_size"),
         ("rollout.group-size=4", "rollout.group_size"),
+        ("rollout.group=4", "rollout.group_size"),
         ("num_generations=4", "rollout.group_size"),
         ("beta=0.1", "algorithm.kl_coef"),
         ("sead=1", "seed"),
