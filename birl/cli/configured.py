@@ -32,7 +32,7 @@ RUNS = dict.fromkeys(TRAINING, "birl.train.command") | {
 
 def run(command: str, words: list[str]) -> int:
     """Exit code; raises `BirlError`."""
-    from birl.config.load import load_with_choices, run_folder, to_yaml
+    from birl.config.load import load_with_choices, to_yaml
     from birl.config.schema import COMMANDS
 
     schema = COMMANDS[command]
@@ -56,22 +56,8 @@ def run(command: str, words: list[str]) -> int:
         return 0
     if "--judge" in flags:
         return load("birl.cli.judging").run(config)
-    if RUNS[command] not in sys.modules:  # else it tells as soon
-        from birl.preflight import check_folder, check_names, ended
-
-        check_names(config)
-        leads = os.environ.get("RANK", "0") == "0"
-        if command in TRAINING and leads:
-            folder = Path(run_folder(config, choices)).absolute()
-            check_folder(folder, config, "--dry-run" in flags)
-            alone = "--dry-run" not in flags and os.environ.get("WORLD_SIZE", "1") == "1"
-            if alone and (result := ended(folder, config)):
-                load("birl.track.tracker").say_end(folder, config.track, result)
-                return 0
-        if command == "eval" and config.baseline:
-            load("birl.rollout.compare").Baseline.read(config.baseline)
-        if leads:
-            print(f"birl: loading {config.model.path}", file=sys.stderr, flush=True)  # torch alone takes seconds
+    if RUNS[command] not in sys.modules and _ended(command, config, choices, flags):  # else it tells as soon
+        return 0
     if "--validate" in flags:
         return load("birl.cli.validate").run(config)
     elif "--contamination" in flags:
@@ -88,6 +74,31 @@ def run(command: str, words: list[str]) -> int:
         else:
             loop.follow(config)
     return 0
+
+
+def _ended(command: str, config: Any, choices: dict[str, str], flags: set[str]) -> bool:
+    """Is it a run that is over, whose end is shown? Raises `BirlError` for what can be known before torch is there."""
+    from birl.config.load import run_folder
+    from birl.preflight import check_folder, check_names, ended
+
+    check_names(config)
+    if command == "eval" and config.baseline:
+        load("birl.rollout.compare").Baseline.read(config.baseline)
+    if command == "eval" and config.output:
+        load("birl.cli.output").prepare(config.output)
+    if command in ("serve", "tinker"):
+        load("birl.hosts").bind(config.host, config.port).close()
+    if os.environ.get("RANK", "0") != "0":
+        return False
+    if command in TRAINING:
+        folder = Path(run_folder(config, choices)).absolute()
+        check_folder(folder, config, "--dry-run" in flags)
+        alone = "--dry-run" not in flags and os.environ.get("WORLD_SIZE", "1") == "1"
+        if alone and (result := ended(folder, config)):
+            load("birl.track.tracker").say_end(folder, config.track, result)
+            return True
+    print(f"birl: loading {config.model.path}", file=sys.stderr, flush=True)  # torch alone takes seconds
+    return False
 
 
 def exit_code(summary: dict[str, Any] | None) -> int:

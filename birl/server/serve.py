@@ -20,7 +20,7 @@ from birl.engine.open import check_cache, open_engine
 from birl.engines import names
 from birl.engines.collective import own_address
 from birl.errors import BirlError, WeightsFailed
-from birl.hosts import is_loopback
+from birl.hosts import bind, is_loopback
 from birl.kernels.tensors import PAGE
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.models.device import choose
@@ -58,20 +58,6 @@ def run(config: schema.Serve) -> int:
     device = choose(config.model.device)
     with bind(config.host, config.port) as sock, compute_thread(config.threads, device) as compute:
         return asyncio.run(_run(config, token, sock, compute))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Does not listen yet: connections before the model is loaded are refused by the system."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with proto 0 asyncio leaves Nagle on: 40 ms
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
-        sock.close()
-        reason = getattr(error, "strerror", None) or error
-        raise BirlError(f"host={host} port={port}: cannot be taken ({reason}).") from error
-    return sock
 
 
 def listen(sock: socket.socket) -> None:

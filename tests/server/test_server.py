@@ -18,10 +18,10 @@ from safetensors.torch import save
 
 from birl.engine.engine import EmbeddedEngine
 from birl.engines import names, wire
+from birl.hosts import bind
 from birl.models.digests import digests, whole
 from birl.models.load import cast, load_model, load_tokenizer
 from birl.server import staging
-from birl.server.serve import bind
 from birl.types import Completion, SamplingParams, Stop, Update
 from birl.weights import folder
 from tests.engine.test_update import needs_kernels

@@ -20,7 +20,7 @@ from birl.engine.open import cache_bytes
 from birl.engines.kinds import Wanted
 from birl.engines.servers import Servers, open_servers
 from birl.errors import BirlError
-from birl.hosts import is_loopback
+from birl.hosts import bind, is_loopback
 from birl.kernels.tensors import PAGE
 from birl.learner.export import resolved
 from birl.learner.low_rank_ranks import Copy, RankedBase, SplitBase
@@ -39,7 +39,7 @@ from birl.parallel.processes import rank_processes
 from birl.parallel.ranks import Ranks
 from birl.regular import check_target
 from birl.server.connections import uvicorn_server
-from birl.server.serve import address, bind, listen, short_name
+from birl.server.serve import address, listen, short_name
 from birl.server.tinker import tenants
 from birl.server.tinker.checkpoints import Checkpoints
 from birl.server.tinker.futures import Promises
