@@ -115,11 +115,12 @@ def shard(root: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype, *
 
 def settle(root: nn.Module) -> None:
     """Parameters that were given values after `shard` take their final place now, unit by unit: FSDP pads uneven parts,
-    and pins those in CPU memory, by moving them, at the first use, and references to a part would then be outdated."""
+    and pins those in CPU memory, by moving them, at the first use, and references to a part would then be outdated.
+    That is what `unshard` begins with, before it gathers."""
     for unit in root.modules():
-        if isinstance(unit, FSDPModule):
-            unit.unshard()
-            unit.reshard()
+        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        if group is not None:
+            group.lazy_init()
 
 
 def layers(model: nn.Module) -> list[nn.Module]:

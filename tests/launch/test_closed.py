@@ -33,6 +33,7 @@ KNOWN = {
     *(("POST", f"/{name}") for name in ("abort", "sleep", "wake", "v1/chat/completions", "v1/completions")),
     *{("POST", "/v1/responses"), ("POST", "/v1/responses/{id}/cancel"), ("GET", "/v1/responses/{id}/input_items")},
     *{("GET", "/v1/responses/{id}"), ("DELETE", "/v1/responses/{id}")},
+    *{("POST", "/v1/responses/input_tokens"), ("POST", "/v1/responses/compact")},
     *(("GET", f"/{name}") for name in ("health", "ready", "info", "digests", "metrics")),
     *(("POST", f"{v}/v1/messages{count}") for v in ("", "/v1") for count in ("", "/count_tokens")),
     *{("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/version")},
