@@ -86,10 +86,10 @@ def _ended(command: str, config: Any, choices: dict[str, str], flags: set[str]) 
         load("birl.rollout.compare").Baseline.read(config.baseline)
     if command == "eval" and config.output:
         load("birl.cli.output").prepare(config.output)
-    if command in ("serve", "tinker"):
-        load("birl.hosts").bind(config.host, config.port).close()
     if os.environ.get("RANK", "0") != "0":
         return False
+    if command in ("serve", "tinker"):  # of several ranks one listens
+        load("birl.hosts").bind(config.host, config.port).close()
     if command in TRAINING:
         folder = Path(run_folder(config, choices)).absolute()
         check_folder(folder, config, "--dry-run" in flags)
