@@ -89,7 +89,7 @@ def watch(engine: EmbeddedEngine, asked: Prompts, tokens: int) -> Seen:
 def rate(engine: EmbeddedEngine, asked: Prompts, tokens: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Tokens per second of decoding alone: from the end of the last prefill to the end of the last step, with whatever
     lies between the steps."""
-    counters, plain = engine.counters, engine.step
+    counters, plain = engine.counters, engine.steps.step
     ends: list[tuple[float, int, int]] = []
 
     def step() -> list:
@@ -97,7 +97,7 @@ def rate(engine: EmbeddedEngine, asked: Prompts, tokens: int, clock: Callable[[]
         ends.append((clock(), counters.prefilled, counters.tokens))
         return finished
 
-    with replaced(engine, "step", step):
+    with replaced(engine.steps, "step", step):
         answer(engine, asked, tokens)
     last, prefilled, made = ends[-1]
     first, _, known = next(e for e in ends if e[1] == prefilled)

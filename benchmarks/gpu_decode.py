@@ -51,7 +51,7 @@ def decode_batch(
 
 def watch(engine: EmbeddedEngine, batch: int, timed: list[tuple[float, int]]) -> None:
     """Note each step of the engine in which all of `batch` decode, the host's work before it included."""
-    original, last = engine.step, [0.0]
+    original, last = engine.steps.step, [0.0]
 
     def step() -> Any:
         prefilled, before = engine.counters.prefilled, engine.counters.tokens
@@ -63,4 +63,4 @@ def watch(engine: EmbeddedEngine, batch: int, timed: list[tuple[float, int]]) ->
         last[0] = now
         return finished
 
-    engine.step = step  # type: ignore[method-assign]
+    engine.steps.step = step  # type: ignore[method-assign]

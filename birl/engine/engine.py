@@ -28,7 +28,7 @@ from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request, TopLogprobs
 from birl.engine.runner import Runner
 from birl.engine.scheduler import Scheduler
-from birl.engine.steps import Counters, Steps
+from birl.engine.steps import Steps
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
 from birl.models.forward import head
@@ -44,7 +44,7 @@ from birl.types import Completion, Held, SamplingParams, Stop, Update
 from birl.waits import alive
 
 
-class EmbeddedEngine(Steps):
+class EmbeddedEngine:
     """Implements `birl.types.Engine`.
 
     `version` is asked for at every step, and stamped on the tokens of that step; without it the engine has weights of
@@ -71,7 +71,6 @@ class EmbeddedEngine(Steps):
         self.compute, self.recompute_kv = compute, recompute_kv
         self.weights = None if version else Weights(model)
         self._version = version or (lambda: self.weights.version if self.weights else 0)
-        self._seen = self._version()  # version of the keys and values in the cache
         self.paused = self.asleep = False
         self.runner = Runner(model, routes, sequences=max_batch)
         keeps = state_bytes(model)  # what pages do not hold can be neither reused by tokens nor taken back
@@ -82,7 +81,8 @@ class EmbeddedEngine(Steps):
         self.scheduler = Scheduler(
             max_batch=max_batch, pages=Pages(pages), cache=not keeps, early=not (routes or keeps), drafts=drafts
         )
-        self.counters = Counters()
+        self.steps = Steps(self.runner, self.scheduler, self._version())
+        self.counters = self.steps.counters
         self._arrivals: list[Request] = []
         self._open: set[Request] = set()  # requests that wait for a completion
         self._pump: asyncio.Task[None] | None = None
@@ -192,12 +192,8 @@ class EmbeddedEngine(Steps):
 
         def swap() -> Held:
             began = time.perf_counter()
-            if self.recompute_kv:
-                self.scheduler.restart()
-            else:
-                self.scheduler.outdate()
+            self.steps.renew(update.version, self.recompute_kv)
             held = weights.swap(staged, update)
-            self._seen = update.version
             return replace(held, seconds=time.perf_counter() - began)
 
         return await loop.run_in_executor(self.compute, swap)
@@ -323,23 +319,18 @@ class EmbeddedEngine(Steps):
         watch)."""
         start, before = time.perf_counter(), self.counters.tokens
         watched = any(r.watch for r in tuple(self._open))  # the event loop adds to it meanwhile
-        if self.version != self._seen:
-            self._seen = self.version
-            if not self.recompute_kv:
-                self.scheduler.outdate()
-            else:
-                self.counters.restarts += bool(self.scheduler.running)
-                self.scheduler.restart()
+        if self.version != self.steps.version:
+            self.steps.renew(self.version, self.recompute_kv)
         finished = self.scheduler.retire()
-        with torch.no_grad(), self.runner.steady(self.version, self.scheduler.pages):
+        with torch.no_grad(), self.runner.steady(self.steps.version, self.scheduler.pages):
             while not finished and self.scheduler.busy:
-                finished = self.step()
+                finished = self.steps.step()
                 if self._arrivals or watched or time.perf_counter() - start > 0.125:
                     break
         ended = time.perf_counter()
         self.counters.seconds += ended - start
         tokens = self.counters.tokens - before
-        done("generate", start, ended=ended, process="engine", lane="compute", version=self._seen, tokens=tokens)
+        done("generate", start, ended=ended, process="engine", lane="compute", version=self.steps.version, tokens=tokens)
         alive()
         self.counters.running, self.counters.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self.counters.reused = self.scheduler.reused

@@ -1,7 +1,7 @@
 """The steps of the embedded engine, on the compute thread: the next token of every request that the scheduler has
 planned, with its log-prob, and the guessed tokens behind it that were right."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -37,16 +37,23 @@ class Counters:
         return Counters(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(Counters)))
 
 
+@dataclass
 class Steps:
-    """What `EmbeddedEngine` computes; `version` is stamped on the tokens of a step."""
+    """What an engine computes. `version`: of the weights that keys and values in the cache are of, stamped on tokens."""
 
     runner: Runner
     scheduler: Scheduler
-    counters: Counters
+    version: int
+    counters: Counters = field(default_factory=Counters)
 
-    @property
-    def version(self) -> int:
-        raise NotImplementedError
+    def renew(self, version: int, recompute: bool) -> None:
+        """From now on with these weights: what running requests have is computed anew, or stays, and nobody shares it."""
+        self.version = version
+        if recompute:
+            self.counters.restarts += bool(self.scheduler.running)
+            self.scheduler.restart()
+        else:
+            self.scheduler.outdate()
 
     def step(self) -> list[Request]:
         """One token for every running request; more where guesses were right, or where that needs no decision of ours.

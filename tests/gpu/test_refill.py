@@ -49,7 +49,7 @@ def test_prompts_are_launched_beside_replayed_graphs(
         with engine.runner.steady(0, engine.scheduler.pages):
             order.clear()
             while engine.scheduler.busy:
-                engine.step()
+                engine.steps.step()
                 steps.append([(kind, len([*same])) for kind, same in groupby(order)])
                 order.clear()
     layers = 3
