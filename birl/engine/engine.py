@@ -329,8 +329,8 @@ class EmbeddedEngine:
                     break
         ended = time.perf_counter()
         self.counters.seconds += ended - start
-        tokens = self.counters.tokens - before
-        done("generate", start, ended=ended, process="engine", lane="compute", version=self.steps.version, tokens=tokens)
+        figures = {"version": self.steps.version, "tokens": self.counters.tokens - before}
+        done("generate", start, ended=ended, process="engine", lane="compute", **figures)
         alive()
         self.counters.running, self.counters.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self.counters.reused = self.scheduler.reused

@@ -39,7 +39,7 @@ class Counters:
 
 @dataclass
 class Steps:
-    """What an engine computes. `version`: of the weights that keys and values in the cache are of, stamped on tokens."""
+    """What an engine computes. `version`: of the weights that keys and values in the cache are of; tokens say it."""
 
     runner: Runner
     scheduler: Scheduler
@@ -47,7 +47,7 @@ class Steps:
     counters: Counters = field(default_factory=Counters)
 
     def renew(self, version: int, recompute: bool) -> None:
-        """From now on with these weights: what running requests have is computed anew, or stays, and nobody shares it."""
+        """From now on with these weights: what running requests have is computed anew, or stays and is not shared."""
         self.version = version
         if recompute:
             self.counters.restarts += bool(self.scheduler.running)
