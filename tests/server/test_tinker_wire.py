@@ -97,6 +97,25 @@ def test_a_request_is_read_as_it_was_sent_and_addressed_though_it_is_wrong() -> 
         requests.forward_backward(wrong, Reader(320, 512))
 
 
+def test_sparse_targets_without_weights_are_refused_as_an_empty_cell_may_be_token_0() -> None:
+    """What the client sends for a torch tensor [2, 4] whose cells are mostly 0. They counted as token 0."""
+    csr = {1: np.array([7, 8], "<i8"), 2: np.array([0, 1, 2], "<i8"), 3: np.array([1, 0], "<i8")}
+    cells = b"".join(wire.bytes_field(n, part.tobytes()) for n, part in csr.items())
+    targets = wire.bytes_field(2, cells) + wire.number_field(3, wire.INT64) + wire.bytes_field(4, b"\x02\x04")
+    weights = wire.tensor_field(2, np.array([[0, 1, 0, 0], [0.5, 0, 0, 0]], np.float32))
+
+    def body(*entries: bytes) -> bytes:
+        text = wire.bytes_field(1, wire.bytes_field(1, np.array([5, 6], "<i4").tobytes()))
+        one = wire.bytes_field(1, text) + b"".join(wire.bytes_field(2, entry) for entry in entries)
+        return wire.bytes_field(4, b"cross_entropy") + wire.bytes_field(3, one)
+
+    sent = wire.bytes_field(1, b"target_tokens") + wire.bytes_field(2, targets)
+    with pytest.raises(BirlError, match=r"data\[0\]: target_tokens are sparse.* send weights"):
+        requests.forward_backward(body(sent), Reader(320, 512))
+    read = requests.forward_backward(body(sent, wire.bytes_field(1, b"weights") + weights), Reader(320, 512))
+    np.testing.assert_array_equal(read.data[0].targets, [[0, 7, 0, 0], [8, 0, 0, 0]])
+
+
 def test_pieces_hold_whole_data_in_order() -> None:
     assert cut([3, 4, 5, 20, 1], 8) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
     assert cut([], 8) == []

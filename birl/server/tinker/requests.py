@@ -114,12 +114,20 @@ def _config_value(value: bytes, room: wire.Room) -> float | str:
 def _datum(body: bytes, what: str, reader: Reader, room: wire.Room) -> Datum:
     chunks: list[wire.Value] = []
     inputs: dict[str, np.ndarray] = {}
+    sparse = set[str]()
     for number, value in wire.fields(body, room):
         if number == 1:
             chunks.append(value)
         elif number == 2:
             name, entry = _entry(value, room)
+            left = room.dense
             inputs[name] = wire.tensor(wire.raw(entry), f"{what}.{name}", room)
+            sparse |= {name} if room.dense < left else set()
+    if "target_tokens" in sparse and "weights" not in inputs:  # the client sends a [T, K] tensor so where 0 is frequent
+        raise BirlError(
+            f"{what}: target_tokens are sparse, where an empty cell may be token 0 or nothing: send weights of their "
+            "shape, with 0 where there is no target."
+        )
     row = reader.of_wire(chunks, f"{what}.model_input", room)
     return checked(Datum(tokens=row.tokens, inputs=inputs, pictures=tuple(row.pictures)), what, reader)
 

@@ -18,7 +18,7 @@ from birl.regular import read_json
 from birl.server.tinker.futures import Answer, Promise, Promises
 from birl.server.tinker.store import Record, Store, left_out
 
-MOST_AHEAD = 10_000  # numbers that a request may be ahead of the one that is done next
+MOST_AHEAD = 1000  # numbers that a request may be ahead of the one that is done next
 ANSWERS_KEPT = 64  # of the newest requests of a run, after a restart
 log = logging.getLogger(__name__)
 

@@ -265,6 +265,7 @@ class TinkerService:
                     with suppress(OSError):  # the disk is full: it stays in memory
                         await asyncio.to_thread(self.runs.unload, run)
             self.abandon()
+            self.work.skip_missing()
             self.promises.sweep()
 
     def abandon(self) -> None:

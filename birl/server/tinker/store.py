@@ -311,9 +311,10 @@ def named(name: str) -> str:
     return name
 
 
-def refusal(seq: int, reason: str) -> Record:
-    """Instead of a request that cannot be done: its number has its turn, and the reason is the answer."""
-    return Record(seq, "refused", json.dumps({"reason": reason}).encode())
+def refusal(seq: int, reason: str, kind: str = "refused") -> Record:
+    """Instead of a request that cannot be done: its number has its turn, and the reason is the answer. kind: refused |
+    missing, where what it was is not known."""
+    return Record(seq, kind, json.dumps({"reason": reason}).encode())
 
 
 def framed(record: Record) -> bytes:

@@ -28,6 +28,7 @@ from birl.server.tinker.tenants import Tenants
 
 SNAPSHOT = 30.0  # seconds: after a kill, requests of no longer time are done again
 MOST_JOURNALED = 256  # requests
+PATIENCE = 900.0  # seconds that requests wait for one before them; the client sends for five minutes
 #: requests for checkpoints, and the kind of these
 SAVED = {
     "save_weights": "weights",
@@ -67,6 +68,17 @@ class Work:
         finally:
             run.working = None
             self.start(run)
+
+    def skip_missing(self) -> None:
+        """Requests before others that never came have failed, so that those behind them do not wait for ever."""
+        late = time.monotonic() - PATIENCE
+        for run in list(self.runs.by_id.values()):
+            if run.next is None and any(request.promise.made < late for request in run.waiting.values()):
+                first = min(run.waiting)
+                for seq in range(run.done + 1, first):
+                    reason = f"Request {seq} did not come, for which request {first} waited {PATIENCE:.0f} s."
+                    self.runs.accept(run, refusal(seq, reason, "missing"))
+                self.start(run)
 
     def _due(self, run: Run, request: Request) -> bool:
         """Is a snapshot wanted?"""
@@ -182,6 +194,12 @@ class Work:
     async def _refused(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
         raise BirlError(data["reason"])
 
+    async def _missing(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+        """It may have been a part of the gradient, or the step."""
+        (await self.runs.loaded(run)).drop_gradients()
+        run.broken = f"{data['reason']} Step on first, and send the data again."
+        raise BirlError(data["reason"])
+
     async def _unload(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
         if not run.deleted:
             await asyncio.to_thread(self.runs.try_to_save, run)  # a client may ask for earlier answers after a kill
@@ -196,6 +214,7 @@ KINDS = {
     "load_weights": Work._load_weights,
     "unload_model": Work._unload,
     "refused": Work._refused,
+    "missing": Work._missing,
 }
 
 
