@@ -4,6 +4,7 @@ file descriptors for. Those that ask nothing make room for others."""
 import asyncio
 import os
 import resource
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -26,6 +27,8 @@ WANTED = 8192  # connections
 PIECES, SMALL = 2000, 64  # pieces of a body of less than so many bytes: reading each takes 30 microseconds
 BURST = 100  # of them are read before others have their turn
 LINES = 200  # of a head
+LOOK, PROBE = 0.2, 10.0  # seconds between looks at a client that sends nothing any more, and between probes of it
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client of HTTP/1.1 skips it; the machine of a closed one resets
 
 
 def room() -> int:
@@ -104,6 +107,8 @@ class Patient(H11Protocol):
     most = 0  # connections at a time; 0: not counted yet
     late: asyncio.TimerHandle | None = None
     since = 0.0  # when it began to wait for a request [s of the loop]
+    ended = False  # the client sends nothing any more
+    probed = -PROBE  # when it was probed last [s of the loop]
 
     @property
     def asking(self) -> bool:
@@ -148,6 +153,38 @@ class Patient(H11Protocol):
         if self.asking:
             self.patience_over()
 
+    def eof_received(self) -> bool:
+        """Whether to go on: a client that has asked may close its side alone (nc, clients of HTTP/1.0) and still wait
+        for the answer. One that has closed all of it looks the same until something is sent."""
+        if not self.asking or self.cycle.more_body:
+            return False
+        if not self.ended:
+            self.ended = True
+            if self.conn.their_http_version == b"1.0":  # it must not be sent CONTINUE; this takes about a minute
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+                    if hasattr(socket, name):
+                        self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(int(PROBE), 1))
+            self.look()
+        return True
+
+    def look(self) -> None:
+        """Ends an answer that nobody receives any more."""
+        if not self.asking or self.transport.is_closing():
+            return
+        if self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if self.conn.their_http_version != b"1.0" and not self.cycle.response_started:
+            if (now := self.loop.time()) >= self.probed + PROBE:
+                self.probed = now
+                self.transport.write(CONTINUE)
+        self.loop.call_later(LOOK, self.look)
+
+    @property
+    def socket(self) -> Any:
+        return self.transport.get_extra_info("socket")
+
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
@@ -158,7 +195,11 @@ class Patient(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.asking and not self.transport.is_closing():
+        if self.asking or self.transport.is_closing():
+            return
+        if self.ended:
+            self.transport.close()
+        else:
             self.wait(KEEP)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -19,7 +19,7 @@ from birl.errors import BirlError, EngineDown
 from birl.server import connections, limits
 from birl.text.bounds import LONG
 from birl.types import Message, SamplingParams
-from tests.server.running import Running, running, until
+from tests.server.running import Running, running, slowed, until
 from tests.text.test_tools import chat as chat_of
 from tests.tiny import CHATML, tiny_model_folder
 
@@ -160,6 +160,43 @@ def test_half_a_body_is_not_waited_for(server: Running, monkeypatch) -> None:
         assert one.recv(4096).startswith(b"HTTP/1.1 400")
     with half(server, head + b"a: b\r\n" * 999) as one:
         assert one.recv(4096).startswith(b"HTTP/1.1 400")
+
+
+def asked(server: Running, http: str = "1.1", **keys: Any) -> socket.socket:
+    """A client that has asked, and closes its side of the connection."""
+    body = json.dumps({"prompt": "x", "max_tokens": 300, "ignore_eos": True} | keys)
+    head = f"POST /v1/completions HTTP/{http}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    result = half(server, (head + body).encode())
+    result.shutdown(socket.SHUT_WR)
+    return result
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("http", ["1.0", "1.1"])
+def test_a_client_that_only_closes_its_own_side_gets_its_answer(server: Running, monkeypatch, http, stream) -> None:
+    slowed(monkeypatch, server.service, 0.05)
+    monkeypatch.setattr(connections, "PROBE", 0.3)
+    with asked(server, http, max_tokens=20, stream=stream) as sock:
+        told = b"".join(iter(lambda: sock.recv(4096), b""))
+    interim, answer = told.count(connections.CONTINUE), told.replace(connections.CONTINUE, b"")
+    assert answer.startswith(b"HTTP/1.1 200") and b'"finish_reason":"length"' in answer.replace(b" ", b""), told
+    assert not interim if http == "1.0" else stream or interim > 1
+    until(lambda: server.service.gate.open == 0)
+
+
+def test_a_client_that_closes_both_sides_is_gone(server: Running, monkeypatch) -> None:
+    slowed(monkeypatch, server.service, 0.02)
+    engine = server.service.engine
+    for later in (False, True):
+        before = engine.counters.dropped
+        sock = asked(server, stream=False)
+        until(lambda: engine.scheduler.busy)
+        if later:  # it waited for a while
+            monkeypatch.setattr(connections, "PROBE", 0.2)
+            time.sleep(0.3)
+        assert engine.counters.dropped == before
+        sock.close()
+        until(lambda b=before: engine.counters.dropped > b and not engine.scheduler.busy, 5.0)
 
 
 def test_bodies_in_small_pieces_arrive_whole(server: Running) -> None:
