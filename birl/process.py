@@ -50,6 +50,32 @@ def kill(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+def end_strays(mark: str) -> None:
+    """End what left its process group, and still has this text in its environment (Linux)."""
+    for _ in range(20):
+        left = strays(mark)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            break
+
+
+def strays(mark: str) -> list[int]:
+    """Processes with this text in their environment, those that have ended and are not yet collected left out. None for
+    an empty one, which every process has."""
+    result = []
+    if not mark:
+        return result
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (entry / "environ").read_bytes():
+                result.append(int(entry.name))
+        except OSError:  # ended, or another user's
+            continue
+    return result
+
+
 class ProcessGroup:
     """`command`, started in a process group of its own, which the terminal's Ctrl-C does not reach. What it prints is
     appended to `log`, in a folder that is made; `text` is its standard input.

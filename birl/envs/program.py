@@ -26,7 +26,7 @@ from birl.envs.calls import CLOSING, called
 from birl.envs.command import full_names, path
 from birl.envs.functions import KEY, prompt, row
 from birl.errors import BirlError
-from birl.process import kill, tied
+from birl.process import end_strays, kill, tied
 from birl.types import Model, Task
 
 TAIL = 65536  # bytes of what a program prints that are kept, from the end
@@ -216,31 +216,10 @@ def reward(line: str) -> float | Mapping[str, float] | None:
 def clean(folder: Path, mark: str) -> None:
     """End what left the process group, which still has the episode's address in its environment, and remove the folder.
     Raises `RuntimeError` where something stays."""
-    for _ in range(20):
-        left = strays(mark)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not left:
-            break
+    end_strays(mark)
     shutil.rmtree(folder, onerror=writable)
     if folder.exists():
         raise RuntimeError(f"the agent's folder {folder} cannot be removed")
-
-
-def strays(mark: str) -> list[int]:
-    """Processes with this text in their environment, those that have ended and are not yet collected left out. None for
-    an empty one, which every process has."""
-    result = []
-    if not mark:
-        return result
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (entry / "environ").read_bytes():
-                result.append(int(entry.name))
-        except OSError:  # ended, or another user's
-            continue
-    return result
 
 
 def writable(function: Any, name: str, _: Any) -> None:

@@ -103,6 +103,8 @@ def test_a_call_is_answered_in_the_episodes_own_session() -> None:
         (called("other"), "Error: there is no tool other; there are echo.", 1),
         (called("echo", text="picture"), "(not text: image/png)", 0),
         (called("echo", text="long"), "aaaa\n(19943 more characters)", 0),
+        (called("echo", text="video"), "(not text: video)\n(a resource: file:///a)", 0),
+        (called("echo", text="last"), "1: last", 0),  # it ends with its answer
     ],
 )
 def test_the_model_is_told_what_came_of_its_call(call: str, seen: str, refused: int) -> None:
@@ -118,6 +120,9 @@ def test_the_model_is_told_what_came_of_its_call(call: str, seen: str, refused: 
         ("hang", 1.0, r"it did not answer a call of echo within 1 s \(env.mcp_timeout\)"),
         ("flood", 60.0, "it sent a message of more than 8 MiB"),
         ("break", 60.0, "it did not answer a call of echo: McpError: the database is gone"),
+        ("broken", 60.0, "it sent what is no message of MCP: Invalid JSON: .*"),
+        ("close", 60.0, "it closed its standard output"),
+        ("leave", 60.0, "it ended with exit code 4"),  # a process that it started holds its output open
     ],
 )
 def test_a_server_that_fails_fails_its_episode_with_the_cause(text: str, seconds: float, detail: str) -> None:
@@ -125,6 +130,18 @@ def test_a_server_that_fails_fails_its_episode_with_the_cause(text: str, seconds
     assert bad[0].outcome is Outcome.ENV_ERROR and bad[0].reward != bad[0].reward
     assert re.fullmatch(rf"env.mcp: {re.escape(SERVER)}: {detail}\.", bad[0].detail), bad[0].detail
     assert good[0].outcome is Outcome.OK
+
+
+def test_what_nobody_asked_for_is_skipped(capfd: pytest.CaptureFixture[str]) -> None:
+    ((result, prompt),) = play([[called("echo", text="noise"), "Done."]], mcp=[SERVER])
+    assert result.outcome is Outcome.OK and "1: noise" in prompt, result.detail
+    assert "validat" not in "".join(capfd.readouterr())  # the client's logs
+
+
+def test_no_process_of_a_server_is_left() -> None:
+    ((result, _),) = play([[called("echo", text="stray"), "Done."]], mcp=[SERVER])
+    assert result.outcome is Outcome.OK, result.detail
+    assert not [p.pid for p in psutil.process_iter(["cmdline"]) if "stray of mcp_s" in str(p.info["cmdline"])]
 
 
 OWN = """
@@ -158,6 +175,9 @@ def test_an_environment_answers_its_own_tools(tmp_path: Path, monkeypatch: pytes
     assert (result.outcome, result.reward) == (Outcome.OK, 2.0), result.detail
     assert "Doubles a number." in prompt and "Repeats a text" in prompt
     assert prompt.index("1: b") < prompt.index("from the environment")
+    monkeypatch.setenv("BIRL_TEST_TOOL", "double")
+    with pytest.raises(BirlError, match=r"env.mcp: .* has a tool double, as the environment has\."):
+        play([["Done."]], kind="own_tools.py:Own", mcp=[SERVER])
 
 
 @pytest.mark.parametrize(
@@ -180,6 +200,9 @@ def test_a_wrong_entry_is_refused_before_anything_starts(keys: dict[str, Any], s
         ({"mcp": ["python -c 'raise SystemExit(4)'"]}, "it ended with exit code 4"),
         ({"mcp": ["python -c 'import time; time.sleep(99)'"], "mcp_timeout": 0.5}, "it did not begin within 0.5 s"),
         ({"mcp": [SERVER, SERVER + " again"]}, r"both have a tool echo"),
+        ({"mcp": [SERVER + " twice"]}, r"twice has two of the tool echo"),
+        ({"mcp": [SERVER + " bare"]}, r"it did not list its tools: tools.0.inputSchema: Field required"),
+        ({"mcp": [SERVER + " old"]}, r"it did not begin: RuntimeError: Unsupported protocol version from the server"),
         ({"mcp": [SERVER + " endless"]}, "or 100 pages of them"),
         ({"mcp": ["http://127.0.0.1:9/mcp"]}, "env.mcp: http://127.0.0.1:9/mcp: ConnectError"),
         ({"mcp": [SERVER], "kind": "own_tools.py:asks"}, "env.kind=own_tools.py:asks is an agent"),

@@ -21,8 +21,9 @@ import pytest
 from birl.config.schema import Env as Keys
 from birl.envs import calls
 from birl.envs.open import open_world
-from birl.envs.program import Config, Program, reward, strays
+from birl.envs.program import Config, Program, reward
 from birl.errors import BirlError
+from birl.process import strays
 from birl.rollout.episode import run_episode
 from birl.rollout.session import Limits, Session
 from birl.server.gateway import Gateway

@@ -7,15 +7,26 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
-from birl.envs.mcp.transport import Problem, Streams
-from birl.errors import BirlError, innermost, text_of
+from pydantic import BaseModel
+
+from birl.envs.mcp.transport import Heard, Problem, Streams, cause, tell
+from birl.errors import BirlError, text_of
 from birl.foreign import stop
 
 T = TypeVar("T")
 logging.getLogger("mcp").setLevel(logging.CRITICAL)  # what goes wrong is told by whom it concerns
+logging.getLogger().addFilter(lambda record: not record.pathname.endswith("/mcp/shared/session.py"))
 MOST_TOOLS, MOST_PAGES = 1000, 100
 PATIENCE = 10.0  # seconds that a session may take to end
 CLOSED, INVALID = -32000, (-32600, -32601, -32602)  # codes of JSON-RPC: of the end, and of a call that cannot be
+
+
+class Result(BaseModel):
+    """Of a call, with parts of any type: the model is told of those that it cannot see."""
+
+    content: list[dict[str, Any]] = []
+    structuredContent: Any = None
+    isError: bool = False
 
 
 class Connection:
@@ -59,9 +70,13 @@ class Connection:
         raise BirlError(f"{self.name}: it has more than {MOST_TOOLS} tools, or {MOST_PAGES} pages of them.")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """The result of a tool, as the client has it. Raises `Misused` for a call that cannot be, and `BirlError` with
-        the cause where there is no result."""
-        return await self._answer(self.ready.result().call_tool(tool, arguments), f"answer a call of {tool}")
+        """The result of a tool, as the server has it. Raises `Misused` for a call that cannot be, and `BirlError` with
+        the cause where there is no result. (The client's `call_tool` lists all tools again in each session.)"""
+        from mcp.types import CallToolRequest, CallToolRequestParams, ClientRequest
+
+        params = CallToolRequestParams(name=tool, arguments=arguments)
+        asking = self.ready.result().send_request(ClientRequest(CallToolRequest(params=params)), Result)
+        return await self._answer(asking, f"answer a call of {tool}")
 
     async def close(self) -> None:
         self.closing.set()
@@ -73,8 +88,15 @@ class Connection:
     async def _hold(self) -> None:
         from mcp import ClientSession
 
-        async with self.open(self.problem) as (hear, say), ClientSession(hear, say) as session:
-            await session.initialize()
+        async with (
+            self.open(self.problem) as (hear, say),
+            ClientSession(Heard(hear, self.problem), say) as session,  # pyright: ignore[reportArgumentType]
+        ):
+            try:
+                await session.initialize()
+            except Exception as error:
+                tell(self.problem, f"it did not begin: {cause(error)}")
+                raise
             self.ready.set_result(session)
             await self.closing.wait()
 
@@ -114,9 +136,3 @@ class Connection:
 
 class Misused(Exception):
     """A call that the server refuses: the model's mistake, which it is told."""
-
-
-def cause(error: BaseException) -> str:
-    """The first line of the innermost error."""
-    error = innermost(error)
-    return f"{type(error).__name__}: {text_of(error)}".partition("\n")[0][:300]

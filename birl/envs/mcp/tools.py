@@ -71,8 +71,10 @@ class Servers:
             finally:
                 await connection.close()
             for tool in listed:
-                if (other := self.owners.setdefault(tool.name, number)) != number:
-                    raise BirlError(f"env.mcp: {self.rows[other]} and {row} both have a tool {tool.name}.")
+                if (other := self.owners.get(tool.name)) is not None:
+                    both = f"{self.rows[other]} and {row} both have a" if other != number else f"{row} has two of the"
+                    raise BirlError(f"env.mcp: {both} tool {tool.name}.")
+                self.owners[tool.name] = number
                 told = (tool.description or "")[: self.longest]
                 function = {"name": tool.name, "description": told, "parameters": tool.inputSchema}
                 tools.append({"type": "function", "function": function})
@@ -126,13 +128,16 @@ async def process(command: list[str], confined: Confinement | None, problem: Pro
     """In an empty folder, which is removed. Confined, it has no network and no variable of the environment."""
     with ExitStack() as opened:
         folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="birl-mcp-", ignore_cleanup_errors=True))
+        mark = {"BIRL_MCP": folder}
         if confined is None:
-            start = Command(words=tied(command), environment={**os.environ, "PATH": path()}, folder=folder)
+            environment = {**os.environ, "PATH": path(), **mark}
+            start = Command(words=tied(command), mark=f"BIRL_MCP={folder}", environment=environment, folder=folder)
         else:
             home = "/tmp" if confined.kind == "bubblewrap" else folder
             own = {"PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "HOME": home, "TMPDIR": home}
-            line, fds = confined.words(command, {**own, "LANG": "C.UTF-8"}, folder, opened)
-            start = Command(words=tied(line), environment={"PATH": SYSTEM_PATH}, folder="/", fds=fds)
+            line, fds = confined.words(command, {**own, "LANG": "C.UTF-8", **mark}, folder, opened)
+            environment = {"PATH": SYSTEM_PATH}
+            start = Command(words=tied(line), mark=f"BIRL_MCP={folder}", environment=environment, folder="/", fds=fds)
         async with over_pipes(start, problem) as streams:
             yield streams
 
@@ -143,6 +148,8 @@ class Equipped:
     def __init__(self, env: Env, servers: Servers) -> None:
         self.env, self.servers = env, servers
         self.own = tuple(getattr(env, "tools", ()))
+        for name in sorted({tool["function"]["name"] for tool in self.own} & set(servers.owners)):
+            raise BirlError(f"env.mcp: {servers.rows[servers.owners[name]]} has a tool {name}, as the environment has.")
         self.tools = (*self.own, *servers.tools)
         self.connections: list[Connection] = []
         self.calls = self.refused = 0
@@ -215,11 +222,12 @@ class Equipped:
                 await called(close)
 
 
-def written(part: Any) -> str:
+def written(part: Mapping[str, Any]) -> str:
     """A part of a result as the model reads it."""
-    if (text := getattr(part, "text", None)) is not None:
+    if isinstance(text := part.get("text"), str):
         return text
-    if (resource := getattr(part, "resource", None)) is not None:
-        return getattr(resource, "text", None) or f"(a resource: {resource.uri})"
-    kind = getattr(part, "mimeType", None) or part.type
-    return f"(not text: {kind}, {getattr(part, 'uri', '')})".replace(", )", ")")
+    if isinstance(resource := part.get("resource"), Mapping):
+        text = resource.get("text")
+        return text if isinstance(text, str) else f"(a resource: {resource.get('uri')})"
+    kind = part.get("mimeType") or part.get("type")
+    return f"(not text: {kind}, {part.get('uri', '')})".replace(", )", ")")

@@ -13,8 +13,11 @@ from typing import Any
 
 import anyio
 import httpx
+from pydantic import ValidationError
 
-from birl.process import kill
+from birl.envs.calls import CLOSING, called
+from birl.errors import innermost, text_of
+from birl.process import POLL, end_strays, kill
 
 MOST = 8 << 20  # bytes of one message, or of one HTTP answer
 TAIL = 8192  # bytes of what a server prints on its standard error that are kept
@@ -32,9 +35,11 @@ def tell(problem: Problem, what: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """How a server's process starts: `fds` are inherited, `folder` is its current one."""
+    """How a server's process starts: `fds` are inherited, `folder` is its current one, `mark` is in the environment of
+    its processes alone."""
 
     words: Sequence[str]
+    mark: str
     environment: Mapping[str, str]
     folder: str
     fds: Sequence[int] = ()
@@ -57,19 +62,25 @@ async def over_pipes(command: Command, problem: Problem) -> AsyncIterator[Stream
     incoming, received = anyio.create_memory_object_stream[Any](0)
     sent, outgoing = anyio.create_memory_object_stream[Any](0)
     last = bytearray()
-    tasks = [
-        asyncio.create_task(_read(process, incoming, problem, last)),
-        asyncio.create_task(_write(process, outgoing)),
+    reading, keeping, writing = (
+        asyncio.create_task(_read(process, incoming, problem)),
         asyncio.create_task(_keep(process, last)),
-    ]
+        asyncio.create_task(_write(process, outgoing)),
+    )
+    watching = asyncio.create_task(_watch(process, (reading, keeping), incoming, problem, last))
+    tasks = (reading, keeping, writing, watching)
     try:
         yield received, sent
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), GRACE)
-        kill(process.pid)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE):
+                    await _ended(process)
+        finally:
+            kill(process.pid)
+            await called(end_strays, command.mark, threads=CLOSING)
         await asyncio.wait(tasks, timeout=1.0)  # they read to the end, or asyncio would wait for it
         for task in tasks:
             task.cancel()
@@ -78,7 +89,7 @@ async def over_pipes(command: Command, problem: Problem) -> AsyncIterator[Stream
             stream.close()
 
 
-async def _read(process: asyncio.subprocess.Process, incoming: Any, problem: Problem, last: bytearray) -> None:
+async def _read(process: asyncio.subprocess.Process, incoming: Any, problem: Problem) -> None:
     """Its messages, one a line; other lines are skipped, as programs print what they like."""
     from mcp.shared.message import SessionMessage
     from mcp.types import JSONRPCMessage
@@ -87,18 +98,75 @@ async def _read(process: asyncio.subprocess.Process, incoming: Any, problem: Pro
     with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # the session has ended
         try:
             while line := await process.stdout.readline():
-                with contextlib.suppress(ValueError):
-                    await incoming.send(SessionMessage(JSONRPCMessage.model_validate_json(line)))
+                try:
+                    message = SessionMessage(JSONRPCMessage.model_validate_json(line))
+                except ValueError as error:
+                    if b'"jsonrpc"' not in line:
+                        continue
+                    message = error
+                await incoming.send(message)
         except ValueError:  # of asyncio, for a line that is too long
             tell(problem, f"it sent a message of more than {MOST >> 20} MiB")
     while await process.stdout.read(1 << 18):
         pass
-    code = await process.wait()
-    await asyncio.sleep(0.05)  # what it printed last is on its way
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Its own end: `wait` also waits for those who have its pipes."""
+    while process.returncode is None:
+        await asyncio.sleep(POLL)
+
+
+async def _watch(
+    process: asyncio.subprocess.Process,
+    pipes: tuple["asyncio.Task[None]", "asyncio.Task[None]"],
+    incoming: Any,
+    problem: Problem,
+    last: bytearray,
+) -> None:
+    """Tells how it ended. Its pipes may be open then, as what it started has them."""
+    ends = asyncio.create_task(_ended(process))
+    try:
+        await asyncio.wait({ends, pipes[0]}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ends, *pipes}, timeout=GRACE)  # what it sent and printed last is on its way
+    finally:
+        ends.cancel()
+    if (code := process.returncode) is None:
+        how = "it closed its standard output"
+    else:
+        how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
     lines = last.decode(errors="replace").strip().splitlines()
-    how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
     tell(problem, f"{how}: {lines[-1].strip()[:300]}" if lines else how)
     incoming.close()
+
+
+class Heard:
+    """What a server says. The official client skips what is no message, and waits on for the answer that it was."""
+
+    def __init__(self, stream: Any, problem: Problem) -> None:
+        self.stream, self.problem = stream, problem
+
+    async def __aenter__(self) -> "Heard":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stream.aclose()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        async for message in self.stream:
+            if isinstance(message, Exception):
+                tell(self.problem, f"it sent what is no message of MCP: {cause(message)}")
+            else:
+                yield message
+
+
+def cause(error: BaseException) -> str:
+    """The first line of the innermost error."""
+    error = innermost(error)
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return ": ".join((".".join(map(str, first["loc"])), first["msg"])).removeprefix(": ")[:300]
+    return f"{type(error).__name__}: {text_of(error)}".partition("\n")[0][:300]
 
 
 async def _write(process: asyncio.subprocess.Process, outgoing: Any) -> None:
@@ -151,23 +219,27 @@ class Bounded(httpx.AsyncHTTPTransport):
             raise
         if request.method == "POST" and response.status_code >= 400:
             tell(self.problem, f"it answered with status {response.status_code}")
-        response.stream = Counted(response.stream, self.problem, request.method)
+        events = response.headers.get("content-type", "").startswith("text/event-stream")
+        response.stream = Counted(response.stream, self.problem, request.method, events)
         return response
 
 
 class Counted(httpx.AsyncByteStream):
-    def __init__(self, stream: Any, problem: Problem, method: str) -> None:
-        self.stream, self.problem, self.method = stream, problem, method
+    def __init__(self, stream: Any, problem: Problem, method: str, events: bool) -> None:
+        self.stream, self.problem, self.method, self.events = stream, problem, method, events
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = 0
+        size, resumed = 0, False  # events with ids are asked for again
         try:
             async for part in self.stream:
                 size += len(part)
+                resumed |= b"id:" in part
                 if size > MOST:
                     tell(self.problem, f"it sent an answer of more than {MOST >> 20} MiB")
                     raise httpx.ReadError("too long")
                 yield part
+            if self.method == "POST" and self.events and not resumed:  # it is read up to its answer
+                tell(self.problem, "it ended its events without an answer")
         except httpx.TransportError as error:
             if self.method == "POST":
                 tell(self.problem, f"{type(error).__name__}: {error}"[:300])
