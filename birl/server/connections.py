@@ -175,10 +175,10 @@ class Patient(H11Protocol):
         if self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        if self.conn.their_http_version != b"1.0" and not self.cycle.response_started:
-            if (now := self.loop.time()) >= self.probed + PROBE:
-                self.probed = now
-                self.transport.write(CONTINUE)
+        now, modern = self.loop.time(), self.conn.their_http_version != b"1.0"
+        if modern and not self.cycle.response_started and now >= self.probed + PROBE:
+            self.probed = now
+            self.transport.write(CONTINUE)
         self.loop.call_later(LOOK, self.look)
 
     @property
