@@ -4,8 +4,9 @@ M <- mu M + (1 - mu) G;   O = orthogonal((1 - mu) G + mu M);   W <- (1 - lr deca
 
 for a weight W [A, B] and its gradient G, as in `torch.optim.Muon`. The factor (arXiv:2502.16982, section 2.2) gives the
 step the root mean square of AdamW's, so that `lr` and decay mean what they mean there. Hidden matrices are all but
-embeddings, heads and the short kernels of convolutions; experts that are held together [E, A, B] are E matrices. All
-else is stepped by AdamW.
+embeddings, heads, kernels of convolutions and what is multiplied or added one by one (`ELEMENTWISE`); experts that are
+held together [E, A, B] are E matrices, what a model has as one matrix (gate_up_proj, qkv_proj) is one. All else is
+stepped by AdamW.
 
 Of a matrix that ranks have in parts each has a part of M; a step gathers the whole of what is orthogonalised, one
 matrix at a time, and every rank computes the same. Experts that are shared out whole are gathered by none.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from birl.learner.optimizer import wide_state
+from birl.learner.optimizer import ELEMENTWISE, wide_state
 from birl.models.heads import HEADS
 from birl.parallel.layout import Layout, cut
 
@@ -32,12 +33,15 @@ Whole = Callable[[Tensor], Tensor]  # this rank's part of something of a matrix'
 def hidden(model: nn.Module) -> set[str]:
     """Names of the matrices that Muon steps."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # pyright: ignore[reportCallIssue]
-    outside = {id(p) for m in (*ends, *(m for m in model.modules() if isinstance(m, nn.Embedding))) if m is not None
-               for p in m.parameters()}  # fmt: skip
+    apart = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    outside = {id(p) for m in (*ends, *apart) if m is not None for p in m.parameters()}
     return {
         name
         for name, p in model.named_parameters()
-        if matrix(p.shape) and id(p) not in outside and name.split(".")[0] not in HEADS
+        if matrix(p.shape)
+        and id(p) not in outside
+        and not name.endswith(ELEMENTWISE)
+        and name.split(".")[0] not in HEADS
     }
 
 

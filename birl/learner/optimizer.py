@@ -21,6 +21,10 @@ from birl.models.decoder import weights_changed
 from birl.parallel.layout import Layout
 from birl.parallel.norm import sum_gradients
 
+#: ends of the names of parameters that are added or multiplied one by one, also where they have two dimensions: biases
+#: of experts, scales of heads, Mamba's A
+ELEMENTWISE = ("bias", "A_log", "scale")
+
 
 class Masters:
     """What is trained: float32 `tensors` by name, whole on every rank, and `marks`, what else a checkpoint must agree
@@ -210,14 +214,15 @@ def adamw(
     weight_decay: float,
     still: Collection[str] = (),
 ) -> torch.optim.AdamW:
-    """Weight decay is for matrices; norms and biases have none. `kind`: adamw | adamw8bit | muon, whose momentum is
-    the first of `betas`; `still`: names of masters that keep their values. AdamW makes its state at the first step; a
-    checkpoint needs the tensors to exist before that."""
+    """Weight decay is for matrices; norms and biases have none, those of experts, [E, A], neither. `kind`: adamw |
+    adamw8bit | muon, whose momentum is the first of `betas`; `still`: names of masters that keep their values. AdamW
+    makes its state at the first step; a checkpoint needs the tensors to exist before that."""
     moving = {name: tensor for name, tensor in masters.tensors.items() if name not in still}
     tensors = list(moving.values())
+    decayed = {n: t.ndim >= 2 and not n.endswith(ELEMENTWISE) for n, t in moving.items()}
     groups = [
-        {"params": [t for t in tensors if t.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [t for t in tensors if t.ndim < 2], "weight_decay": 0.0},
+        {"params": [t for n, t in moving.items() if decayed[n]], "weight_decay": weight_decay},
+        {"params": [t for n, t in moving.items() if not decayed[n]], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
     if kind == "adamw8bit":

@@ -52,11 +52,14 @@ def test_steps_are_torchs(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hidden_matrices_are_neither_embeddings_nor_heads_nor_kernels() -> None:
-    for model in (tiny_model(), tiny_moe(), build("lfm2"), build("qwen3_5_text")):
+    """Biases of experts, Mamba's A_log and wide kernels have two or three dimensions and are none."""
+    others = [build(kind) for kind in ("lfm2", "qwen3_5_text", "gpt_oss", "falcon_mamba", "zaya", "recurrent_gemma")]
+    for model in (tiny_model(), tiny_moe(), *others):
         names = hidden(model)
-        assert any("q_proj" in n for n in names)
+        assert any("_proj" in n for n in names)
         for name, p in model.named_parameters():
-            other = "embed" in name or "lm_head" in name or ("conv" in name and "proj" not in name) or p.ndim < 2
+            other = "embed" in name or "lm_head" in name or "conv" in name.split(".")[-2] or p.ndim < 2
+            other |= name.endswith(("bias", "A_log"))
             assert (name in names) == (not other), name
 
 

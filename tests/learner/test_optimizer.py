@@ -8,6 +8,7 @@ from birl.models import attention
 from tests.data.test_pack import groups
 from tests.learner.test_learner import reinforce
 from tests.tiny import tiny_model
+from tests.zoo import build
 
 
 def test_weights_move_at_the_learning_rates_of_rl() -> None:
@@ -66,6 +67,11 @@ def test_decay_is_for_matrices_only() -> None:
     norm, matrix = model.model.norm.weight, model.model.layers[0].mlp.up_proj.weight  # pyright: ignore
     assert torch.equal(norm, torch.ones_like(norm))
     torch.testing.assert_close(matrix, tiny_model().model.layers[0].mlp.up_proj.weight * (1 - 1e-3))  # pyright: ignore
+    experts = Learner(build("gpt_oss"), dtype=torch.float32, weight_decay=0.1)
+    biases = {n: t.fill_(1).clone() for n, t in experts.weights().items() if n.endswith("bias")}
+    experts.optim_step(1e-2)
+    assert any(b.ndim == 2 for b in biases.values())
+    assert all(torch.equal(experts.weights()[n], b) for n, b in biases.items())
 
 
 @pytest.mark.parametrize(
