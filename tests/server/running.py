@@ -114,10 +114,10 @@ def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 def slowed(monkeypatch, service: Service, seconds: float) -> None:
     """Each step of the engine takes so much longer."""
-    step = service.engine.step
+    step = service.engine.steps.step
 
     def slow() -> list:
         time.sleep(seconds)
         return step()
 
-    monkeypatch.setattr(service.engine, "step", slow)
+    monkeypatch.setattr(service.engine.steps, "step", slow)

@@ -35,8 +35,8 @@ def served(folder: Path, token: str = "", slow: float = 0.0) -> Iterator[tuple[s
     """Each step of its engine takes `slow` seconds longer."""
     with running(folder, token) as server:
         engine = server.service.engine
-        step = engine.step
-        engine.step = lambda: (time.sleep(slow), step())[1]  # type: ignore[method-assign]
+        step = engine.steps.step
+        engine.steps.step = lambda: (time.sleep(slow), step())[1]  # type: ignore[method-assign]
         yield server.url, engine
 
 

@@ -378,8 +378,8 @@ def test_too_many_and_too_slow(folders: list[Path], monkeypatch: pytest.MonkeyPa
 
 
 def test_a_stuck_engine_is_not_healthy(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, step = threading.Event(), server.service.engine.step
-    monkeypatch.setattr(server.service.engine, "step", lambda: go.wait(30) and step())
+    go, step = threading.Event(), server.service.engine.steps.step
+    monkeypatch.setattr(server.service.engine.steps, "step", lambda: go.wait(30) and step())
     server.service.stuck_after = 0.3
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(server.generate, PROMPT, max_tokens=3, ignore_eos=True)
@@ -395,7 +395,7 @@ def test_a_failing_engine_says_so(server: Running, monkeypatch: pytest.MonkeyPat
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(server.service.engine, "step", broken)
+        patch.setattr(server.service.engine.steps, "step", broken)
         reply = server.http.post("/generate", json={"prompt_ids": PROMPT, "params": {"max_tokens": 3}})
     assert reply.status_code == 500 and "RuntimeError: out of memory" in reply.json()["error"]["message"]
     assert server.generate(PROMPT, max_tokens=3, ignore_eos=True)["stop"] == "length"
