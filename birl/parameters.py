@@ -2,11 +2,13 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from numbers import Integral
 from os import PathLike
 from typing import Any
 
 from birl import trl
+from birl.config.file import flat
 from birl.errors import BirlError
 from birl.trl import LOSS_TYPES, SCALES
 
@@ -38,6 +40,15 @@ def model_path(model: Any) -> str:
     raise BirlError(f"model: a {type(model).__name__}; give the name of a folder, a .gguf file or a hub id{like}.")
 
 
+def keys_given(overrides: Any) -> dict[str, Any]:
+    """Keys of the command, with dots or nested. Raises `BirlError`."""
+    if not isinstance(overrides, Mapping | None):
+        raise BirlError(
+            f'overrides: a {type(overrides).__name__}; give a dict of keys, as in overrides={{"optimizer.lr": 1e-5}}.'
+        )
+    return dict(flat(overrides or {}))
+
+
 def fitting(keys: dict[str, Any]) -> dict[str, Any]:
     """The keys, with micro-batches that hold the longest sequence."""
     key = "learner.tokens_per_microbatch"
@@ -58,12 +69,18 @@ def rewards_of(reward_funcs: Any, env: Any, rows: bool) -> list[Reward]:
 
 
 def reward_keys(rewards: list[Reward], weights: Sequence[float] | None, tests: bool, launcher: str) -> dict[str, Any]:
-    given = [] if weights is None else list(weights)
+    given = [] if weights is None else list(weights) if isinstance(weights, Iterable) else [weights]
     keys: dict[str, Any] = {"reward.functions": reward_names(rewards), "reward.weights": given}
     if tests:
         keys["reward.timeout"] = 300.0  # a call runs the tests of a whole group
         keys |= {"sandbox.kind": "modal"} if launcher == "modal" else {}
     return keys
+
+
+def adapter_rank(use_lora: Any) -> int:
+    if not isinstance(use_lora, Hashable) or use_lora not in (True, False):
+        raise BirlError(f'use_lora={use_lora!r}: True or False; a rank is overrides={{"lora.rank": 8}}.')
+    return 16 if use_lora else 0
 
 
 def answer_tokens(max_tokens: int, max_completion_length: int | None, both: bool) -> int:
@@ -79,7 +96,7 @@ def trl_keys(args: Any, names: dict[str, Any], model: str, rewards: int) -> dict
 
 
 def loss_keys(loss_type: str) -> dict[str, Any]:
-    if loss_type and loss_type not in LOSS_TYPES:
+    if loss_type and (not isinstance(loss_type, str) or loss_type not in LOSS_TYPES):
         raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
     return {f"algorithm.{name}": value for name, value in LOSS_TYPES.get(loss_type, {}).items()}
 
@@ -87,7 +104,7 @@ def loss_keys(loss_type: str) -> dict[str, Any]:
 def scale_keys(scale_rewards: str | bool | None) -> dict[str, Any]:
     if scale_rewards is None:
         return {}
-    if scale_rewards not in SCALES:
+    if not isinstance(scale_rewards, Hashable) or scale_rewards not in SCALES:
         raise BirlError(f"scale_rewards={scale_rewards!r}: choose group, batch or none.")
     return {"algorithm.scale_rewards": SCALES[scale_rewards]}
 
@@ -96,6 +113,8 @@ def keys_of_engines(workers: int, method: str, overrides: dict[str, Any]) -> dic
     """An engine in the learner's process has the learner's own weights: there is nothing to synchronise."""
     from birl.launch.program import engine_keys
 
+    if not isinstance(workers, Integral):
+        raise BirlError(f"num_rollout_workers={workers!r}: it needs to be a whole number.")
     if method and method not in (methods := documented()["weights.method"].choices):
         raise BirlError(f"weight_sync_method={method!r}: choose one of {', '.join(methods)}.")
     elsewhere = workers != 0 or {"engine.kind", "engine.count", "engine.attach"} & overrides.keys()
@@ -209,11 +228,24 @@ def rows_of(dataset: Any) -> Any:
 
 
 def written(value: Any) -> str:
-    """As one types it behind `key=`; None as null, which no key takes: not as a folder of the name None."""
+    """As one types it behind `key=`, so that a text comes out as it is; None as null, which no key takes: not as a
+    folder of the name None."""
+    from birl.config.load import NULL
+
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return "[" + ",".join(repr(v) if isinstance(v, str) else str(v) for v in value) + "]"
-    return str(value)
+        return "[" + ",".join(map(written_element, value)) + "]"
+    text = str(value)
+    if isinstance(value, str) and (text in NULL or (text[:1] in ("'", '"') and text[:1] == text[-1:])):
+        return written_element(text)
+    return text
+
+
+def written_element(value: Any) -> str:
+    """An element of a list, of which Hydra's grammar makes the same again."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(str(value), Quote.single).with_quotes() if isinstance(value, str | PathLike) else str(value)

@@ -21,11 +21,13 @@ from birl.parameters import (
     KEYS,
     MORE,
     Reward,
+    adapter_rank,
     answer_tokens,
     changed,
     check_names,
     clip_keys,
     fitting,
+    keys_given,
     keys_of_engines,
     loss_keys,
     model_path,
@@ -222,28 +224,31 @@ class Trainer(Started):
         **names: Any,
     ) -> None:
         given = {key: value for name, value in locals().items() if (key := KEYS.get(name))}
-        model = model_path(model)
+        model, overrides = model_path(model), keys_given(overrides)
         check_names(names, [p for p in inspect.signature(Trainer).parameters if p != "names"])
         both = {"num_generations": num_generations, "loss_type": loss_type}
         more = names | {name: value for name, value in both.items() if value and name in self._named}
-        rewards = rewards_of(reward_funcs, env, train_dataset is not None or "data.train" in (overrides or {}))
-        given |= keys_of_engines(num_rollout_workers, weight_sync_method, overrides or {}) | {"model.path": model}
+        rewards = rewards_of(reward_funcs, env, train_dataset is not None or "data.train" in overrides)
+        given |= keys_of_engines(num_rollout_workers, weight_sync_method, overrides) | {"model.path": model}
         given |= reward_keys(rewards, reward_weights, reward_funcs == "sandbox", launcher)
         given |= {
             "env.kind": env if isinstance(env, str) else f"given:{getattr(env, '__name__', type(env).__name__)}",
             "rollout.max_tokens": answer_tokens(max_tokens, max_completion_length, "max_tokens" in self._named),
-            "lora.rank": 16 if use_lora else 0,
+            "lora.rank": adapter_rank(use_lora),
             "data.train": sources_of(train_dataset),
             "data.validation": sources_of(eval_dataset),
-            **({"steps": max_steps} if isinstance(max_steps, str) or max_steps > 0 else {"epochs": num_epochs}),
+            **({"steps": max_steps} if isinstance(max_steps, str) or (max_steps or 0) > 0 else {"epochs": num_epochs}),
         }
         named = {key for name, key in {**KEYS, **MORE}.items() if name in self._named and key in given}
-        keys = trl_keys(args, more, model, len(rewards)) | changed(given) | {key: given[key] for key in named}
+        theirs = trl_keys(args, more, model, len(rewards))
+        if use_lora and "lora.rank" in theirs:
+            given["lora.rank"] = theirs["lora.rank"]
+        keys = theirs | changed(given) | {key: given[key] for key in named}
         keys |= loss_keys(loss_type) | scale_keys(scale_rewards) | clip_keys(epsilon, epsilon_high)
         own = None if isinstance(env, str) else env
         self._given = Given(rewards=rewards, env=own, train=rows_of(train_dataset), validation=rows_of(eval_dataset))
         self._launcher, self._launch = launcher, words_of_launch(launcher, actor_gpu, rollout_gpu, launch or {})
-        self._configure(fitting(keys) | (overrides or {}), env)
+        self._configure(fitting(keys) | overrides, env)
 
     def _configure(self, keys: dict[str, Any], env: Any) -> None:
         from birl.launch.program import named
@@ -345,12 +350,12 @@ class _Offline(Started):
                     f"{type(self).__name__} has no parameter {name}.{hint} "
                     f"Keys of `birl {self.command}` go into overrides."
                 )
-        model = model_path(model)
-        if train_dataset is None and "data.train" not in (overrides or {}):
+        model, overrides = model_path(model), keys_given(overrides)
+        if train_dataset is None and "data.train" not in overrides:
             raise BirlError(no_rows(False))
         sources = {"data.train": sources_of(train_dataset), "data.validation": sources_of(eval_dataset)}
         theirs = trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, model)), schema, self.prefix)
-        keys = {"model.path": model, **{k: v for k, v in sources.items() if v}, **fitting(theirs), **(overrides or {})}
+        keys = {"model.path": model, **{k: v for k, v in sources.items() if v}, **fitting(theirs), **overrides}
         self._load(self.command, keys)
         self._given = Given(train=rows_of(train_dataset), validation=rows_of(eval_dataset))
         self._check_rows()

@@ -31,6 +31,13 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SCALES = {"group": "group", "batch": "rewards", "none": "none", True: "group", False: "none"}
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
+COUNTS = (*BATCH, "num_iterations", "num_generations")
+AMOUNTS = ("max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio", "save_steps", "eval_steps")
+PEFT = {  # fields of a LoraConfig that are read, and those that change nothing here
+    *("r", "lora_alpha", "target_modules", "lora_dropout", "use_dora"),
+    *("task_type", "peft_type", "base_model_name_or_path", "revision", "inference_mode", "runtime_config"),
+    *("auto_mapping", "peft_version", "init_lora_weights", "fan_in_fan_out", "megatron_core"),
+}
 
 
 @dataclass(slots=True)
@@ -45,9 +52,9 @@ class Names:
     @classmethod
     def of(cls, args: Any, more: Mapping[str, Any]) -> "Names":
         """From `Trainer(args=...)`, a `GRPOConfig` or a dict, and further parameters, which win."""
-        given = {name: _plain(value) for name, value in more.items() if value not in (None, (None, None))}
+        given = _numbers({n: _plain(v) for n, v in more.items() if v is not None and not _is_pair_of_none(v)})
         if args is None or isinstance(args, Mapping):
-            values = {**{str(k): _plain(v) for k, v in (args or {}).items() if v is not None}, **given}
+            values = {**_numbers({str(k): _plain(v) for k, v in (args or {}).items() if v is not None}), **given}
             return cls(values, set(values))
         if is_dataclass(args):
             defaults = {f.name: _default(f) for f in fields(args)}
@@ -57,7 +64,7 @@ class Names:
             raise BirlError(f"args: a {type(args).__name__}; give a GRPOConfig of TRL, or a dict of its names.")
         values = {name: _plain(getattr(args, name)) for name in defaults}
         changed = {name for name, value in values.items() if value != defaults[name]} | set(given)
-        values = {name: value for name, value in values.items() if value is not None}
+        values = _numbers({name: value for name, value in values.items() if value is not None})
         return cls({**values, **given}, changed, whole=is_dataclass(args))
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -74,8 +81,28 @@ def _default(one: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Enums of transformers as their text."""
+    """Enums of transformers as their text, scalars of numpy and torch as numbers."""
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
     return value.value if hasattr(value, "value") and isinstance(getattr(value, "value", None), str) else value
+
+
+def _is_pair_of_none(value: Any) -> bool:
+    return isinstance(value, tuple) and value == (None, None)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """Those that are reckoned with as numbers. Raises `BirlError`."""
+    for name in (name for name in (*COUNTS, *AMOUNTS) if name in values):
+        try:
+            number = float(values[name])
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number) or (name in COUNTS and (number < 1 or number % 1)):
+            what = "a whole number of at least 1" if name in COUNTS else "a number"
+            raise BirlError(f"{name}={values[name]!r}: it needs to be {what}.")
+        values[name] = int(number) if number % 1 == 0 else number
+    return values
 
 
 def knows(name: str) -> bool:
@@ -103,17 +130,11 @@ def without_tokenizer(names: Mapping[str, Any], model: str) -> dict[str, Any]:
 def keys_of(names: Names, schema: type, prefix: str, rewards: int = 0) -> dict[str, Any]:
     """Keys of the configuration. `prefix`: GRPO, SFT, DPO or Reward; `rewards`: the number of reward functions. Raises
     `BirlError` for a name that was given alone and that no key can take; of a whole object, it warns."""
-    result = _steps(names, schema) | _saving(names) | _lora(names)
-    done = {*BATCH, "max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio", "save_strategy", "save_steps"}
-    done |= {
-        "eval_strategy",
-        "eval_steps",
-        "do_eval",
-        "report_to",
-        "peft_config",
-        "output_dir",
-        "remove_unused_columns",
-    }
+    result = _steps(names, schema) | _saving(names, schema) | _lora(names)
+    done = {*BATCH, "max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio", "do_eval", "report_to"}
+    done |= {"peft_config", "output_dir", "remove_unused_columns"}
+    done |= {name for name in ("save_strategy", "eval_strategy") if names.get(name) in ("no", "steps")}
+    done |= {name for name in ("save_steps", "eval_steps") if not 0 < names.get(name, 0) < 1}
     if prefix == "GRPO":
         result |= _loss(names) | _engine(names)
         done |= {"loss_type", "scale_rewards", "epsilon", "epsilon_high", "delta", "importance_sampling_level"}
@@ -225,7 +246,7 @@ def _steps(names: Names, schema: type) -> dict[str, Any]:
     return result | ({"optimizer.warmup_steps": int(warm)} if warm else {})
 
 
-def _saving(names: Names) -> dict[str, Any]:
+def _saving(names: Names, schema: type) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if names.get("save_strategy") == "no":
         result["checkpoint.every"] = 0
@@ -233,12 +254,18 @@ def _saving(names: Names) -> dict[str, Any]:
         result["checkpoint.every"] = int(every)
     if (every := names.get("eval_steps")) and every >= 1:
         result["validation.every"] = int(every)
+    if names.get("do_eval") is False and names.meant("do_eval"):
+        result["validation.every"] = 0
+    if names.get("eval_strategy") == "no" and names.meant("eval_strategy"):
+        result["validation.every"] = 0
     where = names.get("report_to")
     if where is not None and names.meant("report_to"):
         listed = [where] if isinstance(where, str) else list(where)
         result["track.tensorboard"] = "tensorboard" in listed or "all" in listed
-        if "wandb" in listed:
-            result["track.wandb"] = "online"
+        for one in (one for one in listed if one not in ("tensorboard", "all", "none")):
+            if f"track.{one}" not in documentation(schema):
+                raise BirlError(f"report_to={one!r}: there are tensorboard, wandb, mlflow, trackio and swanlab.")
+            result[f"track.{one}"] = "online"
     return result
 
 
@@ -246,7 +273,15 @@ def _lora(names: Names) -> dict[str, Any]:
     peft = names.get("peft_config")
     if peft is None:
         return {}
+    if not isinstance(peft, Mapping) and not hasattr(peft, "lora_alpha"):
+        raise BirlError(f"peft_config: a {type(peft).__name__}; give a LoraConfig of PEFT, or a dict of its names.")
     options = peft if isinstance(peft, Mapping) else vars(peft)
+    for name, value in options.items():
+        if name not in PEFT and value and (name, value) != ("bias", "none"):
+            raise BirlError(
+                f"peft_config: {name}={reprlib.repr(value)} is not taken: LoRA here has rank, alpha and modules, and "
+                "scales by alpha / rank."
+            )
     result = {"lora.rank": options.get("r", 8), "lora.alpha": options.get("lora_alpha", 8)}
     targets = options.get("target_modules")
     if targets:
@@ -261,7 +296,7 @@ def _loss(names: Names) -> dict[str, Any]:
     result: dict[str, Any] = {}
     loss = names.get("loss_type")
     if loss is not None:
-        if loss not in LOSS_TYPES:
+        if not isinstance(loss, str) or loss not in LOSS_TYPES:
             raise BirlError(f"loss_type={loss!r}: choose one of {', '.join(LOSS_TYPES)}.")
         result |= {f"algorithm.{name}": value for name, value in LOSS_TYPES[loss].items()}
     if names.get("importance_sampling_level") == "sequence":

@@ -10,7 +10,7 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -44,7 +44,8 @@ EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One key, and what was written for it: the text after `=`, or a list from a YAML file. `source` is how to show it.
+    """One key, and what was written for it: the text after `=`, or a list from a YAML file. `source` is how to show it;
+    `exact`: brackets and quotes around a text belong to it, as YAML has its own.
 
     Example: Setting(key="optimizer.lr", value="1e-5", source="optimizer.lr=1e-5")
     """
@@ -52,6 +53,7 @@ class Setting:
     key: str
     value: str | list[Any]
     source: str
+    exact: bool = False
 
 
 def load(schema: type[Config], overrides: list[str]) -> Config:
@@ -125,7 +127,8 @@ def _read_file(name: str, schema: type) -> list[Setting]:
             f"{name}: says how a training run was configured, and `birl {command}` has other keys. The run itself is a "
             f"model: birl {command} {run}" + (" data.validation=FILE" if schema is Eval else "")
         )
-    return [Setting(key=k, value=v, source=f"{name}: {k}: {written(v)}") for k, v in file.read(name).items()]
+    values = file.read(name).items()
+    return [Setting(key=k, value=v, source=f"{name}: {k}: {written(v)}", exact=True) for k, v in values]
 
 
 def _file_of(setting: Setting | None) -> str:
@@ -142,13 +145,13 @@ def _choose(settings: list[Setting], schema: type, errors: list[str]) -> tuple[d
     for setting in settings:
         group, value = setting.key, setting.value
         if group not in groups:
-            rest.append(Setting(key=SHORTHANDS.get(group, group), value=value, source=setting.source))
+            rest.append(replace(setting, key=SHORTHANDS.get(group, group)))
         elif isinstance(value, str) and value in groups[group]:
             choices[group] = value
             rest = [other for other in rest if not (group == "model" and other.key == "model.path")]
         elif group == "model" and isinstance(value, str) and not _misspelt(value, groups[group]):
             choices.pop("model", None)
-            rest.append(Setting(key="model.path", value=value, source=setting.source))
+            rest.append(replace(setting, key="model.path"))
         else:
             errors.append(_unknown_preset(setting, list(groups[group])))
     return choices, rest
@@ -244,7 +247,10 @@ def _given(doc: Doc, setting: Setting) -> str | list[Any]:
         raise BirlError(
             f"{setting.source}: no key can be null or missing; its default is {doc.key}={written(doc.default)}"
         )
-    if (several and value.startswith("[")) or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
+    if setting.exact and several:
+        return [value] if value else []
+    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    if not setting.exact and (quoted or (several and value.startswith("["))):
         value = _parse(setting, value, literal=doc.type == "str")
     elif several and "," in value:
         raise BirlError(f"{setting.source}: a list goes in brackets: {doc.key}=[{value}].{_multirun_hint(value)}")

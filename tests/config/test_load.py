@@ -169,6 +169,13 @@ def test_printed_yaml_loads_to_the_same_values(tmp_path: Path):
     file.write_text(to_yaml(config))
     assert config.data.system_prompt == "cost ${x}, 'quoted'"
     assert load(RL, [str(file)]) == config
+    file.write_text(
+        "data: {train: [a], system_prompt: '\"Hi\"'}\nreward: {functions: [math]}\nrollout: {stop: '[END]'}\n"
+    )
+    config = load(RL, [str(file)])
+    assert (config.data.system_prompt, config.rollout.stop) == ('"Hi"', ["[END]"])
+    file.write_text(to_yaml(config))
+    assert load(RL, [str(file)]) == config
 
 
 def test_flatten_has_every_key_once():

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
@@ -176,6 +178,18 @@ def test_a_zero_that_was_given_wins_over_a_preset() -> None:
         ({"weight_sync_method": "reload"}, "weights.method", "auto"),
         ({"loss_type": "grpo"}, "algorithm.scale_rewards", "group"),
         ({"loss_type": "grpo", "scale_rewards": "none"}, "algorithm.scale_rewards", "none"),
+        ({"use_lora": True, "peft_config": {"r": 4}}, "lora.rank", 4),
+        ({"per_device_train_batch_size": np.int64(4)}, "rollout.prompts", 2),
+        ({"args": {"per_device_train_batch_size": "4"}}, "rollout.prompts", 2),
+        ({"eval_dataset": ROWS, "eval_strategy": "no"}, "validation.every", 0),
+        ({"reward_funcs": letters, "reward_weights": 0.5}, "reward.weights", [0.5]),
+        ({"overrides": {"optimizer": {"lr": 1e-3}}}, "optimizer.lr", 1e-3),
+        ({"overrides": {"data.system_prompt": '"Hi"'}}, "data.system_prompt", '"Hi"'),
+        (
+            {"overrides": {"rollout.stop": ["\n\n", "\\boxed", "it's", "a,b"]}},
+            "rollout.stop",
+            ["\n\n", "\\boxed", "it's", "a,b"],
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -183,6 +197,31 @@ def test_names_of_trl_and_mrl_are_parameters(names: dict[str, Any], key: str, va
     section, _, name = key.rpartition(".")
     config = Trainer(**{"train_dataset": ROWS, "num_generations": 2, **names}).config
     assert getattr(getattr(config, section) if section else config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ({"use_lora": 8}, 'use_lora=8: True or False; a rank is overrides={"lora.rank": 8}.'),
+        ({"peft_config": {"r": 4, "use_rslora": True}}, "peft_config: use_rslora=True is not taken"),
+        ({"peft_config": {"r": 4, "modules_to_save": ["lm_head"]}}, "peft_config: modules_to_save="),
+        ({"peft_config": "lora"}, "peft_config: a str; give a LoraConfig of PEFT"),
+        ({"save_strategy": "epoch"}, "save_strategy='epoch' is not taken"),
+        ({"save_steps": 0.1}, "save_steps=0.1 is not taken"),
+        ({"report_to": "comet_ml"}, "report_to='comet_ml': there are tensorboard, wandb"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0: it needs to be a whole number of at"),
+        ({"num_train_epochs": float("nan")}, "num_train_epochs=nan: it needs to be a number"),
+        ({"overrides": ["optimizer.lr=1"]}, "overrides: a list; give a dict of keys"),
+        ({"scale_rewards": ["group"]}, "scale_rewards=['group']: choose group"),
+        ({"loss_type": ["grpo"]}, "loss_type=['grpo']: choose one of grpo"),
+        ({"num_rollout_workers": "two"}, "num_rollout_workers='two': it needs to be a whole number"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_a_parameter_cannot_take_is_one_line(names: dict[str, Any], told: str) -> None:
+    """None of it has no effect, or ends in a traceback."""
+    with pytest.raises(BirlError, match=re.escape(told)):
+        Trainer(**{"train_dataset": ROWS, "num_generations": 2, **names})
 
 
 QUICKSTART = """
