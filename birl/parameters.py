@@ -30,6 +30,7 @@ KEYS = {
 
 # Parameters that a key follows from.
 MORE = {"max_completion_length": "rollout.max_tokens", "num_epochs": "epochs", "use_lora": "lora.rank"}
+KEYS_BY_NAME = tuple((KEYS | MORE).items())
 
 
 def model_path(model: Any) -> str:
@@ -77,10 +78,10 @@ def reward_keys(rewards: list[Reward], weights: Sequence[float] | None, tests: b
     return keys
 
 
-def adapter_rank(use_lora: Any) -> int:
+def is_lora(use_lora: Any) -> bool:
     if not isinstance(use_lora, Hashable) or use_lora not in (True, False):
         raise BirlError(f'use_lora={use_lora!r}: True or False; a rank is overrides={{"lora.rank": 8}}.')
-    return 16 if use_lora else 0
+    return bool(use_lora)
 
 
 def answer_tokens(max_tokens: int, max_completion_length: int | None, both: bool) -> int:

@@ -19,14 +19,14 @@ from birl.errors import BirlError
 from birl.given import Given
 from birl.parameters import (
     KEYS,
-    MORE,
+    KEYS_BY_NAME,
     Reward,
-    adapter_rank,
     answer_tokens,
     changed,
     check_names,
     clip_keys,
     fitting,
+    is_lora,
     keys_given,
     keys_of_engines,
     loss_keys,
@@ -231,19 +231,16 @@ class Trainer(Started):
         rewards = rewards_of(reward_funcs, env, train_dataset is not None or "data.train" in overrides)
         given |= keys_of_engines(num_rollout_workers, weight_sync_method, overrides) | {"model.path": model}
         given |= reward_keys(rewards, reward_weights, reward_funcs == "sandbox", launcher)
+        theirs = trl_keys(args, more, model, len(rewards))
         given |= {
+            "lora.rank": theirs.get("lora.rank", 16) if is_lora(use_lora) else 0,
             "env.kind": env if isinstance(env, str) else f"given:{getattr(env, '__name__', type(env).__name__)}",
             "rollout.max_tokens": answer_tokens(max_tokens, max_completion_length, "max_tokens" in self._named),
-            "lora.rank": adapter_rank(use_lora),
             "data.train": sources_of(train_dataset),
             "data.validation": sources_of(eval_dataset),
             **({"steps": max_steps} if isinstance(max_steps, str) or (max_steps or 0) > 0 else {"epochs": num_epochs}),
         }
-        named = {key for name, key in {**KEYS, **MORE}.items() if name in self._named and key in given}
-        theirs = trl_keys(args, more, model, len(rewards))
-        if use_lora and "lora.rank" in theirs:
-            given["lora.rank"] = theirs["lora.rank"]
-        keys = theirs | changed(given) | {key: given[key] for key in named}
+        keys = theirs | changed(given) | {k: given[k] for n, k in KEYS_BY_NAME if n in self._named and k in given}
         keys |= loss_keys(loss_type) | scale_keys(scale_rewards) | clip_keys(epsilon, epsilon_high)
         own = None if isinstance(env, str) else env
         self._given = Given(rewards=rewards, env=own, train=rows_of(train_dataset), validation=rows_of(eval_dataset))

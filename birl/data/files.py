@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from birl.data.parse import begins_with_row, check_columns, check_json, has_long, parse_csv, parse_json
+from birl.data.parse import begins_with_row, check_columns, check_json, has_long, one_object, parse_csv, parse_json
 from birl.data.rows import SourceFile, part, reason
 from birl.errors import BirlError
 from birl.regular import open_regular
@@ -22,6 +22,7 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 MOST, RATIO = 2**30, 1000  # bytes that a Parquet file may come to, or so many times its own size
 EXACT = 15  # digits that a float has
+LONG_FRACTION = re.compile(r"[+-]?(?=[\d.]{18})\d+\.\d+")
 WIDE = 256  # columns above which a row's absent ones cost more than reading JSON in plain Python
 
 
@@ -71,8 +72,12 @@ def check_readable(path: Path) -> str:
 
 def _read_json(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
     check_json(path)  # pyarrow lets it pass, and stops at the row when the row is asked for
-    if not begins_with_row(path):  # of `null` it would end the process
+    # Of `null` pyarrow would end the process; floats of a list `datasets` rounds to ten digits; and one object that
+    # pyarrow cannot read has columns as its keys for pandas, and a row for each of what is in them.
+    if not begins_with_row(path):
         return list(parse_json(path))
+    if (one := one_object(path)) is not None:
+        return [one]
     try:
         table = _load(path, kind)
     except BirlError:
@@ -88,9 +93,22 @@ def _read_json(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
 def _has_large_floats(table: Any) -> bool:
     import pyarrow.compute as compute
 
-    flat = table.flatten()
-    names = [name for name, its in flat.features.items() if getattr(its, "dtype", "") == "float64"]
-    return any((compute.max(compute.abs(flat.data.column(n))).as_py() or 0) >= 2**53 for n in names)  # pyright: ignore
+    floats = (one for name in table.column_names for one in _floats(table.data.column(name)))
+    return any((compute.max(compute.abs(one)).as_py() or 0) >= 2**53 for one in floats)  # pyright: ignore
+
+
+def _floats(column: Any) -> Iterator[Any]:
+    """The columns of floats in a column of Arrow's, those in lists and objects too."""
+    import pyarrow.compute as compute
+    from pyarrow import types
+
+    if types.is_floating(column.type):
+        yield column
+    elif types.is_list(column.type) or types.is_large_list(column.type):
+        yield from _floats(compute.list_flatten(column))  # pyright: ignore
+    elif types.is_struct(column.type):
+        for i in range(column.type.num_fields):
+            yield from _floats(compute.struct_field(column, [i]))  # pyright: ignore
 
 
 def _read_csv(path: Path, kind: str, text: Callable[[str, str], bool]) -> Sequence[Mapping[str, Any]]:
@@ -99,6 +117,7 @@ def _read_csv(path: Path, kind: str, text: Callable[[str, str], bool]) -> Sequen
     for row in parse_csv(path):  # all of it: pandas reads rows with a field too many as something else, without a word
         written |= {name for name, value in row.items() if text(name, value)}
         written |= {name for name, value in row.items() if value[:1] == "0" and value.isdigit() and len(value) > 1}
+        written |= {name for name, value in row.items() if len(value) > EXACT + 2 and LONG_FRACTION.fullmatch(value)}
         long |= {name for name, value in row.items() if len(value) > EXACT and value.lstrip("+-").isdigit()}
     if long:  # of whole numbers alone a column has no floats
         written |= {name for row in parse_csv(path) for name in long if not row[name].lstrip("+-").isdigit()}

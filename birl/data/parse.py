@@ -62,8 +62,22 @@ def _depth(line: bytes, depth: int, path: Path, number: int) -> int:
 
 
 def begins_with_row(path: Path) -> bool:
-    """Whether the first thing in it is an object, or a list of them."""
-    return re.match(rb"\{|\[\s*\{", _head(path)) is not None
+    """Whether the first thing in it is an object."""
+    return _head(path).startswith(b"{")
+
+
+def one_object(path: Path) -> dict[str, Any] | None:
+    """What a file of one object has, on one line or on several; None of any other file. Raises `BirlError`."""
+    with open_regular(path) as file:
+        head = next((line for line in file if line.strip(b" \t\r\n\xef\xbb\xbf")), b"")
+        if head.rstrip().endswith(b"}") and file.readline():
+            return None  # a row a line
+    text = _decode(read_bytes(path), path, 1)
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:  # several, or a broken one
+        return None
+    return _object(_parse_value(text, path, 1), f"{path}, line 1")
 
 
 def _head(path: Path) -> bytes:
@@ -103,7 +117,7 @@ def _parse_json_list(path: Path) -> Iterator[dict[str, Any]]:
 
 def _parse_value(text: str, path: Path, line: int) -> Any:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path, line))
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -118,6 +132,15 @@ def _parse_value(text: str, path: Path, line: int) -> Any:
         raise BirlError(
             f"{path}, line {line}: half of a character (\\ud...): {_short(text)}\nCorrect or remove it."
         ) from error
+
+
+def _unique(pairs: list[tuple[str, Any]], path: Path, line: int) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(name for name in names if names.count(name) > 1)
+        raise BirlError(f"{path}, line {line}: the key {name!r:.80} is there twice in one object. Remove one.")
+    return result
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

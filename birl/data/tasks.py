@@ -7,6 +7,7 @@ data_source | extra_info.data_source                                  what valid
 
 import difflib
 import json
+import math
 import random
 import re
 from collections import Counter, defaultdict
@@ -99,6 +100,8 @@ class Reader:
                 f"{where}: `{self.answer}` is empty, but other rows are checked against it. "
                 "Correct or remove the row, or set data.answer_column to another column."
             )
+        if isinstance(value, float) and math.isinf(value):  # 1e400, too
+            raise BirlError(f"{where}: `{self.answer}` is an infinite number. Write it as text, in quotes.")
         return text
 
 

@@ -218,8 +218,13 @@ def test_an_integer_beyond_64_bits_is_refused_where_it_is_no_text(tmp_path: Path
         ("a.jsonl", gzip.compress(b'{"prompt": "a"}'), "is compressed (gzip). Decompress it first"),
         ("a.csv.gz", gzip.compress(b"prompt"), "is compressed (gzip)"),
         ("a.json", b'[[{"prompt": "a"}]]', "row 1: a row is a JSON object"),  # datasets reads a column `text`
+        # of an object in which a key is twice, datasets makes a row for each of its values
+        ("a.jsonl", b'{"prompt": "a", "x": {"y": 1, "y": 2}}\n', "line 1: the key 'y' is there twice"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}\n', "line 2: the key 'prompt' is there twice"),
+        ("a.json", b'[{"prompt": "a", "prompt": "b"}]', "line 1: the key 'prompt' is there twice"),
+        ("a.json", b'{\n"prompt": "a",\n"prompt": "b"}', "line 1: the key 'prompt' is there twice"),
     ],
-    ids=["null", "null first", "columns", "columns of CSV", "gzip", "CSV in gzip", "lists"],
+    ids=lambda value: value[:24] if isinstance(value, bytes) else "",
 )
 def test_what_ends_or_holds_up_pyarrow_is_refused(tmp_path: Path, name: str, content: bytes, what: str) -> None:
     path = tmp_path / name

@@ -169,6 +169,23 @@ def test_an_integer_beside_a_fraction_is_not_rounded(tmp_path: Path, name: str, 
     assert [row["id"] for row in read(str(tmp_path / name))] == [12345678901234567, 2]  # an integer still
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("a.json", '[{"x": 0.30000000000000004}]', 0.30000000000000004),  # datasets has ten digits of a list's
+        ("a.json", '[{"x": NaN}]', float("nan")),
+        ("a.jsonl", '{"x": [9007199254740993, 0.5]}\n' * 2, [9007199254740993, 0.5]),
+        ("a.json", '{\n"x": [1, "a"]\n}\n', [1, "a"]),
+        ("a.csv", "x,y\n12345678901234567890.5,1\n", "12345678901234567890.5"),
+    ],
+    ids=["list", "NaN", "integer in a list", "one object", "CSV"],
+)
+def test_numbers_keep_their_digits(tmp_path: Path, name: str, text: str, value: object) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert repr(read(str(path))[0]["x"]) == repr(value)
+
+
 def test_text_that_parquet_has_as_bytes_is_text(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [{"prompt": "Ä\n".encode(), "image": b"\x89PNG\r\n"}])
     assert list(read(str(path))) == [{"prompt": "Ä\n", "image": "iVBORw0K"}]

@@ -121,6 +121,12 @@ def test_answer_text(value: Any, text: str) -> None:
     assert answer_text(value) == text
 
 
+def test_an_infinite_answer_is_refused() -> None:
+    """As JSON has 1e400."""
+    with pytest.raises(BirlError, match="row 1: `answer` is an infinite number"):
+        tasks([{"prompt": "p", "answer": 1e400}])[0]
+
+
 def test_which_column_is_found_first() -> None:
     row = {
         "messages": [{"role": "user", "content": "m"}],
