@@ -32,7 +32,7 @@ SILENT = frozenset(
 NOTED: dict[str, tuple[Any, ...]] = {  # values that ask for nothing
     **{"frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (0, 1), "length_penalty": (0, 1)},
     **{"logit_bias": ({},), "logit_bias_exp": ({},), "bad_words": ([],), "allowed_token_ids": ([],)},
-    **{"top_a": (0,), "typical_p": (1,), "min_tokens": (0,), "seed": (), "top_logprobs": (0,), "prompt_logprobs": (0,)},
+    **{"top_a": (0,), "typical_p": (1,), "min_tokens": (0,), "seed": (), "prompt_logprobs": (0,)},
     **{"reasoning_effort": (), "reasoning": ({},), "include_reasoning": (True,), "thinking": ({"type": "disabled"},)},
     **{"enable_thinking": (), "thinking_budget": (), "chat_template_kwargs": ({},), "verbosity": ()},
     **{"output_config": ({},), "effort": (), "context_management": ({}, []), "container": ()},
@@ -45,6 +45,7 @@ NOTED: dict[str, tuple[Any, ...]] = {  # values that ask for nothing
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # values that are taken, and why others are not
     "suffix": (("",), "the model cannot fill in"),
     "echo": ((False,), "the prompt is not repeated here"),
+    "top_logprobs": ((0,), "a run's engines tell the log-probs of sampled tokens alone (logprobs=true)"),
     "use_beam_search": ((False,), "answers are sampled"),
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),

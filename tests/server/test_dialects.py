@@ -98,14 +98,16 @@ def test_a_server_takes_what_agents_send(server: Running, keys: dict[str, Any]) 
 
 def test_the_gateway_takes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     async def body(here: Place) -> None:
-        for keys in USUAL.values():
+        for name, keys in USUAL.items():
             for _ in range(2):
                 reply = await here.http.post("/chat/completions", json={"model": "any", "messages": HI, **keys})
-                assert reply.status_code == 200, (keys, reply.text)
+                assert reply.status_code == (400 if name == "top logprobs" else 200), (keys, reply.text)
+        reply = await here.http.post("/responses", json={"input": HI, "top_logprobs": 3})
+        assert reply.status_code == 400 and "tell the log-probs of sampled tokens alone" in reply.text
 
     played(Scripted(["Hello."] * 2 * len(USUAL)), body, turns=100)
     told = capsys.readouterr().out
-    for key in ("frequency_penalty", "reasoning", "guided_json", "response_format", "tool_choice", "top_logprobs"):
+    for key in ("frequency_penalty", "reasoning", "guided_json", "response_format", "tool_choice"):
         assert told.count(f"An agent asks for {key}=") == 1
 
 

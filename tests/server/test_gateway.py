@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from birl.rollout.assemble import samples
+from birl.rollout.assemble import samples, token_rewards, turn_rewards
 from birl.rollout.session import Limits, Session
 from birl.server import gateway as module
 from birl.server.gateway import Gateway
@@ -605,3 +605,39 @@ def test_a_rewritten_history_is_told_once_with_its_turn(capsys: pytest.CaptureFi
         )
 
     played(Scripted(lambda prompt: "seven"), body, turns=20)
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+def test_a_summary_in_place_of_the_history_begins_a_second_sample(dialect: str) -> None:
+    """As coding agents do where the context is full. Both parts are trained, once, for the episode's reward."""
+
+    async def asked(here: Place, talk: list[Any]) -> str:
+        match dialect:
+            case "chat":
+                reply = (
+                    (await here.chat([{"role": "system", "content": "Be brief."}, *talk])).choices[0].message.content
+                )
+            case "responses":
+                keys = {"model": "any", "instructions": "Be brief.", "input": talk}
+                reply = (await here.openai.responses.create(**keys)).output_text
+            case _:
+                reply = (await here.message(talk, system="Be brief.")).content[0].text  # pyright: ignore
+        talk += [{"role": "assistant", "content": reply}, {"role": "user", "content": "Go on."}]
+        return reply or ""
+
+    async def body(here: Place) -> None:
+        talk = list(HI)
+        for _ in range(2):
+            await asked(here, talk)
+        talk[-1] = {"role": "user", "content": "Write a summary."}
+        talk = [{"role": "user", "content": f"Go on from this summary: {await asked(here, talk)}"}]
+        for _ in range(2):
+            await asked(here, talk)
+        end = "<|im_end|>"
+        assert here.spoken() == [f"a{end}b{end}summary{end}", f"c{end}d{end}"]
+        assert "Hi" not in CHAT.decode(here.session.turns[3].prompt)
+        played = Trajectory(turns=here.session.turns, reward=2.0, score=2.0, outcome=Outcome.OK)
+        assert [s.advantage for s in samples(played, 0.5, 0, 0)] == [0.5, 0.5]
+        assert [sum(own) for own in token_rewards(played, turn_rewards(played))] == [2.0, 2.0]
+
+    played(Scripted(["a", "b", "summary", "c", "d"]), body)
