@@ -177,6 +177,11 @@ class SplitBase(SharedBase):
             body: Any = vision.language_model(model) or model.base_model
             known = {id(body.get_submodule(path)): kind for path, kind in check(model, self.tp).items()}
             self.kinds = {name: known.get(id(layer), "colwise") for name, layer in self.layers.items()}
+            if apart := next((n for n, kind in self.kinds.items() if kind not in ("colwise", "rowwise")), ""):
+                raise BirlError(
+                    f"parallel.tp={self.tp}: birl cannot share out adapters of {apart}, which every rank computes whole "
+                    "or which holds several matrices. Set parallel.tp=1, and parallel.fsdp to split the weights."
+                )
             split(model, ranks, Regions(ranks.groups["tp"], sequence=False))
         self.whole = _Whole(model)
         shard(self.whole, model, ranks, dtype)

@@ -1,9 +1,12 @@
 """Tensor parallelism on a transformers model, from outside: every layer is split over the ranks of the axis `tp`.
 
     columns   q, k, v, gate, up: a rank has some rows of the weight [N, K], thus some heads or some inner features
+    fused     several of these in one matrix: a rank stores some rows, and computes with its own of each of them
     rows      o, down: a rank has the columns that belong to those, and its output is a summand of the whole one
     tokens    embedding and head: a rank has a part of the vocabulary; tied, they stay one parameter
-    whole     layers that keep a state: each rank computes them for all tokens, with all of their weights
+    heads     sinks of attention: a rank has those of its heads
+    whole     layers that keep a state, for all tokens, and experts, for the tokens between the blocks: every rank has
+              all of their weights
 
 The parameters become DTensors over the axis, so that FSDP and checkpoints know the whole; a module computes with its
 plain part. Between the split blocks stands `regions.py`, behind the head `models/logprobs.py`. Norms, biases of `rows`
@@ -14,12 +17,14 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from fnmatch import fnmatch
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from birl.errors import BirlError
@@ -27,6 +32,7 @@ from birl.models import vision
 from birl.models.logprobs import first_row
 from birl.models.slots import slots_of
 from birl.models.states import CACHE, CCA
+from birl.parallel.experts import experts_of
 from birl.parallel.ranks import Ranks
 from birl.parallel.regions import Regions
 
@@ -35,7 +41,9 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 #: model types whose attention reads the number of heads from their config, not from what its projections give
 FIXED = {"stablelm"}
-WHOLE = "whole"
+WHOLE, FUSED, HEADS = "whole", "fused", "heads"
+#: layers of several matrices, by the last name of a module -> the layer that takes what comes of them
+JOINED = {"gate_up_proj": "down_proj", "qkv_proj": "o_proj"}
 #: for models without a plan of their own, by the last name of a module
 PLAN = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3"), "colwise"),
@@ -53,8 +61,10 @@ def split(model: nn.Module, ranks: Ranks, regions: Regions) -> list[str]:
     assert ranks.mesh is not None
     body: Any = vision.language_model(model) or cast(Any, model).base_model
     kinds = check(model, ranks.grid.tp)
-    styles = {"colwise": Columns(), "rowwise": Rows(regions)}
     mesh = ranks.mesh["tp"]
+    styles = {"colwise": Columns(), HEADS: Columns(), FUSED: Fused(), "rowwise": Rows(regions)}
+    for path in (path for path, kind in kinds.items() if kind == FUSED):
+        share(body.get_submodule(path.rpartition(".")[0]), body.get_submodule(path), mesh)
     parallelize_module(body, mesh, {path: styles[kind] for path, kind in kinds.items() if kind in styles})
     embedding, head = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
     tied = head.weight is embedding.weight
@@ -62,7 +72,7 @@ def split(model: nn.Module, ranks: Ranks, regions: Regions) -> list[str]:
     if tied:
         head.weight = embedding.weight
     parallelize_module(head, mesh, Columns())
-    for block in {path.rpartition(".")[0] for path, kind in kinds.items() if kind == "colwise"}:
+    for block in {path.rpartition(".")[0] for path, kind in kinds.items() if kind in ("colwise", FUSED)}:
         body.get_submodule(block).register_forward_pre_hook(_entering(regions), with_kwargs=True)
     body.register_forward_hook(_ending(regions))
     if regions.sequence:
@@ -81,11 +91,6 @@ def check(model: nn.Module, tp: int) -> dict[str, str]:
     no weights."""
     body: Any = vision.language_model(model) or cast(Any, model).base_model
     slots = slots_of(model)
-    if any("sinks" in s.extras for s in slots):
-        raise BirlError(
-            f"parallel.tp={tp}: the attention of {type(model).__name__} has sinks, which birl cannot share out. Set "
-            "parallel.tp=1, and parallel.fsdp to split the weights."
-        )
     if body.config.model_type in FIXED:
         raise BirlError(
             f"parallel.tp={tp}: the attention of {type(model).__name__} counts on all of its heads, of which a rank "
@@ -118,21 +123,32 @@ def plan(body: nn.Module, widths: set[int]) -> dict[str, str]:
     own: dict[str, str] = getattr(body.config, "base_model_tp_plan", None) or {}
     wide = {(width,) for width in widths}
     result: dict[str, str] = {}
-    mixers = [f"{path}." for path, module in body.named_modules() if keeps_state(module)]
+    spread = {id(experts) for experts in experts_of(body)}
+    unsplit = [
+        f"{path}."
+        for path, module in body.named_modules()
+        if keeps_state(module) or any(id(child) in spread for child in module.children())
+    ]
     for path, module in body.named_modules():
         shapes = [p.shape for p in module.parameters(recurse=False)]
         last = path.rpartition(".")[2]
         if not path.startswith("layers.") or not shapes:
             continue
-        if f"{path}.".startswith(tuple(mixers)):
+        if f"{path}.".startswith(tuple(unsplit)):
             result[path] = WHOLE
             continue
+        if [name for name, _ in module.named_parameters(recurse=False)] == ["sinks"]:
+            result[path] = HEADS
+            continue
         kind = next((k for pattern, k in own.items() if fnmatch(path, pattern)), PLAN.get(last))
+        beside = {name for name, _ in body.get_submodule(path.rpartition(".")[0]).named_children()}
+        if any(name in beside and last in (name, JOINED[name]) for name in JOINED):
+            kind = {"colwise_gather_output": FUSED, "rowwise_split_input": "rowwise"}.get(kind or "", kind)
         if kind is None and all(len(shape) == 1 for shape in shapes) and path.count(".") == 2:
             continue  # a norm between the blocks
-        matrix = kind in ("colwise", "rowwise")
+        matrix = kind in ("colwise", "rowwise", FUSED)
         fits = isinstance(module, nn.Linear) if matrix else len(shapes) == 1 and tuple(shapes[0]) in wide
-        if kind not in set(PLAN.values()) or not fits:
+        if kind not in {*PLAN.values(), FUSED} or not fits:
             raise BirlError(
                 f"parallel.tp: {path} of {type(body).__name__} is nothing that birl can split over several ranks. Set "
                 "parallel.tp=1, and parallel.fsdp to split the weights."
@@ -151,13 +167,46 @@ class Columns(ParallelStyle):
     """[N, K] by rows: a rank computes some outputs from all inputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name in dict(module.named_parameters()):
+        for name in dict(module.named_parameters(recurse=False)):
             place(module, name, 0, device_mesh)
         inner = module.forward
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(*args: Any, **options: Any) -> Any:
             with parts(module):
-                return inner(x)
+                return inner(*args, **options)
+
+        module.forward = forward
+        return module
+
+
+def share(block: Any, linear: nn.Module, mesh: DeviceMesh) -> None:
+    """Say how many rows each matrix of a layer of several has. Attention counts this rank's heads from now on."""
+    sizes = [cast(nn.Linear, linear).out_features // 2] * 2
+    if linear is getattr(block, "qkv_proj", None):
+        config = block.config = copy(block.config)  # of Phi-3, which reads the number of heads there
+        heads = config.num_attention_heads, block.num_key_value_heads, block.num_key_value_heads
+        sizes = [n * block.head_dim for n in heads]
+        config.num_attention_heads, block.num_key_value_heads = (n // mesh.size() for n in heads[:2])
+    cast(Any, linear).sizes = sizes
+
+
+class Fused(ParallelStyle):
+    """[N, K] of several matrices: a rank gathers the others' rows, and computes some outputs of each (`share`)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in dict(module.named_parameters()):
+            place(module, name, 0, device_mesh)
+
+        def own(parameter: DTensor | None) -> Tensor | None:
+            if parameter is None:
+                return None
+            whole = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            pieces = whole.split(cast(Any, module).sizes)
+            return torch.cat([piece.chunk(device_mesh.size())[device_mesh.get_local_rank()] for piece in pieces])
+
+        def forward(x: Tensor) -> Tensor:
+            linear = cast(Any, module)
+            return nn.functional.linear(x, cast(Tensor, own(linear.weight)), own(linear.bias))
 
         module.forward = forward
         return module

@@ -11,6 +11,7 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Lora
+from birl.learner.low_rank_ranks import SplitBase
 from birl.models import attention
 from birl.models.heads import add_score_head
 from birl.models.slices import quantize
@@ -32,6 +33,11 @@ def test_split_weights_change_no_number(name: str, grid: Grid, lora: Lora) -> No
     alone = trained_on(Ranks(), name, {"lora": lora})
     for found in on_ranks(grid, trained_on, name, {"lora": lora}):
         same(found, alone, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["phi3", "sinks"])
+def test_nor_do_matrices_of_several_layers_and_experts(name: str) -> None:
+    test_split_weights_change_no_number(name, Grid(tp=2), DORA)
 
 
 def steps(ranks: Ranks, folder: str, first: int, last: int, alpha: float = 8.0) -> dict[str, Any]:
@@ -104,3 +110,9 @@ def test_copies_of_a_quantised_base_train_as_one() -> None:
         assert found == pytest.approx(losses, abs=1e-5) and matrices.keys() == tensors.keys()
         for name, tensor in tensors.items():
             torch.testing.assert_close(matrices[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "layer"), [("phi3", r"qkv_proj"), ("states", r"linear_attn\.\w+")])
+def test_adapters_of_what_ranks_do_not_share_out_are_refused(name: str, layer: str) -> None:
+    with pytest.raises(BirlError, match=rf"parallel\.tp=2: birl cannot share out adapters of \S+{layer},"):
+        SplitBase(made(name), torch.float32, 80, Ranks(Grid(tp=2)))
