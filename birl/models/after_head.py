@@ -35,9 +35,10 @@ def after_head(model: nn.Module) -> AfterHead | None:
     """None where the head's output is the logits."""
     if model not in KNOWN:
         config = cast(Any, model).config.get_text_config()
+        factors = FACTORS | ({"logits_scaling": 1} if config.model_type == "hyperclovax" else {})
         read = set(inspect.unwrap(type(model).forward).__code__.co_names)
         scale = 1.0
-        for name, power in FACTORS.items():
+        for name, power in factors.items():
             scale *= (getattr(config, name, None) or 1.0) ** power if name in read else 1.0
         cap = next((getattr(config, name, None) or None for name in CAPS if name in read), None)
         KNOWN[model] = None if (scale, cap) == (1.0, None) else AfterHead(scale, cap)

@@ -34,6 +34,7 @@ REASONS = {
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), QWEN4),
     "rwkv": "its forward pass divides its own weights, and each of its blocks keeps two states",
 }
+SORTING = ("JetMoeMoA", "JetMoeMoE")  # experts with parts of their own, as transformers' common ones have none
 TOKENS = 13  # a number that is no model's number of heads
 SPOILT = 6  # the token that is NaN
 ALIKE = 1e-3  # of the largest number: more is no rounding
@@ -114,7 +115,7 @@ class Pass:
             return output
 
         hooks = [cast(Any, self.model).get_input_embeddings().register_forward_hook(spoil)] if spoilt else []
-        experts = [m for m in self.model.modules() if hasattr(m, "is_transposed")]
+        experts = [m for m in self.model.modules() if hasattr(m, "is_transposed") or type(m).__name__ in SORTING]
         sorted_rows = {id(inner) for m in experts for inner in m.modules() if inner is not m}  # by expert
         for path, module in self.model.named_modules():
             if id(module) in sorted_rows:

@@ -49,6 +49,8 @@ def test_what_is_accepted_is_right(kind: str) -> None:
 CONFIGURED = [
     ("deepseek_v3", {"n_shared_experts": 0}),  # whose matrices have no rows
     ("phimoe", {"sliding_window": 8}),  # which its mask alone has
+    ("jetmoe", {"num_experts_per_tok": 1}),  # as many rows as tokens, sorted by expert
+    ("hyperclovax", {"logits_scaling": 0.125}),  # a factor; Granite's is a divisor
     ("recurrent_gemma", {"block_types": ["recurrent", "recurrent", "attention"]}),
 ]
 
@@ -112,6 +114,7 @@ def test_a_factor_that_a_model_does_not_read_is_none() -> None:
     assert after_head(build("llama", logit_scale=0.5, final_logit_softcapping=3.0)) is None
     assert after_head(build("cohere", logit_scale=0.5)) == AfterHead(scale=0.5)
     assert after_head(build("granite", logits_scaling=4.0)) == AfterHead(scale=0.25)
+    assert after_head(build("hyperclovax", logits_scaling=0.125)) == AfterHead(scale=0.125)
     assert after_head(build("gemma2", final_logit_softcapping=3.0)) == AfterHead(cap=3.0)
 
 
