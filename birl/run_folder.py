@@ -111,7 +111,7 @@ def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
     try:
         run.mkdir(parents=True, exist_ok=True)
         clear(part)
-        save_hf_config(policy.model, policy.tokenizer, part)
+        save_hf_config(policy.model, policy.tokenizer, part, policy.folder)
         for file in (policy.folder / name for name in PROCESSORS):
             if file.is_file():
                 write_whole(part / file.name, file.read_bytes())

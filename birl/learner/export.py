@@ -22,6 +22,7 @@ from birl.learner.lora import digest, merged, targets
 from birl.learner.rounding import Dither, noise, on_grid
 from birl.learner.tensors import Reader
 from birl.models import released
+from birl.models.config_file import save_config
 from birl.models.heads import HEADS
 from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleton
 from birl.models.quantized import BITS, QuantizedLinear
@@ -90,7 +91,7 @@ def export(
             tokenizer.save_pretrained(part)
         model.config.dtype, model.config.architectures = dtype, [type(model).__name__]
         with quiet():
-            model.config.save_pretrained(part)
+            save_config(model.config, part, run / "model")
         write_shards(part, model, shapes, read, dtype, int(shard_gb * 1e9))
 
 

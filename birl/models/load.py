@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from birl.errors import BirlError, first_line
 from birl.hub import WEIGHTS, check_tokenizer, check_weights, is_local
 from birl.models import attention
+from birl.models.config_file import save_config
 from birl.models.heads import add_score_head
 from birl.named import template_file
 from birl.regular import check_all, inside, read_json, read_text
@@ -333,10 +334,13 @@ def end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[i
     return frozenset(i for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
 
 
-def save_hf_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """All of a model folder but its weights, so that a checkpoint can be exported without the original."""
+def save_hf_config(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, source: Path | None = None
+) -> None:
+    """All of a model folder but its weights, so that a checkpoint can be exported without the original. `source`: the
+    folder that the model was read from."""
     with quiet():
-        model.config.save_pretrained(folder)  # pyright: ignore
+        save_config(model.config, folder, source)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)  # pyright: ignore
         tokenizer.save_pretrained(folder)

@@ -99,3 +99,25 @@ def test_shards_have_what_transformers_saves(kind: str, tmp_path: Path) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_what_a_folder_says_is_said_again(tmp_path: Path) -> None:
+    """Keys of earlier versions, which other programs read (rope_theta was left out: they took 10,000), and keys that
+    nobody knows."""
+    folder, run = tiny_model_folder(tmp_path / "model"), tmp_path / "run"
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"], config["dtype"]
+    scaling = {"type": "linear", "factor": 2.0}
+    config |= {"rope_theta": 5e4, "rope_scaling": scaling, "torch_dtype": "float16", "own": {"key": [1]}}
+    asked = {"temperature": 0.6, "eos_token_id": [2, 5], "do_sample": False, "own": 1}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    (folder / "config.json").write_text(json.dumps(config))
+    save_hf_config(load_model(folder), tiny_tokenizer(), run / "model", folder)
+    wrote(Ranks(), folder, run)
+    export(run / "checkpoints" / "step-000001", run, tmp_path / "out", torch.bfloat16)
+    again = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert again | config == again | {"torch_dtype": "float16"}
+    assert again["torch_dtype"] == again["dtype"] == "bfloat16"
+    assert asked.items() <= json.loads((tmp_path / "out" / "generation_config.json").read_text()).items()
+    one, two = (load_model(f).config for f in (folder, tmp_path / "out"))
+    assert one.rope_parameters == two.rope_parameters and one.rope_parameters["rope_theta"] == 5e4
