@@ -179,7 +179,7 @@ class SplitBase(SharedBase):
             self.kinds = {name: known.get(id(layer), "colwise") for name, layer in self.layers.items()}
             if apart := next((n for n, kind in self.kinds.items() if kind not in ("colwise", "rowwise")), ""):
                 raise BirlError(
-                    f"parallel.tp={self.tp}: birl cannot share out adapters of {apart}, which every rank computes whole "
+                    f"parallel.tp={self.tp}: birl cannot share out adapters of {apart}, which every rank has whole "
                     "or which holds several matrices. Set parallel.tp=1, and parallel.fsdp to split the weights."
                 )
             split(model, ranks, Regions(ranks.groups["tp"], sequence=False))
