@@ -22,9 +22,8 @@ from birl.learner.lora import digest, merged, targets
 from birl.learner.rounding import Dither, noise, on_grid
 from birl.learner.tensors import Reader
 from birl.models import released
-from birl.models.config_file import save_config
 from birl.models.heads import HEADS
-from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleton
+from birl.models.load import load_model, load_tokenizer, quiet, resolve, save_config, skeleton
 from birl.models.quantized import BITS, QuantizedLinear
 from birl.models.slices import quantizable
 from birl.regular import check_new, clear, inside, open_regular, read_json

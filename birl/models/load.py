@@ -2,6 +2,7 @@
 out."""
 
 import contextlib
+import json
 import logging
 import re
 import threading
@@ -27,7 +28,6 @@ from transformers.utils import logging as transformers_logging
 from birl.errors import BirlError, first_line
 from birl.hub import WEIGHTS, check_tokenizer, check_weights, is_local
 from birl.models import attention
-from birl.models.config_file import save_config
 from birl.models.heads import add_score_head
 from birl.named import template_file
 from birl.regular import check_all, inside, read_json, read_text
@@ -46,6 +46,8 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 CHANGING = {"dynamic", "longrope"}
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 AGAIN = ["*/*.safetensors", "consolidated*"]  # the same weights in another program's form: gpt-oss, Mistral
+#: keys of a config.json that are of the weights that were read, or of the place where they were
+LEFT_OUT = {"quantization_config", "compression_config", "_name_or_path", "_attn_implementation"}
 REWARD_MODEL: dict[str, Any] = {
     "beside": {"score.weight"},
     "without": {"lm_head.weight"},
@@ -344,6 +346,30 @@ def save_hf_config(
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)  # pyright: ignore
         tokenizer.save_pretrained(folder)
+
+
+def save_config(config: Any, folder: Path, source: Path | None) -> None:
+    """`source`: the folder whose config.json was read. Its keys that transformers drops or renames are written, too:
+    older versions of it and other programs read rope_theta, rope_scaling and torch_dtype, and would take defaults."""
+    told = None if source is None else source / "config.json"
+    old = read_json(told) if told is not None and told.is_file() else {}
+    config.save_pretrained(folder)
+    file = folder / "config.json"
+    new = with_keys(read_json(file), old)
+    file.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
+
+
+def with_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """`new`, and keys of `old` that are not there; so within the configs of text and vision."""
+    result = dict(new)
+    for key, value in old.items():
+        if key == "torch_dtype":
+            result[key] = new.get("dtype", value)
+        elif key not in new and key not in LEFT_OUT:
+            result[key] = value
+        elif key.endswith("_config") and isinstance(value, dict) and isinstance(new.get(key), dict):
+            result[key] = with_keys(new[key], value)
+    return result
 
 
 @contextlib.contextmanager
