@@ -110,7 +110,7 @@ def render(job: Job, keys: Keys) -> dict[str, str]:
 def start(job: Job, keys: Keys, own: Access) -> str:
     """Runs on the head. The job is detached: the connection may break."""
     lines = ["#!/bin/sh", "# On the head, in the folder of the job.", "set -eu", *aws_access.fetch(own)]
-    return elsewhere.block([*lines, *elsewhere.steps(stored(job, keys), keys, keys.nodes + 1, aws_cluster.ENGINE)])
+    return elsewhere.block([*lines, *elsewhere.steps(stored(job, keys), keys, keys.nodes + 1)])
 
 
 def commands(job: Job, keys: Keys, own: Access) -> str:

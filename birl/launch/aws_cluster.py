@@ -5,12 +5,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from birl.launch import elsewhere, package
+from birl.launch import elsewhere
 from birl.launch.aws_access import GROUP, Access
 from birl.launch.job import Job
 
-VENV = "birl-venv"  # in the home of the user
-ENGINE = "$HOME/birl-vllm/bin/python"  # of vLLM or SGLang
 PORT = 6379
 HEAD = f"--head --port={PORT} --dashboard-host=127.0.0.1 --autoscaling-config=~/ray_bootstrap_config.yaml"
 
@@ -41,7 +39,7 @@ def cluster(job: Job, keys: Any, access: Access, launch: Path) -> dict[str, Any]
         },
         "rsync_exclude": ["**/.git", "**/.git/**", "**/.env", "**/__pycache__"],
         "initialization_commands": shared(keys, access),
-        "setup_commands": setup(job, keys, place),
+        "setup_commands": elsewhere.setup(job, keys, place, "--user ", "boto3"),
         "head_start_ray_commands": start(keys, place, HEAD),
         "worker_start_ray_commands": start(keys, place, f"--address=$RAY_HEAD_IP:{PORT}"),
     }
@@ -68,19 +66,6 @@ def node(kind: str, keys: Any, access: Access, count: int) -> dict[str, Any]:
     }
 
 
-def setup(job: Job, keys: Any, place: str) -> list[str]:
-    uv = "python3 -m uv"
-    pip = f"{uv} pip install --python ~/{VENV}/bin/python --reinstall-package birl"  # birl changes under one version
-    engine = package.engine(job, keys.vllm)
-    return [
-        "python3 -m uv --version || python3 -m pip install --user uv",
-        f"test -x ~/{VENV}/bin/python || {uv} venv --python 3.12 ~/{VENV}",
-        *elsewhere.install(job, keys, place, pip, f"ray[default]=={keys.ray}", "boto3"),
-        *(elsewhere.environment(engine, "~/birl-vllm", uv) if engine else []),
-        *elsewhere.browser(job, f"~/{VENV}/bin/python", uv),
-    ]
-
-
 def shared(keys: Any, access: Access) -> list[str]:
     """The folder that all machines see; without one each has its own."""
     if not keys.efs:
@@ -96,7 +81,8 @@ def shared(keys: Any, access: Access) -> list[str]:
 
 def enter(place: str) -> str:
     """In front of every command on a machine."""
-    return f"export PATH=$HOME/{VENV}/bin:$PATH RAY_AUTH_MODE=token; mkdir -p {place} && cd {place}"
+    venv = elsewhere.VENV.replace("~", "$HOME")
+    return f"export PATH={venv}/bin:$PATH RAY_AUTH_MODE=token; mkdir -p {place} && cd {place}"
 
 
 def start(keys: Any, place: str, options: str) -> list[str]:
@@ -121,10 +107,5 @@ done
 
 
 def collect(job: Job, keys: Any, access: Access) -> str:
-    return COLLECT.format(
-        name=access.name,
-        place=folder(keys.user, access),
-        run=shlex.quote(str(job.run)),
-        bucket=access.bucket,
-        prefix=access.prefix,
-    )
+    place, run = folder(keys.user, access), shlex.quote(str(job.run))
+    return COLLECT.format(name=access.name, place=place, run=run, bucket=access.bucket, prefix=access.prefix)

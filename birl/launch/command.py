@@ -13,12 +13,11 @@ from birl.config.schema import TRAINING
 from birl.errors import BirlError, did_you_mean
 from birl.flags import Flag, taken
 from birl.launch.job import Job, derive
-from birl.launch.launcher import FILE, WHERE, Handle, find, launcher
+from birl.launch.launcher import FILE, PROCESSES, WHERE, Handle, find, launcher
 from birl.preflight import check_names
 from birl.visible import visible
 
 PREFIX = "launch."
-HERE = ("local", "torchrun")  # what a configuration names must be on this machine
 DRY, HELP, FOLLOW = Flag(name="--dry-run"), Flag(name="--help"), Flag(name="--follow")
 EXAMPLE, MORE = "`birl launch local rl data.train=my.jsonl`", "`birl launch --help` explains them"
 ELEMENT = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|((?:\[[^]]*\]|[^,])+?))\s*(?:,|$)""")  # of a list
@@ -43,7 +42,7 @@ def run(words: list[str]) -> int:
     if DRY.name in flags:
         print(shown(job, place.render(job, keys)), end="")
         return 0
-    if where in HERE:
+    if where in PROCESSES:  # what a configuration names must be on this machine
         check_names(load_with_choices(TRAINING[command], others)[0])
     handle = place.submit(job, keys)
     handle.save()

@@ -31,6 +31,7 @@ NAMED = ("data.train", "data.validation", *FUNCTIONS)
 SUFFIXES = (*FORMATS, ".py")
 REQUIREMENTS = "birl/envs/browser/requirements.txt"
 FOLDER = "package"  # of the run folder: the wheel that goes along
+VENV, ENGINE = "~/birl-venv", "~/birl-vllm"  # environments there: birl's, and that of vLLM or SGLang
 BUCKET = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"  # a name of S3
 STATES = ("waiting", "running", "restarting", "done", "failed", "stopped", "unknown")
 LINE = re.compile(rf"^\s+(\S+) (\d+)\s+({'|'.join(STATES)})\b\s*(.*)$")
@@ -121,13 +122,19 @@ def build(job: Job, keys: Keys) -> None:
             raise BirlError(f"launch.package={keys.package}: {error.strerror}") from None
 
 
-def install(job: Job, keys: Keys, place: str, pip: str, *more: str) -> list[str]:
-    """Shell lines that install birl with what the job needs, `launch.packages` and `more`. `place`: the folder there
-    that has the wheel; `pip`: the command that installs."""
-    needs = package.needs(job.config, "s3")
-    file = wheel(job, keys)
+def setup(job: Job, keys: Keys, place: str, user: str, *more: str) -> list[str]:
+    """Shell lines that install birl with what the job needs, `launch.packages` and `more`, and beside it vLLM or SGLang
+    in an environment of its own. `place`: the folder there that has the wheel; `user`: an option of pip."""
+    uv, needs, file = "python3 -m uv", package.needs(job.config, "s3"), wheel(job, keys)
     own = package.requirement(f"file://{place}/{file.name}" if file else keys.package, needs.extras)
-    return package.pip([*more, own, *needs.packages, *keys.packages], needs.alone, pip)
+    pip = f"{uv} pip install --python {VENV}/bin/python --reinstall-package birl"  # birl changes under one version
+    lines = [f"python3 -m uv --version || python3 -m pip install {user}uv"]
+    lines += [f"test -x {VENV}/bin/python || {uv} venv --python 3.12 {VENV}"]
+    lines += package.pip([f"ray[default]=={keys.ray}", *more, own, *needs.packages, *keys.packages], needs.alone, pip)
+    if engine := package.engine(job, keys.vllm):
+        lines += [f"test -x {ENGINE}/bin/python || {uv} venv --python 3.12 {ENGINE}"]
+        lines += [f"{uv} pip install --python {ENGINE}/bin/python {shlex.quote(engine)} xxhash"]
+    return [*lines, *browser(job, f"{VENV}/bin/python", uv)]
 
 
 def browser(job: Job, python: str, uv: str) -> list[str]:
@@ -146,14 +153,6 @@ def browser(job: Job, python: str, uv: str) -> list[str]:
     return [" && ".join(steps)]
 
 
-def environment(package: str, folder: str, uv: str) -> list[str]:
-    """Shell lines that install vLLM or SGLang into an environment of its own."""
-    return [
-        f"test -x {folder}/bin/python || {uv} venv --python 3.12 {folder}",
-        f"{uv} pip install --python {folder}/bin/python {shlex.quote(package)} xxhash",
-    ]
-
-
 def command(job: Job, keys: Keys) -> tuple[str, ...]:
     """What the head runs, once all machines are there."""
     own = [f"launch.{name}={getattr(keys, name):g}" for name in ("nodes", "gpus", "cpus", "memory_gb", "restarts")]
@@ -162,10 +161,9 @@ def command(job: Job, keys: Keys) -> tuple[str, ...]:
     return ("birl", "launch", "ray", job.command, *words)
 
 
-def steps(job: Job, keys: Keys, machines: int, python: str) -> list[str]:
-    """Shell lines of the head: wait for the machines, start. `machines` counts the head; `python`: of the environment
-    that has vLLM or SGLang."""
-    own = f' "engine.python={python}"' if package.engine(job, keys.vllm) else ""
+def steps(job: Job, keys: Keys, machines: int) -> list[str]:
+    """Shell lines of the head: wait for the machines, start. `machines` counts the head."""
+    own = f' "engine.python={ENGINE.replace("~", "$HOME")}/bin/python"' if package.engine(job, keys.vllm) else ""
     return [f"python -m birl.launch.ray_cluster {machines} {keys.wait}", shlex.join(command(job, keys)) + own]
 
 

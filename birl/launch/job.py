@@ -95,9 +95,7 @@ def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.exe
     run = Path(run_folder(config, choices))
     name = keys.name or run.name
     own = {"cpus": keys.cpus, "memory_gb": keys.memory_gb}
-    parallel = config.parallel
-    ranks = parallel.ddp * parallel.fsdp * parallel.cp * parallel.tp
-    told = placed(words, run)
+    told, ranks = placed(words, run), config.parallel.size
     learner = Role(name="learner", count=ranks, command=(python, "-m", "birl", command, *told), gpus=keys.gpus, **own)
     job = Job(name=name, command=command, words=tuple(words), run=run, roles=(learner,), env=tuple(keys.env))
     if not isinstance(config, schema.RL) or config.engine.kind not in SERVERS or config.engine.attach:

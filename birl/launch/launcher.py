@@ -5,10 +5,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from birl.cache import cache_folder
@@ -16,9 +18,10 @@ from birl.errors import BirlError, did_you_mean
 from birl.launch.job import Job
 from birl.launch.plan import WHOLE, typed
 from birl.named import module
-from birl.regular import read_bytes, write_whole
+from birl.regular import open_regular, read_bytes, write_whole
 
 FILE = "launch.json"
+POLL = 0.2  # s between two looks at a log
 #: modules of birl.launch, and what they start a job on
 WHERE = {
     "local": "processes of this machine, supervised",
@@ -141,6 +144,40 @@ def find(run: str, trusted: bool = False) -> Handle:
         raise BirlError(f"{run} was not started by `birl launch`: it has no {FILE}") from None
     except (OSError, ValueError) as error:
         raise BirlError(f"{file} cannot be read: {error}") from error
+
+
+def log_lines(
+    files: Callable[[], Mapping[str, Path]],
+    follow: bool,
+    over: Callable[[], bool],
+    start: Mapping[Path, int] = MappingProxyType({}),
+) -> Iterator[str]:
+    """`files` gives the logs that there are now, by what to write before their lines where there are several. With
+    `follow` until `over`. `start`: where to begin in a file [bytes]."""
+    read = dict(start)
+    while True:
+        last = not follow or over()
+        logs = files()
+        for label, file in logs.items():
+            for line in _new_lines(file, read, last):
+                yield f"{label} | {line}" if len(logs) > 1 else line
+        if last:
+            return
+        time.sleep(POLL)
+
+
+def _new_lines(file: Path, read: dict[Path, int], last: bool) -> list[str]:
+    """Whole lines since the last look; at the last one the rest too."""
+    try:
+        with open_regular(file) as opened:
+            opened.seek(read.get(file, 0))
+            result = opened.read()
+    except OSError:
+        return []
+    if not last:
+        result = result[: result.rfind(b"\n") + 1]
+    read[file] = read.get(file, 0) + len(result)
+    return result.decode(errors="replace").splitlines()
 
 
 def changed(now: int, change: str) -> int:

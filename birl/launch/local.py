@@ -19,9 +19,8 @@ from birl.allocator import cores
 from birl.errors import BirlError
 from birl.launch import job as jobs
 from birl.launch import plan as files
-from birl.launch import tail
 from birl.launch.job import Job
-from birl.launch.launcher import Handle, Status, changed
+from birl.launch.launcher import Handle, Status, changed, log_lines
 from birl.launch.plan import FOLDER, LOG, PLAN, WANTED, LaunchPlan, State, read_state, supervised
 from birl.launch.supervisor import latest
 from birl.regular import check_target
@@ -138,21 +137,19 @@ def begin(where: str, plan: LaunchPlan) -> Handle:
 
 def status(handle: Handle) -> Sequence[Status]:
     folder = Path(handle.run) / FOLDER
-    state = read_state(folder)
-    if state is None:
+    job = read_state(folder)
+    if job is None:
         return [Status(role="supervisor", index=0, state="unknown", detail=f"{folder} has no state.json")]
-    gone = state.state == "running" and supervised(folder) != state.pid
+    gone = job.state == "running" and supervised(folder) != job.pid
     result = []
-    for part in state.parts:
+    for part in job.parts:
         where, detail = f"pid {part.pid}" if part.pid and not gone else "", part.detail
         if part.role == "learner" and (step := latest(handle.run)[0]):
             detail = f"step {step}" + (f"; {detail}" if detail else "")
         if part.restarts:
             detail += f"{'; ' if detail else ''}started again {part.restarts} time{'s' * (part.restarts > 1)}"
-        if gone:
-            result.append(Status(role=part.role, index=part.index, state="failed", detail="the supervisor is gone"))
-        else:
-            result.append(Status(role=part.role, index=part.index, state=part.state, where=where, detail=detail))
+        state, detail = ("failed", "the supervisor is gone") if gone else (part.state, detail)
+        result.append(Status(role=part.role, index=part.index, state=state, where=where, detail=detail))
     return result
 
 
@@ -166,7 +163,7 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
 
     if not named():
         raise BirlError(f"There is no log of {role or 'anything'} in {folder}")
-    return tail.lines(named, follow, over=lambda: not supervised(folder))
+    return log_lines(named, follow, over=lambda: not supervised(folder))
 
 
 def stop(handle: Handle) -> str:

@@ -20,7 +20,7 @@ import httpx
 from birl.engines import names
 from birl.errors import BirlError
 from birl.exits import STOPPED
-from birl.launch import tail
+from birl.launch.launcher import log_lines
 from birl.process import ProcessGroup
 
 BEAT = 5.0  # s between two notes
@@ -74,7 +74,7 @@ class Streamed(ProcessGroup):
         RUNNING.append(self)
 
     def _show(self, who: str) -> None:
-        for line in tail.lines(lambda: {who: self.log}, True, lambda: not self.alive, {self.log: self.began_at}):
+        for line in log_lines(lambda: {who: self.log}, True, lambda: not self.alive, {self.log: self.began_at}):
             sys.stdout.write(f"[{who}] {line}\n")
             sys.stdout.flush()
 

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from birl.errors import BirlError
-from birl.regular import check_target, open_regular, read_bytes, read_text
+from birl.regular import check_target, open_regular, read_bytes, read_text, write_whole
 from birl.track.runs import began_at
 
 FOLDER = "launch"  # of a run
@@ -111,18 +111,14 @@ def text(data: object) -> str:
 
 
 def write(file: Path, data: object) -> None:
-    """All of it or nothing."""
-    part = file.with_suffix(".part")
-    check_target(part)
-    part.write_text(text(data), encoding="utf-8")
-    part.replace(file)
+    """All of it or nothing. Raises `BirlError`."""
+    write_whole(file, text(data).encode())
 
 
 def save(plan: LaunchPlan) -> Path:
     plan.folder.mkdir(parents=True, exist_ok=True)
-    file = plan.folder / PLAN
-    write(file, asdict(plan))
-    return file
+    write(plan.folder / PLAN, asdict(plan))
+    return plan.folder / PLAN
 
 
 def load(file: Path) -> LaunchPlan:

@@ -15,7 +15,7 @@ from birl.errors import BirlError
 from birl.launch.command import PREFIX, keys_of
 from birl.launch.job import derive
 from birl.launch.launcher import Handle, Launcher, launcher
-from birl.regular import parse_json, read_bytes
+from birl.regular import parse_json, read_bytes, write_whole
 
 #: parameters of the Trainer that are a key of a launcher, where it has that key
 GPUS = {"actor_gpu": "gpu", "rollout_gpu": "engine_gpu"}
@@ -162,7 +162,7 @@ def importable(parameter: str, thing: Callable[..., Any]) -> str:
 
 def starts_when_imported(file: Path) -> bool:
     """Does a script call `.train()` outside of a function, a class and `if __name__ == ...`?"""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = ast.parse(file.read_bytes())
     guarded = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.If)
     calls = (node for line in tree.body if not isinstance(line, guarded) for node in ast.walk(line))
     return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "train" for n in calls)
@@ -170,14 +170,12 @@ def starts_when_imported(file: Path) -> bool:
 
 def rows_file(rows: Any, file: Path) -> str:
     """Rows of a Python program as a file for others. Raises `BirlError`."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
     try:
-        with part.open("w", encoding="utf-8") as out:
-            out.writelines(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+        data = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows).encode()
     except (TypeError, ValueError) as error:
         raise BirlError(f"a row cannot be written as JSON, which another process needs: {error}") from error
-    part.replace(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, data)
     return str(file)
 
 

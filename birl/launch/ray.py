@@ -14,7 +14,7 @@ from birl.errors import BirlError
 from birl.launch import job as jobs
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, changed
-from birl.launch.ray_cluster import NAMESPACE, OPEN, connect, end, keep
+from birl.launch.ray_cluster import OPEN, connect, end, find_actor, keep
 from birl.launch.ray_spot import RayPlan, actor_name, bundles, strategy
 from birl.launch.ray_supervisor import ENDED, SAVE, create
 
@@ -62,7 +62,7 @@ class More:
 
 def submit(job: Job, keys: Keys) -> Handle:
     """Raises `BirlError` where there is no cluster, or it has a job of this name that goes on."""
-    env = values(job.env)
+    env = jobs.given((*job.env, *(name for name in OWN if name in os.environ)))
     folder = os.path.abspath(os.path.expanduser(keys.folder or "."))
     ray = connect(keys.address, start=True, without_token=keys.without_token)
     try:
@@ -77,7 +77,7 @@ def submit(job: Job, keys: Keys) -> Handle:
 
 def _hand_over(ray: Any, job: Job, keys: Keys, folder: str, env: dict[str, str]) -> str:
     """Start the job's supervisor; the address of the cluster. Raises `BirlError`."""
-    old = supervisor(ray, job.name)
+    old = find_actor(ray, actor_name(job.name))
     if old is not None:
         state = ray.get(old.status.remote(), timeout=ANSWER)[0]
         if state not in ENDED:
@@ -85,7 +85,9 @@ def _hand_over(ray: Any, job: Job, keys: Keys, folder: str, env: dict[str, str])
                 f"{job.name} is {state} in this cluster. `birl stop {job.run}` ends it; launch.name=ANOTHER is another."
             )
         ray.kill(old)
-        _gone(ray, job.name)
+        until = time.monotonic() + ANSWER
+        while find_actor(ray, actor_name(job.name)) is not None and time.monotonic() < until:
+            time.sleep(LOOK / 5)
     plan = RayPlan(
         job=job, folder=folder, nodes=keys.nodes, restarts=keys.restarts, start_timeout=keys.start_timeout,
         keep=keys.keep, env=env, token=env.get("BIRL_TOKEN") or secrets.token_hex(16),
@@ -104,25 +106,6 @@ def _hand_over(ray: Any, job: Job, keys: Keys, folder: str, env: dict[str, str])
     return ray.get_runtime_context().gcs_address
 
 
-def values(names: tuple[str, ...]) -> dict[str, str]:
-    """Of the environment variables with these names, and `OWN`, in memory only. Raises `BirlError`."""
-    return jobs.given((*names, *(name for name in OWN if name in os.environ)))
-
-
-def supervisor(ray: Any, name: str) -> Any:
-    """None where the cluster has none of that name."""
-    try:
-        return ray.get_actor(actor_name(name), namespace=NAMESPACE)
-    except ValueError:
-        return None
-
-
-def _gone(ray: Any, name: str) -> None:
-    until = time.monotonic() + ANSWER
-    while supervisor(ray, name) is not None and time.monotonic() < until:
-        time.sleep(LOOK / 5)
-
-
 class Asked:
     """The supervisor of a job, asked again while Ray starts it on another node."""
 
@@ -130,7 +113,7 @@ class Asked:
         """Raises `BirlError` where the cluster does not answer, or has no such job any more."""
         self.handle = handle
         self.ray = connect(handle.more["address"], without_token=handle.more["without_token"])
-        self.actor = supervisor(self.ray, handle.name)
+        self.actor = find_actor(self.ray, actor_name(handle.name))
         if self.actor is None:
             raise BirlError(
                 f"The cluster at {handle.more['address']} has no job {handle.name} any more: it ended longer ago than "
@@ -153,13 +136,8 @@ class Asked:
 def status(handle: Handle) -> list[Status]:
     asked = Asked(handle)
     state, why, rows = asked("status")
-    first = Status(
-        role="supervisor",
-        index=0,
-        state=state if state in ENDED else "running",
-        detail=why.splitlines()[-1] if why else "",
-    )
-    return [first, *rows]
+    now, detail = state if state in ENDED else "running", why.splitlines()[-1] if why else ""
+    return [Status(role="supervisor", index=0, state=now, detail=detail), *rows]
 
 
 def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:

@@ -214,6 +214,14 @@ def _call(command: list[str]) -> None:
         raise BirlError(f"`{' '.join(command)}` failed: {' '.join(tail)}") from error
 
 
+def find_actor(ray: Any, name: str) -> Any:
+    """None where the cluster has none of that name."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
 def room(ray: Any) -> str:
     """What the cluster has, for messages."""
     total, free = ray.cluster_resources(), ray.available_resources()

@@ -85,14 +85,9 @@ class Host:
             pid=self.child.pid if self.child else 0,
             generation=self.order.generation,
             code=code,
-            address=self._address() if code is None else "",
+            address=next(iter(names.find(self.order.name)[-1:]), "") if self.order.name and code is None else "",
             last="" if code is None else self.problem or self._last(),
         )
-
-    def _address(self) -> str:
-        assert self.order is not None
-        result = names.find(self.order.name) if self.order.name else []
-        return result[-1] if result else ""
 
     def begin(self, order: Order) -> None:
         """Start it. A failure is reported by `look`."""
@@ -101,14 +96,12 @@ class Host:
         os.environ.update({k: v for k, v in order.env.items() if k == "BIRL_CACHE"})  # where names are looked up
         python, *rest = order.command
         command = [python if os.access(python, os.X_OK) else sys.executable, *rest]
-        log = Path(order.folder, order.log)
+        # without what Ray tells its workers about themselves: the child is none
+        keep = ("RAY_AUTH_", "RAY_USAGE_STATS")
+        own = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") or k.startswith(keep)}
+        env = own | {"RAY_ADDRESS": self.place["gcs"]} | dict(order.env)
         try:
-            self.child = ProcessGroup(
-                command,
-                log=log,
-                env=own_environment() | {"RAY_ADDRESS": self.place["gcs"]} | dict(order.env),
-                folder=order.folder,
-            )
+            self.child = ProcessGroup(command, log=Path(order.folder, order.log), env=env, folder=order.folder)
         except OSError as error:
             self.problem = f"{error.filename}: {error.strerror} on node {self.place['ip']}; see launch.folder"
 
@@ -172,12 +165,6 @@ class Host:
     def _last(self) -> str:
         lines = self.read(-LAST, LAST)[0].splitlines()
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
-
-
-def own_environment() -> dict[str, str]:
-    """This process's, without what Ray tells its workers about themselves: the child is none."""
-    keep = ("RAY_AUTH_", "RAY_USAGE_STATS")
-    return {k: v for k, v in os.environ.items() if not k.startswith("RAY_") or k.startswith(keep)}
 
 
 def here() -> dict[str, str]:

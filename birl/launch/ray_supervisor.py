@@ -18,7 +18,7 @@ from typing import Any
 from birl.errors import first_line
 from birl.exits import MISTAKE, STOPPED
 from birl.launch.launcher import Status
-from birl.launch.ray_cluster import HEAD, NAMESPACE, library, room
+from birl.launch.ray_cluster import HEAD, NAMESPACE, find_actor, library, room
 from birl.launch.ray_host import Order
 from birl.launch.ray_spot import RayPlan, Spot, actor_name, bundles, needs, strategy
 
@@ -135,15 +135,9 @@ class Supervisor:
             }  # fmt: skip
             self.spots.append(Spot(role=role, index=index, name=actor_name(job.name, role.name, index), place=place))
         if job.engine is not None:
-            while self._is_there(actor_name(job.name, job.engine.name, len(self.engines))):  # of a supervisor before
+            while find_actor(ray, actor_name(job.name, job.engine.name, len(self.engines))):  # of a supervisor before
                 self._add()
             self.wanted = len(self.engines)
-
-    def _is_there(self, actor: str) -> bool:
-        try:
-            return bool(self.ray.get_actor(actor, namespace=NAMESPACE))
-        except ValueError:
-            return False
 
     def _add(self) -> None:
         """One more engine, outside of the placement group."""
@@ -197,12 +191,11 @@ class Supervisor:
         late = [s for s in self.spots if s.wanted and time.monotonic() - s.wanted > self.plan.start_timeout]
         if late and not self.verdict:
             spot = late[0]
-            self._end(
-                "failed",
-                f"{spot.role.name} {spot.index} got no place within launch.start_timeout={self.plan.start_timeout:g} "
-                f"s: it needs {needs(spot.role)}, and the cluster has {room(self.ray)}. "
-                f"{spot.detail}",
+            why = (
+                f"{spot.role.name} {spot.index} got no place within launch.start_timeout={self.plan.start_timeout:g} s"
             )
+            needed = f"it needs {needs(spot.role)}, and the cluster has {room(self.ray)}"
+            self._end("failed", f"{why}: {needed}. {spot.detail}")
 
     def _engine(self, spot: Spot, lost: str) -> None:
         if not lost and spot.up and not spot.running and spot.seen is not None:
@@ -216,9 +209,7 @@ class Supervisor:
         if spot.seen is None or spot.up or self.stopping or time.monotonic() < spot.after:
             return
         job, generation = self.plan.job, spot.generation + 1
-        name = (
-            f"{job.engines}.engine-{spot.index}.{generation}"  # so that this start of it is looked up, and no other one
-        )
+        name = f"{job.engines}.engine-{spot.index}.{generation}"  # so that this start is looked up, and no other one
         command = tuple(word.replace(job.engines, name) for word in spot.role.command)
         host = "127.0.0.1" if self.plan.nodes == 1 else spot.seen.ip
         self._begin(spot, generation, command, name, {"BIRL_HOST": host})
@@ -267,12 +258,8 @@ class Supervisor:
             spot.up = False
         self._end("stopped" if self.stopping else "done", "")
 
-    @property
-    def _early(self) -> bool:
-        return self.failures == 0 and bool(self.began) and time.monotonic() - self.began < EARLY
-
     def _failed(self, why: str, mistake: bool) -> None:
-        early = mistake and self._early
+        early = mistake and self.failures == 0 and bool(self.began) and time.monotonic() - self.began < EARLY
         self.saving = 0.0
         self.failures += 1
         self.learners[0].detail = why
@@ -314,17 +301,11 @@ class Supervisor:
     def _begin(self, spot: Spot, generation: int, command: tuple[str, ...], name: str, env: dict[str, str]) -> None:
         job = self.plan.job
         own = {"BIRL_JOB": job.name, "BIRL_TOKEN": self.plan.token}
-        log = f"{job.run}/launch/{spot.role.name}-{spot.index}.log"
-        spot.begin(
-            Order(
-                command=command,
-                folder=self.plan.folder,
-                log=log,
-                generation=generation,
-                name=name,
-                env={**self.plan.env, **own, **env},
-            )
-        )
+        order = Order(
+            command=command, folder=self.plan.folder, log=f"{job.run}/launch/{spot.role.name}-{spot.index}.log",
+            generation=generation, name=name, env={**self.plan.env, **own, **env},
+        )  # fmt: skip
+        spot.begin(order)
         self._tell(f"{spot.role.name} {spot.index} starts on node {spot.where} (start {generation})")
 
     def _tell(self, what: str) -> None:

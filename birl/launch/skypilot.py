@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from birl.errors import BirlError
-from birl.launch import elsewhere, external, package
+from birl.launch import elsewhere, external
+from birl.launch.elsewhere import VENV
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status
 
 PROGRAMS = {"sky": "pip install 'skypilot[aws,kubernetes]'"}
-VENV = "~/birl-venv"
 WORK = "~/birl"
 VOLUME = "/mnt/birl"  # where launch.volume is; its path may not begin with ~
 PORT = 6399  # SkyPilot's own Ray has 6380
@@ -107,19 +107,9 @@ def task(job: Job, keys: Keys) -> dict[str, Any]:
 
 
 def setup(job: Job, keys: Keys) -> list[str]:
-    uv = "python3 -m uv"
-    pip = f"{uv} pip install --python {VENV}/bin/python --reinstall-package birl"  # birl changes under one version
-    engine = package.engine(job, keys.vllm)
     runs = f"{WORK}/{shlex.quote(str(job.run.parent))}"
-    return [
-        "set -e",
-        *([f"mkdir -p $(dirname {runs}) && ln -sfn {VOLUME} {runs}"] if keys.volume else []),
-        "python3 -m uv --version || python3 -m pip install uv",
-        f"test -x {VENV}/bin/python || {uv} venv --python 3.12 {VENV}",
-        *elsewhere.install(job, keys, WORK.replace("~", "$HOME"), pip, f"ray[default]=={keys.ray}"),
-        *(elsewhere.environment(engine, "~/birl-vllm", uv) if engine else []),
-        *elsewhere.browser(job, f"{VENV}/bin/python", uv),
-    ]
+    linked = [f"mkdir -p $(dirname {runs}) && ln -sfn {VOLUME} {runs}"] if keys.volume else []
+    return ["set -e", *linked, *elsewhere.setup(job, keys, WORK.replace("~", "$HOME"), "")]
 
 
 def body(job: Job, keys: Keys) -> list[str]:
@@ -139,7 +129,7 @@ def body(job: Job, keys: Keys) -> list[str]:
         "trap 'kill $ray || true' EXIT",
         f"export RAY_ADDRESS=127.0.0.1:{PORT}",
         f"until ray health-check --address 127.0.0.1:{PORT}; do sleep 1; done",
-        *elsewhere.steps(job, keys, keys.nodes, "$HOME/birl-vllm/bin/python"),
+        *elsewhere.steps(job, keys, keys.nodes),
         *elsewhere.follow(job),
     ]
 

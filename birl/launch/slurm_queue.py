@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from birl.errors import BirlError
-from birl.launch import tail
-from birl.launch.launcher import Handle, Status
+from birl.launch.launcher import Handle, Status, log_lines
 from birl.regular import read_text
 
 STATE = "state"
@@ -163,7 +162,7 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
             asked, alive = time.monotonic(), active(handle)
         return not alive
 
-    return tail.lines(files, follow, over)
+    return log_lines(files, follow, over)
 
 
 def stop(handle: Handle) -> str:

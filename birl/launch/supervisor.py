@@ -267,7 +267,7 @@ class Supervisor:
         if now != self.written:
             try:
                 files.write(self.plan.folder / files.STATE, asdict(now))
-            except OSError as error:  # a disk that is full, or out of reach: the processes are more important
+            except BirlError as error:  # a disk that is full, or out of reach: the processes are more important
                 self.say(f"state.json could not be written: {error}")
                 now = replace(now, state="")
             self.written = now
