@@ -85,7 +85,7 @@ def made(completions: list[list[dict[str, str]]], numbers: list, target: list, *
 
 def computed(completions: list[list[dict[str, str]]], answer: list[str], **columns: object) -> list[float]:
     """1 where the last number of the last reply is the result, else 0: birl's own function."""
-    from birl.envs.tasks.answer import number
+    from birl.envs.tasks.rows import number
 
     return [float(number(m[-1].get("content") or "") == number(a)) for m, a in zip(completions, answer, strict=True)]
 

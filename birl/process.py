@@ -50,29 +50,25 @@ def kill(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def end_strays(mark: str) -> None:
-    """End what left its process group, and still has this text in its environment (Linux)."""
+def end_strays(mark: str, file: str = "environ") -> None:
+    """End what left its process group, and still has this text in its environment, or in its `cmdline` (Linux)."""
     for _ in range(20):
-        left = strays(mark)
+        left = strays(mark, file)
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if not left:
             break
 
 
-def strays(mark: str) -> list[int]:
-    """Processes with this text in their environment, those that have ended and are not yet collected left out. None for
+def strays(mark: str, file: str = "environ") -> list[int]:
+    """Processes with this text in that file of /proc, without those that have ended and are not yet collected. None for
     an empty one, which every process has."""
     result = []
-    if not mark:
-        return result
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (entry / "environ").read_bytes():
+    for entry in Path("/proc").glob("[0-9]*") if mark else ():
+        with contextlib.suppress(OSError):  # ended, or another user's
+            if mark.encode() in (entry / file).read_bytes():
                 result.append(int(entry.name))
-        except OSError:  # ended, or another user's
-            continue
     return result
 
 

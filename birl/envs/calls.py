@@ -1,14 +1,19 @@
 """Functions of users, called so that one does not hold up the others: coroutines as they are, plain functions in a
-thread."""
+thread. And their commands, which are to run in another folder."""
 
 import asyncio
 import inspect
+import os
+import shutil
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
+from birl.errors import BirlError
 from birl.foreign import ENDS, harmless
 
 IDLE = 10.0  # seconds that a thread waits for more work
@@ -106,3 +111,27 @@ async def called(function: Callable[..., Any], *args: Any, threads: Threads = ST
         return await result if inspect.isawaitable(result) else result
     except ENDS as error:
         raise harmless(error) from error
+
+
+def full_names(words: list[str], key: str, text: str) -> list[str]:
+    """A command whose program and files are named in full. Raises `BirlError`, in which `key` is `text`."""
+    # Not resolved, as a virtual environment's python is a link.
+    result = [os.path.abspath(w) if os.path.isfile(w) or ("/" in w and os.path.exists(w)) else w for w in words]
+    if Path(result[0]).name.startswith("python") and (absent := missing(result[1:])):
+        raise BirlError(f"{key}={text}: there is no file {absent} in {Path.cwd()}.")
+    program = shutil.which(result[0], path=search_path())
+    if program is None:
+        raise BirlError(f"{key}={text}: there is no program {result[0]}.")
+    return [program, *result[1:]]
+
+
+def missing(arguments: list[str]) -> str:
+    """The script that Python is to run, where it does not exist: those that do have their full names."""
+    script = next((word for word in arguments if not word.startswith("-")), "")
+    module = any(word.startswith(("-m", "-c")) for word in arguments)
+    return script if script.endswith(".py") and not module and not os.path.isabs(script) else ""
+
+
+def search_path() -> str:
+    """`python` is the one that runs birl."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

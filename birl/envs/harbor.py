@@ -25,24 +25,15 @@ from birl.envs.harbor_container import Containers
 from birl.envs.harbor_folder import REWARDS, Folder, packed, read, read_all
 from birl.envs.tasks.rows import Row
 from birl.envs.tasks.sandboxed import Memory
+from birl.envs.tasks.tooled import text_tool
 from birl.errors import BirlError
 from birl.sandbox import archive
 from birl.sandbox.open import open_sandbox
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
 from birl.types import LARGEST, Feedback, Message, Task, ToolCall
 
-BASH = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "Runs a command in the task's folder. Files are kept between calls; processes may not be.",
-        "parameters": {
-            "type": "object",
-            "properties": {"command": {"type": "string", "description": "As for bash -c."}},
-            "required": ["command"],
-        },
-    },
-}
+ABOUT = "Runs a command in the task's folder. Files are kept between calls; processes may not be."
+BASH = text_tool("bash", ABOUT, "command", "As for bash -c.")
 CONTAINERS = ("docker", "podman")
 PROGRAM = Path(archive.__file__).read_text()
 

@@ -106,12 +106,8 @@ def in_sandbox(environment: Path, build: str) -> dict[str, Any]:
             f"{environment}/Dockerfile: RUN {recipe.builds[0][:80]}: there is no container to build. env.build=skip "
             "leaves such lines out, where this machine has what they install; env.build=run runs them in the sandbox."
         )
-    return {
-        "workdir": recipe.workdir,
-        "environment": recipe.variables,
-        "files": recipe.files,
-        "builds": tuple(recipe.builds),
-    }
+    there = {"workdir": recipe.workdir, "environment": recipe.variables, "files": recipe.files}
+    return {**there, "builds": tuple(recipe.builds)}
 
 
 def in_container(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from birl.config.schema.kinds import Count
-from birl.envs.calls import CLOSING, called
-from birl.envs.command import full_names, path
+from birl.envs.calls import CLOSING, called, full_names, search_path
 from birl.envs.functions import KEY, prompt, row
 from birl.errors import BirlError
 from birl.process import end_strays, kill, tied
@@ -92,7 +91,9 @@ class Program:
             cwd=self.folder,
             start_new_session=True,  # all that it starts can be ended together
         )
-        feed(self.transport, prompt(self.task))
+        pipe: Any = self.transport.get_pipe_transport(0)
+        pipe.write(prompt(self.task).encode(errors="replace"))
+        pipe.write_eof()
         code = await watched.ended
         kill(self.transport.get_pid())  # what it left behind holds the pipes open
         await watched.drained(self.transport)
@@ -185,17 +186,11 @@ def words(config: Config) -> list[str]:
 def environment(config: Config, folder: Path, base_url: str, task: Path) -> dict[str, str]:
     return {
         **{name: os.environ[name] for name in config.pass_environment},
-        **{"PATH": path(), "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"},
+        **{"PATH": search_path(), "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"},
         **{"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY},
         **{"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": KEY},
         "BIRL_TASK": str(task),
     }
-
-
-def feed(transport: asyncio.SubprocessTransport, text: str) -> None:
-    pipe: Any = transport.get_pipe_transport(0)
-    pipe.write(text.encode(errors="replace"))
-    pipe.write_eof()
 
 
 def reward(line: str) -> float | Mapping[str, float] | None:

@@ -3,15 +3,14 @@
 birl rl env=gem env.task=game:GuessTheNumber-v0-easy env.max_turns=4
 
 Each episode has an environment of its own; there is no pool to wait for. GEM's games draw from the global generators,
-so each call gets its own (`own_random.py`).
+so each call gets its own (`OwnRandom`).
 """
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from birl.envs.adapters.own_random import OwnRandom
-from birl.envs.adapters.package import Seeded, arguments, imported, seed_of, seeds, unknown
+from birl.envs.adapters.package import OwnRandom, Seeded, arguments, imported, seed_of, seeds, unknown
 from birl.types import Feedback, Message, Task
 
 KIND = "gem"
@@ -56,9 +55,7 @@ class Gem:
         return Feedback(messages=(message_of(seen, info),), reward=float(reward), done=bool(terminated or truncated))
 
     def close(self) -> None:
-        close = getattr(self.env, "close", None)
-        if close is not None:
-            close()
+        getattr(self.env, "close", lambda: None)()
 
 
 def message_of(seen: str, info: dict[str, Any]) -> Message:

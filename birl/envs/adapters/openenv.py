@@ -31,8 +31,6 @@ from birl.types import Feedback, Message, Task
 KIND = "openenv"
 LONGEST = 3600.0  # seconds for one answer of the server; an episode's own deadline is env.timeout
 AGAIN = 0.2  # seconds until a full server is asked again
-
-
 STARTS = 60.0  # seconds a server may take
 ANSWERS = 3.0  # seconds until a server that should run must answer
 ENDS = 10.0  # seconds until it is killed

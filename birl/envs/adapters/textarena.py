@@ -11,8 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from birl.envs.adapters.own_random import OwnRandom
-from birl.envs.adapters.package import Seeded, imported, seed_of, seeds, unknown
+from birl.envs.adapters.package import OwnRandom, Seeded, imported, seed_of, seeds, unknown
 from birl.envs.calls import called
 from birl.errors import BirlError, TooLong
 from birl.types import Feedback, Message, Model, Task

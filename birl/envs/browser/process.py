@@ -8,8 +8,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
-import sys
 import tempfile
 from collections import deque
 from contextlib import suppress
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
-from birl.process import kill
+from birl.process import end_strays, kill
 
 PROGRAM = Path(__file__).parent / "worker"
 START = 90.0  # seconds a worker may take to start
@@ -50,17 +48,11 @@ class Worker:
         passed = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith("WA_")}
         folder = tempfile.mkdtemp(prefix="birl-browser-")
         try:
+            pipe, own = asyncio.subprocess.PIPE, {"TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
             process = await asyncio.create_subprocess_exec(
-                python,
-                "-s",
-                str(PROGRAM),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={**passed, "TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"},
-                limit=LINE,
+                python, "-s", str(PROGRAM), stdin=pipe, stdout=pipe, stderr=pipe, env={**passed, **own}, limit=LINE,
                 start_new_session=True,
-            )
+            )  # fmt: skip
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -132,11 +124,11 @@ class Worker:
         self.killed = True
         if self.process.returncode is None:
             kill(self.process.pid)
-        kill_marked(self.folder)
+        end_strays(self.folder, "cmdline")  # Playwright gives Chromium a group of its own, and a profile there
         self._end_waits()
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), QUIT)
-        kill_marked(self.folder)  # a browser that was just being started
+        end_strays(self.folder, "cmdline")  # a browser that was just being started
         shutil.rmtree(self.folder, ignore_errors=True)
         if others := [task for task in self.tasks if task is not asyncio.current_task()]:
             await asyncio.wait(others, timeout=QUIT)
@@ -175,15 +167,3 @@ def _problem(python: str, output: str) -> str:
             f"interpreter that has it, env.python=PATH. ({python}: {output or 'ended without a word'})"
         )
     return output.removeprefix("LookupError: ").strip("'\"")
-
-
-def kill_marked(folder: str) -> None:
-    """Every process whose command line names the worker's folder: Playwright gives Chromium a group of its own, which
-    the kill of the worker's does not reach, and a profile in this folder."""
-    if sys.platform != "linux":
-        return
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if folder.encode() in (entry / "cmdline").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.config import schema
-from birl.envs.calls import called
-from birl.envs.command import full_names, path
+from birl.envs.calls import called, full_names, search_path
 from birl.envs.mcp.connection import Connection, Misused
 from birl.envs.mcp.transport import Command, Problem, Streams, over_http, over_pipes
 from birl.errors import BirlError
@@ -130,7 +129,7 @@ async def process(command: list[str], confined: Confinement | None, problem: Pro
         folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="birl-mcp-", ignore_cleanup_errors=True))
         mark = {"BIRL_MCP": folder}
         if confined is None:
-            environment = {**os.environ, "PATH": path(), **mark}
+            environment = {**os.environ, "PATH": search_path(), **mark}
             start = Command(words=tied(command), mark=f"BIRL_MCP={folder}", environment=environment, folder=folder)
         else:
             home = "/tmp" if confined.kind == "bubblewrap" else folder

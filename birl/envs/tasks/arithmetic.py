@@ -8,8 +8,7 @@ from pydantic import Field
 
 from birl.config.schema.kinds import Count, Whole
 from birl.envs.single_turn import SingleTurn
-from birl.envs.tasks.answer import number
-from birl.envs.tasks.rows import Drawn, Row, answered_number, drawn
+from birl.envs.tasks.rows import Drawn, Row, answered_number, drawn, number
 from birl.types import Feedback, Message
 
 WORDINGS = {

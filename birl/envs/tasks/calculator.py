@@ -10,22 +10,10 @@ from pydantic import Field
 
 from birl.envs.tasks.expression import NoExpression, evaluate
 from birl.envs.tasks.rows import Row, drawn
-from birl.envs.tasks.tooled import Tooled, Turns
+from birl.envs.tasks.tooled import Tooled, Turns, text_tool
 
-CALCULATOR = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "The exact value of an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "expression": {"type": "string", "description": "Numbers, + - * / and parentheses, as in (12 + 3) * 4."}
-            },
-            "required": ["expression"],
-        },
-    },
-}
+EXPRESSION = "Numbers, + - * / and parentheses, as in (12 + 3) * 4."
+CALCULATOR = text_tool("calculator", "The exact value of an arithmetic expression.", "expression", EXPRESSION)
 
 
 class Calculator(Tooled):

@@ -10,9 +10,8 @@ from pydantic import Field
 
 from birl.config.schema.kinds import Count, Decay, Whole
 from birl.envs.single_turn import SingleTurn
-from birl.envs.tasks.answer import final
 from birl.envs.tasks.expression import NoExpression, evaluate
-from birl.envs.tasks.rows import Drawn, Row, column, drawn
+from birl.envs.tasks.rows import Drawn, Row, column, drawn, final
 from birl.types import Feedback, Message, Task
 
 

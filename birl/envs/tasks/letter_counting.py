@@ -8,9 +8,8 @@ from pydantic import Field
 
 from birl.config.schema.kinds import Count, Share, Whole
 from birl.envs.single_turn import SingleTurn
-from birl.envs.tasks.answer import number
 from birl.envs.tasks.dictionary import WORDS
-from birl.envs.tasks.rows import Drawn, Row, answered, drawn
+from birl.envs.tasks.rows import Drawn, Row, answered, drawn, number
 from birl.types import Feedback, Message
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

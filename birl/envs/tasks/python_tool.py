@@ -5,23 +5,13 @@ from dataclasses import dataclass
 
 from birl.envs.tasks.rows import Row, drawn
 from birl.envs.tasks.sandboxed import Sandboxed, shared_sandbox
-from birl.envs.tasks.tooled import Tooled, Turns
+from birl.envs.tasks.tooled import Tooled, Turns, text_tool
 from birl.sandbox.code import SandboxFailed
 from birl.sandbox.protocol import Ending, Result, Sandbox
 from birl.types import Task
 
-PYTHON = {
-    "type": "function",
-    "function": {
-        "name": "python",
-        "description": "Runs a Python program and gives what it prints. Nothing is kept from one call to the next.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The program; it prints its result."}},
-            "required": ["code"],
-        },
-    },
-}
+ABOUT = "Runs a Python program and gives what it prints. Nothing is kept from one call to the next."
+PYTHON = text_tool("python", ABOUT, "code", "The program; it prints its result.")
 LONGEST = 2000  # characters of what is printed that the model sees
 
 
@@ -77,12 +67,8 @@ def divisible(rng: random.Random) -> tuple[str, int, str]:
 
 def digits(rng: random.Random) -> tuple[str, int, str]:
     base, power = rng.randint(3, 99), rng.randint(10, 60)
-    answer = sum(map(int, str(base**power)))
-    return (
-        f"What is the sum of the digits of {base} to the power of {power}?",
-        answer,
-        (f"print(sum(map(int, str({base} ** {power}))))"),
-    )
+    answer, code = sum(map(int, str(base**power))), f"print(sum(map(int, str({base} ** {power}))))"
+    return f"What is the sum of the digits of {base} to the power of {power}?", answer, code
 
 
 def squares(rng: random.Random) -> tuple[str, int, str]:

@@ -1,7 +1,9 @@
-"""Rows of generated tasks: seeded, and never the same problem in both splits."""
+"""Rows of generated tasks: seeded, and never the same problem in both splits; and what an answer says in the end: its
+last `<answer>...</answer>`, where it has one, else all of it, and the last number in that."""
 
 import hashlib
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,12 +12,16 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from birl.config.schema.kinds import Count, Whole
-from birl.envs.tasks.answer import number
 from birl.errors import BirlError
 from birl.types import Message, Task
 
 Row = dict[str, Any]
 Replies = Annotated[int, Field(ge=2)]  # the last one answers
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+NUMBER = re.compile(r"(?<![\w.])[-\u2212]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w])")
+SPELLED = "zero one two three four five six seven eight nine ten eleven twelve"
+WORDS = {word: n for n, word in enumerate(SPELLED.split())}
+LONGEST = 100_000  # characters that are looked at, from the end
 
 
 @dataclass(kw_only=True)
@@ -77,6 +83,31 @@ def answered_number(task: Task) -> Fraction:
     if (value := number(answered(task))) is None:
         raise BirlError(f"{where(task)}: its answer {task.answer!r} is no number, which the environment needs")
     return value
+
+
+def final(text: str) -> str:
+    text = text[-LONGEST:]
+    result = ANSWER.findall(text)
+    return (result[-1] if result else text).strip()
+
+
+def number(text: str, words: bool = False) -> Fraction | None:
+    """The last number. With `words`, a number may be a word, as in "three times"."""
+    text = final(text)
+    result = [(m.start(), m[0]) for m in NUMBER.finditer(text)]
+    if words:
+        spelled = [(m.start(), m[0].lower()) for m in re.finditer(r"[A-Za-z]+", text)]
+        result += [(place, str(WORDS[word])) for place, word in spelled if word in WORDS]
+    if not result:
+        return None
+    digits = max(result)[1].replace(",", "").replace("\u2212", "-")
+    return Fraction(digits) if len(digits) <= 1000 else None
+
+
+def normal(text: str) -> str:
+    """An answer in words: small letters, without articles, punctuation and superfluous blanks."""
+    words = re.findall(r"[^\W_]+", text.lower())
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
 
 
 def user_message(text: str) -> tuple[Message, ...]:

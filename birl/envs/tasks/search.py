@@ -10,9 +10,8 @@ from typing import Any
 
 from birl.config.schema.kinds import Count
 from birl.data.parse import parse_json
-from birl.envs.tasks.answer import normal
 from birl.envs.tasks.invented import passages, questions
-from birl.envs.tasks.rows import Replies, Row, answered, held_out, user_message
+from birl.envs.tasks.rows import Replies, Row, answered, held_out, normal, user_message
 from birl.errors import BirlError
 from birl.types import Conversation, Feedback, Message, Task
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from birl.envs.tasks.answer import number
-from birl.envs.tasks.rows import Drawn, Replies, answered_number
+from birl.envs.tasks.rows import Drawn, Replies, answered_number, number
 from birl.types import Conversation, Feedback, Message, Task, ToolCall
 
 
@@ -14,6 +13,13 @@ from birl.types import Conversation, Feedback, Message, Task, ToolCall
 class Turns(Drawn):
     turns: Replies = 4
     """Replies; then the episode ends without an answer. At most env.max_turns count."""
+
+
+def text_tool(name: str, about: str, argument: str, what: str) -> dict[str, Any]:
+    """A tool with one argument, a text, as OpenAI's clients describe it."""
+    given = {argument: {"type": "string", "description": what}}
+    parameters = {"type": "object", "properties": given, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
 
 
 class Tooled:

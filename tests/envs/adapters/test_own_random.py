@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from birl.envs.adapters import own_random
-from birl.envs.adapters.own_random import OwnRandom
+from birl.envs.adapters import package
+from birl.envs.adapters.package import OwnRandom
 
 
 def draw() -> tuple[float, float]:
@@ -43,7 +43,7 @@ def test_outside_nothing_changes_even_after_an_error() -> None:
 
 
 def test_a_game_that_hangs_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_random, "WAIT", 0.1)
+    monkeypatch.setattr(package, "WAIT", 0.1)
     inside, go = threading.Event(), threading.Event()
 
     def hang() -> None:

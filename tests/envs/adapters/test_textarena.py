@@ -6,7 +6,7 @@ import random
 import pytest
 import textarena
 
-from birl.envs.adapters.own_random import OwnRandom
+from birl.envs.adapters.package import OwnRandom
 from birl.rollout.episode import run_episode
 from birl.rollout.session import Limits, Session
 from birl.types import Outcome, SamplingParams

@@ -2,9 +2,9 @@
 
 import pytest
 
-from birl.envs.tasks.answer import final, normal, number
 from birl.envs.tasks.dictionary import WORDS
 from birl.envs.tasks.letter_counting import LetterCounting
+from birl.envs.tasks.rows import final, normal, number
 from birl.errors import BirlError
 from tests.envs.tasks.playing import opened, play, rewards, row
 

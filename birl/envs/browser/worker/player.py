@@ -1,14 +1,17 @@
 """All episodes of one worker, each in a context of its own in one browser."""
 # pyright: reportMissingImports=false
 
+import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import browsergym.core
 import chromium
-import stacks
 from actions import Actions, Invalid
 from playing import Playing
+from playwright._impl import _connection, _sync_base
 from playwright.sync_api import sync_playwright
 from suites import SUITES
 
@@ -25,7 +28,7 @@ class Player:
         if unknown := [name for name in settings["tasks"] if name not in known]:
             raise LookupError(self.suite.unknown(unknown[0], known))
         self.hello = {"tasks": settings["tasks"] or known, "actions": self.actions.describe(settings["describe"])}
-        stacks.install()
+        look_up_no_lines()
         self.playwright = sync_playwright().start()
         self.shared = chromium.Shared(self.playwright, settings["browser"], hosts)
         browsergym.core._set_global_playwright(self.shared)
@@ -63,3 +66,26 @@ class Player:
     def quit(self) -> None:
         self.shared.browser.close()
         self.playwright.stop()
+
+
+class Frame(NamedTuple):
+    frame: FrameType
+    filename: str
+    lineno: int
+
+
+def stack() -> list[Frame]:
+    result, frame = [], sys._getframe(1)
+    while frame is not None:
+        result.append(Frame(frame, frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return result
+
+
+def look_up_no_lines() -> None:
+    """Playwright for Python looks up the source lines of all its callers, several times in every call, which is slow.
+    It needs file, line and name of each: they are in the frames."""
+    quiet = {**vars(traceback), "extract_stack": traceback.StackSummary}
+    for module in (_connection, _sync_base):
+        module.inspect = SimpleNamespace(stack=stack)  # pyright: ignore[reportAttributeAccessIssue]
+        module.traceback = SimpleNamespace(**quiet)  # pyright: ignore[reportAttributeAccessIssue]

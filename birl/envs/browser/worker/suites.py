@@ -4,13 +4,15 @@
 import difflib
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import chromium
-import login
+from playwright.sync_api import Error
 
+SETTLED = 10_000  # ms; a site that is still busy then has had its chance
 SITES = ("SHOPPING", "SHOPPING_ADMIN", "REDDIT", "GITLAB", "WIKIPEDIA", "MAP", "HOMEPAGE")
 
 
@@ -42,6 +44,27 @@ class MiniWob:
         return self.kinds[name], {}
 
 
+class Patient:
+    """In place of a page on which BrowserGym logs in: its context's new pages are closed only when they have come to
+    rest. BrowserGym closes them as soon as it has clicked, before the site has answered: the login may be lost, and
+    Chromium sometimes never closes a page whose next one is on its way."""
+
+    def __init__(self, page: Any) -> None:
+        self.context, self._inner = self, page.context
+
+    def new_page(self) -> Any:
+        page = self._inner.new_page()
+        close = page.close
+
+        def at_rest() -> None:
+            with suppress(Error):
+                page.wait_for_load_state("networkidle", timeout=SETTLED)
+            close()
+
+        page.close = at_rest
+        return page
+
+
 class WebArena:
     """WebArena's tasks and evaluators, on the sites that WA_SHOPPING and the like name."""
 
@@ -55,7 +78,8 @@ class WebArena:
         _offline_tokenizer()
         from browsergym.webarena.instance import WebArenaInstance
 
-        login.install(WebArenaInstance)
+        log_in = WebArenaInstance.ui_login
+        WebArenaInstance.ui_login = lambda own, site, page: log_in(own, site, Patient(page))
         self.instance = WebArenaInstance()
         self.configs = self._configs()
 
