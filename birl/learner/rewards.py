@@ -20,7 +20,7 @@ from birl.learner.policy import DTYPES
 from birl.models.device import choose
 from birl.models.load import context_limit, end_ids, load_reward_model, load_tokenizer
 from birl.models.verify import verify
-from birl.rewards.judge_keys import settings
+from birl.rewards.rubric import settings
 from birl.rewards.score import Rewards
 from birl.text.chat import Chat
 

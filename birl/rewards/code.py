@@ -29,7 +29,10 @@ async def code(
     Example: await code(["```python\nprint(input())\n```"], tests=[[{"input": "7", "output": "7"}]]) == [1.0]
     """
     keys = Keys(**(sandbox or {}))
-    wanted = [cases(_some(test, index)) for index, test in enumerate(tests)]
+    for index, test in enumerate(tests):
+        if test is None:
+            raise BirlError(f"tests is None for completion {index}: `code` needs the row's column `tests`.")
+    wanted = [cases(test) for test in tests]
     programs = [last_block(THOUGHT.sub("", completion)) for completion in completions]
     opened = await _sandbox(keys)
     lanes = asyncio.Semaphore(max(1, keys.workers))
@@ -44,12 +47,6 @@ async def code(
         return report.share if partial else float(report.share == 1)
 
     return list(await asyncio.gather(*map(share, programs, wanted)))
-
-
-def _some(tests: Any, index: int) -> Any:
-    if tests is None:
-        raise BirlError(f"tests is None for completion {index}: `code` needs the row's column `tests`.")
-    return tests
 
 
 def prepare(sandbox: Mapping[str, Any] | None = None, **_: Any) -> None:

@@ -20,15 +20,12 @@ async def endpoint(
 
     Asks with `{"messages": [...]}`, so that the server's own chat template makes the text.
     """
-    bodies = [
-        {"messages": _talk(p, c), "add_generation_prompt": False} for p, c in zip(prompts, completions, strict=True)
-    ]
+    bodies = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        talk = [*asked, {"role": "assistant", "content": completion}]
+        bodies.append({"messages": talk, "add_generation_prompt": False})
     return await ask_all(address, bodies, _score, concurrency=concurrency, timeout=timeout)
-
-
-def _talk(prompt: Any, completion: str) -> list[dict[str, str]]:
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return [*asked, {"role": "assistant", "content": completion}]
 
 
 def _score(reply: Any) -> float:

@@ -4,7 +4,6 @@ A reward function is a plain callable, `(completions, prompts, **columns) -> lis
 sides of the pipe to a worker process, so it imports nothing heavy.
 """
 
-import difflib
 import functools
 import hashlib
 import importlib
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from birl.errors import BirlError, text_of
+from birl.errors import BirlError, did_you_mean, text_of
 from birl.named import from_file
 from birl.types import LARGEST, Outcome
 
@@ -159,11 +158,9 @@ class Parameters:
         """The offered arguments that the function takes. Raises `BirlError` when it needs one that is not offered."""
         missing = [parameter for parameter in self.required if parameter not in offered]
         if missing:
-            near = difflib.get_close_matches(missing[0], offered, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise BirlError(
-                f"reward function {name!r} has a parameter {missing[0]!r}, but there is no such column.{hint} "
-                f"It can have: {', '.join(sorted(offered))}."
+                f"reward function {name!r} has a parameter {missing[0]!r}, but there is no such column."
+                f"{did_you_mean(missing[0], offered)} It can have: {', '.join(sorted(offered))}."
             )
         taken = set(offered) - set(self.bound) if self.anything else self.named
         return {key: value for key, value in offered.items() if key in taken}
@@ -181,10 +178,8 @@ def resolve(spec: str, folder: Path) -> str:
             return spec
         if spec.endswith(".py"):
             raise BirlError(f"reward {spec!r} names a file but no function: write {spec}:my_function")
-        near = difflib.get_close_matches(spec, BUILTINS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise BirlError(
-            f"there is no reward function {spec!r}.{hint} "
+            f"there is no reward function {spec!r}.{did_you_mean(spec, BUILTINS)} "
             f"Use {', '.join(BUILTINS)}, my_file.py:my_function or package.module:function."
         )
     if not place or not function:
@@ -193,8 +188,7 @@ def resolve(spec: str, folder: Path) -> str:
         return spec
     path = (folder / Path(place).expanduser()).resolve()
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")])
         raise BirlError(f"reward {spec!r}: there is no file {place} (looked in {path.parent}).{hint}")
     return f"{path}:{function}"
 
@@ -211,8 +205,7 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if function is None:
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else f" It has: {', '.join(sorted(known)) or 'none'}."
+        hint = did_you_mean(name, known) or f" It has: {', '.join(sorted(known)) or 'none'}."
         raise BirlError(f"reward {spec!r}: {place} has no function {name!r}.{hint}")
     if not callable(function):
         raise BirlError(f"reward {spec!r}: {name!r} in {place} is a {type(function).__name__}, not a function")
@@ -244,14 +237,10 @@ def describe(error: BaseException, file: str = "") -> str:
     return f"{where}{type(error).__name__}{': ' if message else ''}{message}"[:400]
 
 
-def source_file(function: Callable[..., Any]) -> str:
+def failed(error: BaseException, function: Callable[..., Any]) -> CallFailed:
     inner = function.func if isinstance(function, functools.partial) else function
     code = getattr(inspect.unwrap(inner), "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    return code.co_filename if code is not None else ""
-
-
-def failed(error: BaseException, function: Callable[..., Any]) -> CallFailed:
-    return CallFailed(Outcome.ENV_ERROR, describe(error, source_file(function)))
+    return CallFailed(Outcome.ENV_ERROR, describe(error, "" if code is None else code.co_filename))
 
 
 def checked(result: object, n: int) -> list[float | str | None]:

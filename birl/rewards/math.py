@@ -11,8 +11,7 @@ from math_verify import ExprExtractionConfig, parse, verify
 
 from birl.errors import BirlError
 from birl.rewards.extent import large, near, same_at_points, unfinished
-from birl.rewards.notation import plain
-from birl.rewards.qualified import qualified
+from birl.rewards.notation import plain, qualified
 from birl.rewards.text import THOUGHT
 
 # math-verify limits its time with SIGALRM and calls a late answer wrong. Here the worker process has a deadline and a
@@ -239,9 +238,8 @@ def _number(expression: Any) -> Any:
         return None
     numbers = [part for part in expression.args if part.is_Number and part != -1]
     others = [part for part in expression.args if not part.is_Number]
-    written = len(numbers) <= 1 and len(others) == 1 and (_is_reciprocal(others[0]) or others[0] == PERCENT)
-    return sympy.Mul(*(part.doit() for part in expression.args)) if written else None
-
-
-def _is_reciprocal(part: Any) -> bool:
-    return isinstance(part, sympy.Pow) and part.exp == -1 and part.base.is_Number
+    if len(numbers) > 1 or len(others) != 1:
+        return None
+    part = others[0]
+    reciprocal = isinstance(part, sympy.Pow) and part.exp == -1 and part.base.is_Number
+    return sympy.Mul(*(p.doit() for p in expression.args)) if reciprocal or part == PERCENT else None

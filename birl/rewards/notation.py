@@ -1,4 +1,5 @@
-"""How numbers and formulas are written: into the one spelling that math-verify reads."""
+"""How numbers and formulas are written: into the one spelling that math-verify reads. And what stands around a number
+and makes it another one, or a bound: of "less than 7" math-verify sees the 7."""
 
 import re
 import unicodedata
@@ -52,6 +53,17 @@ RULES = [
     (re.compile(r"(?:^|(?<=[=:(]))\s*-\s+(?=\d)"), "-"),
     (re.compile(r"^\s*([-+])\s*\$(?=[\d.][^$]*$)"), r"\1"),
 ]
+BEFORE = re.compile(
+    r"(?:\b(?:(?:less|more|greater|fewer|smaller|larger|bigger|higher|lower|other) than|anything but"
+    r"|everything but|except|(?:not|cannot|n't)(?: be| equal to| exactly)?|root of|half of|twice|sqrt"
+    r"|sin|cos|tan|exp|log|ln|\d+ (?:to|through|plus|minus|times))"
+    r"|n't(?: be)?|[<>\u2264\u2265\u2260]=?|(?:^|(?<=[\s=(]))\d*[b-z]\s*[-+])[\s$*(]*[-+]?$",
+    re.IGNORECASE,
+)
+AFTER = re.compile(
+    r"\^(?!\{?\\circ)|\*\*\d|\s+(?:squared|cubed)\b|[xyznike](?![a-zA-Z])|\s*\+\s*[a-zA-Z](?![a-zA-Z'])|\s*-\s*[b-z]\b"
+)
+BOUND = re.compile(r"(?:\\(?:[gl](?:e|eq|t)|neg|lnot|neq?|not)(?![a-z])|[<>])")
 
 
 def plain(text: str) -> str:
@@ -88,3 +100,18 @@ def _repeating(match: re.Match[str]) -> str:
     whole, fixed, repeated = match.groups()
     above = int(whole + fixed + repeated) - int(f"0{whole}{fixed}")
     return str(Fraction(above, (10 ** len(repeated) - 1) * 10 ** len(fixed)))
+
+
+def qualified(text: str, number: str, first: bool) -> bool:
+    """Whether `text` says something else than `number`, which was read from it: its first occurrence behind what
+    announces an answer, else the last.
+
+    Example: qualified("x is less than 7", "7", first=False)
+    """
+    if BOUND.match(number):
+        return True
+    places = [m.span() for m in re.finditer(rf"(?<![\d.,]){re.escape(number.lstrip('-+ '))}(?!\d|[.,]\d)", text)]
+    if not places or "\\boxed" in text:
+        return False
+    begin, end = places[0 if first else -1]
+    return bool(BEFORE.search(text[max(0, begin - 40) : begin]) or AFTER.match(text[end:]))

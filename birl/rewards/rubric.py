@@ -1,12 +1,15 @@
-"""A rubric: criteria with weights, of the configuration or of a row."""
+"""A rubric: criteria with weights, of the configuration or of a row; and how the configuration asks judges."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from birl.config.decided import reward_timeout
+from birl.config.schema import RL, Eval
 from birl.errors import BirlError
 from birl.types import LARGEST
 
@@ -71,3 +74,35 @@ def weighted(criteria: Rubric, met: Sequence[float]) -> float:
     most = sum(criterion.weight for criterion in criteria if criterion.weight > 0)
     value = sum(c.weight * share for c, share in zip(criteria, met, strict=True)) / most
     return min(max(value, 0.0), 1.0)
+
+
+def settings(config: RL | Eval) -> dict[str, Any]:
+    """The `panel` of a configuration, as JSON has it. Raises `BirlError`."""
+    keys = config.reward
+    return {
+        "judges": list(keys.judge),
+        "manner": {"mode": keys.judge_mode, "rounds": keys.judge_rounds, "seed": config.seed}
+        | ({"template": read_template(keys.judge_prompt)} if keys.judge_prompt else {}),
+        "rubric": [asdict(c) for c in rubric(keys.judge_rubric, "reward.judge_rubric")] if keys.judge_rubric else [],
+        "column": keys.judge_rubric_column,
+        "combine": keys.judge_panel,
+        "tokens": keys.judge_tokens,
+        "cache": keys.judge_cache,
+        "concurrency": keys.concurrency,
+        "rate": keys.judge_rate / keys.workers,
+        "timeout": reward_timeout(config),
+    }
+
+
+def read_template(file: str) -> str:
+    """Of reward.judge_prompt. Raises `BirlError`."""
+    try:
+        words = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BirlError(f"reward.judge_prompt={file}: cannot be read: {error}") from error
+    if "{completion}" not in words:
+        raise BirlError(
+            f"reward.judge_prompt={file}: has no {{completion}}, so the judge would not see what it judges. It may "
+            "also have {prompt}, {gold}, {rubric} and {form}."
+        )
+    return words

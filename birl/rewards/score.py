@@ -1,7 +1,6 @@
 """Reward functions, combined: completions in, one `Score` each out."""
 
 import asyncio
-import difflib
 import inspect
 import json
 import logging
@@ -9,11 +8,12 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 from birl.rewards.functions import BUILTINS, OPTIONS, PER_CALL, Answers, CallFailed, Parameters, resolve
 from birl.rewards.pool import Pool, Thread, Worker, awaited
 from birl.types import UNSCORED, Outcome
@@ -185,12 +185,12 @@ class Rewards:
         index = iter(range(len(specs)))
         for function in self.functions:
             if isinstance(function, str):
-                self._calls.append(_bind(self._workers, next(index)))
-            elif _is_async(function):
-                self._calls.append(_bind_async(function))
+                self._calls.append(partial(self._workers.run, next(index)))
+            elif inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+                self._calls.append(partial(awaited, function))
             else:
                 self._pools.append(Pool([Thread(function, asyncio.get_running_loop())]))
-                self._calls.append(_bind(self._pools[-1], 0))
+                self._calls.append(partial(self._pools[-1].run, 0))
 
     def _combine(self, parts: list[RewardValue]) -> Score:
         """One completion's parts, in the order of the functions; the first problem decides about the outcome."""
@@ -325,18 +325,6 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _bind(pool: Pool, index: int) -> Call:
-    return lambda arguments, n, timeout: pool.run(index, arguments, n, timeout)
-
-
-def _bind_async(function: Callable[..., Any]) -> Call:
-    return lambda arguments, n, timeout: awaited(function, arguments, n, timeout)
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
 def _callable(function: object) -> Callable[..., Any]:
     if not callable(function):
         raise BirlError(f"a reward function must be a name or a callable, not a {type(function).__name__}")
@@ -355,8 +343,7 @@ def _names(functions: Sequence[str | Callable[..., Any]]) -> list[str]:
 def _check_options(options: Mapping[str, Any]) -> None:
     for key in options:
         if key not in OPTIONS:
-            near = difflib.get_close_matches(key, OPTIONS, n=1)
-            raise BirlError(f"there is no reward option {key!r}; " + (f"did you mean {near[0]!r}?" if near else ""))
+            raise BirlError(f"there is no reward option {key!r}.{did_you_mean(key, OPTIONS)}")
     try:
         re.compile(options.get("format_pattern", ""))
     except (re.error, TypeError) as error:

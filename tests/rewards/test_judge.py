@@ -23,9 +23,9 @@ from birl.process import free_port
 from birl.rewards import judge as judges
 from birl.rewards import questions
 from birl.rewards.endpoint import endpoint
-from birl.rewards.judge_keys import read_template, settings
 from birl.rewards.questions import Manner
 from birl.rewards.requests import NoAnswer
+from birl.rewards.rubric import read_template, settings
 from birl.rewards.score import Rewards, Score
 from birl.train.command import train
 from tests.rewards.hostile import Hostile
