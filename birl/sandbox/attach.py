@@ -57,10 +57,10 @@ class Confinement:
             "filter": base64.b64encode(program).decode(),
         }
         if not alone:
-            return commands.plain(self.python, json.dumps(order), "attached"), []
+            return commands.plain(self.python, json.dumps(order), "program"), []
         sources = commands.sources(opened)
         words = commands.bubblewrap(
-            self.python, json.dumps(order), sources, self.limits, main="attached", places=self.places
+            self.python, json.dumps(order), sources, self.limits, main="program", places=self.places
         )
         return words, [fd for fd, _ in sources]
 

@@ -6,7 +6,7 @@ This process runs the test; a call of the solution's function is a message to th
 decides is `==` of plain data on this side, so an object that is equal to everything is equal to nothing here. Who
 started the run gets the verdict alone: nothing that a solution made is ever read outside of the sandbox.
 
-Standard library only, beside `names.py`, `suites.py` and `values.py`. Its standard output is one JSON object with the
+Standard library only, beside `names.py` and `values.py`. Its standard output is one JSON object with the
 nonce.
 """
 
@@ -25,8 +25,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from birl.sandbox.names import Unfit, names_of
-from birl.sandbox.suites import run_suites
+from birl.sandbox.names import Unfit, names_of, run_suites
 from birl.sandbox.values import pack, same_value, short, shown, unpack
 
 LONGEST = 1 << 24  # bytes of one message

@@ -21,8 +21,7 @@ CHECKER = {  # a zygote has imported its own
     "checker.py": b"import sys\nsys.dont_write_bytecode = True\nfrom birl.sandbox.checker import main\nmain()\n",
     **dict.fromkeys(("birl/__init__.py", "birl/sandbox/__init__.py"), b""),
     **{
-        f"birl/sandbox/{n}.py": (Path(__file__).parent / f"{n}.py").read_bytes()
-        for n in ("checker", "names", "suites", "values")
+        f"birl/sandbox/{n}.py": Path(__file__).with_name(f"{n}.py").read_bytes() for n in ("checker", "names", "values")
     },
 }
 BLOCK = re.compile(

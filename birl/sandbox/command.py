@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 NOBODY = "65534"
 GUEST = "/run/birl"  # where the guest's code is inside of bubblewrap
-NAMES = ("confine", "folder", "guest", "program", "watch", "checker", "names", "suites", "values", "attached")
+NAMES = ("confine", "folder", "guest", "program", "watch", "checker", "names", "values")
 SOURCES = {
     "birl/__init__.py": None,
     "birl/sandbox/__init__.py": None,

@@ -1,4 +1,5 @@
 """Which names of a test come from the solution, and which from Python's library: the solution's own could say anything.
+And tests that nothing calls: functions test_... (pytest), and classes of unittest.
 
 Standard library only, and nothing of birl: it runs in the sandbox beside `checker.py`.
 """
@@ -7,8 +8,10 @@ import ast
 import builtins
 import importlib
 import importlib.util
+import inspect
 import symtable
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -109,3 +112,21 @@ def _globals(table: symtable.SymbolTable) -> Iterator[str]:
             yield name
     for inner in table.get_children():
         yield from _globals(inner)
+
+
+def run_suites(names: dict[str, Any]) -> None:
+    """Call what a test has defined: each function test_..., and each TestCase. Raises what fails, and `Unfit` where a
+    function wants arguments, which a fixture would give."""
+    framework: Any = sys.modules.get("unittest")
+    for name, item in list(names.items()):
+        if isinstance(item, types.FunctionType) and name.startswith("test"):
+            if inspect.signature(item).parameters:
+                raise Unfit(f"{name} has parameters, and there is no pytest to give them")
+            item()
+        elif framework is not None and isinstance(item, type) and issubclass(item, framework.TestCase):
+            result = framework.TestResult()
+            framework.defaultTestLoader.loadTestsFromTestCase(item).run(result)
+            for _, trace in (*result.failures, *result.errors):
+                raise AssertionError(trace.strip().rpartition("\n")[2])
+            if result.unexpectedSuccesses:
+                raise AssertionError("a test that was to fail has passed")

@@ -1,4 +1,5 @@
-"""The last thing that a child of the guest does of its own: it gives up its rights and becomes the program.
+"""The last thing that a child of the guest does of its own: it gives up its rights and becomes the program. So does the
+first thing in a sandbox whose program is talked to while it runs (`main`).
 
 Standard library only, because an interpreter without packages runs it.
 """
@@ -100,7 +101,10 @@ def run_python(words: list[str]) -> None:
             source = file.read()
         exec(compile(source, words[0], "exec"), module.__dict__)  # this is the sandbox
     except SystemExit as error:
-        code = _exit_code(error.code)
+        told = error.code is not None and not isinstance(error.code, int)
+        code = 1 if told else int(error.code or 0)
+        if told:
+            print(error.code, file=sys.stderr)
     except BaseException as error:
         frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
         traceback.print_exception(type(error), error, frames)
@@ -116,8 +120,14 @@ def run_python(words: list[str]) -> None:
     os._exit(code & 255)
 
 
-def _exit_code(code: Any) -> int:
-    if code is None or isinstance(code, int):
-        return int(code or 0)
-    print(code, file=sys.stderr)
-    return 1
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    os.chdir(order["folder"])
+    if os.geteuid() == 0 and order["kind"] not in NAMESPACES:
+        confine.drop_capabilities()  # the user's own id is root's
+    confined(order["limits"], order)
+    command = order["command"]
+    try:
+        os.execve(command[0], command, order["environment"])
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
