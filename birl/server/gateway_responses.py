@@ -31,8 +31,7 @@ THOUGHT, CONTENT, CALL = range(3)  # parts of an answer, in their order
 ECHOED: dict[str, Any] = {
     **{"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "tools": []},
     **{"previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "tool_choice": "auto"},
-    **{"text": {"format": {"type": "text"}}, "store": True, "user": None},
-    "top_logprobs": 0,
+    **{"text": {"format": {"type": "text"}}, "store": True, "user": None, "top_logprobs": 0},
 }
 
 
@@ -44,10 +43,8 @@ def response(data: Mapping[str, Any], terms: Terms, visit: Answering) -> Respons
 def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept, name: str = "") -> ResponsesReply:
     """A request; `own`: parameters that count where it has no others; `name`: the model's. Raises `Refused`."""
     terms.check(data, (*KNOWN, *(SERVED if terms.served else ())))
-    included, told = (
-        typed(data, "include", list, []),
-        {k: v if data.get(k) is None else data[k] for k, v in ECHOED.items()},
-    )
+    included = typed(data, "include", list, [])
+    told = {k: v if data.get(k) is None else data[k] for k, v in ECHOED.items()}
     for one in included:
         if one not in INCLUDED:
             terms.vain("include", one)

@@ -211,7 +211,8 @@ def token_rows(
 
     def row(token: int, logprob: float) -> dict[str, Any]:
         text = chat.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": octets(text)}
+        octets = None if INCOMPLETE in text else list(text.encode())  # of a whole character
+        return {"token": text, "logprob": logprob, "bytes": octets}
 
     tops = [[row(*one) for one in possible(place)] for place, _ in places] or [[] for _ in tokens]
     each = zip(tokens, logprobs, tops, strict=True)
@@ -226,11 +227,6 @@ def possible(place: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 def call_id() -> str:
     """Of a call whose format has none. Mistral's template takes exactly nine letters or digits."""
     return secrets.token_hex(5)[:9]
-
-
-def octets(text: str) -> list[int] | None:
-    """None for part of a character."""
-    return None if INCOMPLETE in text else list(text.encode())
 
 
 def event(data: Mapping[str, Any]) -> bytes:

@@ -78,12 +78,10 @@ class Owner:
         elif (path in GUARDED and (run or path not in SHARED)) or path == "/claim":
             if owner:
                 raise Refused(
-                    409,
-                    f"This server holds the weights of the run {owner}, heard {self.clock() - self.heard:.0f} s ago: "
-                    "two runs on one server would train on each other's answers. Start another server, or wait until "
-                    f"that run ends (or {LIFE:g} s after it was killed).",
-                    "owned",
-                )
+                    409, f"This server holds the weights of the run {owner}, heard {self.clock() - self.heard:.0f} s "
+                    "ago: two runs on one server would train on each other's answers. Start another server, or wait "
+                    f"until that run ends (or {LIFE:g} s after it was killed).", "owned",
+                )  # fmt: skip
             if run and (path == "/claim" or run != self.left):
                 self.name, self.left, self.heard = run, "", self.clock()
 
@@ -236,7 +234,8 @@ class Service:
             self.metrics.load_failures.labels(error.cause).inc()
             raise
         finally:
-            self.staging.drop_until(update.version)
+            if self.staging.version is not None and self.staging.version <= update.version:
+                self.staging.drop()
         self.metrics.loads.inc()
         self.digest, self.hollow = held.digest, False
         return held

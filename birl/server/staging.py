@@ -70,11 +70,6 @@ class Staging:
         if self.version is not None and time.monotonic() - self.touched > ABANDONED:
             self.drop()
 
-    def drop_until(self, version: int) -> None:
-        """What is staged of this version and older ones is not wanted any more."""
-        if self.version is not None and self.version <= version:
-            self.drop()
-
     def drop(self) -> None:
         self.version, self.tensors = None, {}
 

@@ -121,20 +121,16 @@ async def sampled(service: Service, jobs: Sequence[Job], grammar: str) -> AsyncI
 
 
 async def _one(service: Service, index: int, job: Job, queue: asyncio.Queue, grammar: str) -> None:
-    try:
-        generate, watch = service.answering(grammar), _watcher(index, job, queue)
-        completion = await generate(job.prompt, job.params, job.session, watch=watch, best=job.best)
-        queue.put_nowait((index, completion))
-    except Exception as error:
-        queue.put_nowait(error)
-
-
-def _watcher(index: int, job: Job, queue: asyncio.Queue) -> Callable[[Request], None]:
     def watch(request: Request) -> None:
         new = slice(request.told, None)
         queue.put_nowait((index, request.tokens[new], request.logprobs[new], request.versions[new], job.places(new)))
 
-    return watch
+    try:
+        generate = service.answering(grammar)
+        completion = await generate(job.prompt, job.params, job.session, watch=watch, best=job.best)
+        queue.put_nowait((index, completion))
+    except Exception as error:
+        queue.put_nowait(error)
 
 
 class Growing:

@@ -79,7 +79,8 @@ class Checkpoints:
         made.info |= {"seq": seq, "steps": adapter.steps}
         files = self._files(adapter, kind, made)
         with self.changing:
-            self._count(made, sum(map(size_of, files.values())))
+            sizes = (len(f) if isinstance(f, bytes) else sum(t.nbytes for t in f[0].values()) for f in files.values())
+            self._count(made, sum(sizes))
             result = self.store.save(made, files, again)
             self.kept.pop(result.path, None)  # it may have other weights than before
             if kind == "sampler_weights":
@@ -195,19 +196,13 @@ class Checkpoints:
         return adapter.weights
 
 
-def size_of(file: Any) -> int:
-    """Bytes of what `Store.save` takes."""
-    return len(file) if isinstance(file, bytes) else sum(t.nbytes for t in file[0].values())
-
-
 def peft(adapter: LowRankRun, base: str) -> tuple[dict[str, Tensor], bytes]:
     """Files that peft's `PeftModel.from_pretrained` takes, and vLLM."""
     tensors = {}
     for name, tensor in adapter.masters.items():
         layer, _, key = name.rpartition(".")
-        tensors[f"base_model.model.{layer if layer != HEAD else 'lm_head'}.{key}.weight"] = tensor.detach().to(
-            torch.float32
-        )
+        place = f"base_model.model.{layer if layer != HEAD else 'lm_head'}.{key}.weight"
+        tensors[place] = tensor.detach().to(torch.float32)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": adapter.config.rank,
         "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,

@@ -114,28 +114,19 @@ def main() -> None:
     follow(config)
 
 
-class alone:
+@contextmanager
+def alone(root: Path) -> Iterator[None]:
     """The folder for one process: two would do each other's requests."""
+    import fcntl
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def __enter__(self) -> None:
-        import fcntl
-
-        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        check_target(self.root / "lock")
-        self.file = (self.root / "lock").open("a")
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    check_target(root / "lock")
+    with (root / "lock").open("a") as file:
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self.file.close()
-            raise BirlError(
-                f"folder={self.root}: another server has it. Name another folder, or stop that one."
-            ) from None
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
+            raise BirlError(f"folder={root}: another server has it. Name another folder, or stop that one.") from None
+        yield
 
 
 async def _serve(

@@ -17,6 +17,7 @@ from birl.errors import BirlError
 from birl.server import limits
 from birl.server.limits import Refused
 from birl.server.tinker import requests
+from birl.server.tinker.checkpoints import LONGEST, SHORTEST
 from birl.server.tinker.service import TinkerService
 from birl.server.tinker.sessions import Session
 from birl.server.tinker.store import KINDS, Checkpoint
@@ -167,7 +168,7 @@ async def publish(public: bool, service: TinkerService, tenant: Tenant, request:
 
 async def set_ttl(service: TinkerService, tenant: Tenant, request: Request) -> Response:
     checkpoint, data = addressed(service, tenant, request), await limits.json_object(request, service.most_bytes)
-    seconds = requests.whole(data, "ttl_seconds", 0, 3600, 10 * 366 * 24 * 3600)
+    seconds = requests.whole(data, "ttl_seconds", 0, SHORTEST, LONGEST)
     checkpoint.expires = time.time() + seconds if seconds else None
     service.store.change(checkpoint)
     service.store.note(tenant.name, "set_ttl", path=checkpoint.path, seconds=seconds)
@@ -204,7 +205,7 @@ async def download(service: TinkerService, tenant: Tenant, request: Request) -> 
 
 
 def page(rows: list[Any], request: Request) -> tuple[list[Any], dict[str, int]]:
-    limit, offset = (_number(request, "limit", 100), _number(request, "offset", 0))
+    limit, offset = _number(request, "limit", 100), _number(request, "offset", 0)
     return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
 
 

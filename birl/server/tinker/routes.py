@@ -32,17 +32,15 @@ OPEN = ("/api/v1/healthz", listing.DOWNLOAD)
 Handler = Callable[[TinkerService, Tenant, Request], Awaitable[Response]]
 
 
-async def health(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
+async def constant(answer: Mapping[str, Any], service: TinkerService, tenant: Tenant, request: Request) -> Response:
+    return JSONResponse(answer)
 
 
-async def client_config(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    """Everything else as the client has it by default."""
-    return JSONResponse({"pjwt_auth_enabled": False, "sample_join_sampling_session": True})
-
-
-async def dynamic_config(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    return JSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
+#: everything else as the client has it by default
+CLIENT, DYNAMIC = (
+    {"pjwt_auth_enabled": False, "sample_join_sampling_session": True},
+    {"refresh_interval_sec": 300, "sample_cancel_enabled": True},
+)
 
 
 async def telemetry(service: TinkerService, tenant: Tenant, request: Request) -> Response:
@@ -193,9 +191,9 @@ def promised(promise: Promise, run: str | None = None) -> Response:
 
 
 ROUTES: dict[tuple[str, str], Handler] = {
-    ("GET", "/api/v1/healthz"): health,
-    ("POST", "/api/v1/client/config"): client_config,
-    ("POST", "/api/v1/client/dynamic_config"): dynamic_config,
+    ("GET", "/api/v1/healthz"): functools.partial(constant, {"status": "ok"}),
+    ("POST", "/api/v1/client/config"): functools.partial(constant, CLIENT),
+    ("POST", "/api/v1/client/dynamic_config"): functools.partial(constant, DYNAMIC),
     ("POST", "/api/v1/telemetry"): telemetry,
     ("GET", "/api/v1/get_server_capabilities"): capabilities,
     ("GET", "/api/v1/whoami"): whoami,

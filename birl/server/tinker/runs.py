@@ -104,9 +104,13 @@ class Runs:
         return result
 
     def adapter(self, id: str, config: LowRankConfig) -> LowRankRun:
-        """A new one, for `create`; large ones take seconds. Raises `BirlError` where there is no room for it."""
-        self.make_room(parts_bytes(config, self.shared.chosen(config), self.shared.dtype), id)
+        """A new one; large ones take seconds. Raises `BirlError` where there is no room for it."""
+        self.make_room(self.size_of(config), id)
         return self.shared.run(config)
+
+    def size_of(self, config: LowRankConfig) -> int:
+        """Bytes of an adapter in training."""
+        return parts_bytes(config, self.shared.chosen(config), self.shared.dtype)
 
     def create(self, id: str, owner: str, base: str, config: LowRankConfig | None, metadata: dict[str, str],
                adapter: LowRankRun | None = None) -> Run:  # fmt: skip
@@ -145,23 +149,18 @@ class Runs:
     def load(self, run: Run) -> LowRankRun:
         """Its tensors, from disk where they are not here. Raises `BirlError` where there is no room for them."""
         with run.saving:  # while it is put to disk it is not here
-            return self._load(run)
-
-    def _load(self, run: Run) -> LowRankRun:
-        if run.adapter is not None:
-            return run.adapter
-        if run.config is None:
-            raise BirlError(f"{run.id} was not made: loading its checkpoint failed.")
-        self.make_room(parts_bytes(run.config, self.shared.chosen(run.config), self.shared.dtype), run.id)
-        adapter = self.shared.run(run.config)
-        snapshot = self.store.load_snapshot(run.id)
-        if snapshot is not None:
-            tensors, about = snapshot
-            adapter.load(tensors, int(about["steps"]))
-            adapter.load_gradients(tensors)
-            run.broken = about.get("broken", "")
-        run.adapter = adapter
-        return adapter
+            if run.adapter is not None:
+                return run.adapter
+            if run.config is None:
+                raise BirlError(f"{run.id} was not made: loading its checkpoint failed.")
+            adapter = self.adapter(run.id, run.config)
+            if (snapshot := self.store.load_snapshot(run.id)) is not None:
+                tensors, about = snapshot
+                adapter.load(tensors, int(about["steps"]))
+                adapter.load_gradients(tensors)
+                run.broken = about.get("broken", "")
+            run.adapter = adapter
+            return adapter
 
     def make_room(self, size: int, wanted: str) -> None:
         """Put the runs that were used longest ago to disk. Raises `BirlError` where that is not enough."""
@@ -176,11 +175,7 @@ class Runs:
             )
 
     def held(self) -> int:
-        return sum(
-            parts_bytes(r.config, self.shared.chosen(r.config), self.shared.dtype)
-            for r in list(self.by_id.values())
-            if r.adapter is not None and r.config is not None
-        )
+        return sum(self.size_of(r.config) for r in list(self.by_id.values()) if r.adapter and r.config)
 
     def _save(self, run: Run, last: Answer | None = None) -> None:
         """A snapshot of all that is done. `last`: the answer to the last of it, which is not given yet."""
@@ -239,4 +234,4 @@ class Runs:
                 self.store.remove_state(id)
             else:
                 del self.by_id[id]
-                self.store.remove_run(id)
+                self.store.delete(id)

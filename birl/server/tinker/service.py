@@ -187,7 +187,7 @@ class TinkerService:
     def load(self, tenant: Tenant, data: Mapping[str, Any]) -> tuple[Run, Promise]:
         """A checkpoint into a run that is, or into one that is made for it."""
         stranger = bool(data.get("weights_access_token"))  # the key of another: it is not journaled
-        body = written({key: value for key, value in data.items() if key != "weights_access_token"})
+        body = json.dumps({key: value for key, value in data.items() if key != "weights_access_token"}).encode()
         if data.get("session_id") is None:
             run = self.run(requests.words(data, "model_id"), tenant)
             seq = requests.whole(data, "seq_id", 1, 1, 2**31)
@@ -247,7 +247,8 @@ class TinkerService:
                 here = sampler.path is None or sampler.path in self.checkpoints.kept
                 read = self.checkpoints.weights
                 weights = read(sampler) if here else await asyncio.to_thread(read, sampler)
-                body = await self.sampling.answer(tenant, asked, weights, hash_of(sampler.id, seq))
+                number = zlib.crc32(promise.id.encode()) << 20 | seq % 2**20  # the same one when it is sent again
+                body = await self.sampling.answer(tenant, asked, weights, number)
                 promise.settle(Answer(body, PROTO))
         except asyncio.CancelledError:
             promise.settle(Answer.failure("The request was cancelled."))
@@ -300,12 +301,3 @@ def _optimizer(data: Mapping[str, Any]) -> None:
     optimizer = data.get("optimizer_config") or {}
     if not isinstance(optimizer, Mapping) or optimizer.get("type", "adamw") != "adamw":
         raise BirlError("Only the optimizer adamw is offered.")
-
-
-def written(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(data).encode()
-
-
-def hash_of(sampler: str, seq: int) -> int:
-    """A number of its own for each request, the same one when it is sent again."""
-    return zlib.crc32(f"{sampler}#{seq}".encode()) << 20 | seq % 2**20

@@ -104,11 +104,6 @@ class Store:
         (folder / "answers").mkdir(parents=True, exist_ok=True, mode=0o700)
         replace(folder / "run.json", json.dumps(values).encode())
 
-    def remove_run(self, id: str) -> None:
-        gone = self.run(id).with_name(file_of(id) + ".gone.partial")
-        self.run(id).rename(gone)
-        shutil.rmtree(gone)
-
     def remove_state(self, id: str) -> None:
         """All of a run but who had it, and its checkpoints."""
         folder = self.run(id)
@@ -238,11 +233,8 @@ class Store:
             with left_out(file):
                 result = Checkpoint(**read_json(file))
                 expired = result.expires is not None and result.expires < time.time()
-                if (
-                    file.parent.name.endswith(".partial")
-                    or self.folder(result) != file.parent
-                    or result.kind not in KINDS
-                ):
+                elsewhere = self.folder(result) != file.parent or result.kind not in KINDS
+                if elsewhere or file.parent.name.endswith(".partial"):
                     result = None  # one that is being written or removed, or says that it is another
                 elif expired:
                     shutil.rmtree(file.parent, ignore_errors=True)
@@ -258,8 +250,9 @@ class Store:
     def change(self, checkpoint: Checkpoint) -> None:
         replace(self.folder(checkpoint) / "checkpoint.json", json.dumps(asdict(checkpoint)).encode())
 
-    def delete(self, checkpoint: Checkpoint) -> None:
-        folder = self.folder(checkpoint)
+    def delete(self, what: str | Checkpoint) -> None:
+        """A run, by its id, or a checkpoint."""
+        folder = self.run(what) if isinstance(what, str) else self.folder(what)
         gone = folder.with_name(folder.name + ".gone.partial")
         folder.rename(gone)
         shutil.rmtree(gone)

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -122,7 +122,7 @@ class Work:
             for piece in cut([len(d) for d in request.data], self.passes.base.max_tokens):
                 data = request.data[piece]
                 loss = partial(_summed, request, data, values) if learns else None
-                rows = [TargetRow(_int64(d.tokens), _int64(d.targets)) for d in data]
+                rows = [TargetRow(*(torch.tensor(x, dtype=torch.int64) for x in (d.tokens, d.targets))) for d in data]
                 logprobs = await self.passes(tenant, adapter.weights, rows, loss, (run.id, record.seq))
                 logp += [p.cpu() for p in logprobs]
                 total += float(values[-1]) if learns else float(losses.of_data(request, data, logprobs))
@@ -177,7 +177,7 @@ class Work:
         if run.config is None:
             run.config = config
             self.runs.store.make_run(run.id, run.about())
-        elif config.rank != run.config.rank or _parts(config) != _parts(run.config):
+        elif replace(config, seed=run.config.seed) != run.config:
             raise BirlError(f"{path} has rank {config.rank} and other parts than {run.id}: make a run from it instead.")
         adapter = await self.runs.loaded(run)
         adapter.drop_gradients()
@@ -218,10 +218,6 @@ KINDS = {
 }
 
 
-def _parts(config: LowRankConfig) -> tuple[bool, bool, bool]:
-    return config.attention, config.mlp, config.unembed
-
-
 def _summed(request: ForwardBackward, data: Sequence[Datum], values: list[Tensor], logp: Sequence[Tensor]) -> Tensor:
     result = losses.of_data(request, data, logp)
     values.append(result.detach())
@@ -247,9 +243,8 @@ def output(data: Sequence[Datum], logp: Sequence[Tensor], total: float, request:
             stop += 1
         entries = b""
         for name, values in columns.items():
-            entries += wire.bytes_field(
-                2, wire.bytes_field(1, name.encode()) + _batched(values[start:stop], flat[start])
-            )
+            column = _batched(values[start:stop], flat[start])
+            entries += wire.bytes_field(2, wire.bytes_field(1, name.encode()) + column)
         record = wire.bytes_field(1, b"ArrayRecord") + entries + wire.number_field(3, stop - start)
         body += wire.bytes_field(2, record)
         start = stop
@@ -264,7 +259,3 @@ def _batched(values: Sequence[np.ndarray], flat: bool) -> bytes:
     if not flat:
         body += wire.bytes_field(4, wire.encoded(values[0].shape[1]))
     return wire.bytes_field(2, body)
-
-
-def _int64(values: np.ndarray) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
