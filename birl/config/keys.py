@@ -105,7 +105,9 @@ def _doc(key: str, default: Any, its: Mapping[str, Any]) -> Doc:
     several = its.get("type") == "array"
     one = [*its.get("prefixItems", []), its.get("items") or {"type": "string"}][0] if several else its
     ways = one.get("anyOf", [one])
-    text, unit = _split_unit(" ".join(its.get("description", "").split()))
+    text, unit = " ".join(its.get("description", "").split()), ""
+    if named := re.search(r" \[([^\]=,\"]+)\](?=[.,;)]|$)", text):
+        text, unit = text[: named.start()] + text[named.end() :], named[1]
     choices = tuple(name for way in ways for name in way.get("enum", [way["const"]] if "const" in way else []))
     kind = TYPES.get(ways[0].get("type"), "")
     if not kind:
@@ -121,17 +123,8 @@ def _doc(key: str, default: Any, its: Mapping[str, Any]) -> Doc:
         unit=unit,
         choices=choices,
         example=next((way["examples"][0] for way in ways if "examples" in way), ""),
-        range=_range(one),
+        range=" and ".join(f"{words} {one[name]:g}" for name, words in BOUNDS.items() if one.get(name, MOST) != MOST),
     )
-
-
-def _range(its: Mapping[str, Any]) -> str:
-    return " and ".join(f"{words} {its[name]:g}" for name, words in BOUNDS.items() if its.get(name, MOST) != MOST)
-
-
-def _split_unit(text: str) -> tuple[str, str]:
-    result = re.search(r" \[([^\]=,\"]+)\](?=[.,;)]|$)", text)
-    return (text[: result.start()] + text[result.end() :], result[1]) if result else (text, "")
 
 
 def presets(schema: type) -> dict[str, dict[str, Path]]:

@@ -366,18 +366,15 @@ def run_folder(config: RL | Stage, choices: Mapping[str, str], without: Iterable
     if config.run:
         return config.run
     left_out = {key.split(".")[0] for key in without}
+    task = config.env.kind.rpartition(":")[2] if isinstance(config, RL) else ""
     parts = {
         "model": _short_name(config.model.path),
-        "data": _short_name(config.data.train[0]) if config.data.train else _environment(config),
+        "data": _short_name(config.data.train[0]) if config.data.train else task,
         "algorithm": choices.get("algorithm", "") if isinstance(config, RL) else command(config),
         "seed": str(config.seed),
     }
     name = "-".join(part for key, part in parts.items() if part and key not in left_out)
     return f"runs/{name or 'multirun'}"
-
-
-def _environment(config: RL | Stage) -> str:
-    return config.env.kind.rpartition(":")[2] if isinstance(config, RL) else ""
 
 
 def _short_name(path: str) -> str:

@@ -34,7 +34,8 @@ def run(words: Sequence[str]) -> int:
         raise BirlError("Name two run folders, as in `birl diff runs/a runs/b`; `birl runs` lists them")
     for folder in folders:
         _check(folder)
-    keys, figures = changed_keys(*folders), compared(*folders)
+    rows = runs.differences([runs.config(folder) for folder in folders])  # in the order of the configuration
+    keys, figures = [(row["key"], *row["values"]) for row in rows], compared(*folders)
     if JSON.name in flags:
         told = {"keys": {key: [a, b] for key, a, b in keys}, "figures": {name: [a, b] for name, a, b in figures}}
         print(json.dumps({"runs": [str(folder) for folder in folders], **told}, indent=1))
@@ -60,12 +61,6 @@ def _check(folder: Path) -> None:
         raise BirlError(f"{folder} is no run: it has neither config.yaml nor metrics.jsonl. {hint}")
     if why := runs.problem(folder):
         raise BirlError(f"{why.rpartition('):')[0]}); without it there is nothing to compare")
-
-
-def changed_keys(first: Path, second: Path) -> list[tuple[str, Any, Any]]:
-    """Keys with different values, in the order of the configuration; None where a run does not have the key."""
-    rows = runs.differences([runs.config(first), runs.config(second)])
-    return [(row["key"], *row["values"]) for row in rows]
 
 
 def compared(first: Path, second: Path) -> list[tuple[str, float | None, float | None]]:
@@ -104,11 +99,8 @@ def _number(name: str, value: float | None) -> str:
         return "-"
     if name == "seconds":
         return duration(value)
-    return (
-        count(value)
-        if name in ("steps", "generated", "trained", "learned") or name.startswith("speed/")
-        else figure(value)
-    )
+    whole = name in ("steps", "generated", "trained", "learned") or name.startswith("speed/")
+    return count(value) if whole else figure(value)
 
 
 def side_by_side(heads: Row, rows: Sequence[Row], width: int, bold: bool = False) -> list[str]:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from birl.config.file import flat
 from birl.regular import open_regular, read_bytes
 from birl.track.algorithm import algorithm
 from birl.track.progress import headline, rises, validation_name
@@ -80,7 +81,7 @@ def folders(parent: Path) -> list[Path]:
 
 def config(run: Path) -> dict[str, Any]:
     """The configuration by dotted key; empty where it cannot be read: `problem` says why."""
-    return dict(_dotted(mapping(run / "config.json")))
+    return dict(flat(mapping(run / "config.json")))
 
 
 def differences(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -121,14 +122,6 @@ def _mapping(path: Path) -> tuple[dict[str, Any], str]:
     except (OSError, ValueError, RecursionError) as error:
         return {}, getattr(error, "strerror", None) or str(error)
     return (result, "") if isinstance(result, dict) else ({}, "it is no JSON object")
-
-
-def _dotted(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in keys.items():
-        if isinstance(value, dict) and value:
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def running(run: Path) -> bool:
@@ -196,7 +189,7 @@ def last_record(path: Path) -> dict[str, Any]:
 def about(run: Path) -> About:
     """Everything that a table of runs shows."""
     written, why = _mapping(run / "config.json")
-    keys, told, last = dict(_dotted(written)), summary(run), last_record(run / "metrics.jsonl")
+    keys, told, last = dict(flat(written)), summary(run), last_record(run / "metrics.jsonl")
     known, name = _state(run, last, told), headline(last)
     validation, best, best_step = best_validation(run)
     return About(

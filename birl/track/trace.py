@@ -36,10 +36,7 @@ END = 1 << 16  # bytes at the end of a file, in which its last spans are
 FIELDS = ("version", "tokens", "group", "busy", "paused")
 PROCESSES = ("learner", "engine", "rollout")  # and lanes, as they are shown from top to bottom
 LANES = ("loop", "calls", "compute", "requests", "weights", "admission", "groups", "environments", "rewards")
-NESTED = (
-    "loop",
-    "calls",
-)  # lanes whose spans lie beside or inside of each other; others have a thread for each overlap
+NESTED = ("loop", "calls")  # their spans lie beside or inside of each other; other lanes have a thread for each overlap
 SLACK = 10  # us; spans that follow one another may overlap by so much: clocks are read one after the other
 REMEMBERED = 256  # spans of a thread that one which ends later may contain
 COUNTED = {"staleness": ("staleness/mean", "staleness/max"), "queue": ("queue/ready", "queue/running")}

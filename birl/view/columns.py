@@ -91,7 +91,7 @@ class Columns:
     def _take(self, lines: list[bytes]) -> None:
         for start in range(0, len(lines), BATCH):
             batch = lines[start : start + BATCH]
-            records = [record for record in parse(batch) if _has_step(record)]
+            records = [r for r in parse(batch) if isinstance(r, dict) and type(r.get("step")) in (int, float)]
             self.broken += len(batch) - len(records)
             if records:
                 self._add(records)
@@ -100,7 +100,7 @@ class Columns:
         first, end = self.rows, self.rows + len(records)
         for name, values in _transposed(records):
             if name == STAMP:
-                result = None if TIMED in records[0] else _stamps(values)
+                result = None if TIMED in records[0] else np.array([_stamp(value) for value in values])
             else:
                 result = _floats(values) if name == "step" or self.keep(name) else None
             if result is not None:
@@ -132,10 +132,6 @@ def parse(lines: Sequence[bytes]) -> list[Any]:
     return result
 
 
-def _has_step(record: Any) -> bool:
-    return isinstance(record, dict) and type(record.get("step")) in (int, float)
-
-
 def _transposed(records: list[dict[str, Any]]) -> Iterable[tuple[str, Sequence[Any]]]:
     names = tuple(records[0])
     if all(tuple(record) == names for record in records):
@@ -162,10 +158,6 @@ def _float(value: Any) -> float:
     with suppress(OverflowError):
         return float(value) if type(value) in (int, float) else np.nan
     return np.nan
-
-
-def _stamps(values: Sequence[Any]) -> np.ndarray:
-    return np.array([_stamp(value) for value in values])
 
 
 def _stamp(value: Any) -> float:

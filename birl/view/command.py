@@ -52,7 +52,8 @@ def run(words: list[str]) -> int:
     url = f"http://127.0.0.1:{port}/" + _start(runs, named=bool(roots))
     count = f"{len(runs)} run{'s' * (len(runs) != 1)}" if runs else "No runs yet: the page will show them"
     print(f"birl view: {url}\n{count}. Ctrl-C ends it.", flush=True)
-    if QUIET.name not in flags and _has_screen():
+    screen = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if QUIET.name not in flags and screen:
         threading.Timer(0.3, webbrowser.open, (url,)).start()
     server(runs, listener).run([listener])  # ends by a signal, whose exception asyncio may lose
     return INTERRUPTED
@@ -97,7 +98,3 @@ def _start(runs: "Runs", named: bool) -> str:
     if named and 0 < len(result) <= 8:
         return "#/curves?" + "&".join(f"run={run.id}" for run in result)
     return ""
-
-
-def _has_screen() -> bool:
-    return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from math import isnan
 
 from birl.errors import BirlError
@@ -23,13 +24,9 @@ def lines(episodes: Episodes, rows: Iterable[int], form: str) -> Iterator[bytes]
     """The file, line by line. Raises `BirlError` for another format than those of FORMATS."""
     if form not in FORMATS:
         raise BirlError(f"export to {form or 'nothing'}: the formats are {' and '.join(FORMATS)}.")
-    return map(episodes.line, rows) if form == "jsonl" else _csv(episodes, rows)
-
-
-def _csv(episodes: Episodes, rows: Iterable[int]) -> Iterator[bytes]:
-    yield _written(COLUMNS)
-    for row in rows:
-        yield _written(cells(episodes, row))
+    if form == "jsonl":
+        return map(episodes.line, rows)
+    return map(_written, chain([COLUMNS], (cells(episodes, row) for row in rows)))
 
 
 def cells(episodes: Episodes, row: int) -> list[object]:

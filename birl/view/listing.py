@@ -48,17 +48,11 @@ def _row(run: Run, kept: dict[str, tuple[object, dict[str, Any]]]) -> dict[str, 
 
 def row(run: Run) -> dict[str, Any]:
     """What the list shows of a run; null for what is not known."""
-    result = about(run.folder)
-    curve = _curve(run.folder / "metrics.jsonl", result.headline)
-    return {**result.as_json(), "id": run.id, "name": run.name, "curve": curve}
-
-
-def _curve(path: Path, name: str) -> list[tuple[float, float]]:
-    """Some steps from all over the file, and the value of `name` at each."""
-    table = Columns(path).glimpse(POINTS)
-    steps, values = table["step"], table[name]
+    result, table = about(run.folder), Columns(run.folder / "metrics.jsonl").glimpse(POINTS)
+    steps, values = table["step"], table[result.headline]
     there = np.isfinite(steps) & np.isfinite(values)
-    return list(zip(steps[there].tolist(), values[there].tolist(), strict=True))
+    curve = list(zip(steps[there].tolist(), values[there].tolist(), strict=True))
+    return {**result.as_json(), "id": run.id, "name": run.name, "curve": curve}
 
 
 def _stamp(path: Path) -> tuple[int, int]:

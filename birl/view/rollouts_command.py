@@ -3,9 +3,8 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from birl.errors import BirlError
 from birl.flags import Flag, taken, whole
@@ -101,12 +100,7 @@ def _export(search: "Search", target: Path, limit: int | None) -> int:
         check_target(target)
         part.unlink(missing_ok=True)
         with part.open("wb") as file:
-            _write(file, result)
+            file.writelines(result)
         os.replace(part, target)
     print(f"{len(rows):,} episodes in {target}")
     return 0
-
-
-def _write(file: BinaryIO, lines: Iterator[bytes]) -> None:
-    for line in lines:
-        file.write(line)

@@ -58,16 +58,13 @@ def shown(run: Run, traced: _Traced) -> dict[str, Any]:
     timeline, shares = traced.timeline, traced.shares
     if not len(timeline):
         raise BirlError(f"{run.name}: the trace is empty so far. Wait for the first step.")
+    tables = (shares.learner, *shares.processes.values()) if shares else ()
     return {
         "name": run.name,
         "running": run.running,
         "spans": len(timeline),
         "limit": limit(shares, run.config).sentence,
         "shares": None if shares is None else asdict(shares),
-        "words": {name: phrase(name) for its in _tables(shares) for name in its},
+        "words": {n: phrase(n) for table in tables for n in table},
         "broken": timeline.broken[:5],
     }
-
-
-def _tables(shares: Shares | None) -> list[dict[str, float]]:
-    return [] if shares is None else [shares.learner, *shares.processes.values()]
