@@ -26,6 +26,7 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
     if not colon:
         near = did_you_mean(name, table)
         raise BirlError(f"{key}={name}: must be {' | '.join(table)}, or my_file.py:my_function.{near}")
+    refuse_given(key, name)
     try:
         path = Path(place).expanduser().absolute() if place.endswith(".py") else None
         if path is not None and not path.is_file():
@@ -43,6 +44,16 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
         known = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         raise BirlError(f"{key}={name}: {place} has no function {attribute}. It has: {', '.join(known) or 'none'}.")
     return function
+
+
+def refuse_given(key: str, name: str) -> None:
+    """Raises `BirlError` for what config.yaml has in place of an object of a Python program."""
+    place, _, attribute = name.partition(":")
+    if place == "given":
+        raise BirlError(
+            f"{key}={name}: was handed over by a Python program, which alone has it. Run that program again, or write "
+            f"{attribute} into a file, and name that: my_file.py:{attribute}."
+        )
 
 
 def module(what: str, place: str) -> Any:

@@ -59,6 +59,8 @@ def fitting(keys: dict[str, Any]) -> dict[str, Any]:
 
 def rewards_of(reward_funcs: Any, env: Any, rows: bool) -> list[Reward]:
     """The reward functions, with what stands for them where none is given. `rows`: there are some to train on."""
+    if env is None:
+        raise BirlError("env=None: leave it out, or give a class, a function or a name.")
     if reward_funcs is None:
         reward_funcs = "math" if env == "single_turn" else []
     rewards = listed("code" if reward_funcs == "sandbox" else reward_funcs)  # MRL's word for unit tests

@@ -30,7 +30,7 @@ from birl.given import Given
 from birl.hub import addressed, check_model
 from birl.learner import step_folders
 from birl.models.manifest import damage
-from birl.named import missing
+from birl.named import missing, refuse_given
 from birl.text.parts import Finder
 from birl.track.folder_lock import check_same, held, plain, read_config
 from birl.track.runs import state, summary
@@ -173,6 +173,7 @@ def check_engine(engine: Any) -> None:
 
 def check_function(key: str, place: str, name: str) -> None:
     """Without running the file or package: it may be slow, and belongs into a worker. Raises `BirlError`."""
+    refuse_given(key, f"{place}:{name}")
     if not place.endswith(".py"):
         if not is_module(place):
             raise BirlError(

@@ -92,8 +92,12 @@ class Started:
         self.config, self.choices = load_with_choices(schema_of(command), words)
 
     def _check_rows(self) -> None:
+        from birl.config.schema import RL
+        from birl.envs.open import check_world
         from birl.preflight import check_data
 
+        if isinstance(self.config, RL):
+            check_world(self.config.env, self._given.env)
         check_data(self.config, self._given)
 
     def _begin(self) -> dict[str, Any]:

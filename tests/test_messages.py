@@ -168,6 +168,7 @@ REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"
         ("rl DATA reward=mine.py:scores", "has no function scores. Did you mean score?"),
         ("rl DATA reward=mine.py:sco", "has no function sco. Did you mean score?"),
         ("rl DATA reward=method.py:other", "has no function other. It has: score."),
+        ("rl DATA reward=given:score", "was handed over by a Python program"),
         ("rl DATA reward=no.such:score", "there is no module no.such"),
         ("rl DATA reward=birl.rewards.nosuch:score", "there is no module birl.rewards.nosuch"),
         ("rl DATA algorithm.surrogate=mine.py:scores", "has no function scores. Did you mean score?"),

@@ -19,6 +19,7 @@ COLUMNS = ("images", "image")
 
 KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 THOUGHTS = ("reasoning_content", "thinking")
+LEARNED = {"weight": 1, "train": True, "training": True}  # of formats in which a message may be left out of training
 
 # Those of chat templates. Another one would be rendered by some templates and left out by others.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment")
@@ -152,6 +153,12 @@ def _message(value: Any, where: str, field: str, unread: Sequence[str], given: G
         raise BirlError(
             f"{where}: {field}.{name} is not read. Put what the model says into `content`, as its template writes it."
         )
+    for name, learned in LEARNED.items() if THOUGHTS[0] in unread else ():
+        if value.get(name) not in (None, learned):
+            raise BirlError(
+                f"{where}: {field}.{name} is {value[name]!r:.20}, which is not read: data.train_on says whose messages "
+                "are learned. Put what is not learned into `prompt`, and the rest into `completion`."
+            )
     role = value["role"]
     if not isinstance(role, str):
         raise BirlError(f"{where}: {field}.role is {kind(role)}, it needs to be text.")

@@ -148,7 +148,9 @@ def own_section(kind: str) -> type:
 
 def _named(config: schema.Env, given: Any) -> tuple[Any, Any]:
     """What `env.kind` names, and its own keys."""
-    kind, named = config.kind, given or _found(config.kind)
+    kind, named = config.kind, _found(config.kind) if given is None else given
+    if not callable(named):
+        raise BirlError(f"env.kind={kind}: a {type(named).__name__}; give a class or a function, or the name of one.")
     plays = hasattr(named, "run") or hasattr(named, "parts") or (hasattr(named, "start") and hasattr(named, "step"))
     if inspect.isclass(named) and not plays:
         raise BirlError(f"env.kind={kind}: {named.__name__} has neither start and step nor run.")

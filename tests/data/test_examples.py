@@ -100,6 +100,16 @@ def test_of_a_prompt_nothing_is_learned_where_no_header_parts_it_from_the_answer
     assert mistral.decode(ids).strip() == "Hello.</s>"
 
 
+@pytest.mark.parametrize(
+    "left_out", [{"weight": 0}, {"train": False}, {"training": False}], ids=lambda d: next(iter(d))
+)
+def test_a_message_that_is_not_to_be_learned_is_not_learned_in_silence(left_out: dict[str, Any]) -> None:
+    """OpenAI's and axolotl's ways to leave one out."""
+    assert texts([{"messages": [TALK[1], TALK[2] | dict.fromkeys(left_out, True)]}])
+    with pytest.raises(BirlError, match=rf"row 1: messages\[1\]\.{next(iter(left_out))} is .*, which is not read"):
+        texts([{"messages": [TALK[1], TALK[2] | left_out]}])
+
+
 @pytest.mark.parametrize("field", ["function_call", "reasoning_content", "thinking"])
 def test_what_a_message_says_beside_its_content_is_not_lost_in_silence(field: str) -> None:
     talk = [TALK[1], {**TALK[2], field: "Hm."}]
