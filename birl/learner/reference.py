@@ -42,7 +42,7 @@ def answers(logp: Tensor, batch: Batch) -> Answers:
 
 
 #: micro-batches -> log-probs of their trained tokens
-Says = Callable[[Sequence[Batch]], list[Tensor]]
+BatchScorer = Callable[[Sequence[Batch]], list[Tensor]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class Reference:
     neither `first` nor anything `known`."""
 
     pack: Packer
-    now: Says
-    first: Says | None
+    now: BatchScorer
+    first: BatchScorer | None
     weights: Callable[[Sequence[Any]], list[Tensor]]  # the digest of those of now
     known: dict[str, list[float]] = field(default_factory=dict)  # tokens of an example -> the sum of each answer
 

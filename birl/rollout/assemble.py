@@ -1,4 +1,4 @@
-"""Groups -> Samples: which episodes count, and how their turns become flat token lists."""
+"""Groups -> Samples: selects the episodes that count and joins their turns into flat token arrays."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from birl.types import Group, Outcome, Sample, Trajectory, Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Which episodes enter a baseline and are trained: the rule that keeps failures from becoming rewards of 0.
+    """Which episodes enter the baseline and are trained. Failures are dropped and never count as rewards of 0.
 
-    `failed` "drop": episodes without a score leave the group, the others go on; "drop_group": the whole group goes.
-    `truncated` "keep": an answer that was cut has a reward like any other; "drop": it counts as failed.
+    `failed` "drop": episodes without a score are left out of the group; "drop_group": the whole group is.
+    `truncated` "keep": a truncated answer has a reward like any other; "drop": it counts as failed.
     """
 
     failed: str = "drop"
@@ -35,14 +35,14 @@ class Usage:
 
 
 def has_signal(group: Group, usage: Usage) -> bool:
-    """Do the rewards that count differ? Otherwise every advantage is 0."""
+    """Whether the rewards that count differ; otherwise every advantage is 0."""
     return any(len({g.trajectories[i].reward for i in usage.usable(g)}) > 1 for g in by_agent(group))
 
 
 def by_agent(group: Group) -> list[Group]:
-    """The group itself; of several agents or policies, one group for each with its own turns and rewards. A single
-    reward of an episode is each agent's. Failed episodes stay in each, without turns, so that they are counted as such.
-    What frozen policies generated is in none."""
+    """One group for each agent and policy, with its own turns and rewards; of a single one the group itself. An episode
+    with one reward gives it to all agents. Failed episodes stay in each group, without turns, to be counted. Turns of
+    frozen policies are in none."""
     turns = [turn for t in group.trajectories for turn in t.turns]
     if not any(t.rewards for t in group.trajectories) and not any(turn.policy for turn in turns):
         return [group]
@@ -59,7 +59,7 @@ def by_agent(group: Group) -> list[Group]:
 
 
 def _own(trajectory: Trajectory, agent: str, policy: str) -> Trajectory:
-    """Its turns, each with what the environment gave until the next of them; the first also with what came before."""
+    """The agent's turns, each with the environment's rewards until its next one; the first also with earlier ones."""
     own = [(turn.agent, turn.policy) == (agent, policy) for turn in trajectory.turns]
     earned = [0.0] * len(own)
     for turn, number in zip(trajectory.turns, accumulate(own), strict=True):
@@ -72,15 +72,15 @@ def _own(trajectory: Trajectory, agent: str, policy: str) -> Trajectory:
 
 
 def turn_rewards(trajectory: Trajectory) -> list[float]:
-    """What each turn earned: the environment's reward for it; what is left of the episode's is the last one's."""
+    """Reward of each turn: the environment's; the last turn also gets the rest of the episode's reward."""
     result = [turn.reward for turn in trajectory.turns]
     return [*result[:-1], trajectory.reward - sum(result[:-1])]
 
 
 @dataclass(slots=True)
 class Chain:
-    """Turns of which every prompt begins with all that came before, token by token. `turns`: the number of each, and
-    where its answer is; `last`: the newest one, which has all tokens."""
+    """Turns in which every prompt begins with all tokens of the turn before. `turns`: number of each, and the slice of
+    its answer; `last`: the newest turn, which has all tokens."""
 
     last: Turn
     turns: list[tuple[int, slice]] = field(default_factory=list)
@@ -96,8 +96,8 @@ class Chain:
 
 
 def chains(trajectory: Trajectory) -> list[Chain]:
-    """A turn continues the longest chain that it can, or begins one: after a branch, by another agent, or because the
-    template or the environment changed earlier messages."""
+    """The chains of an episode. A turn continues the longest chain that it extends, or starts one: after a branch, for
+    another agent, or if the template or the environment changed earlier messages."""
     result: list[Chain] = []
     for number, turn in enumerate(trajectory.turns):
         fitting = [c for c in result if c.continues(turn)]
@@ -139,8 +139,8 @@ def samples(trajectory: Trajectory, advantage: float | Sequence[float], group: i
 
 
 def routes(trajectory: Trajectory, chain: Chain) -> bytes:
-    """Which experts computed each token when it was first computed. That of the last one is unknown: no engine has
-    computed it."""
+    """Experts that computed each token when it was sampled (`Completion.routes`); unknown for the last token, which no
+    engine has computed."""
     completions = [(trajectory.turns[number].completion, where) for number, where in chain.turns]
     size = max(len(c.routes) // max(where.stop - 1, 1) for c, where in completions)
     result = b""
@@ -150,14 +150,14 @@ def routes(trajectory: Trajectory, chain: Chain) -> bytes:
 
 
 def support(trajectory: Trajectory, chain: Chain) -> Support | None:
-    """The tokens that its trained ones were drawn from."""
+    """The kept sets of tokens (top-k, top-p, min-p) that its trained tokens were sampled from."""
     completions = [trajectory.turns[number].completion for number, _ in chain.turns]
     return Support.joined([(c.support, len(c.tokens)) for c in completions])
 
 
 def token_rewards(trajectory: Trajectory, rewards: Sequence[float]) -> list[list[float]]:
-    """For each Sample of `samples` the reward of each trained token: at the end of a turn what came until the next turn
-    of its chain, so that every chain sees all of the episode's reward that came after it began."""
+    """Reward of each trained token, for each Sample of `samples`: the last token of a turn has all rewards until the
+    next turn of its chain, so that every chain has all rewards of the episode after its start."""
     result = []
     for chain in chains(trajectory):
         numbers = [number for number, _ in chain.turns]
@@ -182,8 +182,8 @@ def by_policy(samples: Sequence[Sample]) -> list[list[Sample]]:
 def weighed(
     samples: Sequence[Sample], denominator: Denominator, limit: int, observed: bool
 ) -> list[tuple[Sample, float, float]]:
-    """Each sample with the weight of its trained tokens, and that of what it read, where this is `observed`; by the
-    denominator of its policy's samples. `limit`: longest answer [tokens]."""
+    """Each sample with the weight of its trained tokens and, if `observed`, of the environment's tokens. A denominator
+    is over the samples of one policy. `limit`: longest answer [tokens]."""
     result: list[tuple[Sample, float, float]] = []
     for own in by_policy(samples):
         groups, read = [s.group for s in own], [len(observations(s)) if observed else 0 for s in own]
@@ -192,32 +192,31 @@ def weighed(
 
 
 def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
-    """Samples in at most `parts` pieces of about equally many groups, in order; the samples of a group stay
-    together."""
+    """The samples in at most `parts` pieces with about equally many groups each, in order. Groups are not split."""
     groups = list(dict.fromkeys(s.group for s in samples))
     pieces = min(parts, len(groups))
     piece_of = {g: n * pieces // len(groups) for n, g in enumerate(groups)}
     return [[s for s in samples if piece_of[s.group] == piece] for piece in range(pieces)]
 
 
-Unit = tuple[Group, int, int | None]  # what has an advantage of its own: an episode, or one of its turns
+Unit = tuple[Group, int, int | None]  # an episode of a group (turn None), or one of its turns; has one advantage
 
 
 def places(units: Sequence[Unit]) -> list[int]:
-    """What each unit is compared with, counted from 0: the same turn, or all, of its group and agent."""
+    """Number of the set that each unit is compared in: units of one group, agent and turn number."""
     names = [(g.index, g.agent, turn) for g, _, turn in units]
     order = {name: n for n, name in enumerate(dict.fromkeys(names))}
     return [order[name] for name in names]
 
 
 def unit_lengths(units: Sequence[Unit]) -> list[int]:
-    """Tokens that the model generated."""
+    """Generated tokens of each unit."""
     turns = [(g.trajectories[i].turns, turn) for g, i, turn in units]
     return [sum(len(t.completion.tokens) for t in (own if n is None else own[n : n + 1])) for own, n in turns]
 
 
 def earned(trajectory: Trajectory, penalty: float) -> list[float]:
-    """The reward of each trained token of an episode's samples, one after the other."""
+    """`token_rewards` of an episode with a length penalty, concatenated over its samples."""
     rewards = turn_rewards(trajectory)
     rewards[-1] += penalty
     return [value for own in token_rewards(trajectory, rewards) for value in own]

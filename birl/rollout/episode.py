@@ -1,6 +1,6 @@
-"""One episode: an environment and an engine take turns, or an agent does as it likes. Nowhere else.
+"""One episode: an environment and an engine take turns, or an agent runs and calls the model.
 
-Whatever goes wrong becomes a typed outcome with its reason, never a reward of 0.
+A failure becomes a typed outcome with its reason, never a reward of 0.
 """
 
 import asyncio
@@ -24,37 +24,37 @@ OTHERS = (
     str(Path(birl.__file__).parent),
     os.path.dirname(os.__file__),
     "<frozen",
-)  # whose lines an error need not show
+)  # files whose lines an error message skips
 
 
 class Played:
-    """What is known of an episode while it is played."""
+    """The state of a running episode."""
 
     def __init__(self) -> None:
         self.reward = self.score = 0.0
         self.parts: dict[str, float] = {}
         self.rewards: dict[str, float] = {}
-        self.alone: dict[str, float] = {}  # what agents earned beside the rewards of all
-        self.judged = False  # the score was given apart from the rewards
+        self.alone: dict[str, float] = {}  # rewards of single agents, beside the common one
+        self.judged = False  # the environment gave a score
         self.outcome, self.detail = Outcome.TRUNCATED, ""
 
 
 async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
-    """Play until the environment is done, a limit cuts it, or something fails. Closes the environment in any case."""
+    """Run until the environment is done, a limit is reached, or something fails. Always closes the environment."""
     played, limits = Played(), session.limits
     way: Any = _run if hasattr(env, "run") else _taking_turns
     try:
-        if hasattr(env, "admit"):  # its place among those that run at once; the clock starts behind it
+        if hasattr(env, "admit"):  # waits for a slot of env.concurrency; the timeout starts after it
             with waiting(session.name, "its place", "other episodes"):
                 await within(None, called(env.admit))  # pyright: ignore[reportAttributeAccessIssue]
         await within(limits.timeout, way(env, session, played))
     except Late as late:
         forget(session.name)
-        played = Played()  # leftovers may continue with their own
+        played = Played()  # abandoned code may still change the old one
         played.outcome = Outcome.TIMEOUT
         played.detail = str(late) or f"the episode took longer than env.timeout={limits.timeout:g} s"
     except Exception as error:
-        # What an agent makes of the engine's failure is not what went wrong.
+        # An agent may raise an error of its own after a failure of the engine; the engine's is the cause.
         failure = session.failure if isinstance(session.failure, EngineFailed | Aborted) else error
         cause = failure.__cause__ if isinstance(failure, EngineFailed) else None
         played.outcome, played.detail = _outcome(failure), detail_of(cause or failure)
@@ -79,7 +79,7 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
 
 
 def unopened(error: BaseException) -> Trajectory:
-    """The episode of an environment whose constructor failed: no different from one that failed later."""
+    """The episode of an environment whose constructor failed."""
     return Trajectory(turns=(), reward=nan, score=nan, outcome=Outcome.ENV_ERROR, detail=detail_of(error))
 
 
@@ -144,7 +144,7 @@ def _checked(feedback: Any) -> Feedback:
 
 
 def _number(value: Any, what: str) -> float:
-    """Raises `BirlError` where it is none; a text is none, whatever it says."""
+    """`value` as a float. Raises `BirlError` if it is no finite number (a text is none)."""
     try:
         result = nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -192,7 +192,7 @@ async def _in(method, session: Session, what: str, *args):
 
 
 async def _close(env: Env | Agent, name: str) -> str:
-    """What went wrong. A cancelled episode closes its environment too, also when it is cancelled meanwhile."""
+    """Close the environment, also if the episode is cancelled; returns what went wrong, or an empty text."""
     close = getattr(env, "close", None)
     if close is None:  # it has nothing to give back
         return ""
@@ -227,8 +227,8 @@ def _outcome(error: Exception) -> Outcome:
 
 
 def detail_of(error: BaseException) -> str:
-    """`file.py:12: ValueError: message`, the innermost line that is neither of Python, of a package nor of birl, where
-    there is one. What birl itself has put into words stands alone."""
+    """`file.py:12: ValueError: message`, with the innermost line outside of Python, packages and birl, if there is one.
+    birl's own errors have no line."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(OTHERS) and "site-packages" not in f.filename]
     place = "".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}: " for f in (own or frames)[-1:])

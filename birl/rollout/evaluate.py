@@ -1,5 +1,5 @@
-"""Answer held-out tasks and measure the policy: unbiased pass@k by source, failures counted apart. For `birl eval`, and
-validation in `birl rl`."""
+"""Evaluation on held-out tasks: score and unbiased pass@k by source; failures are counted separately. Used by
+`birl eval` and by validation in `birl rl`."""
 
 import asyncio
 import math
@@ -17,12 +17,12 @@ from birl.rollout.group import Rollout
 from birl.track.progress import right_from
 from birl.types import Group, SamplingParams, Task
 
-MOST = 100_000  # answers that a row may ask for
+MOST = 100_000  # largest pass@k of a row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPlan:
-    """How to evaluate: `samples` answers a prompt, the `k` of pass@k."""
+    """How to evaluate. `samples`: answers for each prompt; `k`: of pass@k; `threshold`: least score that is right."""
 
     tasks: Sequence[Task]
     params: SamplingParams
@@ -32,7 +32,7 @@ class EvaluationPlan:
 
     @property
     def greedy_repeats(self) -> str:
-        """A warning where a prompt is answered several times without sampling; else empty."""
+        """A warning if prompts are answered several times without sampling, else empty."""
         most = max([self.samples, *(own_k(task) for task in self.tasks)])
         if most == 1 or self.params.temperature > 0:
             return ""
@@ -61,7 +61,7 @@ def plan(
 
 
 async def evaluate(plan: EvaluationPlan, rollout: Rollout) -> tuple[dict[str, float], list[Group]]:
-    """All tasks at once; the engine queues them. A task may ask for its own number of answers (EasyRL's
+    """Evaluate all tasks concurrently; the engine queues them. A row may set its own number of answers (EasyRL's
     extra_info["pass@k"])."""
     work = [
         asyncio.create_task(rollout.group(i, task, max(plan.samples, own_k(task)), plan.params))
@@ -75,7 +75,7 @@ async def evaluate(plan: EvaluationPlan, rollout: Rollout) -> tuple[dict[str, fl
 
 
 def data_digest(tasks: Sequence[Task]) -> str:
-    """Of the questions and right answers, in their order."""
+    """Digest of questions and answers, in order."""
     result = xxhash.xxh3_128()
     for task in tasks:
         result.update(f"{task.id}\n{task.prompt!r}\n{task.answer!r}\n".encode())
@@ -83,7 +83,7 @@ def data_digest(tasks: Sequence[Task]) -> str:
 
 
 def own_k(task: Task) -> int:
-    """1 where the row does not say. Raises `BirlError`."""
+    """The row's extra_info["pass@k"], 1 by default. Raises `BirlError`."""
     extra = task.columns.get("extra_info")
     value = extra.get("pass@k") if isinstance(extra, dict) else None
     if value is None:
@@ -102,9 +102,8 @@ def right_among(groups: Sequence[Group], threshold: float) -> float:
 
 
 def measure(groups: Sequence[Group], ks: Sequence[int], threshold: float = 0.0) -> dict[str, float]:
-    """Names: validation/<source>/{score, pass@k, length, truncated, failed, n}, and <source> "all" over everything,
-    even where a source is called that. A score is the mean over the prompts of the mean over their answers. pass@k is
-    there where answers are right or wrong (`right_among`)."""
+    """validation/<source>/{score, pass@k, length, truncated, failed, n}; source "all" is over all groups. A score is
+    the mean over prompts of the mean over answers. pass@k is there if answers are right or wrong (`right_among`)."""
     right = right_among(groups, threshold)
     return {
         f"validation/{source}/{name}": figure
@@ -114,7 +113,7 @@ def measure(groups: Sequence[Group], ks: Sequence[int], threshold: float = 0.0) 
 
 
 def by_prompt(groups: Sequence[Group], ks: Sequence[int], threshold: float = 0.0) -> dict[str, list[float]]:
-    """Of the figures that are means over prompts, score and pass@k, the value of each prompt, by `measure`'s names."""
+    """score and pass@k of each prompt, by the names of `measure`, whose figures are their means."""
     right = right_among(groups, threshold)
     return {
         f"validation/{source}/{name}": values
@@ -132,7 +131,7 @@ def _by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def _figures(groups: Sequence[Group], ks: Sequence[int], right: float) -> dict[str, float]:
-    """Failed episodes enter no mean: they are counted in `failed`."""
+    """Figures of one source. Failed episodes enter no mean; `failed` counts them."""
     episodes = [t for g in groups for t in g.trajectories]
     scored = [t for t in episodes if t.outcome.scored]
     means = {name: _mean(values) for name, values in _by_prompt(groups, ks, right).items()}
@@ -147,7 +146,7 @@ def _figures(groups: Sequence[Group], ks: Sequence[int], right: float) -> dict[s
 
 
 def _by_prompt(groups: Sequence[Group], ks: Sequence[int], right: float) -> dict[str, list[float]]:
-    """score and pass@k: a value for each prompt that has scores, of pass@k at least k of them."""
+    """score of each prompt with a scored answer; pass@k of each with at least k."""
     each = [scores for g in groups if (scores := _scores(g))]
     result = {"score": [_mean(scores) for scores in each]}
     if math.isnan(right):
@@ -168,5 +167,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def versions_of(groups: Sequence[Group]) -> set[int]:
-    """All versions of the weights that sampled a token of them."""
+    """Versions of the weights that sampled any of their tokens."""
     return {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.completion.versions.tolist()}

@@ -13,7 +13,7 @@ from birl.waits import waiting
 
 
 class Scored(Protocol):
-    """What a reward gives for one completion (`birl.rewards.Score`)."""
+    """The reward of one completion (`birl.rewards.Score`)."""
 
     @property
     def value(self) -> float: ...
@@ -30,7 +30,7 @@ class Scored(Protocol):
 
 
 class Reply(str):
-    """The model's last reply, as text that knows its tokens."""
+    """Text of the model's last reply, with its token ids."""
 
     ids: tuple[int, ...] = ()
 
@@ -47,10 +47,10 @@ Scorer = Callable[[Task, list[Reply]], Awaitable[Sequence[Scored]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """How to roll out a task: everything that stays the same from group to group. `score` None: the environment's own
-    reward. `gateway`: where agents find the model under an address. `saw` is called with every episode when it has
-    failed, or has its reward; what it raises ends the group. `policies`: a number that is drawn for a group -> an
-    engine for each policy by name; None: one policy, without a name."""
+    """How to roll out a task: everything that is the same for all groups. `score` None: the environment's own reward;
+    `gateway`: the model's HTTP endpoint for agents; `saw`: called with every episode that has failed or has its reward,
+    an exception of it ends the group; `policies`: seed of a group -> engine of each policy by name, None: one policy
+    without a name."""
 
     engine: Engine
     chat: Translator
@@ -63,9 +63,9 @@ class Rollout:
     policies: Callable[[int], Mapping[str, Engine]] | None = None
 
     async def group(self, index: int, task: Task, n: int, params: SamplingParams, extra: int = 0) -> Group:
-        """Play n episodes at once and score them. Seeds depend on (seed, index, episode, turn) only, so that a resumed
-        run samples what the uninterrupted one would have. Of n + `extra` episodes the first n to finish are kept, in
-        their order; the others are cancelled. All of them are one session: engines have their prompt once."""
+        """Run n episodes concurrently and score them. Seeds depend on (seed, index, episode, turn) only, so that a
+        resumed run samples the same as an uninterrupted one. Of n + `extra` episodes the first n to finish are kept, in
+        order; the others are cancelled. All share one session id, so that engines compute their prompt once."""
         version = self.engine.version
         engine = self.engine if self.policies is None else self.policies(derive_seed(self.seed, index, -1))
 
@@ -102,7 +102,7 @@ class Rollout:
         return Group(index=index, task=task, trajectories=tuple(trajectories), start_version=version)
 
     async def _scored(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The reward functions judge the model's last reply; an episode that failed before has nothing to judge."""
+        """Score the model's last replies with the reward functions. Failed episodes have none."""
         assert self.score is not None
         judged = [i for i, t in enumerate(trajectories) if t.outcome.scored]
         replies = [
@@ -132,8 +132,8 @@ class Rollout:
 
 
 async def first(n: int, work: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
-    """The results of the first n to finish, in order; the rest is cancelled, and has ended when this returns. An error
-    ends all."""
+    """The results of the first n to finish, in order. The others are cancelled and have ended when this returns. An
+    exception of any cancels all."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(w) for w in work]
         pending = set(tasks)
@@ -147,5 +147,5 @@ async def first(n: int, work: Sequence[Coroutine[Any, Any, Trajectory]]) -> list
 
 
 def last_reply(trajectory: Trajectory, chat: Translator) -> Message:
-    """The model's whole last reply, its thinking included: reward functions may judge that too."""
+    """The model's whole last reply, with its thinking, which reward functions may judge, too."""
     return Message(role="assistant", content=chat.reply_text(trajectory.turns[-1].completion.ids))

@@ -1,15 +1,15 @@
-"""Prompts with a hint: what the answer's judge knows and the policy does not, for a teacher that sees it.
+"""Prompts with a hint, privileged context that the teacher sees and the policy does not.
 
-    text       "A right answer is {answer}." -> what stands in its braces: a column of the row, or
-    {sibling}  a right answer of the same group, never the answer's own
+    text       "A right answer is {answer}.", whose names in braces are columns of the row, or
+    {sibling}  a right answer of the same group, of several turns all of them; never the answer itself
     {feedback} what a reward function logged for this answer: log_extra("feedback", texts)
 
-The first text of which everything is there stands behind the prompt's last message of the user, or before a prompt that
-is plain text; an answer without any has no hint.
+The first text whose names all have a value is put after the last user message of the row's prompt, or before a prompt
+that is plain text. An answer for which no text has all values has no hint.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,14 +17,14 @@ import numpy as np
 from birl.data.tasks import answer_text
 from birl.errors import BirlError
 from birl.rollout.session import Translator
-from birl.types import Conversation, Group, Sample, Task
+from birl.types import Conversation, Group, Message, Sample, Task
 
 NAME = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """`context`: tokens that the teacher can read; a hint that is too long for it is left out."""
+    """`context`: of the teacher [tokens]; a hint that does not fit is left out."""
 
     texts: Sequence[str]
     chat: Translator
@@ -32,24 +32,37 @@ class Hints:
     prompts: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
 
     def of(self, sample: Sample, group: Group, episode: int) -> Sample:
-        """The sample with its `hinted` prompt, where it has a hint. Raises `BirlError` for a name that is no column,
-        and where the conversation does not begin with the row's prompt, which the hint belongs to."""
+        """The sample with its `hinted` prompt, if it has a hint. Raises `BirlError` for a name that is no column, and
+        if the first prompt of the conversation does not contain the row's."""
         hint = next((h for text in self.texts if (h := self.filled(text, group, episode))), "")
         if not hint:
             return sample
-        first, task = int(sample.mask.argmax()), group.task
-        own = self.render(task, "")
-        if sample.tokens[: len(own)].tolist() != list(own) or len(own) > first:
+        first = int(sample.mask.argmax())
+        hinted = self.placed(group.task, hint, sample.tokens[:first].tolist())
+        if hinted is None:
             raise BirlError(
-                f"algorithm.hint: the conversation of {task.id} does not begin with the row's prompt, so there is no "
-                "place for a hint. Use an environment that begins with it, without tools, as env.kind=single_turn."
+                f"algorithm.hint: the conversation of {group.task.id} does not begin with the row's prompt, so a "
+                "hint has no place in it. Use an environment whose first message of the user is the row's."
             )
-        hinted = np.concatenate([self.render(task, hint), sample.tokens[len(own) : first]])
         fits = len(hinted) + len(sample.tokens) - first <= self.context
-        return replace(sample, hinted=hinted) if fits else sample
+        return replace(sample, hinted=np.array(hinted, sample.tokens.dtype)) if fits else sample
+
+    def placed(self, task: Task, hint: str, prompt: Sequence[int]) -> list[int] | None:
+        """`prompt` with the hint. It begins with the row's prompt, or ends with the row's last message after other text
+        (a description of tools). Else None."""
+        plain, hinted = list(self.render(task, "")), list(self.render(task, hint))
+        if prompt[: len(plain)] == plain:
+            return [*hinted, *prompt[len(plain) :]]
+        if isinstance(task.prompt, str):
+            return None
+        last = len(plain) - shared(plain, self.chat.render(asking(task.prompt, lambda _: "")))  # from the content on
+        same = shared(plain, hinted)
+        if last == 0 or prompt[-last:] != plain[-last:]:
+            return None
+        return [*prompt[: len(prompt) - len(plain) + same], *hinted[same:]]
 
     def filled(self, text: str, group: Group, episode: int) -> str:
-        """A text with what its names stand for; empty where something is missing."""
+        """A text with the values of its names; empty if a value is missing."""
         columns = {"answer": (answer := group.task.answer), **group.task.columns}
         if answer is not None and answer_text(columns["answer"]) != answer:  # else whole, as a solution of GSM8K
             columns["answer"] = answer
@@ -72,7 +85,7 @@ class Hints:
         return NAME.sub(lambda match: values[match[1]], text)
 
     def render(self, task: Task, hint: str) -> tuple[int, ...]:
-        """Kept until another task comes, as the answers of a group often have one hint."""
+        """The row's prompt with a hint, as ids. Cached for one task, whose answers often have the same hint."""
         if (key := (task.id, hint)) not in self.prompts:
             if self.prompts and next(iter(self.prompts))[0] != task.id:
                 self.prompts.clear()
@@ -84,16 +97,25 @@ def told(prompt: Conversation, hint: str) -> Conversation:
     """A prompt with a hint."""
     if isinstance(prompt, str):
         return f"{hint}\n\n{prompt}"
+    return asking(prompt, lambda content: f"{content}\n\n{hint}")
+
+
+def asking(prompt: tuple[Message, ...], changed: Callable[[str], str]) -> tuple[Message, ...]:
+    """The prompt with another content of the user's last message."""
     last = max((i for i, m in enumerate(prompt) if m.role == "user"), default=len(prompt) - 1)
-    message = replace(prompt[last], content=f"{prompt[last].content}\n\n{hint}")
-    return (*prompt[:last], message, *prompt[last + 1 :])
+    return (*prompt[:last], replace(prompt[last], content=changed(prompt[last].content)), *prompt[last + 1 :])
+
+
+def shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def sibling(group: Group, episode: int, chat: Translator) -> str | None:
-    """The text of the next right answer of the group, without its thinking: one with a score of at least 1."""
+    """Text of the next right answer of the group (score at least 1): of all its turns, without thinking."""
     n = len(group.trajectories)
     for other in (group.trajectories[(episode + k) % n] for k in range(1, n)):
         if other.outcome.scored and other.turns and other.score >= 1:
-            turn = other.turns[-1]
-            return chat.parse(turn.completion.tokens.tolist(), prompt=turn.prompt.tolist()).content
+            turns = [(t.completion.tokens.tolist(), t.prompt.tolist()) for t in other.turns]
+            return "\n".join(chat.parse(answer, prompt=prompt).content for answer, prompt in turns)
     return None

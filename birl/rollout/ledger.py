@@ -1,7 +1,7 @@
-"""Where every sampled token went: `ledger.jsonl` in the run folder, append-only, so that it survives any number of
-crashes and resumes.
+"""What became of every sampled token: `ledger.jsonl` in the run folder, append-only, so that it survives crashes and
+resumes.
 
-    {"life": 1, "event": "began", "step": 0}                                    a process took the run up at this step
+    {"life": 1, "event": "began", "step": 0}                                    a process started or resumed the run
     {"life": 1, "event": "sampled", "group": 7, "tokens": 412}                  a group was rolled out
     {"life": 1, "event": "settled", "step": 2, "group": 7, "tokens": {"trained": 400, "timeout": 12}}
 
@@ -34,24 +34,24 @@ FIELDS = {  # whole numbers that a row of each event has
 
 
 def sampled(trajectory: Trajectory) -> int:
-    """Tokens that the model was asked for in one episode."""
+    """Tokens that the model generated in one episode."""
     return sum(len(turn.completion.tokens) for turn in trajectory.turns)
 
 
 class Ledger:
-    """Writes the file. One life is one process from start to end."""
+    """Writes the file. A life is one process, from its start to its end."""
 
     def __init__(self, run: Path, step: int) -> None:
-        """`step`: the last finished one that this life goes on from; 0 where there is no checkpoint."""
+        """`step`: of the checkpoint that this life resumes from; 0 without one."""
         path = run / FILE
         self.totals: Counter[str] = Counter()
         self.log = JsonLog(path)
-        self.log.cut(sys.maxsize)  # what a crash has torn: the next line must not become part of it
+        self.log.cut(sys.maxsize)  # removes a line that a crash cut
         self.life = 1 + max((lives(line) for line in read_bytes(path).split(b"\n")), default=0)
         self._write({"event": "began", "step": step})
 
     def rolled_out(self, group: Group) -> int:
-        """Says how many tokens it has."""
+        """Record a group that was rolled out; returns its tokens."""
         tokens = sum(map(sampled, group.trajectories))
         self.totals["sampled"] += tokens
         self._write({"event": "sampled", "group": group.index, "tokens": tokens})
@@ -72,7 +72,7 @@ class Ledger:
 
 
 def settle(groups: Sequence[Group], usage: Usage, trained: Iterable[tuple[Sample, bool]]) -> dict[int, Counter[str]]:
-    """By group: where its tokens went. `trained`: the samples of the step, and whether each has a gradient."""
+    """Group index -> tokens by what became of them. `trained`: samples of the step, and whether each has a gradient."""
     used: dict[tuple[int, int], Counter[str]] = {}
     for sample, gradient in trained:
         mine = used.setdefault((sample.group, sample.episode), Counter())
@@ -102,7 +102,7 @@ def settle(groups: Sequence[Group], usage: Usage, trained: Iterable[tuple[Sample
 
 @dataclass(slots=True)
 class Audit:
-    """`tokens` by where they went; `problems` is empty where everything agrees."""
+    """`tokens` by what became of them; `problems` is empty if all sums agree."""
 
     sampled: int = 0
     tokens: Counter[str] = field(default_factory=Counter)
@@ -111,7 +111,7 @@ class Audit:
 
 
 def audit(run: Path) -> Audit:
-    """Read a run's ledger. Raises `OSError` where there is none."""
+    """Read and check a run's ledger. Raises `OSError` if there is none."""
     rows = [checked(run / FILE, number, row) for number, row in numbered(run / FILE)]
     result = Audit(lives=max((row["life"] for row in rows), default=0))
     began = {row["life"]: row["step"] for row in rows if row["event"] == "began"}
@@ -146,7 +146,7 @@ def audit(run: Path) -> Audit:
 
 
 def lives(line: bytes) -> int:
-    """The life that a line is of; 0 for a damaged one, which `audit` names and a run passes over."""
+    """The life of a line; 0 if it is damaged (`audit` reports it, a run ignores it)."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -155,7 +155,7 @@ def lives(line: bytes) -> int:
 
 
 def checked(path: Path, number: int, row: dict[str, Any]) -> dict[str, Any]:
-    """The row, which has the fields of its event. Raises `BirlError` that names the line and the field."""
+    """The row, if it has the fields of its event. Raises `BirlError` that names line and field."""
     event = row.get("event")
     wanted = FIELDS.get(event) if isinstance(event, str) else None
     bad = "event" if wanted is None else next((name for name in wanted if not _is_whole(row.get(name))), "")

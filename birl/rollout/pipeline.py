@@ -32,8 +32,8 @@ from birl.waits import event, waiting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one training step gets. Every task before number `position` of the stream is consumed after it, and those
-    with the numbers `ahead`. `ready` groups are finished and wait, `running` ones are being rolled out."""
+    """The input of one training step. After it, the tasks before number `position` of the stream and those with the
+    numbers `ahead` are consumed. `ready`: groups that are finished and wait; `running`: groups being rolled out."""
 
     number: int
     groups: list[Group]
@@ -46,8 +46,7 @@ class Step:
 
 @dataclass(slots=True)
 class Ordered:
-    """Finished groups, handed out in order of admission, or up to `window` places ahead of the first that is not
-    finished. None: there will be no more."""
+    """Finished groups, returned in order of admission, or up to `window` places ahead of the first unfinished one."""
 
     window: int = 0
     position: int = 0  # of the first task in the stream,
@@ -71,11 +70,11 @@ class Ordered:
 
     @property
     def running(self) -> int:
-        """How many admitted groups are not finished. A group's coroutine ends only after it was put here."""
+        """Number of admitted groups that are not finished."""
         return len(self.numbers) - self.first - len(self.ahead) - len(self.finished)
 
     def step(self, number: int, kept: list[Group], refused: list[Group]) -> Step:
-        """What training step `number` gets, now that these were taken."""
+        """The input of training step `number` after these groups were taken."""
         start = self.numbers[self.first] if self.first < len(self.numbers) else self.end()
         return Step(
             number=number,
@@ -88,7 +87,7 @@ class Ordered:
         )
 
     def end(self) -> int:
-        """The first task that was not admitted, where everything that was is consumed."""
+        """Number of the first task that was not admitted, if all admitted ones are consumed."""
         last = self.numbers[-1] + 1 if self.numbers else self.position
         while last in self.done:
             last += 1
@@ -99,6 +98,7 @@ class Ordered:
         return next((p for p in range(self.first, self.first + self.window + 1) if p in self.finished), None)
 
     async def take(self) -> Group | None:
+        """The next group; None if there will be no more."""
         async with self.changed:
             await self.changed.wait_for(
                 lambda: self.ready() is not None or (self.closed and self.first == len(self.numbers))
@@ -114,7 +114,7 @@ class Ordered:
 
 
 def slots(groups_per_step: int, max_staleness: int, sync_every: int = 1, window: int = 0) -> int:
-    """How many groups may be admitted and not yet trained: see the proof above."""
+    """Largest number of admitted groups that are not trained yet: see the proof above."""
     result = (max_staleness - sync_every + 2) * groups_per_step - window
     if result < groups_per_step or window < 0 or sync_every < 1:
         raise ValueError(f"no step could ever be filled with {max_staleness=}, {sync_every=}, {window=}")
@@ -122,7 +122,7 @@ def slots(groups_per_step: int, max_staleness: int, sync_every: int = 1, window:
 
 
 class Slots(asyncio.Semaphore):
-    """`room` of them, of which the last steps, which want no more groups than `wanted`, give back fewer."""
+    """`room` slots. No more than `wanted` groups are admitted in all, so the last steps give back fewer slots."""
 
     def __init__(self, room: int, wanted: float, groups_per_step: int) -> None:
         super().__init__(int(min(room, max(wanted, groups_per_step))))
@@ -152,13 +152,13 @@ async def run(
     done: Collection[int] = (),
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Until the tasks run out, `steps` is reached, or `stop` is set: then what is being rolled out is abandoned (it is
-    rolled out again after a resume, as `position` and `ahead` only count groups that were trained or refused in a
-    finished step). `tasks` begins at number `position` of the stream; those in `done` are passed over.
+    """Run until the tasks run out, `steps` is reached, or `stop` is set. Groups that are being rolled out then are
+    abandoned, and rolled out again after a resume: `position` and `ahead` count only groups that a finished step has
+    trained or refused. `tasks` begins at number `position` of the stream; those in `done` are skipped.
 
-    A last step with fewer groups is trained like any other; nothing is dropped. `max_refill` bounds the refused groups
-    of a step to that many times groups_per_step: then the step is handed over as it is. With `steps`, no group is begun
-    that none of them could train.
+    A last step with fewer groups is trained like any other; nothing is dropped. A step takes at most `max_refill` times
+    groups_per_step refused groups, then it is trained as it is. With `steps`, no group is started that none of them
+    could train.
     """
     wanted = inf if steps is None else (steps - first_step + 1) * groups_per_step
     free = Slots(slots(groups_per_step, max_staleness, sync_every, window), wanted, groups_per_step)
@@ -200,8 +200,8 @@ async def run(
 async def _produce(
     tasks: Iterator[Task], order: Ordered, free: asyncio.Semaphore, begin: Callable[[int, int, Task], None]
 ) -> None:
-    """Admit a task for each slot: `begin(place, number, task)`. It is asked for when the slot is there, as it may
-    depend on what was trained by then."""
+    """Admit a task for each free slot: `begin(place, number, task)`. The task is taken when the slot is free, as the
+    choice may depend on what was trained by then."""
     for number in count(order.position):
         if number not in order.done:
             with waiting("rollout", "a free slot", "the next training step"):
@@ -223,9 +223,9 @@ async def _collect(
     max_refill: float,
     wave_size: int,
 ) -> tuple[list[Group], list[Group]]:
-    """Kept and refused groups. In waves: take as many groups as are missing, at most `wave_size`, then judge them, then
-    ask for as many as were refused. A step that may soon give up holds back as many slots of refused groups as it may
-    lack, so that it uses up `wanted` of them whatever it keeps: the bound counts on that."""
+    """Kept and refused groups, taken in waves: as many as are missing, at most `wave_size`, then those that replace the
+    refused ones. A step that may reach `max_refill` holds back as many slots of refused groups as it may lack, so that
+    it always uses up `wanted` slots, which the proof above assumes."""
     kept: list[Group] = []
     refused: list[Group] = []
     held = 0  # slots of refused groups that are not given back yet

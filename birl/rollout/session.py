@@ -1,9 +1,9 @@
-"""One episode's talk with the model. The caller passes the whole conversation, as messages or text; what the model
-sees is tokens, and those that it saw or sampled before are never made again from text.
+"""The conversation of one episode with the model. The caller passes all of it each time, as messages or text; tokens
+that the model saw or sampled before are reused and never tokenized again from text.
 
-    known     each answer's conversation, and its ids
-    ask       the longest known beginning of a conversation -> its ids, extended; or, without one, all of it rendered
-    turns     what was asked and answered, in order: `assemble.py` makes Samples of them
+    known     the conversation of each answer, with its token ids
+    ask       longest known prefix of a conversation -> its ids, extended; without one all of it is rendered
+    turns     prompts and answers in order, of which `assemble.py` makes Samples
 """
 
 import json
@@ -27,7 +27,7 @@ PROMPTS = Threads(2, "birl-prompt")
 
 
 class Translator(Protocol):
-    """What an episode needs of `birl.text.chat.Chat`."""
+    """The methods of `birl.text.chat.Chat` that an episode uses."""
 
     def render(self, prompt: Conversation, tools: Tools = ()) -> tuple[int, ...]: ...
     def extend(
@@ -46,7 +46,7 @@ class Translator(Protocol):
 
 
 class Gateway(Protocol):
-    """Where sessions are reached over HTTP (`birl.server.gateway`)."""
+    """Serves sessions over HTTP (`birl.server.gateway`)."""
 
     def enter(self, session: "Session") -> str: ...
     def leave(self, session: "Session") -> None: ...
@@ -54,8 +54,8 @@ class Gateway(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """A conversation that ended with an answer, and the ids of both. `key`: what is compared of it (`plain`); `talk`:
-    its messages as they were, thinking included."""
+    """A conversation that ends with an answer, and the ids of both. `key`: its normalised form, which is compared
+    (`plain`); `talk`: the original messages, thinking included; `owner`: agent and tools."""
 
     key: tuple[Any, ...] | str
     talk: Conversation
@@ -73,8 +73,8 @@ class Known:
 
 @dataclass(slots=True, kw_only=True)
 class Limits:
-    """`timeout` [s] for the whole episode, `turns` calls of the model, `tokens` in one conversation. `cut_ends`: an
-    answer of the largest length is an episode's last."""
+    """`timeout` of the whole episode [s], `turns`: calls of the model, `tokens` of a conversation. `cut_ends`: the
+    episode ends with an answer that reaches its length limit."""
 
     timeout: float = 600.0
     turns: int = 8
@@ -83,9 +83,8 @@ class Limits:
 
 
 class Session:
-    """The `birl.types.Model` of one episode. `id` tells engines what belongs together, `name` is for the table of
-    waits. `seed_of_turn` gives the seed of the n-th question. `engine`: the only one, or one by the name of each
-    policy."""
+    """The `birl.types.Model` of one episode. `id`: the same for all episodes of a group, for engines; `name`: for
+    reports of waits; `seed_of_turn`: number of a call -> its seed; `engine`: one, or one for each policy by name."""
 
     def __init__(
         self,
@@ -103,10 +102,10 @@ class Session:
         self.seed_of_turn, self.id, self.name, self.gateway = seed_of_turn, id, name, gateway
         self.asked = 0
         self.known: list[Known] = []
-        self.reward: float | dict[str, float] | None = None  # where it came over HTTP
-        self.failure: Exception | None = None  # the worst that happened, whatever the agent makes of it
+        self.reward: float | dict[str, float] | None = None  # set over HTTP
+        self.failure: Exception | None = None  # of the engine or a limit, also if the agent catches it
         self._turns: dict[int, Turn] = {}
-        self._open = 0  # questions without an answer yet
+        self._open = 0  # calls without an answer yet
         self._closed = False
         self._url = ""
 
@@ -116,7 +115,7 @@ class Session:
 
     @property
     def base_url(self) -> str:
-        """Of this episode's own OpenAI and Anthropic API; its answers are this episode's turns."""
+        """Address of this episode's OpenAI and Anthropic API; its answers are turns of the episode."""
         if self.gateway is None:
             raise RuntimeError("this session has no address: the run was started without a gateway")
         self._url = self._url or self.gateway.enter(self)
@@ -124,7 +123,7 @@ class Session:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """The names that `policy` may be; empty where a single policy without a name answers everyone."""
+        """Names of the policies; empty if there is one without a name."""
         return tuple(self.engine) if isinstance(self.engine, Mapping) else ()
 
     async def ask(self, conversation: Conversation, *, tools: Tools = (), agent: str = "", policy: str = "") -> Message:
@@ -141,9 +140,9 @@ class Session:
         policy: str = "",
         keep_end: bool = False,
     ) -> tuple[Message, Turn]:
-        """As `ask`, with parameters of its own; also what was recorded. `keep_end`: a text that goes on behind an
-        answer goes on behind its end token, so that both are one sequence. Of stop strings that are not the run's the
-        reply is returned without them, as APIs do; the recorded tokens have them."""
+        """As `ask`, with sampling parameters; also returns the recorded turn. `keep_end`: a text that continues an
+        answer keeps its end token, so that both are one sequence. The reply ends before a stop string of the request
+        (not of the run), as in other APIs; the recorded tokens include it."""
         try:
             policy, engine = chosen(self.engine, policy, agent)
             names = agent or policy, policy
@@ -166,7 +165,7 @@ class Session:
         keep_end: bool,
     ) -> tuple[Message, Turn]:
         agent, policy = names
-        if self._closed:  # what was left behind when its time was over
+        if self._closed:  # code that still runs after the episode's timeout
             raise Aborted
         number, self.asked = self.asked, self.asked + 1
         if len(self._turns) + self._open >= self.limits.turns:
@@ -210,24 +209,24 @@ class Session:
     def reply(
         self, conversation: Conversation, prompt: tuple[int, ...], answer: tuple[int, ...], tools: Tools
     ) -> Message:
-        """A text continues all model output, so nothing of that is set apart."""
+        """The parsed answer. Of a text conversation the content is the whole answer, as later texts continue it."""
         result = self.chat.parse(answer, tools, prompt)
         if isinstance(conversation, str):
             return Message(role="assistant", content=self.chat.reply_text(answer), tool_calls=result.tool_calls)
         return result
 
     def forget(self, turn: Turn) -> None:
-        """The caller never received this answer."""
+        """Remove a turn whose answer the caller never received."""
         self._turns = {number: t for number, t in self._turns.items() if t is not turn}
         self.known = [k for k in self.known if k.turn is not turn]
 
     def rewarded(self, reward: float, agent: str = "") -> None:
-        """What an agent sends as its reward, for all of the episode or for one of its agents. The last one counts."""
+        """Set the reward of the episode, or of one agent in it. The last one counts."""
         others = self.reward if isinstance(self.reward, dict) else {}
         self.reward = {**others, agent: reward} if agent else reward
 
     def credit(self, reward: float, rewards: Mapping[str, float]) -> None:
-        """What the environment gave for the newest answer, to everyone and to each alone."""
+        """Set the environment's reward of the newest turn: the common one, and those of single agents."""
         number = max(self._turns)
         self._turns[number] = replace(self._turns[number], reward=reward, rewards=rewards)
 
@@ -248,8 +247,8 @@ class Session:
 
 
 def chosen(engines: Engine | Mapping[str, Engine], policy: str, agent: str) -> tuple[str, Engine]:
-    """Which policy replies, and the engine that samples it: the one that is named, else the one that is called as the
-    agent, else the only one. Raises `BirlError` where none has that name."""
+    """Name and engine of the policy that replies: the named one, else the one with the agent's name, else the only
+    trained one. Raises `BirlError` if there is no such policy."""
     if not isinstance(engines, Mapping):
         return "", engines
     trained = [name for name in engines if not name.endswith(PAST)]
@@ -264,7 +263,7 @@ def chosen(engines: Engine | Mapping[str, Engine], policy: str, agent: str) -> t
 
 
 def checked(conversation: Any) -> Conversation:
-    """What a user's code asks the model. Raises `BirlError`."""
+    """A conversation from a user's code, as text or messages. Raises `BirlError`."""
     if isinstance(conversation, str) and conversation:
         return conversation
     if isinstance(conversation, list | tuple) and conversation:
@@ -278,7 +277,7 @@ def checked(conversation: Any) -> Conversation:
 
 
 def message(given: Any) -> Message | None:
-    """A message as OpenAI writes it; None where that is none."""
+    """A message in OpenAI's form; None if it is not one."""
     if not isinstance(given, Mapping):
         return None
     text = {name: given.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
@@ -310,8 +309,8 @@ def continued(
     owner: tuple[str, str],
     keep_end: bool = False,
 ) -> tuple[tuple[int, ...], Conversation]:
-    """Ids of the conversation: those of its longest known beginning as they were, and the rest; and the conversation
-    that they are of: clients drop what the model thought, which the ids still have."""
+    """Ids of the conversation: those of its longest known prefix, unchanged, and of the rest; and the conversation that
+    the ids contain, with the thinking that clients drop."""
     own = plain(conversation)
     fitting = [k for k in known if k.owner == owner and type(k.key) is type(own) and begins(own, k.key)]
     fitting = [k for k in fitting if thought(conversation, k.talk)]
@@ -329,20 +328,20 @@ def continued(
 
 
 def thought(conversation: Conversation, talk: Conversation) -> bool:
-    """Whether what is told of the thinking in `talk` is what it was: leaving it out is no change, other words are."""
+    """Whether thinking in the conversation equals that in `talk`; leaving it out is no change."""
     if isinstance(conversation, str) or isinstance(talk, str):
         return True
-    told = ((m.thinking.strip(), known.thinking.strip()) for m, known in zip(conversation, talk, strict=False))
-    return all(own in ("", known) for own, known in told)
+    pairs = ((m.thinking.strip(), known.thinking.strip()) for m, known in zip(conversation, talk, strict=False))
+    return all(thinking in ("", known) for thinking, known in pairs)
 
 
 def owner_of(tools: Tools, agent: str = "") -> tuple[str, str]:
-    """Whose conversation it is: an agent's with these tools."""
+    """The owner of a conversation: an agent with these tools."""
     return agent, json.dumps(list(tools), sort_keys=True, default=str) if tools else ""
 
 
 def following(conversation: Conversation, reply: Message, messages: tuple[Message, ...] = ()) -> Conversation:
-    """The conversation with a reply, and with what came after it."""
+    """The conversation followed by a reply and further messages."""
     if isinstance(conversation, str):
         return conversation + reply.content + "".join(m.content for m in messages)
     return (*conversation, reply, *messages)
@@ -350,13 +349,13 @@ def following(conversation: Conversation, reply: Message, messages: tuple[Messag
 
 def before_stop(reply: Message, stop: Sequence[str]) -> Message:
     """The reply up to the first of these strings, which may be in its thinking."""
-    told = (min((t.partition(s)[0] for s in stop), key=len, default=t) for t in (reply.thinking, reply.content))
-    return replace(reply, **dict(zip(("thinking", "content"), told, strict=True)))
+    texts = (min((t.partition(s)[0] for s in stop), key=len, default=t) for t in (reply.thinking, reply.content))
+    return replace(reply, **dict(zip(("thinking", "content"), texts, strict=True)))
 
 
 def plain(conversation: Conversation) -> tuple[Any, ...] | str:
-    """What makes two conversations the same: clients drop what the model thought, empty fields, ids of calls and outer
-    blanks."""
+    """The normalised form in which conversations are compared: without thinking, ids of calls, empty fields and outer
+    blanks, all of which clients drop."""
     if isinstance(conversation, str):
         return conversation
     return tuple(
@@ -366,7 +365,7 @@ def plain(conversation: Conversation) -> tuple[Any, ...] | str:
 
 
 def arguments(text: str) -> str:
-    """The same for the same JSON."""
+    """JSON in normal form; other text as it is."""
     try:
         return json.dumps(json.loads(text), sort_keys=True)
     except ValueError:

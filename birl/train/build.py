@@ -1,4 +1,4 @@
-"""Configuration -> objects. The only place that turns names into things; everything below takes values."""
+"""Configuration -> objects of an RL run. Names of the configuration are resolved here; the code below takes values."""
 
 import asyncio
 import gc
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # loaded by the runs that have them
 
 
 async def run(setup: Setup[schema.RL]) -> dict[str, Any]:
-    """The whole run, on rank 0; the summary."""
+    """The whole run, on rank 0; returns the summary."""
     config, parts = setup.config, await training(setup)
     try:
         if setup.dry_run:
@@ -58,13 +58,13 @@ async def run(setup: Setup[schema.RL]) -> dict[str, Any]:
         loop = Loop(parts=parts, run=state, schedule=schedule_of(config))
         stalled = Watchdog(config.watchdog or inf, exit_at_once, setup.folder / "stall.txt")
         with stalled, interrupting(config.env.timeout):
-            return await loop.to_the_end()
+            return await loop.fit()
     finally:
         await parts.close()
 
 
 async def training(setup: Setup[schema.RL]) -> Parts:
-    """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
+    """Load and check everything, cheapest first. The run folder is claimed after the last check."""
     config, run, given, compute = setup.config, setup.folder, setup.given, setup.compute
     resume_from = find_checkpoint(config, run)
     check_world(config.env, given.env)
@@ -126,7 +126,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
 
 
 def order_of(config: schema.RL, train: Sequence[Tasks], steps: int | None) -> "Order | None":
-    """How tasks are chosen by the run's results; None: by chance, in epochs. Raises `BirlError`."""
+    """How the run's results choose tasks (`data.order`); None: uniform. Raises `BirlError`."""
     keys = config.data
     if keys.order == "uniform":
         return None
@@ -147,8 +147,8 @@ def order_of(config: schema.RL, train: Sequence[Tasks], steps: int | None) -> "O
 
 
 def check_gpus(config: schema.RL, kind: str) -> None:
-    """Before anything is loaded: engines that are not what they must be, too few GPUs, and a GPU that is too small, or
-    the `kind` that a dry run names. Raises `BirlError`."""
+    """Before anything is loaded: raises `BirlError` if an engine cannot train, or there are too few GPUs, or the GPU
+    (with a dry run, the `kind` that it names) has too little memory."""
     if config.engine.kind != "embedded":
         from birl.engines.gpus import shares
         from birl.engines.kinds import check_engine
@@ -184,7 +184,7 @@ def schedule_of(config: schema.RL) -> Schedule:
 
 
 async def servers_of(setup: Setup[schema.RL], policy: Policy, data: Loaded, opened: AsyncExitStack) -> "Servers | None":
-    """The engines in other processes; None where the embedded one samples, or nothing does."""
+    """The engines in other processes; None if the embedded engine samples, or in a dry run."""
     config, run = setup.config, setup.folder
     if config.engine.kind == "embedded" or setup.dry_run:
         return None
@@ -204,7 +204,7 @@ async def servers_of(setup: Setup[schema.RL], policy: Policy, data: Loaded, open
 
 
 async def gateway_of(config: schema.RL, policy: Policy, world: World, opened: AsyncExitStack) -> "Gateway | None":
-    """Where agents find the policy behind HTTP; None where the environment takes turns with it."""
+    """The HTTP endpoint of the policy for agents; None if the environment is not an agent."""
     if not world.agent:
         return None
     from birl.server.gateway import Gateway
@@ -247,7 +247,7 @@ def publisher_of(
     train: Sequence[Tasks],
     say: Callable[[str], None],
 ) -> Publisher:
-    """How the learner's weights come to the engines."""
+    """What brings the learner's weights to the engines."""
     config, policy, learner, crew = setup.config, worker.policy, worker.learner, worker.crew
     call = partial(crew.call, worker)
     if servers is None:
@@ -267,7 +267,8 @@ def publisher_of(
 
 
 def sampling(config: schema.Rollout) -> SamplingParams:
-    """Where words are left out, engines say which were not: log-probs are over the same ones."""
+    """Sampling parameters of training. With top-k, top-p or min-p the engine returns the kept tokens (`support`), over
+    which the learner normalises, too."""
     truncates = config.top_k > 0 or config.top_p < 1 or config.min_p > 0
     return SamplingParams(
         max_tokens=config.max_tokens,

@@ -25,29 +25,29 @@ from birl.run_folder import find_checkpoint
 from birl.train.dpo import Preferences
 from birl.train.offline import Loop, Objective, Rows, RowsWorker
 from birl.train.rm import Ranking
-from birl.train.setup import Setup, kept, packer_of
+from birl.train.setup import Setup, packer_of, worker_fields
 from birl.train.sft import Likelihood, imitation, negative_log_likelihood
 
 
 async def run(setup: Setup[schema.Stage]) -> dict[str, Any]:
-    """The whole run, on rank 0; the summary."""
+    """The whole run, on rank 0; returns the summary."""
     loop = await asyncio.get_running_loop().run_in_executor(setup.compute, assembled, setup)
     try:
-        return await (loop.tell() if setup.dry_run else loop.to_the_end())
+        return await (loop.dry_run() if setup.dry_run else loop.fit())
     finally:
         await asyncio.to_thread(loop.worker.checkpoints.writer.finish)
         loop.run.tracker.close()
 
 
 def assembled(setup: Setup[schema.Stage]) -> Loop:
-    """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
+    """Load and check everything, cheapest first. The run folder is claimed after the last check."""
     config = setup.config
     resume_from = find_checkpoint(config, setup.folder)
     policy = load_policy(config.model, setup.compute, setup.crew.ranks, config.lora.quantize)
     train, held_out = examples(config, policy, setup)
     check_lengths(config, [e for s in (*train, *held_out) for e in s])
     total = config.steps or -(-config.epochs * sum(map(len, train)) // config.batch_size)
-    own = worker_of(config, policy, setup.crew, setup.folder)
+    worker = worker_of(config, policy, setup.crew, setup.folder)
     if not setup.dry_run:
         setup.claim(policy)
     rows = Rows(
@@ -57,13 +57,13 @@ def assembled(setup: Setup[schema.Stage]) -> Loop:
         batch_size=config.batch_size,
         total_steps=total,
     )
-    run = setup.run(own, setup.tracker(total), bool(rows.held_out), resume_from)
-    return Loop(rows=rows, worker=own, run=run, at_start=config.validation.at_start)
+    run = setup.run(worker, setup.tracker(total), bool(rows.held_out), resume_from)
+    return Loop(rows=rows, worker=worker, run=run, at_start=config.validation.at_start)
 
 
 def worker_of(config: schema.Stage, policy: Policy, crew: RankGroup, folder: Path) -> RowsWorker:
     learner, objective = COMMANDS[type(config)].make(config, policy, crew)
-    return RowsWorker(**kept(config, crew.ranks, folder), learner=learner, crew=crew, objective=objective)
+    return RowsWorker(**worker_fields(config, crew.ranks, folder), learner=learner, crew=crew, objective=objective)
 
 
 def examples(

@@ -1,4 +1,4 @@
-"""Configuration -> what every rank of `birl rl` has: learners, what they minimise, how answers are judged."""
+"""Configuration -> the worker that every rank of `birl rl` has: learners, objective, credit assignment."""
 
 from copy import deepcopy
 from functools import partial
@@ -22,20 +22,19 @@ from birl.parallel.crew import RankGroup
 from birl.rollout.assemble import Usage
 from birl.train.credit import Credit
 from birl.train.objective import Objective, keeps_reference, surrogate_of
-from birl.train.setup import kept, packer_of
+from birl.train.setup import packer_of, worker_fields
 from birl.train.step import RLWorker, Updates
 
 
 def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> RLWorker:
-    """What every rank has: the policy's learner, what it minimises, how its answers are judged; copies of the first
-    weights come first."""
-    keys, own = config.algorithm, config.algorithm.advantage in CRITIC and not config.critic.shared
+    """The worker of this rank. Copies of the initial weights come before the learner, which changes the model."""
+    keys, separate_critic = config.algorithm, config.algorithm.advantage in CRITIC and not config.critic.shared
     surrogate = surrogate_of(keys)
     reference = critic = None
     if keeps_reference(keys, surrogate):
         reference = frozen(config, deepcopy(policy.model), crew.ranks)
     past = own_teacher(config, policy, crew.ranks)
-    if own:
+    if separate_critic:
         path = config.critic.path
         body = other_model(config, path, policy, "critic.path", crew.ranks) if path else deepcopy(policy.model)
         add_score_head(body, config.seed)
@@ -49,10 +48,10 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
         from birl.learner.distillation import Average
 
         learner.average = Average(past, keys.teacher_rate)
-    says = None
+    values = None
     if keys.advantage in CRITIC:
-        says = crew.each(learner.values if critic is None else critic.forward)
-    refers = None if reference is None else crew.each(reference.forward)
+        values = crew.each(learner.values if critic is None else critic.forward)
+    reference_logprobs = None if reference is None else crew.each(reference.forward)
     hints = None
     if keys.hint:
         from birl.rollout.hints import Hints
@@ -60,19 +59,21 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
         hints = Hints(texts=keys.hint, chat=policy.chat, context=policy.context)
     target, sampled = keys.kl_target, Sampled(policy=policy, learner=learner, dtype=config.model.dtype)
     return RLWorker(
-        **kept(config, crew.ranks, run),
+        **worker_fields(config, crew.ranks, run),
         updates=updates_of(config, policy.pair_cost),
         policy=policy,
         dtype=config.model.dtype,
         engine_of=partial(sampled.engine, config.engine, routes=replays(config)),
         learner=learner,
         critic=critic,
-        objective=objective_of(config, learner, surrogate, reference=refers, looked=crew.each(learner.look)),
+        objective=objective_of(
+            config, learner, surrogate, reference=reference_logprobs, logp_and_entropy=crew.each(learner.look)
+        ),
         credit=credit_of(
             config,
             policy.pair_cost,
-            reference=refers,
-            critic=says,
+            reference=reference_logprobs,
+            critic=values,
             **teacher_of(config, policy, crew, past or learner),
             hints=hints,
             learner=crew.each(learner.forward) if remembers(config) else None,
@@ -85,12 +86,12 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
 
 
 def teacher_of(config: schema.RL, policy: Policy, crew: RankGroup, own: Learner) -> dict[str, Any]:
-    """What `Credit` asks a teacher: log-probs of the sampled tokens, or one that is served for its most likely tokens.
-    `own`: that of algorithm.teacher=self."""
+    """Arguments of `Credit` that name the teacher: log-probs of the sampled tokens, or of a served teacher its top-k
+    tokens. `own`: the learner that is the teacher with algorithm.teacher=self."""
     paths, sampled = teachers_of(config), config.algorithm.teacher_divergence == "sampled"
     result: dict[str, Any] = {}
     if config.algorithm.teachers:
-        result["whose"] = partial(teacher_named, column=config.algorithm.teacher_column, names=tuple(paths))
+        result["teacher_name"] = partial(teacher_named, column=config.algorithm.teacher_column, names=tuple(paths))
     served, asked = {name: path for name, path in paths.items() if addressed(path)}, None
     if served:
         from birl.engines.teacher import ServedTeachers

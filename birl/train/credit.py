@@ -5,10 +5,10 @@
     returns    reward - the KL of this token and those after it, normalised over all tokens of the batch
     tokens     with a critic: rewards and values -> GAE; with a teacher: + its log-prob - ours; the proximal policy
 
-Where an episode has several agents, each is an episode of its own, compared with its like. Means and deviations over a
-batch are of one policy, and in a mixture of one environment.
+Each agent of an episode with several counts as an episode of its own, compared with the same agent in the group. Means
+and deviations over a batch are taken over one policy, and in a mixture over one environment.
 
-What needs a model (reference, critic, teacher) is computed here for the whole batch of rollouts, before any update.
+Log-probs and values of reference, critic and teacher are computed here for the whole batch, before any update.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from birl.rollout.hints import Hints
 
 Episode = tuple[Group, int]
-#: of each micro-batch its trained tokens' log-probs, or values
-Says = Callable[[Sequence[Batch]], list[Tensor]]
-#: log-probs of trained tokens, sample by sample
+#: micro-batches -> of each the log-probs, or values, of its trained tokens [N]
+BatchScorer = Callable[[Sequence[Batch]], list[Tensor]]
+#: micro-batches, their samples -> of each sample the log-probs of its trained tokens
 Teacher = Callable[[Sequence[Batch], Sequence[Sample]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credited:
-    """`by_episode`: the advantage of each (group index, episode) that counted; with one a token, their mean. `kl`: mean
-    over episodes of the KL to the reference, summed over their tokens; NaN where none is taken from the reward."""
+    """`by_episode`: (group index, episode) -> advantage, of token-level advantages the mean. `kl`: KL to the reference,
+    summed over an episode's tokens, mean over episodes; NaN if the reward has no KL term."""
 
     samples: list[Sample]
     by_episode: dict[tuple[int, int], float]
@@ -56,22 +56,22 @@ class Credited:
 
 @dataclass(slots=True, kw_only=True)
 class Credit:
-    """Makes advantages, on rank 0. `max_tokens`: of an answer."""
+    """Computes advantages, on rank 0. `max_tokens`: of an answer."""
 
     keys: "schema.Algorithm"
     critic_keys: "schema.Critic"
     max_tokens: int
     pack: Packer
     usage: assemble.Usage
-    reference: Says | None = None
-    critic: Says | None = None
+    reference: BatchScorer | None = None
+    critic: BatchScorer | None = None
     teacher: Teacher | None = None
-    likely: Callable[[Sequence[Sample]], Sequence[Any]] | None = None  # a served teacher's tokens (`Sample.likely`)
-    hints: "Hints | None" = None  # that a teacher sees
-    whose: Callable[[Task], str] | None = None  # of several teachers, which a row names
-    learner: Says | None = None  # where its log-probs before the first update are wanted
+    likely: Callable[[Sequence[Sample]], Sequence[Any]] | None = None  # `Sample.likely` of a served teacher
+    hints: "Hints | None" = None  # privileged context of the teacher
+    teacher_name: Callable[[Task], str] | None = None  # task -> name of its teacher
+    learner: BatchScorer | None = None  # if the proximal policy is the learner before updates
     weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of each reward function
-    mixture: bool = False  # each environment by itself: means and deviations over a batch are over its own episodes
+    mixture: bool = False  # statistics of a batch are taken over each environment separately
     estimator: NamedFunction | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,9 +84,9 @@ class Credit:
     def of(
         self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float, pretraining: bool = False
     ) -> Credited:
-        """`greedy`: the reward of the greedy answer to each group's prompt, where algorithm.baseline=greedy.
-        `pretraining`: of the critic alone. What it aims at is then what answers earned, and nothing that it says
-        itself: it knows nothing yet (VC-PPO, arXiv:2503.01491)."""
+        """Samples with advantages. `greedy`: group index -> reward of the greedy answer (algorithm.baseline=greedy).
+        `pretraining`: the critic alone is trained, with Monte Carlo returns (lambda = 1) as targets, since its own
+        values mean nothing yet (VC-PPO, arXiv:2503.01491)."""
         lam = 1.0 if pretraining else self.critic_keys.lam
         kept = [(g, i) for group in groups for g in assemble.by_agent(group) for i in self.usage.usable(g)]
         if self.keys.baseline == "greedy":
@@ -95,26 +95,28 @@ class Credit:
         for g, i in kept:
             env = g.task.columns.get("env") if self.mixture else None
             apart.setdefault((env, g.trajectories[i].turns[0].policy), []).append((g, i))
-        each = [self._of(own, greedy, kl_coef, lam) for own in apart.values()]
+        results = [self._assign(episodes, greedy, kl_coef, lam) for episodes in apart.values()]
         order = {group.index: n for n, group in enumerate(groups)}
-        samples = sorted((s for own, _ in each for s in own), key=lambda s: order[s.group])
-        kls = [kl for _, kl in each if kl is not None]
+        samples = sorted((s for made, _ in results for s in made), key=lambda s: order[s.group])
+        kls = [kl for _, kl in results if kl is not None]
         return Credited(
-            samples=self._trained(samples, kept),
+            samples=self._kept_for_training(samples, kept),
             by_episode=_by_episode(samples),
             kl=torch.cat(kls).mean().item() if kls else float("nan"),
             episodes=len(kept),
         )
 
-    def _of(
+    def _assign(
         self, kept: Sequence[Episode], greedy: dict[int, float], kl_coef: float, lam: float
     ) -> tuple[list[Sample], Tensor | None]:
-        """Their samples, and the KL of each episode where the reward has one [E]. Means and deviations over a batch are
-        over these."""
+        """Samples of these E episodes, over which statistics of the batch are taken; and the KL of each episode [E] if
+        the reward has a KL term."""
         keys = self.keys
         penalties = self.penalties(kept)
         rewards = torch.tensor([g.trajectories[i].reward for g, i in kept], dtype=torch.float32) + penalties
-        plain = [[self._hinted(s, g, i) for s in assemble.samples(g.trajectories[i], 0.0, g.index, i)] for g, i in kept]
+        plain = [
+            [self._with_hint(s, g, i) for s in assemble.samples(g.trajectories[i], 0.0, g.index, i)] for g, i in kept
+        ]
         samples = [s for own in plain for s in own]
         owner = torch.tensor([e for e, own in enumerate(plain) for _ in own], dtype=torch.int64)
         batches = self.pack(samples, [0.0] * len(samples)) if self._needs_models() else []
@@ -130,19 +132,19 @@ class Credit:
         else:
             if kl is not None:
                 rewards = rewards - kl_coef * episode_kl
-            each = self._estimate(rewards, [(g, i, None) for g, i in kept], greedy)
-            result = [replace(s, advantage=each[e].item()) for s, e in zip(samples, owner.tolist(), strict=True)]
+            advantages = self._estimate(rewards, [(g, i, None) for g, i in kept], greedy)
+            result = [replace(s, advantage=advantages[e].item()) for s, e in zip(samples, owner.tolist(), strict=True)]
         if self.likely is not None:
-            told = self.likely([hinted(s) for s in samples])
-            result = [replace(s, likely=each) for s, each in zip(result, told, strict=True)]
+            top = self.likely([hinted(s) for s in samples])
+            result = [replace(s, likely=tokens) for s, tokens in zip(result, top, strict=True)]
         if self.teacher is not None:
-            result = self._taught(batches, result)
+            result = self._add_teacher(batches, result)
         if self.learner is not None:
-            result = self._remembered(batches, result)
+            result = self._add_proximal(batches, result)
         return result, None if kl is None else episode_kl
 
     def penalties(self, kept: Sequence[Episode]) -> Tensor:
-        """What length adds to or takes from each reward."""
+        """Length penalty, added to each reward [E]."""
         keys = self.keys
         last = torch.tensor(
             [float(len(g.trajectories[i].turns[-1].completion.tokens)) for g, i in kept], dtype=torch.float32
@@ -157,7 +159,7 @@ class Credit:
         return result
 
     def _by_turn(self, kept: Sequence[Episode], penalties: Tensor, greedy: dict[int, float]) -> list[Sample]:
-        """Each turn's advantage: the discounted reward from it on, compared with the group's turns of that number."""
+        """One advantage for each turn: its discounted reward-to-go, compared with the group's turns of that number."""
         units: list[Unit] = []
         returns: list[Tensor] = []
         for (g, i), penalty in zip(kept, penalties.tolist(), strict=True):
@@ -165,25 +167,25 @@ class Credit:
             rewards[-1] += penalty
             returns.append(estimate.rewards_to_go(rewards, self.keys.turn_discount))
             units += [(g, i, number) for number in range(len(rewards))]
-        each = self._estimate(torch.cat(returns), units, greedy).split([len(r) for r in returns])
+        advantages = self._estimate(torch.cat(returns), units, greedy).split([len(r) for r in returns])
         return [
-            self._hinted(sample, g, i)
-            for (g, i), own in zip(kept, each, strict=True)
-            for sample in assemble.samples(g.trajectories[i], own.tolist(), g.index, i)
+            self._with_hint(sample, g, i)
+            for (g, i), by_turn in zip(kept, advantages, strict=True)
+            for sample in assemble.samples(g.trajectories[i], by_turn.tolist(), g.index, i)
         ]
 
-    def _hinted(self, sample: Sample, group: Group, episode: int) -> Sample:
-        """For whom it is, and what that sees."""
-        if self.whose is not None:
-            sample = replace(sample, teacher=self.whose(group.task))
+    def _with_hint(self, sample: Sample, group: Group, episode: int) -> Sample:
+        """The sample with the name of its teacher, and with the teacher's privileged context."""
+        if self.teacher_name is not None:
+            sample = replace(sample, teacher=self.teacher_name(group.task))
         return sample if self.hints is None else self.hints.of(sample, group, episode)
 
     def _estimate(self, rewards: Tensor, units: Sequence[Unit], greedy: dict[int, float]) -> Tensor:
         """rewards [U] -> advantages [U]."""
         assert self.estimator is not None
         order = dict.fromkeys((g.index, g.agent, turn) for g, _, turn in units)
-        told = dict.fromkeys((n for g, i, _ in units for n in g.trajectories[i].parts), 1.0)
-        weights = self.weights or told  # without functions, the figures of the environment
+        parts = dict.fromkeys((n for g, i, _ in units for n in g.trajectories[i].parts), 1.0)
+        weights = self.weights or parts  # without reward functions, the parts of the environment's reward
         tensors = {
             "lengths": _lengths(units),
             "greedy": torch.tensor([greedy.get(index, 0.0) for index, _, _ in order], dtype=torch.float32),
@@ -212,7 +214,7 @@ class Credit:
         return self.keys.kl_coef > 0 and self.keys.kl_in == "reward"
 
     def _kl(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor] | None:
-        """The KL's estimate for each trained token, sample by sample; under the weights that sampled."""
+        """Estimates of the KL to the reference for the trained tokens of each sample, under the sampling weights."""
         if not self._kl_in_reward():
             return None
         assert self.reference is not None
@@ -274,9 +276,9 @@ class Credit:
         columns = zip(samples, advantage.split(sizes), returns.split(sizes), values, strict=True)
         return [replace(s, advantage=spread(s, a), returns=spread(s, r), values=spread(s, v)) for s, a, r, v in columns]
 
-    def _taught(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Sample]:
-        """On-policy distillation: each token's advantage gains teacher_coef (teacher - ours), the negative of the
-        sampled reverse KL; with hints, where the sample has one."""
+    def _add_teacher(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Sample]:
+        """On-policy distillation: adds teacher_coef (log p_teacher - log p_sampler), the negative of the sampled
+        reverse KL, to each token's advantage; with hints, to samples that have one."""
         assert self.teacher is not None
         read = batches if self.hints is None else Shared(b.hinted or b for b in batches)
         result = []
@@ -286,13 +288,13 @@ class Credit:
             result.append(replace(sample, advantage=spread(sample, own + coef * (theirs - behaviour(sample)))))
         return result
 
-    def _remembered(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Sample]:
-        """Decoupled PPO: the proximal policy is the learner as it is now, for all updates of the batch."""
+    def _add_proximal(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Sample]:
+        """Decoupled PPO: the proximal policy of all updates of the batch is the learner before them."""
         assert self.learner is not None
         now = by_sample(batches, self.learner(batches), len(samples))
         return [replace(s, proximal=spread(s, p)) for s, p in zip(samples, now, strict=True)]
 
-    def _trained(self, samples: Sequence[Sample], kept: Sequence[Episode]) -> list[Sample]:
+    def _kept_for_training(self, samples: Sequence[Sample], kept: Sequence[Episode]) -> list[Sample]:
         keys = self.keys
         cut = {(g.index, i) for g, i in kept if g.trajectories[i].outcome is Outcome.TRUNCATED}
         result = [s for s in samples if not (keys.mask_truncated and (s.group, s.episode) in cut)]

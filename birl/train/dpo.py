@@ -1,6 +1,6 @@
-"""Preference optimisation: pairs of answers -> log-probs of each, against a reference -> the chosen one must gain.
+"""Preference optimisation: pairs of answers -> log-ratios to a reference -> a loss of `algorithms/preference.py`.
 
-One loss of `algorithms/preference.py`, chosen by preference.loss. KTO judges every answer alone; the others compare.
+preference.loss chooses the loss. KTO takes every answer alone; the others compare the two of a pair.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class Preferences:
     precompute: int
     limit: int
 
-    def before(self, run: Path | None, examples: Sequence[Example]) -> None:
+    def prepare(self, run: Path | None, examples: Sequence[Example]) -> None:
         if not self.alone and any(len(e.sequences) == 1 for e in examples):
             raise BirlError(
                 f"preference.loss={self.name} compares two answers, and the rows have one and a `label`: set "
@@ -47,7 +47,7 @@ class Preferences:
         if self.precompute:
             self.reference.precompute(examples, self.precompute, run)
 
-    def work(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[Any]]:
+    def micro_batches(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[Any]]:
         samples = samples_of(examples)
         weight = 1 / len(samples) if self.alone else 1 / len(examples)
         batches = self.pack(samples, [weight] * len(samples))
@@ -58,7 +58,7 @@ class Preferences:
         mine = [good[batch.sample.unique_consecutive()] for batch in batches]
         return batches, Shared((m, divergence, r) for m, r in zip(mine, sums, strict=True))
 
-    def loss_of(self, known: Any) -> Loss:
+    def loss_for(self, known: Any) -> Loss:
         return partial(self._kto, *known) if self.alone else partial(self._paired, known)
 
     def _paired(self, reference: Tensor, logp: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,8 +1,7 @@
-"""The policy's loss on the micro-batches of one optimizer step: what must be known of all of them before the first
-gradient, and the loss itself.
+"""The policy's loss on the micro-batches of one optimizer step.
 
-    look    micro-batches -> for each a factor for each token, and the reference
-    loss    one micro-batch and what is known of it -> a number, and figures; on every rank
+prepare  (rank 0) micro-batches -> `LossInputs` of each: what depends on all micro-batches, before the first gradient
+loss     (every rank) one micro-batch and its `LossInputs` -> the loss, and figures
 """
 
 from collections.abc import Callable, Sequence
@@ -28,24 +27,25 @@ from birl.learner.learner import Learner, Loss
 if TYPE_CHECKING:
     from birl.config import schema
 
-TENSORS = ("entropy", "group", "ref_logp", "turn", "versions")  # what a surrogate may ask for by name
+TENSORS = ("entropy", "group", "ref_logp", "turn", "versions")  # that a surrogate may take as keyword arguments
 UNCUT = 1e30  # M2PO, arXiv:2510.01161, leaves out tokens and bounds no weight: what pulls back is kept, however far
 ALL_SURROGATES = {**SURROGATES, "online_dpo": online_dpo}
 
 
 def surrogate_of(keys: "schema.Algorithm") -> NamedFunction:
-    """algorithm.surrogate and its options. Raises `BirlError`."""
+    """The function that algorithm.surrogate names, with its options. Raises `BirlError`."""
     return part("algorithm.surrogate", keys.surrogate, ALL_SURROGATES, keys, keys.surrogate_args, TENSORS)
 
 
 def keeps_reference(keys: "schema.Algorithm", surrogate: NamedFunction) -> bool:
-    """Is a frozen copy of the first weights kept?"""
+    """Whether a frozen copy of the first weights is needed."""
     return keys.kl_coef > 0 or "ref_logp" in surrogate.tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """Of one micro-batch, [N] each. `factor` None: 1."""
+class LossInputs:
+    """Tensors [N] of one micro-batch: reference log-probs, factor of each token's loss (None: 1), tokens held back by
+    KL-Cov."""
 
     ref_logp: Tensor | None = None
     factor: Tensor | None = None
@@ -54,10 +54,10 @@ class Known:
 
 @dataclass(slots=True, kw_only=True)
 class Objective:
-    """What the policy minimises. `start`: what the importance ratio starts from, one of behaviour, recompute (the
-    learner before the first update), now (the learner itself, whose ratio is 1) and interpolate. `corrected`: the
-    proximal policy is weighed against the one that sampled.
-    `reference`, `looked`: micro-batches -> log-probs; of now, with entropies."""
+    """The policy's loss. `start`: the policy in the denominator of the importance ratio: behaviour, recompute (the
+    learner before the first update), now (the learner itself, ratio 1) or interpolate. `corrected`: tokens are weighted
+    by the ratio of that policy to the one that sampled. `reference`: micro-batches -> log-probs [N];
+    `logp_and_entropy`: micro-batches -> both under the current weights [2, N]."""
 
     keys: "schema.Algorithm"
     critic_keys: "schema.Critic"
@@ -65,20 +65,21 @@ class Objective:
     corrected: bool
     learner: Learner
     reference: Callable[[Sequence[Batch]], list[Tensor]] | None
-    looked: Callable[[Sequence[Batch]], list[Tensor]]
+    logp_and_entropy: Callable[[Sequence[Batch]], list[Tensor]]
     surrogate: NamedFunction
 
-    def refer(self, batches: Sequence[Batch]) -> Sequence[Tensor | None]:
-        """(rank 0) The reference's log-probs, where the loss needs them: no update changes them."""
+    def reference_logprobs(self, batches: Sequence[Batch]) -> Sequence[Tensor | None]:
+        """(rank 0) The reference's log-probs, None where the loss does not need them. Updates do not change them."""
         return self.reference(batches) if self.reference and self.needs_reference() else [None] * len(batches)
 
-    def look(self, batches: Sequence[Batch], seed: int, refs: Sequence[Tensor | None]) -> list[Known]:
-        """(rank 0) Masks that rank or average tokens do so over the whole step: micro-batches change nothing."""
+    def prepare(self, batches: Sequence[Batch], seed: int, refs: Sequence[Tensor | None]) -> list[LossInputs]:
+        """(rank 0) The inputs of each micro-batch's loss. Masks that rank or average tokens do so over the whole step,
+        so that the split into micro-batches changes nothing."""
         keys = self.keys
-        if not self.needs_look():
-            return [Known(ref_logp=r) for r in refs]
+        if not self.needs_statistics():
+            return [LossInputs(ref_logp=r) for r in refs]
         sizes = [len(b.entry) for b in batches]
-        logp, entropy = torch.cat(self.looked(batches), dim=1).cpu()
+        logp, entropy = torch.cat(self.logp_and_entropy(batches), dim=1).cpu()
         behaviour, advantages, sample = (
             torch.cat([getattr(b, name).cpu() for b in batches]) for name in ("logprobs", "advantages", "sample")
         )
@@ -108,13 +109,13 @@ class Objective:
             return [None] * len(batches) if x is None else torch.empty_like(x).scatter_(0, order, x).split(sizes)
 
         columns = zip(refs, pieces(factor), pieces(held), strict=True)
-        return [Known(ref_logp=r, factor=f, held=h) for r, f, h in columns]
+        return [LossInputs(ref_logp=r, factor=f, held=h) for r, f, h in columns]
 
-    def loss(self, known: Known, kl_coef: float, value_weight: float) -> Loss:
+    def loss(self, known: LossInputs, kl_coef: float, value_weight: float) -> Loss:
         return partial(self._loss, known=known, kl_coef=kl_coef, value_weight=value_weight)
 
     def _loss(
-        self, logp: Tensor, entropy: Tensor, batch: Batch, *, known: Known, kl_coef: float, value_weight: float
+        self, logp: Tensor, entropy: Tensor, batch: Batch, *, known: LossInputs, kl_coef: float, value_weight: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         keys = self.keys
         on = {
@@ -162,7 +163,7 @@ class Objective:
         return loss, figures
 
     def proximal(self, logp: Tensor, batch: Batch) -> Tensor:
-        """Log-probs that the importance ratio starts from [N]."""
+        """Log-probs in the denominator of the importance ratio [N]."""
         match self.start:
             case "now":
                 return logp
@@ -173,7 +174,7 @@ class Objective:
                 return batch.proximal
 
     def checked(self, function: Callable[..., Any], logp: Tensor, *rest: Tensor) -> Surrogate:
-        """What a surrogate gives; of one's own function a tensor of losses is enough."""
+        """The surrogate's result, checked. A user's function may return the tensor of losses alone."""
         result = function(logp, *rest)
         if isinstance(result, Tensor):
             result = Surrogate(result, (logp - rest[0]).detach().exp(), torch.zeros_like(logp, dtype=torch.bool))
@@ -197,10 +198,11 @@ class Objective:
         )
 
     def needs_reference(self) -> bool:
-        """In the loss, not only in the reward."""
+        """Whether the loss (not only the reward) uses the reference."""
         keys = self.keys
         return (keys.kl_coef > 0 and keys.kl_in == "loss") or "ref_logp" in self.surrogate.tensors
 
-    def needs_look(self) -> bool:
+    def needs_statistics(self) -> bool:
+        """Whether a mask depends on all tokens of the step."""
         keys = self.keys
         return keys.second_moment > 0 or keys.reject != "none" or keys.entropy_control != "none"

@@ -1,6 +1,6 @@
 """The loop of SFT, reward models and preference losses: rows -> micro-batches with a loss -> update.
 
-What is learned from the rows is an `Objective`: `sft.py`, `rm.py` and `dpo.py` have one each.
+The loss is an `Objective`; `sft.py`, `rm.py` and `dpo.py` define one each.
 """
 
 import math
@@ -22,37 +22,37 @@ from birl.train.worker import Worker
 
 
 class Objective(Protocol):
-    """What is minimised, and its metrics."""
+    """A loss over rows, and its metrics."""
 
     @property
     def pack(self) -> Packer: ...
 
-    def before(self, run: Path | None, examples: Sequence[Example]) -> None:
-        """(rank 0) Called once on all rows, training and held-out, before anything is trained or resumed. `run`: the
-        folder where something may be kept; None for --dry-run."""
+    def prepare(self, run: Path | None, examples: Sequence[Example]) -> None:
+        """(rank 0) Called once with all rows, training and held-out, before training or resuming. `run`: folder for
+        files; None for --dry-run."""
         ...
 
-    def work(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[Any]]:
-        """(rank 0) The micro-batches of one optimizer step, and what the loss of each must know beside it; the weights
-        hold the step's denominator."""
+    def micro_batches(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[Any]]:
+        """(rank 0) The micro-batches of one optimizer step, and further inputs of each one's loss. The weights of the
+        tokens include the step's denominator."""
         ...
 
-    def loss_of(self, known: Any) -> Loss:
-        """(every rank) Of one micro-batch."""
+    def loss_for(self, known: Any) -> Loss:
+        """(every rank) The loss of one micro-batch, given its further inputs."""
         ...
 
     def figures(self, stats: Stats) -> dict[str, float]:
-        """What the step says about itself, by metric name."""
+        """Metrics of a step, by name."""
         ...
 
     def score(self, figures: dict[str, float]) -> float:
-        """How good a validation is; higher is better."""
+        """The score of a validation, of its metrics; higher is better."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What rank 0 alone has: the data. `stream`: position -> rows of training from there on."""
+    """The data, on rank 0. `stream`: position -> rows of training from there on."""
 
     train: Sequence[Example]
     held_out: Sequence[Example]
@@ -63,7 +63,7 @@ class Rows:
 
 @dataclass(slots=True, kw_only=True)
 class RowsWorker(Worker):
-    """What rank 0 makes of rows, and what every rank does with its share of that."""
+    """The learner with its objective."""
 
     objective: Objective
 
@@ -71,19 +71,19 @@ class RowsWorker(Worker):
         self.checkpoints.run, self.total_updates = folder, total_updates
 
     def learn(self, rows: Sequence[Example], moves: bool = True) -> Stats:
-        """(rank 0) One optimizer step; without `moves` its gradients alone."""
-        self.rate, work = self.learning_rate(), self.objective.work(rows)
+        """(rank 0) One optimizer step; with `moves=False` only its gradients."""
+        self.rate, work = self.learning_rate(), self.objective.micro_batches(rows)
         stats = self.crew.call(self, RowsWorker.update, *work, self.rate if moves else None)
         stats.other = self.objective.pack.figures(work[0]) | stats.other
         self.check_finite(stats, stats.grad_norm)
         return stats
 
     def survey(self, rows: Sequence[Example]) -> Stats:
-        """(rank 0) The figures of some rows, and no gradient."""
-        return self.crew.call(self, RowsWorker.measure, *self.objective.work(rows))
+        """(rank 0) The figures of some rows, without gradients."""
+        return self.crew.call(self, RowsWorker.measure, *self.objective.micro_batches(rows))
 
     def update(self, batches: Sequence[Batch], known: Sequence[Any], rate: float | None) -> Stats:
-        """(every rank) Of its share; the figures are of all."""
+        """(every rank) Gradients of its micro-batches, then the optimizer step. Figures are of all ranks."""
         stats = self._figures(self.learner.learn, batches, known)
         stats.grad_norm = 0.0 if rate is None else self.learner.optim_step(rate)
         return stats
@@ -93,23 +93,23 @@ class RowsWorker(Worker):
 
     def _figures(self, verb: Callable[..., None], batches: Sequence[Batch], known: Sequence[Any]) -> Stats:
         stats = Stats()
-        verb(list(zip(batches, map(self.objective.loss_of, known), strict=True)), stats)
+        verb(list(zip(batches, map(self.objective.loss_for, known), strict=True)), stats)
         return stats
 
 
 @dataclass(slots=True, kw_only=True)
 class Loop:
-    """The algorithm, on rank 0. `at_start`: validate before the first step, too."""
+    """The training loop, on rank 0. `at_start`: validate before the first step, too."""
 
     rows: Rows
     worker: RowsWorker
     run: Run
     at_start: bool
 
-    async def to_the_end(self) -> dict[str, Any]:
+    async def fit(self) -> dict[str, Any]:
         run, total, folder = self.run, self.rows.total_steps, self.worker.checkpoints.run
         await run.ranks(RowsWorker.begin, folder, total)
-        await run.on_compute_thread(self.worker.objective.before, folder, [*self.rows.train, *self.rows.held_out])
+        await run.on_compute_thread(self.worker.objective.prepare, folder, [*self.rows.train, *self.rows.held_out])
         await run.resume()
         if run.validation_due() and (run.step > 0 or self.at_start):
             await self.validate()
@@ -123,8 +123,8 @@ class Loop:
         await run.save_last()
         return run.summary(finished)
 
-    async def tell(self) -> dict[str, Any]:
-        """--dry-run: the first batch goes through the model, nothing is written."""
+    async def dry_run(self) -> dict[str, Any]:
+        """--dry-run: computes the gradients of the first batch and prints its metrics; writes nothing."""
         every = self.rows
         rows = list(islice(every.stream(0), every.batch_size))
         sizes = [len(s) for e in every.train for s in e.sequences]
@@ -136,7 +136,7 @@ class Loop:
             "longest": max(sizes),
             "steps": every.total_steps,
         }
-        await self.run.on_compute_thread(self.worker.objective.before, None, rows)
+        await self.run.on_compute_thread(self.worker.objective.prepare, None, rows)
         stats = await self.run.on_compute_thread(self.worker.learn, rows, False)
         result |= {
             **self.worker.objective.figures(stats),
@@ -175,7 +175,7 @@ class Loop:
         await run.report(metrics, ("tokens/trained",), improved)
 
     async def validate(self) -> bool:
-        """Measure the weights as they are now; True when they are the best so far. A signal abandons it."""
+        """Evaluate the current weights; True if they are the best so far. A signal abandons the validation."""
         run, rows, objective = self.run, self.rows.held_out, self.worker.objective
         run.tracker.phase("validating")
         stats, size = Stats(), self.rows.batch_size

@@ -1,4 +1,4 @@
-"""All objects that rank 0 has of a run of reinforcement learning, complete when `build.py` returns them."""
+"""The objects of an RL run on rank 0, as `build.py` makes them."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -37,8 +37,8 @@ from birl.weights.publisher import Sent, published
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How many groups and answers a step takes, and what happens when. `steps` None: until the data end; `greedy`: each
-    prompt gets a greedy answer, too; `replay`: the run that is trained again; `notes`: shown at the start."""
+    """How many groups and answers a step takes, and when things happen. `steps` None: until the data end; `greedy`:
+    each prompt also gets a greedy answer; `replay`: folder of the run to train again; `notes`: shown at the start."""
 
     groups: int
     answers: int
@@ -60,18 +60,18 @@ class Schedule:
 
 @dataclass(slots=True, kw_only=True)
 class Loop:
-    """The algorithm, on rank 0."""
+    """The training loop, on rank 0."""
 
     parts: Parts
     run: Run
     schedule: Schedule
-    greedy: dict[int, float] = field(default_factory=dict[int, float])  # reward of the greedy answer, until it is used
+    greedy: dict[int, float] = field(default_factory=dict[int, float])  # group index -> reward of its greedy answer
     ledger: Ledger = field(init=False)
-    told: set[str] = field(default_factory=set[str])  # why episodes failed, as far as it was shown
+    told: set[str] = field(default_factory=set[str])  # reasons of failed episodes that were shown already
     last_metrics: dict[str, float] = field(default_factory=dict[str, float])
-    sent: Sent = field(default_factory=Sent)  # the last weights that the engines were given
-    waited: float = 0.0  # seconds that training has waited for groups, up to the last step
-    counted: Counters = field(default_factory=Counters)  # what the engine had done at the last step
+    sent: Sent = field(default_factory=Sent)  # the last weights sent to the engines
+    waited: float = 0.0  # for groups, up to the last step [s]
+    counted: Counters = field(default_factory=Counters)  # of the engine, at the last step
 
     @property
     def worker(self) -> RLWorker:
@@ -81,11 +81,12 @@ class Loop:
     def usage(self) -> Usage:
         return self.worker.credit.usage
 
-    async def to_the_end(self) -> dict[str, Any]:
+    async def fit(self) -> dict[str, Any]:
+        """Train until the data or `steps` end, or a signal stops the run; returns the summary."""
         schedule, parts, run = self.schedule, self.parts, self.run
         await run.ranks(RLWorker.begin, parts.run, parts.total_steps, parts.reward_weights)
         await self.run.resume()
-        self.tell_rewards()
+        self.report_progress()
         self.ledger = Ledger(parts.run, self.run.step)
         await self.publish()
         if self.run.validate_every and (plan := parts.plan_validation) and plan.greedy_repeats:
@@ -123,7 +124,7 @@ class Loop:
         return self.run.summary(finished)
 
     def tasks(self) -> Iterator[Task]:
-        """From the run's position on; with an order of its own, from its state in the checkpoint."""
+        """The tasks from the run's position on. A `data.order` other than uniform has its state in the checkpoint."""
         order, run, extra = self.parts.order, self.run, self.worker.extra
         if order is None:
             return self.parts.stream(run.position)
@@ -132,12 +133,12 @@ class Loop:
         return order.tasks(run.position, frozenset(run.ahead))
 
     def observe(self, step: pipeline.Step) -> dict[str, float]:
-        """What the step says about its tasks, for the choice of the next ones; the figures of that."""
+        """Report the step's results to `data.order`, which chooses the next tasks; returns its metrics."""
         if self.parts.order is None:
             return {}
         groups = (*step.groups, *step.refused)
-        told = [(g, self.usage.usable(g), assemble.has_signal(g, self.usage)) for g in groups]
-        return self.parts.order.observe(step.number, step.position, told)
+        results = [(g, self.usage.usable(g), assemble.has_signal(g, self.usage)) for g in groups]
+        return self.parts.order.observe(step.number, step.position, results)
 
     async def rollout(self, index: int, task: Task) -> Group:
         schedule, parts = self.schedule, self.parts
@@ -156,11 +157,11 @@ class Loop:
         return group
 
     def keep(self, group: Group) -> bool:
-        """Dynamic sampling (DAPO): a group without signal is replaced by another prompt."""
+        """False if dynamic sampling (DAPO) replaces the group by one of another prompt."""
         return not self.schedule.dynamic_sampling or assemble.has_signal(group, self.usage)
 
     async def train(self, step: pipeline.Step) -> None:
-        """One step: rewards to advantages, advantages to updates, new weights to the engines, then reports."""
+        """One step: rewards -> advantages -> optimizer steps -> weights to the engines -> reports."""
         run, schedule, rolled_out = self.run, self.schedule, time.perf_counter()
         self.parts.tracker.phase("training")
         warning = failures.check(step, schedule.max_failure_rate, self.told)
@@ -175,7 +176,7 @@ class Loop:
         self.parts.tracker.record(row_of(step, greedy))
         self.run.step, self.run.position, self.run.ahead = step.number, step.position, step.ahead
         chosen = self.observe(step)
-        self.tell_rewards()
+        self.report_progress()
         trained = time.perf_counter()
         if self.run.step % schedule.sync_every == 0:
             await self.publish(wait=False)
@@ -191,14 +192,14 @@ class Loop:
             self.parts.tracker.rollouts(self.run.step, records)
         await self.finish_step(metrics, time.perf_counter())
 
-    def tell_rewards(self) -> None:
-        """How far the run is, for reward functions with a schedule."""
+    def report_progress(self) -> None:
+        """Tell reward functions with a schedule how far the run is."""
         progress, rows = self.parts.progress, sum(map(len, self.parts.train))
         progress.steps, progress.total = self.run.step, self.parts.total_steps or 0
         progress.epoch = self.run.position / max(rows, 1)
 
     async def replay(self) -> None:
-        """Train on what another run trained on (`replay.py`)."""
+        """Train on the recorded groups of another run (`replay.py`)."""
         schedule, parts = self.schedule, self.parts
         take_pictures(Path(schedule.replay), parts.run)
         again = partial(resample, engine=parts.engine, params=parts.params, seed=parts.rollout.seed)
@@ -217,29 +218,29 @@ class Loop:
         parts.tracker.message(f"Replayed {replayed} of {schedule.replay}: every figure is equal{more}.")
 
     async def publish(self, wait: bool = True) -> None:
-        """The engines get the weights as they are now, and prove that they have them; without `wait` the proof may come
-        later, but before anything is trained on that they sampled."""
+        """Send the current weights to the engines, which prove that they have them. Without `wait` the proof may come
+        later, but always before training on anything that they sampled."""
         began = time.perf_counter()
         self.sent = await self.parts.publisher.publish(wait)
         if self.sent.seconds:
             done("sync", began, version=self.sent.version)
 
     def settle(self, step: pipeline.Step, credited: Credited) -> None:
-        """Every token of the step goes into the ledger."""
+        """Record in the ledger what became of every token of the step."""
         trained = [(s, self.worker.has_gradient(s)) for s in credited.samples]
         self.ledger.settle(step.number, step.groups, step.refused, settle(step.groups, self.usage, trained))
 
     def take_greedy(self, groups: Sequence[Group]) -> dict[int, float]:
-        """The rewards of the greedy answers to these groups' prompts."""
+        """Group index -> reward of the greedy answer to its prompt."""
         return {g.index: self.greedy.pop(g.index) for g in groups if g.index in self.greedy}
 
     def take_counters(self) -> Counters:
-        """What the engine did since the last call."""
+        """The engine's counters since the last call."""
         before, self.counted = self.counted, replace(self.parts.engine.counters)
         return self.counted.since(before)
 
     async def finish_step(self, metrics: dict[str, float], reported: float) -> None:
-        """Validate where it is time, then report."""
+        """Validate if it is due, then report."""
         improved = await self.validate() if self.run.validation_due() else False
         validated = time.perf_counter()
         metrics["time/validate"] = validated - reported
@@ -247,10 +248,10 @@ class Loop:
         await self.run.report(metrics, ("tokens/generated", "tokens/trained", "outcome/asked"), improved)
 
     async def validate(self) -> bool:
-        """Measure the weights as they are now; True when they are the best so far. A signal abandons it.
+        """Evaluate the current weights; True if they are the best so far. A signal abandons the validation.
 
-        The learner rests meanwhile, so this is one snapshot: every answer must come from its version, and the record
-        names its digest. A checkpoint of this step holds the same weights."""
+        The learner is idle meanwhile, so this is one snapshot: every answer must come from its version, and the record
+        has its digest. A checkpoint of this step has the same weights."""
         assert self.parts.plan_validation is not None
         if self.parts.engine.version != self.worker.learner.version:
             await self.publish()
@@ -273,12 +274,13 @@ class Loop:
             (why, n), asked = failed.most_common(1)[0], sum(len(g.trajectories) for g in groups)
             self.parts.tracker.message(f"Validation: {failed.total()} of {asked} answers failed, {n} of them: {why}")
         samples = answers(groups, self.parts.rollout, 32)
-        about = await self.run.on_compute_thread(self.measured, groups)
+        about = await self.run.on_compute_thread(self.validation_record, groups)
         done("validate", began, version=self.worker.learner.version)
         return self.run.validated(metrics, samples, metrics["validation/all/score"], about)
 
-    def measured(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """What a validation says about itself. Raises `BirlError` where its answers are not from one snapshot."""
+    def validation_record(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """What was evaluated: version and digest of the weights, data, seed. Raises `BirlError` if the answers do not
+        come from one snapshot."""
         version, plan = self.worker.learner.version, self.parts.plan_validation
         if others := versions_of(groups) - {version}:
             raise BirlError(

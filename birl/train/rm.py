@@ -1,4 +1,4 @@
-"""A reward model: pairs of answers -> one score for each -> the chosen one's must be higher (Bradley-Terry)."""
+"""Reward models: pairs of answers -> one score for each -> Bradley-Terry loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ class Ranking:
     pack: Packer
     centering: float
 
-    def before(self, run: Path | None, examples: Sequence[Example]) -> None:
+    def prepare(self, run: Path | None, examples: Sequence[Example]) -> None:
         pass
 
-    def work(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[Tensor]]:
+    def micro_batches(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[Tensor]]:
         samples = [scored(s, group=i) for i, e in enumerate(examples) for s in e.sequences]
         margins = torch.tensor([e.margin for e in examples], dtype=torch.float32)
         batches = self.pack(samples, [1 / len(examples)] * len(samples))
         return batches, Shared(margins[b.sample[0::2] // 2] for b in batches)
 
-    def loss_of(self, known: Tensor) -> Loss:
+    def loss_for(self, known: Tensor) -> Loss:
         return partial(self._loss, known)
 
     def _loss(self, margin: Tensor, scores: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,6 +1,6 @@
-"""How far a training run is, what it was like, and how that survives: the part that every loop shares.
+"""The state of a training run that all loops share: progress, validations, checkpoints, resuming.
 
-The loops themselves (`rl.py`, `offline.py`) say what a step is.
+The loops (`rl.py`, `offline.py`) define what a step is.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ IN_STATE = (*REMEMBERED, "nonfinite", "extra", "version", "totals", "logs")
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What changes on rank 0 while a run goes on. Everything here is in the checkpoint, or follows from it."""
+    """The mutable state of a run, on rank 0. A checkpoint contains it, or it follows from the checkpoint."""
 
     worker: Worker
     tracker: Tracker
@@ -63,7 +63,7 @@ class Run:
         return await asyncio.get_running_loop().run_in_executor(self.compute, partial(work, *arguments, **options))
 
     async def ranks(self, verb: Callable[Concatenate[Any, P], T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Call a method of the worker on every rank, each on its compute thread; what rank 0's gives."""
+        """Call a method of the worker on the compute thread of every rank; returns rank 0's result."""
         return await self.on_compute_thread(self.worker.crew.call, self.worker, verb, *arguments, **options)
 
     def validation_due(self) -> bool:
@@ -82,7 +82,7 @@ class Run:
         about: dict[str, Any] | None = None,
     ) -> bool:
         """Report a validation; True when it is the best so far. `score`: higher is better, NaN is not comparable.
-        `about` says what was measured."""
+        `about`: further keys of the record."""
         record = {"step": self.step, **(about or {}), "metrics": metrics, "samples": samples}
         self.first_validation = self.first_validation or record
         self.last_validation = record
@@ -93,8 +93,8 @@ class Run:
         return False
 
     async def report(self, metrics: dict[str, float], counted: tuple[str, ...], improved: bool) -> None:
-        """The end of a step: its figures, and a checkpoint where it is time for one. Raises what the one before failed
-        with."""
+        """End a step: record its metrics, and save a checkpoint if one is due. Raises the error of the previous
+        checkpoint, if it failed."""
         self.totals.update({k: int(metrics[k]) for k in counted})
         self.tracker.step(self.step, metrics)
         self.clock, self.saving = time.perf_counter(), 0.0
@@ -104,7 +104,7 @@ class Run:
             await self.save()
 
     async def save(self) -> None:
-        """With checkpoint.asynchronous it is complete some time later: `save_last` waits for that."""
+        """Save a checkpoint. With checkpoint.asynchronous it is written in the background; `save_last` waits."""
         self.tracker.phase("saving a checkpoint")
         began = time.perf_counter()
         state = {name: getattr(self, name) for name in REMEMBERED} | {
@@ -123,7 +123,7 @@ class Run:
         done("checkpoint", began, ended=ended)
 
     async def save_last(self) -> None:
-        """The end of the run: everything is saved when this returns."""
+        """Save the last step and wait until all checkpoints are written."""
         if self.saved != self.step and self.step:
             await self.save()
         await self.ranks(Worker.saving_done)
@@ -134,7 +134,7 @@ class Run:
             self.tracker.message(self.worker.checkpoints.warnings.pop(0))
 
     async def resume(self) -> None:
-        """Go on from the checkpoint that was chosen, if any: tensors, counters, place in the data, ends of the logs."""
+        """Restore tensors, counters, data position and log lengths from the chosen checkpoint, if there is one."""
         if self.resume_from is None:
             self.tracker.rewind(None, 0)
             if share := self.worker.learner.rounded_share:
@@ -166,8 +166,8 @@ class Run:
             await self.ranks(Worker.trace, str(self.worker.checkpoints.run), until)
 
     async def intact(self, chosen: Path) -> tuple[Path, list[str]]:
-        """The checkpoint to go on from, and warnings: where the newest of a run is damaged, the newest that is not.
-        Raises `BirlError` where there is none, or where the damaged one was asked for by name."""
+        """The checkpoint to resume from, and warnings. If the newest one is damaged, the newest intact one is taken.
+        Raises `BirlError` if no checkpoint is intact, or if the damaged one was chosen by name."""
         result = {chosen: await self.ranks(Worker.damage, chosen, IN_STATE)}
         if not result[chosen]:
             return chosen, []

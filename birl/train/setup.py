@@ -1,4 +1,4 @@
-"""What every run has before the objects of its loop are made, and what those of all loops share."""
+"""What a run consists of before the objects of its loop are built, and constructors that all loops share."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -48,7 +48,7 @@ class Setup(Generic[C]):
         return Tracker(folder, config.track, title=folder.name, total_steps=total_steps, config=flatten(config))
 
     def stream(self, sources: Sequence[Source[S]]) -> Callable[[int], Iterator[S]]:
-        """From a position -> the rows from there on: as many as the run takes, or endlessly where it counts steps."""
+        """position -> rows from there on: `epochs` times the data, or without end if the run counts steps."""
         config = self.config
         rows = partial(
             Stream[S],
@@ -88,8 +88,8 @@ def packer_of(config: schema.RL | schema.Stage, pair_cost: float = 0.0) -> Packe
     return Packer(capacity=config.capacity, shares=config.parallel.shares, pair_cost=pair_cost)
 
 
-def kept(config: schema.RL | schema.Stage, ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """The fields of `Worker` that come from the configuration, on every rank."""
+def worker_fields(config: schema.RL | schema.Stage, ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """(every rank) Arguments of `Worker` that come from the configuration."""
     keys = config.optimizer
     return {
         "checkpoints": Checkpoints(run=folder, keys=config.checkpoint, ranks=ranks),

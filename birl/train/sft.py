@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: rows -> tokens -> -log p of those that are to be learned, or their divergence from a
+"""Supervised fine-tuning: rows -> tokens -> negative log-likelihood of the trained ones, or divergence from a
 teacher."""
 
 from collections.abc import Sequence
@@ -36,17 +36,17 @@ class Likelihood:
     denominator: str
     loss: Loss
 
-    def before(self, run: Path | None, examples: Sequence[Example]) -> None:
+    def prepare(self, run: Path | None, examples: Sequence[Example]) -> None:
         pass
 
-    def work(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[None]]:
+    def micro_batches(self, examples: Sequence[Example]) -> tuple[Shared[Batch], Shared[None]]:
         samples = [e.sequences[0].sample(group=i) for i, e in enumerate(examples)]
         lengths = [sum(s.mask) for s in samples]
         weights = DENOMINATORS[self.denominator](lengths, [*range(len(samples))], 0)
         batches = self.pack(samples, weights)
         return batches, Shared([None] * len(batches))
 
-    def loss_of(self, known: None) -> Loss:
+    def loss_for(self, known: None) -> Loss:
         return self.loss
 
     def figures(self, stats: Stats) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """One step of reinforcement learning: groups -> advantages -> samples -> batches -> update.
 
-`RLWorker.learn` is the algorithm between a group and a gradient, on rank 0 (`rl.py`). What models compute in it every
-rank does for its share of the micro-batches, and of the step's data it is sent no more.
+`RLWorker.learn` runs on rank 0, called by `rl.py`. It calls the methods marked "(every rank)" on all ranks; each gets
+its share of the micro-batches and no other data of the step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from birl.rollout import assemble
 from birl.rollout.ages import Ages
 from birl.seeds import derive_seed
 from birl.train.credit import Credit, Credited
-from birl.train.objective import Known, Objective
+from birl.train.objective import LossInputs, Objective
 from birl.train.worker import Worker
 from birl.types import Group, Sample
 from birl.weights.canary import logprobs_of
@@ -36,10 +36,10 @@ from birl.weights.gathered import gathered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
-    """How a batch of rollouts becomes optimizer steps: `parts` of the batch, one step each, `passes` times over.
-    `everything`: samples with advantage 0 have a gradient, too; `observations`: what an environment wrote is predicted;
-    `max_gap`: between the log-probs of engine and learner [nats]; `critic_only`: the first steps, in which the policy
-    stays; `rollouts_only`: nothing is trained; `league`: steps between versions that are kept."""
+    """How a batch of rollouts becomes optimizer steps: the batch is split into `parts`, one step each, and used
+    `passes` times. `everything`: samples with advantage 0 have a gradient, too; `observations`: tokens of the
+    environment are predicted (ECHO); `max_gap`: between log-probs of engine and learner [nats]; `critic_only`: first
+    steps that train the critic alone; `rollouts_only`: nothing is trained; `league`: steps between kept opponents."""
 
     seed: int
     parts: int
@@ -59,14 +59,14 @@ class Updates:
     league: int
 
 
-#: of one optimizer step: samples, their micro-batches by policy, what the reference says of these, a value's weight
+#: one optimizer step: samples, their micro-batches by policy, the reference's log-probs by policy, weight of a value
 Part = tuple[list[Sample], list[Shared[Batch]], list[Sequence[Tensor | None]], float]
 
 
 @dataclass(slots=True, kw_only=True)
 class RLWorker(Worker):
-    """The policy's learner, what it minimises, how its answers are judged; and the weights that are sampled from.
-    `engine_of`: context, longest prompt and answer [tokens] -> an engine that samples from them."""
+    """The policy's learner with its objective and credit assignment, and the weights that are sampled from.
+    `engine_of`: (context, longest prompt and answer) [tokens] -> an engine on these weights."""
 
     updates: Updates
     policy: Policy
@@ -79,19 +79,19 @@ class RLWorker(Worker):
     sampled: Sampled
     ages: Ages = field(default_factory=Ages)
     step: int = 0  # finished steps
-    sampling: bool = True  # engines have the weights that the step begins with
-    seen: dict[Key, Tensor] = field(default_factory=dict[Key, Tensor])  # the learner's figures of the step's tokens
+    sampling: bool = True  # the engines have the weights at the start of the step
+    seen: dict[Key, Tensor] = field(default_factory=dict[Key, Tensor])  # log-prob and entropy of the step's tokens
 
     def begin(self, folder: Path, total_steps: int | None, weights: Mapping[str, float]) -> None:
-        """What only rank 0 knows, as it has the data and the rewards; `weights` of each reward function."""
+        """(every rank) Receive what rank 0 alone knows from data and rewards. `weights`: of each reward function."""
         self.checkpoints.run, self.credit.weights = folder, weights
         self.total_updates = total_steps and total_steps * self.updates.parts * self.updates.passes
 
     def learn(
         self, step: int, groups: Sequence[Group], greedy: dict[int, float], sampling: bool
     ) -> tuple[Credited, Stats]:
-        """(rank 0) Rewards to advantages, advantages to optimizer steps; `step` are finished. `sampling`: engines
-        have the weights of now."""
+        """(rank 0) Rewards -> advantages -> optimizer steps. `step`: finished steps; `sampling`: the engines have the
+        learner's current weights."""
         self.step, self.seen, self.sampling = step, {}, sampling
         self.crew.call(self, RLWorker.rest)
         self.kl.coef = self.extra.get("kl_coef", self.kl.coef)
@@ -118,36 +118,36 @@ class RLWorker(Worker):
         return stats
 
     def part(self, samples: list[Sample]) -> Part:
-        """Samples whose advantages are 0 count in the denominator, but have no gradient, so they are not computed (with
-        a KL term, an entropy bonus or a critic they have one)."""
+        """(rank 0) Pack the samples of one optimizer step. Samples with advantage 0 count in the denominator and are
+        not computed, as they have no gradient (unless a KL term, an entropy bonus or a critic gives them one)."""
         keys = self.updates
         weighed = assemble.weighed(samples, DENOMINATORS[keys.denominator], keys.max_tokens, keys.observations)
         useful = [own for own in weighed if self.has_gradient(own[0])]
         trained, weights, others = map(list, zip(*useful, strict=True)) if useful else ([], [], [])
         batches = keys.pack(trained, weights, others if keys.observations else ()) if useful else []
-        each = [Shared(own) for _, own in groupby(batches, key=lambda b: b.policy)]
-        refs = [self.objective.refer(own) for own in each if self.step >= keys.critic_only]
-        return trained, each, refs, 1 / max(sum(assemble.trained_lengths(samples)), 1)
+        by_policy = [Shared(group) for _, group in groupby(batches, key=lambda b: b.policy)]
+        refs = [self.objective.reference_logprobs(group) for group in by_policy if self.step >= keys.critic_only]
+        return trained, by_policy, refs, 1 / max(sum(assemble.trained_lengths(samples)), 1)
 
     def update_once(self, part: Part, stats: Stats, everything: list[Sample]) -> None:
-        """One optimizer step. A part without any gradient moves nothing, the optimizer's momentum included."""
-        keys, critic, (trained, each, refs, value_weight) = self.updates, self.critic, part
-        batches = [batch for own in each for batch in own]
+        """(rank 0) One optimizer step. A part without any gradient is skipped: momentum does not change either."""
+        keys, critic, (trained, by_policy, refs, value_weight) = self.updates, self.critic, part
+        batches = [batch for group in by_policy for batch in group]
         if not batches:
             stats.skipped += 1
             return
         self.rate = self.learning_rate()
         stats.other |= keys.pack.figures(batches)
-        fitted = None if critic is None else self.crew.call(self, RLWorker.update_critic, each[0], value_weight)
+        fitted = None if critic is None else self.crew.call(self, RLWorker.update_critic, by_policy[0], value_weight)
         norms = [] if fitted is None else [fitted.grad_norm]
         stats.other |= {} if fitted is None else fitted.other
         if refs:
             seed = derive_seed(keys.seed, self.step, stats.updates)
-            known = [Shared(self.objective.look(own, seed, its)) for own, its in zip(each, refs, strict=True)]
+            inputs = [Shared(self.objective.prepare(g, seed, r)) for g, r in zip(by_policy, refs, strict=True)]
             seen = list[Tensor]()
-            for own, its in zip(each, known, strict=True):
-                figures, watched = self.crew.call(self, RLWorker.gradients, own, its, self.kl.coef, value_weight)
-                stats.take(own[0].policy, figures)
+            for group, given in zip(by_policy, inputs, strict=True):
+                figures, watched = self.crew.call(self, RLWorker.gradients, group, given, self.kl.coef, value_weight)
+                stats.take(group[0].policy, figures)
                 seen += watched
             if keys.token_figures:
                 self.seen = figures_of(batches, seen, trained) | self.seen
@@ -160,8 +160,8 @@ class RLWorker(Worker):
         self.check_finite(stats, *norms)
 
     def compare(self, samples: list[Sample], computed: int, stats: Stats) -> None:
-        """Engine against learner on the step's samples, before the weights move. Raises `BirlError` where
-        the log-probs of any version are too far apart."""
+        """Compare the log-probs of engine and learner on the step's samples, before the weights change. Raises
+        `BirlError` if those of any version differ by more than `max_gap`."""
         fresh = stats.sums["fresh"]
         gaps = {self.learner.version: (stats.sums["gap"] / fresh, int(fresh))} if fresh else {}
         if self.past.compares:
@@ -170,22 +170,23 @@ class RLWorker(Worker):
         check(stats, gaps, self.learner.version, self.updates.max_gap)
 
     def rest(self) -> None:
+        """(every rank) The engine gives memory back for training."""
         self.sampled.rest()
 
     def gradients(
-        self, batches: Sequence[Batch], known: Sequence[Known], kl_coef: float, value_weight: float
+        self, batches: Sequence[Batch], inputs: Sequence[LossInputs], kl_coef: float, value_weight: float
     ) -> tuple[Stats, list[Tensor]]:
-        """(every rank) Of its share, added to what is there; the figures of all, and on rank 0 the log-prob and entropy
-        of each token, where they are wanted."""
+        """(every rank) Add the gradients of its micro-batches. Returns the figures of all ranks and, on rank 0 if
+        `token_figures`, log-prob and entropy of each token."""
         figures, watch, ranks = Stats(), Watch(), self.learner.ranks
-        losses = [self.objective.loss(of, kl_coef, value_weight) for of in known]
+        losses = [self.objective.loss(given, kl_coef, value_weight) for given in inputs]
         watched = watch.over(losses) if self.updates.token_figures else losses
         self.learner.learn(list(zip(batches, watched, strict=True)), figures)
         seen = range(len(batches) if self.updates.token_figures else 0)
         return figures, ranks.collect(seen, watch.kept.__getitem__) if seen else []
 
     def optim_step(self, rate: float, keep: bool) -> float:
-        """`keep`: the weights before it, which the step's tokens were compared under."""
+        """(every rank) `keep`: keep a copy of the weights before the step, for later comparisons."""
         if keep:
             self.past.keep()
         return self.learner.optim_step(rate)
@@ -196,14 +197,14 @@ class RLWorker(Worker):
         return fit(self.critic, batches, loss, keys.critic_passes, keys.critic_lr)
 
     def has_gradient(self, sample: Sample) -> bool:
-        """Samples that have none need not go through the model."""
+        """False if the sample need not go through the model."""
         if self.updates.rollouts_only:
             return False
         everything = self.updates.everything or self.objective.needs_reference() or sample.hinted is not None
         return everything or bool(np.any(sample.advantage))
 
     def host(self, token: str, context: int, longest: int) -> list[str]:
-        """The first rank of every data-parallel group but rank 0's serves an engine; their addresses."""
+        """(every rank) The first rank of every other data-parallel group serves an engine. Returns the addresses."""
         address = ""
         if not self.crew.leads and self.crew.ranks.first:
             from birl.server.serve import hosted, service_of
@@ -214,11 +215,13 @@ class RLWorker(Worker):
         return [a for a in self.crew.gather(address) if a]
 
     def refresh(self) -> None:
+        """(every rank) Copy the learner's weights into those that are sampled from."""
         self.sampled.refresh()
 
     def gathered(self, names: Sequence[str]) -> list[Tensor]:
+        """(every rank) The named tensors, whole, on rank 0."""
         return gathered(self.learner, names, DTYPES[self.dtype], self.crew.leads)
 
     def logprobs_of(self, batches: list[Batch]) -> list[list[float]]:
-        """What engines are compared with."""
+        """(every rank) The learner's log-probs, which the canary compares with the engines'."""
         return logprobs_of(self.learner, batches)

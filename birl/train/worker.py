@@ -1,5 +1,5 @@
-"""What every rank has of a run: the weights that are trained, and their checkpoints. Rank 0 calls these methods on all
-ranks (`birl/parallel/crew.py`); what a step is, the workers of `step.py` and `offline.py` say."""
+"""The part of a run that every rank has: the weights that are trained, and their checkpoints. Rank 0 calls these
+methods on all ranks (`birl/parallel/crew.py`). `step.py` and `offline.py` add what a training step is."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,20 +21,22 @@ NONFINITE_LIMIT = 3  # optimizer steps in a row without a finite gradient that a
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """What is trained, how far it is, and how that is kept."""
+    """The trained weights of one rank, and their checkpoints."""
 
     learner: Learner
     crew: RankGroup
     critic: Learner | None = None  # with a model of its own
     checkpoints: Checkpoints
     rate_of: Callable[..., float]  # update, total updates -> learning rate
-    total_updates: int | None = None  # optimizer steps of the run, of which the others hear from rank 0
+    total_updates: int | None = None  # optimizer steps of the run; rank 0 tells the others
     nonfinite: int = 0
     rate: float = 0.0  # of the step's last update; where nothing was trained, of the next one
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])  # small things that only one algorithm remembers
+    extra: dict[str, Any] = field(
+        default_factory=dict[str, Any]
+    )  # state of single algorithms (KL coefficient, order of data)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that is trained, as a checkpoint holds it."""
+        """All trained tensors by name, as in a checkpoint."""
         own = dict(self.learner.tensors())
         if self.critic is not None:
             own |= {f"critic.{name}": tensor for name, tensor in self.critic.tensors().items()}
@@ -44,8 +46,8 @@ class Worker:
         return self.rate_of(self.learner.version, total=self.total_updates)
 
     def check_finite(self, stats: Stats, *norms: float) -> None:
-        """`norms`: of all gradients of one update, the critic's too. Raises `BirlError` after too many in a row of
-        which one is not finite."""
+        """Count updates whose gradient is not finite. `norms`: of the policy's and the critic's gradients. Raises
+        `BirlError` after `NONFINITE_LIMIT` such updates in a row."""
         left_out = sum(not math.isfinite(norm) for norm in norms)
         stats.nonfinite += left_out
         self.nonfinite = self.nonfinite + 1 if left_out else 0
@@ -62,7 +64,7 @@ class Worker:
         self.checkpoints.writer.wait()
 
     def read(self, path: Path) -> dict[str, Any]:
-        """A checkpoint's tensors into ours; gives its state."""
+        """Load the tensors of a checkpoint; returns its state."""
         state = checkpoint.fill(path, self.tensors(), self.crew.ranks)
         for each in (self.learner, self.critic):
             if each is not None:
@@ -74,8 +76,8 @@ class Worker:
         return self.checkpoints.damage(path, wanted)
 
     def trace(self, folder: str, until: float) -> None:
-        """Ranks but 0 write what they do beside rank 0's trace, where they see the run's folder, and go on
-        behind what it has kept: `until` [s since 1970]."""
+        """Ranks other than 0 start their own trace file if they see the run's folder. On resuming, records later than
+        `until` [s since 1970] are dropped."""
         crew = self.crew
         if not crew.leads and Path(folder).is_dir():
             rank = crew.ranks.rank

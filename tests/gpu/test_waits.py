@@ -23,7 +23,7 @@ from birl.data.pack import Batch, pack
 from birl.learner import learner as learning
 from birl.learner.learner import Learner, Stats
 from birl.train.build_worker import objective_of
-from birl.train.objective import Known, surrogate_of
+from birl.train.objective import LossInputs, surrogate_of
 from tests.data.test_pack import groups
 from tests.families import family
 from tests.gpu.card import CUDA, card
@@ -157,8 +157,8 @@ def test_losses_do_not_wait(preset: str, monkeypatch: pytest.MonkeyPatch) -> Non
     with a_card(monkeypatch, CUDA) as waits:
         batch = on_host(WORK[0])
         plain = torch.zeros(len(batch.entry))
-        known = Known(ref_logp=plain, factor=plain)
-        objective = objective_of(config, learner, surrogate, reference=None, looked=lambda batches: [])
+        known = LossInputs(ref_logp=plain, factor=plain)
+        objective = objective_of(config, learner, surrogate, reference=None, logp_and_entropy=lambda batches: [])
         logp, batch = torch.zeros(len(batch.entry), device=CUDA), batch.to(CUDA)
         with waits:
             objective.loss(known, 0.01, 1.0)(logp, logp, batch)

@@ -89,6 +89,24 @@ def test_what_follows_the_first_prompt_stays() -> None:
     assert hints.of(replace(found, hinted=None), talk, 0).hinted is None  # no room
 
 
+def test_a_hint_stands_behind_the_question_after_a_description_of_tools() -> None:
+    """Tools are no part of the row; of an answer all turns are shown."""
+    row, tools = (QUESTION[1],), Message(role="system", content="Call calculator(expression).")
+    asked = CHAT.render((tools, *row))
+    episodes = []
+    for t in group(row).trajectories:
+        answer = t.turns[0].completion
+        more = CHAT.extend(asked, answer.ids, (Message(role="tool", content="= 7"),))
+        turns = (
+            Turn(prompt=np.array(asked, np.int32), completion=answer),
+            Turn(prompt=np.array(more, np.int32), completion=answer),
+        )
+        episodes.append(replace(t, turns=turns))
+    talk = replace(group(row), trajectories=tuple(episodes))
+    shown = [CHAT.text((tools, replace(row[0], content=f"What is 3 + 4?\n\n{s}\n{s}!"))) for s in ("seven", "7")]
+    assert prompts(hinted(talk, "{sibling}!")) == [shown[0], shown[1], shown[1], shown[0]]
+
+
 def test_names_that_are_no_columns_and_other_conversations_are_refused() -> None:
     with pytest.raises(BirlError, match=r"rows\.jsonl:3 has no column 'proof', only answer, note"):
         hinted(group(note="x"), "{proof}")

@@ -18,7 +18,7 @@ from birl.config.load import load
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.train.build_worker import objective_of
-from birl.train.objective import ALL_SURROGATES, Known, surrogate_of
+from birl.train.objective import ALL_SURROGATES, LossInputs, surrogate_of
 from birl.types import Sample
 
 PRESETS = Path(schema.__file__).parents[1] / "presets" / "algorithm"
@@ -55,11 +55,13 @@ def gradient(*words: str, ref_logp: Tensor | None = None) -> list[float]:
     logp = torch.tensor([x for own in LOGP for x in own], requires_grad=True)
     now = torch.stack([logp.detach(), torch.zeros_like(logp)])
     surrogate = surrogate_of(config.algorithm)
-    objective = objective_of(config, learner, surrogate, reference=None, looked=lambda batches: [now] * len(batches))
+    objective = objective_of(
+        config, learner, surrogate, reference=None, logp_and_entropy=lambda batches: [now] * len(batches)
+    )
     made = batch(remembers(config))
-    known = Known(ref_logp=ref_logp)
-    if objective.needs_look():
-        (known,) = objective.look([made], 0, [None])
+    known = LossInputs(ref_logp=ref_logp)
+    if objective.needs_statistics():
+        (known,) = objective.prepare([made], 0, [None])
     kl_coef = config.algorithm.kl_coef if ref_logp is not None else 0.0
     loss, _ = objective._loss(logp, torch.zeros_like(logp), made, known=known, kl_coef=kl_coef, value_weight=0.0)
     loss.backward()

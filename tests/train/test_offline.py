@@ -328,7 +328,7 @@ def test_packing_shares_the_prompt_of_a_pair(tiny: Path) -> None:
     config = load(schema.RM, [f"model.path={tiny}", "data.train=[given]"])
     objective = Ranking(pack=packer_of(config, policy.pair_cost), centering=0.0)
     examples = list(load_examples(config.data, "train", policy.chat, 512, PAIRS)[0])
-    ((batch,), _) = objective.work(examples)
+    ((batch,), _) = objective.micro_batches(examples)
     separate = sum(len(s) + 1 for e in examples for s in e.sequences)
     assert len(batch.tokens) < 0.7 * separate and len(batch.source) == 2 * len(examples)
     assert isinstance(policy.chat, Chat)

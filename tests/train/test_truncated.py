@@ -19,7 +19,7 @@ from birl.rollout.ledger import audit
 from birl.support import Support
 from birl.train.build import sampling
 from birl.train.build_worker import objective_of
-from birl.train.objective import Known, surrogate_of
+from birl.train.objective import LossInputs, surrogate_of
 from birl.types import Sample
 from tests.tiny import tiny_model
 from tests.train import test_observations as observations
@@ -85,10 +85,10 @@ def test_the_gradient_is_that_of_the_truncated_policy(surrogate: str) -> None:
     assert sum(weights) == pytest.approx(1.0)
     keys = load(schema.RL, ["data.train=x", f"algorithm.surrogate={surrogate}"])
     behind: Any = SimpleNamespace(version=0)
-    objective = objective_of(keys, behind, surrogate_of(keys.algorithm), reference=None, looked=None)
+    objective = objective_of(keys, behind, surrogate_of(keys.algorithm), reference=None, logp_and_entropy=None)
     stats = Stats()
     for batch in pack(samples, weights, 64):
-        learner.forward_backward(batch, objective.loss(Known(), 0.0, 0.0), stats)
+        learner.forward_backward(batch, objective.loss(LossInputs(), 0.0, 0.0), stats)
     assert stats.sums["gap"] / stats.count < 1e-5
     tensors = learner.masters.tensors
     for name, wanted in zip(parameters, gradient, strict=True):

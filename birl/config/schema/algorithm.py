@@ -122,7 +122,7 @@ class Algorithm(Section):
     """Of jsd, the teacher's share of the mixture: towards 0 it goes like forward_kl, towards 1 like reverse_kl."""
     teacher_top_k: Whole = 0
     """Compare the teacher's k most likely tokens, and all others as one. 0: all tokens, one by one, which a server does
-    not     give."""
+    not give."""
     teacher_rate: Share = 1.0
     """With algorithm.teacher=self, the share of its way to the policy that the teacher goes after each optimizer step:
     1 (it is the policy as it is now) | 0 (it stays the first weights) | between: a slow average."""
