@@ -92,7 +92,7 @@ def reading_path() -> list[Path]:
     # and long prompts of servers, 190 for `birl tinker` after kills, 120 for lists of launch.* and shared disks, 90 for
     # models that transformers reads in part, 75 for weights on their GPU and the plan of a run; 175 fewer for what was
     # there twice, and 5 files for concepts of their own (kernels, plan, train, trainer, step folders)
-    [("lines", 83_815), ("files", 549), ("lines of train/", 2_780), ("lines to read", 8_380), ("files to read", 37)],
+    [("lines", 83_815), ("files", 549), ("lines of train/", 2_780), ("lines to read", 8_400), ("files to read", 37)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())
