@@ -24,7 +24,7 @@ from birl.envs.adapters.verifiers_chat import KIND
 from birl.envs.adapters.verifiers_tasksets import Tasksets
 from birl.errors import BirlError, TooLong
 from birl.named import from_file
-from birl.types import Message, Model, Task, ToolCall
+from birl.types import Message, Model, Stop, Task, ToolCall
 
 Reward = float | Mapping[str, float]
 
@@ -60,12 +60,14 @@ class Loaded:
         failures: list[Exception] = []
         FAILURES.set(failures)
         state = await self.env.rollout(self.read(split)[number], client_of(model), "policy", {})
-        if state.get("error") is not None:
-            raise state["error"]
-        if state.get("timed_out"):
-            raise RuntimeError("the environment's own timeout_seconds is over")
-        await self.env.rubric.score_rollout(state)
-        await self.env.rubric.cleanup(state)
+        try:
+            if state.get("error") is not None:
+                raise state["error"]
+            if state.get("timed_out"):
+                raise RuntimeError("the environment's own timeout_seconds is over")
+            await self.env.rubric.score_rollout(state)
+        finally:
+            await self.env.rubric.cleanup(state)
         if failures:  # the rubric made 0 of it
             raise failures[0]
         return float(state["reward"]), dict(state.get("metrics") or {})
@@ -178,10 +180,11 @@ def client_of(model: Model) -> Any:
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
         ) -> Any:
             try:
-                reply = await self.client.ask(messages_of(prompt), tools=[schema(tool) for tool in tools or ()])
+                offered = [schema(tool) for tool in tools or ()]
+                reply, turn = await self.client.answer(messages_of(prompt), self.client.params, tools=offered)
             except TooLong as error:  # the environment ends its rollout then, and scores what there is
                 raise imported("verifiers.errors", KIND).OverlongPromptError(str(error)) from error
-            return response(reply, model)
+            return response(reply, model, turn.completion.stop is Stop.LENGTH)
 
         async def close(self) -> None:
             pass
@@ -230,7 +233,7 @@ def schema(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def response(reply: Message, model: str) -> Any:
+def response(reply: Message, model: str, cut: bool) -> Any:
     types = imported("verifiers.types", KIND)
     calls = [
         types.ToolCall(id=call.id or f"call_{i}", name=call.name, arguments=call.arguments)
@@ -240,15 +243,17 @@ def response(reply: Message, model: str) -> Any:
         content=reply.content,
         reasoning_content=reply.thinking or None,
         tool_calls=calls or None,
-        finish_reason="tool_calls" if calls else "stop",
-        is_truncated=False,
+        finish_reason="length" if cut else "tool_calls" if calls else "stop",
+        is_truncated=cut,
     )
     return types.Response(id="", created=0, model=model, message=message)
 
 
 def watch(rubric: Any) -> None:
-    """verifiers makes a 0 of a reward function that fails; note the failure, so that the episode has no reward."""
-    rubric.funcs = [watched(function) for function in rubric.funcs]
+    """verifiers makes a 0 of a reward function that fails; note the failure, so that the episode has no reward. One
+    without a weight is a metric alone."""
+    weighed = zip(rubric.funcs, rubric.weights, strict=True)
+    rubric.funcs = [watched(function) if weight else function for function, weight in weighed]
     for inner in getattr(rubric, "rubrics", ()):
         watch(inner)
 

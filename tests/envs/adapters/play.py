@@ -6,13 +6,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from birl.config.schema import Env as Keys
 from birl.envs.calls import called
 from birl.envs.open import World, open_world
 from birl.errors import BirlError
-from birl.types import Feedback, Message, Task
+from birl.types import Completion, Feedback, Message, SamplingParams, Stop, Task, Turn
 
 
 def installed(name: str) -> Any:
@@ -55,7 +56,7 @@ def play(world: World, row: dict[str, Any], *texts: str) -> tuple[str, list[Feed
 class Script:
     """A model that says what an agent's script says next."""
 
-    base_url = ""
+    base_url, params = "", SamplingParams(max_tokens=99)
 
     def __init__(self, **lines: list[Any]) -> None:
         self.lines = lines
@@ -72,6 +73,12 @@ class Script:
             raise line
         self.said[agent] = (*said, line if isinstance(line, Message) else reply(line))
         return self.said[agent][-1]
+
+    async def answer(self, said: Any, params: Any, *, tools: Sequence[Any] = ()) -> tuple[Message, Turn]:
+        """A line that ends with dots is cut."""
+        result = await self.ask(said, tools=tools)
+        stop = Stop.LENGTH if result.content.endswith("...") else Stop.STOP
+        return result, Turn(prompt=np.zeros(1, np.int32), completion=Completion.of((), (), (), stop))
 
 
 def mistake(kind: str, **options: Any) -> str:

@@ -31,6 +31,15 @@ def broken(completion):
 def nothing(completion):
     return None
 
+def whole(state):
+    return float(not state["is_truncated"])
+
+class Tidy(vf.Rubric):
+    tidied = 0
+    @vf.cleanup
+    async def tidy(self, state):
+        Tidy.tidied += 1
+
 def together(completions, **kwargs):
     return [1.0] * len(completions)
 
@@ -54,9 +63,9 @@ class Again(vf.MultiTurnEnv):
     async def count(self, state):
         Again.closed += 1
 
-def load_environment(kind="single", reward="right", answers=True):
+def load_environment(kind="single", reward="right", answers=True, weight=1.0):
     rows = Dataset.from_list(ROWS if answers else [{**row, "answer": ""} for row in ROWS])
-    rubric = vf.Rubric(funcs=[globals()[reward], short], weights=[1.0, 0.5])
+    rubric = Tidy(funcs=[globals()[reward], short], weights=[weight, 0.5])
     given = {"dataset": rows, "eval_dataset": rows.select([4]), "rubric": rubric, "system_prompt": "Be short."}
     if kind == "tools":
         return vf.ToolEnv(tools=[double], max_turns=3, **given)
@@ -124,6 +133,19 @@ def test_a_reward_function_that_fails_gives_no_reward(folder: Path, reward: str)
     made = opened(f"reward={reward}")
     with pytest.raises((KeyError, TypeError)):
         run(made, 0, "2")
+
+
+def test_a_metric_that_fails_costs_nothing(folder: Path) -> None:
+    """It has no weight in the reward."""
+    assert run(opened("reward=broken", "weight=0.0"), 0, "2")[0] == 0.5
+
+
+def test_a_rubric_knows_what_was_cut(folder: Path) -> None:
+    made = opened("reward=whole")
+    assert [run(made, 0, text)[0] for text in ("12345678", "12345...")] == [1 + 0.5 / 8, 0.5 / 8]
+    with pytest.raises(vf.Error):
+        run(made, 0, vf.Error("the sandbox is gone"))
+    assert made.shared.env.rubric.rubrics[0].tidied == 3
 
 
 def test_a_failure_of_the_model_is_passed_on(folder: Path) -> None:
