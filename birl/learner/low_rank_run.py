@@ -28,6 +28,7 @@ from birl.models.heads import HEADS
 from birl.models.low_rank import HEAD, AdapterWeights, Factors, RowGroup, adapted, hook
 from birl.models.target_logprobs import target_logprobs
 from birl.models.vision import ATTENTION
+from birl.parallel.layout import gathered_for
 
 SEEING = {"visual", "vision_tower", "vision_model", "multi_modal_projector"}  # modules without factors
 ALPHA = 32.0  # of every adapter, as the service that this is like has it: the scale is 32 / rank
@@ -266,7 +267,8 @@ class SharedBase:
 
         def compute() -> Tensor:
             hidden = self.forest(forests)[own.to(self.device)]
-            return target_logprobs(self.model, hidden, asked[:, 1:].contiguous().to(self.device), at_head)
+            wanted = asked[:, 1:].contiguous().to(self.device)
+            return gathered_for(head(self.model), lambda x: target_logprobs(self.model, x, wanted, at_head), hidden)
 
         with torch.set_grad_enabled(trained), adapted(self.model, groups, trained=trained):
             logp = self.within(compute)

@@ -20,6 +20,7 @@ from birl.models.fused_decoder import fused_for
 from birl.models.heads import score_head, scores
 from birl.models.logprobs import token_logprobs
 from birl.parallel import context
+from birl.parallel.layout import gathered_for
 from birl.parallel.ranks import Ranks
 
 #: hidden states [U, H] and the head -> the divergence of what they say from what a teacher says [U]
@@ -27,7 +28,7 @@ Compared = Callable[[Tensor, nn.Linear], Tensor]
 
 
 class Outputs(nn.Module):
-    """A module, so that FSDP gathers the head together with the body: the head's own forward pass is never called."""
+    """A module, so that FSDP gathers what is no layer: the head's own forward pass is never called."""
 
     def __init__(self, model: nn.Module, temperature: float, checkpointing: bool, ranks: Ranks) -> None:
         super().__init__()
@@ -43,16 +44,19 @@ class Outputs(nn.Module):
         if score := score_head(model):
             values = part.joined(scores(hidden, score))[0][batch.entry]
             return values, torch.zeros_like(values), {}
-        given = hidden, head(model), part.targets, self.temperature
+        layer, value, columns = head(model), score_head(model, "value"), list[str]()
         ways = {"decoder": decoder_for(model), "after": after_head(model), "support": part.support}
-        figures = list(token_logprobs(*given, **ways))
-        columns = list[str]()
-        if value := score_head(model, "value"):
-            columns.append("predicted")
-            figures.append(scores(hidden, value))
+
+        def said(hidden: Tensor) -> list[Tensor]:
+            result = list(token_logprobs(hidden, layer, part.targets, self.temperature, **ways))
+            return result if compared is None else [*result, compared(hidden, layer)]
+
+        figures = gathered_for(layer, said, hidden)
         if compared is not None:
             columns.append("divergence")
-            figures.append(compared(hidden, head(model)))
+        if value is not None:
+            columns.append("predicted")
+            figures.append(scores(hidden, value))
         joined = part.joined(*figures)
         logp, entropy, *rest = (figure[batch.entry] for figure in joined)
         result = dict(zip(columns, rest, strict=True))
@@ -65,9 +69,12 @@ class Outputs(nn.Module):
         bias. Copies of what FSDP has gathered, as that is given back."""
         layer = head(self.model)
         _, hidden = self._states(batch)
-        if not self.ranks.sharded:
-            return hidden, layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
-        return hidden, layer.weight.clone(), None if layer.bias is None else layer.bias.clone()
+        own = Tensor.clone if self.ranks.sharded else Tensor.detach
+
+        def said(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            return hidden, own(layer.weight), None if layer.bias is None else own(layer.bias)
+
+        return gathered_for(layer, said, hidden)
 
     def _states(self, batch: Batch) -> tuple[context.ContextShard, Tensor]:
         """This rank's part of a row, and the hidden states that its trained tokens are predicted from [U, H]."""

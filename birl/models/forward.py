@@ -14,6 +14,7 @@ from birl.models.fused_decoder import fused_for
 from birl.models.logprobs import float_logits
 from birl.models.slots import body_of
 from birl.models.vision import Seen, embedded
+from birl.parallel.layout import computed_in
 
 
 def hidden_states(
@@ -33,7 +34,7 @@ def hidden_states(
     given = {"input_ids": ids} if seen is None else embedded(model, tokens, seen)
     places = positions[None] if positions.ndim == 1 else positions[:, None]
     output = body(**given, attention_mask=mask, position_ids=places, layout=layout, use_cache=False)
-    return output.last_hidden_state[0].to(head(model).weight.dtype)  # Mamba's are float32
+    return output.last_hidden_state[0].to(computed_in(head(model)))  # Mamba's are float32
 
 
 def forget(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from birl.data.trees import Tree, nodes
 from birl.errors import BirlError
 from birl.models.attention import Mutual
+from birl.parallel.layout import computed_in
 from birl.text.pictures import FIRST, Pictures, Processed, Span
 
 
@@ -156,7 +157,7 @@ def anchored(model: nn.Module, hidden: Tensor) -> Tensor:
 
 def look(model: nn.Module, pictures: Sequence[Processed]) -> list[Features]:
     """What the tower makes of each picture. Those whose inputs have one shape are computed together."""
-    weight: Tensor = cast(Any, model).get_output_embeddings().weight
+    kind, device = computed_in(cast(Any, model).get_output_embeddings()), next(iter(tower(model).values())).device
     groups: dict[Any, list[int]] = {}
     for i, picture in enumerate(pictures):
         groups.setdefault((picture.count, *((n, a.shape) for n, a in picture.inputs.items())), []).append(i)
@@ -164,7 +165,7 @@ def look(model: nn.Module, pictures: Sequence[Processed]) -> list[Features]:
     for own in groups.values():
         first = pictures[own[0]]
         inputs = {n: np.concatenate([pictures[i].inputs[n] for i in own]) for n in first.inputs}
-        rows, *deep = (_rows(each).to(weight.dtype) for each in _seen(model, inputs, weight.device))
+        rows, *deep = (_rows(each).to(kind) for each in _seen(model, inputs, device))
         if len(rows) != first.count * len(own):
             raise BirlError(
                 f"{type(model).__name__} makes {len(rows) // len(own)} rows of a picture for which its processor "

@@ -1,9 +1,12 @@
 """How one tensor lies over the ranks, for those that are computed with in parts and saved as a whole."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,3 +74,23 @@ def drop_gathered(root: nn.Module) -> None:
     a forward pass without one would go on with the old values."""
     if isinstance(root, FSDPModule):
         root.reshard()
+
+
+def gathered_for(layer: nn.Module, compute: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    """compute(hidden), which reads weights of `layer`. A unit of FSDP (`shard.py`) is gathered by then, and given back
+    behind its backward pass, or at once where there is none. FSDP does not see `hidden`: it would sum the gradient
+    there, in float32 and beside all activations, instead of at the end."""
+    if not isinstance(layer, FSDPModule):
+        return compute(hidden)
+    result = layer.compute(partial(compute, hidden))  # pyright: ignore
+    if not torch.is_grad_enabled():
+        layer.reshard()
+    elif hidden.requires_grad:
+        hidden.register_hook(lambda grad: layer.reshard())
+    return result
+
+
+def computed_in(layer: nn.Linear) -> torch.dtype:
+    """The type of its weight while it computes: FSDP may keep parts of another."""
+    own = layer._get_fsdp_state()._mp_policy.param_dtype if isinstance(layer, FSDPModule) else None
+    return own or layer.weight.dtype

@@ -81,10 +81,10 @@ class GlooReduceScatter(ReduceScatter):
 
 
 def shard(root: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype, *, offload: bool = False) -> None:
-    """Split `model`'s parameters over `ranks`, each decoder layer as a unit and all the rest with `root`, the module
-    whose forward pass is called. Computes in `dtype`; parameters stay as they are, gradients are float32. A layer
-    is given back between the forward and the backward pass. `offload`: parts live in CPU memory. Experts may be spread
-    over some of the ranks before (`experts.py`)."""
+    """Split `model`'s parameters over `ranks`, each decoder layer as a unit, the embedding and a head of its own as
+    one each, and all the rest with `root`, the module whose forward pass is called. Computes in `dtype`; parameters
+    stay as they are, gradients are float32. A layer is given back between the forward and the backward pass. `offload`:
+    parts live in CPU memory. Experts may be spread over some of the ranks before (`experts.py`)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if parameters else None, cast_forward_inputs=False
@@ -105,9 +105,12 @@ def shard(root: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype, *
         # the first dimension is split over ep
         wrap(unit, ranks.expert_sharding, reshard_after_forward=True, shard_placement_fn=lambda _: Shard(1))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore
-    if head is None or head.weight is not embedding.weight:
+    if head.weight is not embedding.weight:
         wrap(embedding, ranks.sharding, reshard_after_forward=True)
         embedding.set_unshard_in_backward(False)  # which reads no weight of it
+        wrap(head, ranks.sharding, reshard_after_forward=False)  # its backward pass follows
+        head.compute = lambda compute: compute()  # `layout.gathered_for`
+        register_fsdp_forward_method(head, "compute")
     for unit in (*layers(model), root):
         wrap(unit, ranks.sharding, reshard_after_forward=unit is not root)
     register_fsdp_forward_method(root, "states")

@@ -88,9 +88,9 @@ def moments(
     shape: Shape, layout: Layout, passes: Passes, wide: int = 2, trains_ends: bool = True
 ) -> list[dict[str, float]]:
     """What a rank has beside weights, gradients and state: in the backward pass of the head, of the last layer and of
-    the one before, while the gradient of the layer behind it is reduced, and of the embedding. The head's gathered
-    weight and its gradient stay until all layers are done. `wide`: bytes of a weight that is computed with;
-    `trains_ends`: embedding and head have gradients."""
+    the one before, while the gradient of the layer behind it is reduced, and of the embedding. The head's gradient
+    stays until all layers are done, and a gathered weight that is the embedding's, too. `wide`: bytes of a weight that
+    is computed with; `trains_ends`: embedding and head have gradients."""
     at_head = {"activations": passes.activations + passes.head, "logits": passes.logits}
     if layout.splits == 1:  # these weights are there always, gradients go to masters at once
         whole = {"weights, bfloat16": wide * shape.parameters / layout.pp}
@@ -106,7 +106,7 @@ def moments(
             {
                 "activations": passes.activations - before * passes.one + passes.again,
                 "a layer's backward": passes.layer,
-                "gathered weights": wide * (ends + 2 * layer),
+                "gathered weights": wide * (ends * shape.tied + 2 * layer),
                 "gathered gradients": by_head + before * reduced,
             }
             for before in (0, 1)
