@@ -4,11 +4,13 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 import numpy as np
 
 from birl.engine.pages import FIRST
+from birl.errors import BirlError
 from birl.models.low_rank import AdapterWeights
 from birl.models.vision import Sight
 from birl.support import Support
@@ -117,6 +119,9 @@ class Request:
         return self._uniforms[len(self.tokens) : len(self.tokens) + n]
 
     def append(self, token: int, logprob: float, version: int, support: Any = None) -> None:
+        """Raises `BirlError` where the log-prob is NaN."""
+        if isnan(logprob):
+            raise BirlError("The model's logits are not numbers any more: its weights are not finite, or too large.")
         self.tokens.append(token)
         self.supports.append(support)
         self.logprobs.append(logprob)

@@ -13,7 +13,7 @@ from birl import kernels
 from birl.engine.graphs import Burst, Graphs, begin_states
 from birl.engine.looks import Looks
 from birl.engine.pages import Pages, sharing
-from birl.engine.sampler import Drawn, checked, sample
+from birl.engine.sampler import Drawn, sample
 from birl.engine.scheduler import ScheduledTokens
 from birl.kernels.tensors import PAGE
 from birl.models.decoder import decoder_for
@@ -88,7 +88,7 @@ class Runner:
         if decoder is None or not all(p.plain for p in params):
             return sample(logits(self.model, hidden), params, uniforms, self.kernels)
         temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
-        return checked(Drawn(*decoder.head.sample(hidden, temperatures, torch.tensor(uniforms, dtype=torch.float32))))
+        return Drawn(*decoder.head.sample(hidden, temperatures, torch.tensor(uniforms, dtype=torch.float32)))
 
     def logits(self, plan: Sequence[ScheduledTokens], hidden: Tensor) -> Tensor:
         """[samplers + guesses, V] float32, of what `run` gave."""

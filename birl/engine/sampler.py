@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from birl.engine.truncation import kept, limits_of, restrict, room_of
-from birl.errors import BirlError
 from birl.kernels import Kernels
 from birl.models.fused import on_gpu
 from birl.types import SamplingParams
@@ -31,27 +30,20 @@ def sample(
     """logits [B, V] float32 (overwritten) -> tokens, log-probs, and the tokens that were kept.
 
     A row with temperature 0 is greedy; its log-prob is that of the model itself (temperature 1), since greedy choice
-    has none. Raises `BirlError` where a row on a CPU has NaN.
+    has none.
     """
     numbers = ([p.temperature for p in params], uniforms)
     temperatures, points = (torch.tensor(x, dtype=torch.float32, device=logits.device) for x in numbers)
     limits, room = limits_of(params), min(room_of(params), logits.shape[1])
     if kernels is None:
         limits = None if limits is None else limits.to(logits.device)
-        return checked(draw(logits, temperatures, points, limits, room))
+        return draw(logits, temperatures, points, limits, room)
     if limits is not None:
         rows = [row for row, p in enumerate(params) if not p.plain]
         logits[rows] = restrict(logits[rows] / temperatures[rows, None], limits[rows])
         temperatures[rows] = 1.0
     left = kept(logits, room) if room else None
-    return checked(Drawn(*kernels.sample(logits, temperatures, points), left))
-
-
-def checked(drawn: Drawn) -> Drawn:
-    """What was drawn. Raises `BirlError` where a row on a CPU has NaN; other devices are not waited for."""
-    if drawn.logprobs.device.type == "cpu" and drawn.logprobs.isnan().any():
-        raise BirlError("The model's logits are not numbers any more: its weights are not finite, or too large.")
-    return drawn
+    return Drawn(*kernels.sample(logits, temperatures, points), left)
 
 
 def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels: Kernels | None = None) -> Tensor:

@@ -41,6 +41,7 @@ class Counters:
 class Steps:
     """What an engine computes. `version`: of the weights that keys and values in the cache are of; tokens say it."""
 
+    context: int
     runner: Runner
     scheduler: Scheduler
     version: int
@@ -164,7 +165,9 @@ class Steps:
 
     def burst(self, plan: list[ScheduledTokens]) -> None:
         """Some tokens for each, by captured graphs; what was sampled behind an end is dropped."""
-        made = self.runner.burst(plan, self.scheduler.look_ahead(plan, AHEAD))
+        # rows that have ended go on within a burst: not behind the context, where a table of positions ends
+        most = min(AHEAD, self.context + 1 - max(len(work.request) for work in plan))
+        made = self.runner.burst(plan, self.scheduler.look_ahead(plan, most))
         for work, *drawn in zip(plan, *made, strict=True):
             for token, logprob, support in zip(*drawn, strict=True):
                 work.request.append(token, logprob, self.version, support)

@@ -11,6 +11,7 @@ import torch
 
 from birl.engine import graphs, runner, scheduler
 from birl.engine.graphs import AHEAD, Graphs
+from birl.errors import BirlError
 from birl.models import fused_decoder
 from birl.models.fused_decoder import FusedDecoder
 from birl.types import Completion, SamplingParams
@@ -94,6 +95,21 @@ def test_given_tokens_are_not_drawn(
         assert [c.ids[:40] for c in found] == tokens(free) and {len(c.ids) for c in found} == {most}
         for a, b in zip(found, free, strict=True):
             assert a.logprobs.tolist()[:40] == pytest.approx(b.logprobs.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("graphed", [True, False])
+def test_logits_that_are_no_numbers_are_told(
+    plain: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, sizes: list[tuple[int, int]],
+    graphed: bool,
+) -> None:  # fmt: skip
+    """On a GPU they were answers, with log-probs of NaN."""
+    monkeypatch.setattr(runner, "graphed", lambda device: graphed)
+    bench = Bench(plain, compute)
+    (norm,) = (t for name, t in bench.learner.masters.tensors.items() if name == "model.norm.weight")
+    bench.generate(PROMPTS, seeded(6))
+    norm.data.fill_(torch.nan)
+    with pytest.raises(BirlError, match="not numbers any more"):
+        bench.generate(PROMPTS, seeded(6))
 
 
 def test_graphs_are_made_for_powers_of_two_and_kept_while_nothing_moves(
