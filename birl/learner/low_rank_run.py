@@ -260,7 +260,7 @@ class SharedBase:
         width = max(row.targets.shape[1] for row in rows)
         targets = torch.cat([pad(row.targets, (0, width - row.targets.shape[1])) for row in rows])
         places = torch.cat([p + start for f, start in zip(forests, starts, strict=False) for p in f.places])
-        asked, where = torch.cat([places[:, None], targets], 1).unique(dim=0, return_inverse=True)  # in order of places
+        asked, where = distinct(torch.cat([places[:, None], targets], 1))  # in order of places
         own = asked[:, 0].contiguous()
         bounds = [torch.searchsorted(own, torch.tensor((g.start, g.stop), dtype=torch.int64)).tolist() for g in groups]
         at_head = [RowGroup(low, high, g.adapter) for (low, high), g in zip(bounds, groups, strict=True)]
@@ -292,6 +292,17 @@ class SharedBase:
     def _hidden(self, tokens: Tensor, positions: Tensor, trees: list[Tree]) -> Tensor:
         row = vision.row(self.model, tokens.to(self.device), positions.to(self.device), trees)
         return hidden_states(self.model, *row[:2], Packed(trees, self.device), row[2])
+
+
+def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rows [N, C] of whole numbers from 0 to 2^31: those that differ, in their order, and for each row which one it
+    is. As `torch.unique(dim=0)` does, whose comparisons take fifty times as long."""
+    where = rows[:, 0]
+    for column in rows.T[1:]:
+        where = (where << 32 | column).unique(return_inverse=True)[1]
+    result = rows.new_empty(int(where.max()) + 1, rows.shape[1])
+    result[where] = rows
+    return result, where
 
 
 def backward(total: Tensor | int) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 from birl import kernels
 from birl.engine.engine import EmbeddedEngine
 from birl.learner.forest import TargetRow, plant
-from birl.learner.low_rank_run import ALPHA, AdamStep, LowRankConfig, LowRankRun, SharedBase, linear_layers
+from birl.learner.low_rank_run import ALPHA, AdamStep, LowRankConfig, LowRankRun, SharedBase, distinct, linear_layers
 from birl.models import attention, vision
 from birl.models.low_rank import HEAD
 from birl.text.pictures import placeholders
@@ -224,6 +224,14 @@ def test_a_gradient_that_is_no_number_changes_nothing() -> None:
         run.step(STEP)
     assert all(torch.equal(before[n], t) for n, t in run.state().items())
     assert run.steps == 0
+
+
+def test_rows_that_differ_are_those_of_unique() -> None:
+    rows = torch.randint(0, 3, (200, 4), generator=torch.Generator().manual_seed(0))
+    for given in (rows, rows[:, :2] * (2**31 - 1) // 2):
+        result, where = distinct(given)
+        expected = given.unique(dim=0, return_inverse=True)
+        assert torch.equal(result, expected[0]) and torch.equal(where, expected[1])
 
 
 def test_no_beginning_in_common_cuts_a_picture() -> None:

@@ -108,6 +108,27 @@ def test_on_policy_the_gradient_is_reinforces(name: str) -> None:
     assert grad == pytest.approx([-a for a in ADVANTAGES], abs=1e-5)
 
 
+@pytest.mark.parametrize("name", losses.NAMES)
+def test_data_together_are_the_sum_of_each_alone(name: str) -> None:
+    """Bounds, masks and weights that only some of them have."""
+    random, data = np.random.default_rng(0), []
+    extra = ({}, {"sequence_ratio_mask": [0, 1, 1], "weights": [0.5, 0, 2]}, {"clip_low_threshold": [0.5] * 3})
+    for size, more in zip((4, 3, 3), extra, strict=True):
+        inputs = {key: random.normal(size=size).astype(np.float32) for key in ("logprobs", "advantages")}
+        inputs |= {key: np.array(values, np.float32) for key, values in more.items()}
+        data.append(Datum(tokens=np.arange(size), inputs={"target_tokens": np.arange(size), **inputs}))
+    rows = [torch.tensor(random.normal(size=(len(d), 1)), dtype=torch.float32) for d in data]
+    config = {"stable_reinforce": {"kl_coeff": 0.3}, "ppo": {"clip_high_threshold": 1.5}}.get(name, {})
+
+    def value(chosen: slice) -> float:
+        asked = ForwardBackward(data=data[chosen], loss=name, config=config, forward_only=False)
+        losses.check(asked)
+        return losses.of_data(asked, asked.data, rows[chosen]).item()
+
+    alone = [value(slice(i, i + 1)) for i in range(3)]
+    assert value(slice(0, 3)) == pytest.approx(sum(alone), rel=1e-5)
+
+
 def test_cross_entropy_takes_weights_of_every_target() -> None:
     tokens, targets = np.arange(2, dtype=np.int64), np.array([[1, 2, 3], [4, 5, 6]])
     weights = np.array([[0.5, 0.25, 0.0], [1.0, 0.0, 2.0]], np.float32)

@@ -11,7 +11,7 @@
 The last one's definition is birl's own: Tinker's is not published. On-policy the gradient of all but the first is
 REINFORCE's. `clip_low_threshold` and `clip_high_threshold` are bounds of the ratio itself; they may also come with a
 datum, one for each place.
-Shapes: T places of one datum.
+Shapes: T places of some data behind one another; of one datum where its bounds or its ratio are for all of it (gspo).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,20 +29,13 @@ Config = Mapping[str, float | str]
 
 
 class Given(NamedTuple):
-    """Of one datum, [T] float32: what was sampled with, how good it was, and the bounds of the ratio."""
+    """[T] float32: what was sampled with, how good it was, and the bounds of the ratio."""
 
     logprobs: Tensor
     advantages: Tensor
     low: Tensor
     high: Tensor
     ratio_mask: Tensor
-
-
-def cross_entropy(logp: Tensor, datum: Datum) -> Tensor:
-    """[T, K] log-probs -> the sum."""
-    weights = datum.inputs.get("weights")
-    given = np.ones(logp.shape, np.float32) if weights is None else weights.astype(np.float32)
-    return -(logp * tensor(given.reshape(logp.shape), logp)).sum()
 
 
 def importance_sampling(logp: Tensor, given: Given, config: Config) -> Tensor:
@@ -145,35 +138,36 @@ def _check_policy(loss: str, datum: Datum, what: str) -> None:
 
 def of_data(request: ForwardBackward, data: Sequence[Datum], logp: Sequence[Tensor]) -> Tensor:
     """The sum of some data's losses, of their log-probs [T, K] each."""
-    parts = []
-    for datum, own in zip(data, logp, strict=True):
-        if request.loss == "cross_entropy":
-            parts.append(cross_entropy(own, datum))
-        else:
-            kind = POLICY[request.loss]
-            parts.append(kind.loss(own[:, 0], given(datum, own, kind, request.config), request.config))
-    return torch.stack(parts).sum()
+    places = torch.cat([own.reshape(-1) for own in logp])
+    if request.loss == "cross_entropy":
+        return -(places * column(data, "weights", 1.0, places)).sum()
+    kind, config = POLICY[request.loss], request.config
+    if request.loss != "gspo":  # whose bounds are a datum's
+        return kind.loss(places, given(data, places, kind, config), config)
+    rows = zip(data, logp, strict=True)
+    return torch.stack([kind.loss(own[:, 0], given([datum], own, kind, config), config) for datum, own in rows]).sum()
 
 
-def given(datum: Datum, like: Tensor, kind: Kind, config: Config) -> Given:
-    def bound(key: str, otherwise: float) -> Tensor:
-        own = datum.inputs.get(key)
-        value = number(config, key, otherwise)
-        return tensor(np.full(len(datum), value, np.float32) if own is None else own.reshape(-1), like)
-
-    advantages = tensor(datum.inputs["advantages"].reshape(-1), like)
-    mask = datum.inputs.get("sequence_ratio_mask")
-    return Given(
-        tensor(datum.inputs["logprobs"].reshape(-1), like),
-        advantages,
-        bound(BOUNDS[0], kind.low),
-        bound(BOUNDS[1], kind.high),
-        (advantages != 0).float() if mask is None else tensor(mask.reshape(-1), like),
-    )
+def given(data: Sequence[Datum], like: Tensor, kind: Kind, config: Config) -> Given:
+    advantages = column(data, "advantages", 0.0, like)
+    bounds = [
+        column(data, key, number(config, key, otherwise), like)
+        for key, otherwise in zip(BOUNDS, (kind.low, kind.high), strict=True)
+    ]
+    mask = column(data, "sequence_ratio_mask", np.nan, like)
+    mask = torch.where(mask.isnan(), (advantages != 0).float(), mask)
+    return Given(column(data, "logprobs", 0.0, like), advantages, *bounds, mask)
 
 
-def tensor(values: np.ndarray, like: Tensor) -> Tensor:
-    return torch.tensor(values.astype(np.float32), dtype=torch.float32, device=like.device)
+def column(data: Sequence[Datum], name: str, otherwise: float, like: Tensor) -> Tensor:
+    """Numbers of all data behind one another, float32, where `like` is; `otherwise` for a datum without them."""
+    if not any(name in datum.inputs for datum in data):
+        return torch.full(like.shape[:1], otherwise, dtype=torch.float32, device=like.device)
+    parts = [
+        datum.inputs[name].reshape(-1) if name in datum.inputs else np.full(datum.targets.size, otherwise, np.float32)
+        for datum in data
+    ]
+    return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(like.device)
 
 
 def number(config: Config, key: str, default: float) -> float:
