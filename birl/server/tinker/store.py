@@ -22,8 +22,9 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ class Store:
             (root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
             for left in list((root / name).glob("**/*.partial")):  # of a process that was killed
                 clear(left)
+        self.known = {c.path: c for c in self._read()}  # checkpoints: each save asks for all of its owner's
 
     def write(self, kind: str, id: str, values: Mapping[str, Any]) -> None:
         """kind: sessions | samplers."""
@@ -217,6 +219,7 @@ class Store:
             shutil.rmtree(old)
         else:
             partial.rename(folder)
+        self.known[checkpoint.path] = copy(checkpoint)
         return checkpoint
 
     def folder(self, checkpoint: Checkpoint) -> Path:
@@ -224,41 +227,45 @@ class Store:
 
     def checkpoints(self, run: str | None = None) -> Iterator[Checkpoint]:
         """Those that have not expired; the others are removed."""
-        runs = "*" if run is None else file_of(run)
-        return self._read(sorted((self.root / "runs").glob(f"{runs}/*/*/checkpoint.json")))
+        for path in sorted(list(self.known)):
+            if run is None or path.startswith(f"tinker://{run}/"):
+                result = self.find(path)
+                if result is not None:
+                    yield result
 
-    def _read(self, files: Iterable[Path]) -> Iterator[Checkpoint]:
-        for file in files:
-            result = None
+    def _read(self) -> Iterator[Checkpoint]:
+        for file in sorted((self.root / "runs").glob("*/*/*/checkpoint.json")):
             with left_out(file):
                 result = Checkpoint(**read_json(file))
-                expired = result.expires is not None and result.expires < time.time()
-                elsewhere = self.folder(result) != file.parent or result.kind not in KINDS
-                if elsewhere or file.parent.name.endswith(".partial"):
-                    result = None  # one that is being written or removed, or says that it is another
-                elif expired:
-                    shutil.rmtree(file.parent, ignore_errors=True)
-                    result = None
-            if result is not None:
-                yield result
+                result.expires = None if result.expires is None else float(result.expires)
+                if result.kind in KINDS and self.folder(result) == file.parent:  # else it says that it is another
+                    yield result
 
     def find(self, path: str) -> Checkpoint | None:
-        """Of a tinker:// path; None where there is none."""
-        run, kind, name = parsed(path)
-        return next(self._read([self.run(run) / kind / name / "checkpoint.json"]), None)
+        """Of a tinker:// path; None where there is none. What is changed in it counts from `change` on."""
+        parsed(path)
+        result = self.known.get(path)
+        if result is not None and result.expires is not None and result.expires < time.time():
+            self.known.pop(path, None)
+            shutil.rmtree(self.folder(result), ignore_errors=True)
+            return None
+        return copy(result)
 
     def change(self, checkpoint: Checkpoint) -> None:
         replace(self.folder(checkpoint) / "checkpoint.json", json.dumps(asdict(checkpoint)).encode())
+        self.known[checkpoint.path] = copy(checkpoint)
 
     def delete(self, what: str | Checkpoint) -> None:
         """A run, by its id, or a checkpoint."""
         folder = self.run(what) if isinstance(what, str) else self.folder(what)
         gone = folder.with_name(folder.name + ".gone.partial")
         folder.rename(gone)
+        if isinstance(what, Checkpoint):
+            self.known.pop(what.path, None)
         shutil.rmtree(gone)
 
     def of(self, owner: str) -> list[Checkpoint]:
-        return [c for c in self.checkpoints() if c.owner == owner]
+        return [c for c in list(self.known.values()) if c.owner == owner and self.find(c.path) is not None]
 
     def note(self, tenant: str, what: str, **about: Any) -> None:
         """In the audit."""
