@@ -26,7 +26,7 @@ ONLY = {  # flag -> the commands that take it, and why others do not
 RUNS = dict.fromkeys(TRAINING, "birl.train.command") | {
     "eval": "birl.cli.evaluation",
     "serve": "birl.server.serve",
-    "tinker": "birl.server.tinker.command",
+    "tinker": "birl.server.tinker.restarts",
 }
 
 

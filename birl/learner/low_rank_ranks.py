@@ -213,7 +213,7 @@ class RankedBase(SharedBase):
         self.known: dict[int, AdapterWeights] = {}  # what the others have
 
     def learn(self, work: Work, loss: Callable[[int, Sequence[Tensor]], Tensor] | None) -> list[list[Tensor]]:
-        """As on one rank. Where a rank is gone the process ends: nothing was answered, and a restart goes on."""
+        """As on one rank. Where a rank is gone the process ends: nothing was answered, and the next one goes on."""
         adapters = {a.number: a for a, _ in work if a is not None}
         new = {n: sent(a) for n, a in adapters.items() if n not in self.known}
         self.known = {n: a for n, a in self.known.items() if n not in adapters} | adapters
@@ -271,13 +271,13 @@ class RankedBase(SharedBase):
         try:
             return self.crew.call(self.copy, verb, *arguments)
         except BaseException as error:
-            if not isinstance(error, BirlError) or self.crew.told():
+            if not isinstance(error, BirlError) or self.crew.again or self.crew.told():
                 self.crew.failed(str(error))
             ended(error)
 
 
 def ended(error: BaseException) -> NoReturn:
-    stop_at_once(f"a rank of the learner is gone, and nothing was answered since; start again: {error}")
+    stop_at_once(f"a rank of the learner is gone, and nothing was answered since: {error}")
     raise error
 
 

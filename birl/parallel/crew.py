@@ -55,7 +55,8 @@ class RankGroup:
         self._store = None if ranks.alone else dist.distributed_c10d._get_default_store()
         self._closed = ranks.alone
         self.ended: Callable[[], str] = lambda: ""  # what is known of ranks whose processes are gone
-        self.failed: Callable[[str], None] = lambda word: None  # told before rank 0 ends as a call raised in a rank
+        self.failed: Callable[[str], None] = lambda word: None  # told before rank 0 ends as a call raised in a rank,
+        self.again = False  # or as one was killed: the second time what it computed may be the reason
         self._watch = threading.Event()
         self._verbs: list[Callable[[Any], list[Tensor]]] = []  # of `everywhere`
         self._held: dict[int, list[Any]] = {}  # this rank's share of each list that rank 0 keeps
@@ -165,7 +166,7 @@ class RankGroup:
                 if self.failure():
                     word = self.failure(GRACE)
                     if not self._watch.wait(2 * GRACE):
-                        if self.told():
+                        if self.again or self.told():
                             self.failed(word)
                         act(word + self._flight())
                     return

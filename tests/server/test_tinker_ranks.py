@@ -1,10 +1,16 @@
 """`birl tinker` on two ranks: the numbers of one, pictures too; and what happens when one is killed."""
 
+import contextlib
 import os
 import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -12,12 +18,13 @@ import torch
 
 from birl.learner.forest import TargetRow
 from birl.learner.low_rank_ranks import shared_out
-from birl.server.tinker import wire
+from birl.server.tinker import restarts, wire
 from birl.server.tinker.store import Store, read_tensors
 from tests import sights
 from tests.server.tinker_server import Client, Server, encoded, serving, text
 from tests.tiny import tiny_model_folder
 
+T = TypeVar("T")
 PICTURE, TOKENS = sights.drawn("7", (24, 16)), 6
 DATA = [text(list(range(5, 30))), text([9, 8, 7, 6, 9, 8, 7, 6]), text(list(range(40, 52))), text([9, 8, 7, 6, 9])]
 WORDS = ("names=[model]", "model.dtype=float32", "tokens_per_pass=50")
@@ -58,7 +65,7 @@ def all_of_it(server: Server, state: Path) -> tuple[list[Any], dict[str, torch.T
     return found, read_tensors(store.folder(made) / "adapter.safetensors")[0]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("axis", ["ddp", "fsdp", "tp"])
 def test_two_ranks_have_the_numbers_of_one_and_go_on_after_a_kill(tmp_path: Path, axis: str) -> None:
     ranks = f"parallel.{axis}=2"
@@ -84,22 +91,28 @@ def test_two_ranks_have_the_numbers_of_one_and_go_on_after_a_kill(tmp_path: Path
         os.kill(rank.pid, signal.SIGSTOP)
         asked = alice.learn(run, 2, DATA)  # journaled, and waits for the rank
         os.kill(rank.pid, signal.SIGKILL)
-        assert server.child.wait(60) == 2
-    said = "".join(server.said)
-    assert (
-        "a rank of the learner is gone" in said and "rank 1 was ended by SIGKILL" in said and "Traceback" not in said
-    ), said
-    with serving(model, tmp_path / "two", *WORDS, ranks) as server:
-        again = server.client()
-        assert again.loss(asked)[0] == pytest.approx(twice[1], rel=1e-5)
-        assert again.wait(again.step(run, 3))["metrics"]["grad_norm"] == pytest.approx(twice[2], rel=1e-5)
+        assert patient(server, lambda again: again.loss(asked))[0] == pytest.approx(twice[1], rel=1e-5)
+        assert alice.wait(alice.step(run, 3))["metrics"]["grad_norm"] == pytest.approx(twice[2], rel=1e-5)
         server.child.send_signal(signal.SIGTERM)
         assert server.child.wait(60) == 128 + signal.SIGTERM
+    said = "".join(server.said)
+    assert "a rank of the learner is gone" in said and "rank 1 was ended by SIGKILL" in said, said
+    assert "it ended (exit code 2) and is started again from its folder, restart 1 of 5" in said, said
+    assert "Traceback" not in said, said
 
 
-@pytest.mark.timeout(300)
+def patient(server: Server, ask: Callable[[Client], T]) -> T:
+    """What is asked for again where the service ended meanwhile."""
+    for _ in range(6000):
+        with contextlib.suppress(httpx.TransportError):
+            return ask(server.client())
+        time.sleep(0.1)
+    raise AssertionError("".join(server.said))
+
+
+@pytest.mark.timeout(1200)
 def test_a_request_for_which_a_rank_of_a_split_base_has_no_memory_is_the_only_one_that_is_lost(tmp_path: Path) -> None:
-    """The service ended, and again at each start, as it was done again."""
+    """The service ended, and again at each start, as it was done again; then it had to be started by hand."""
     model = tiny_model_folder(tmp_path / "model")
     ranks, many = ("names=[model]", "model.dtype=float32", "parallel.fsdp=2"), [text([5, 6, 7] * 160)] * 8
     with serving(model, tmp_path / "state", *ranks) as server:
@@ -109,13 +122,30 @@ def test_a_request_for_which_a_rank_of_a_split_base_has_no_memory_is_the_only_on
         (rank,) = [p for p in psutil.Process(server.child.pid).children(recursive=True) if "RANK=1" in words(p)]
         rank.rlimit(psutil.RLIMIT_AS, (rank.memory_info().vms, -1))
         asked = alice.learn(run, 2, many)
-        assert server.child.wait(60) == 2
-    with serving(model, tmp_path / "state", *ranks) as server:
-        again = server.client()
-        error = again.wait(asked)["error"]
+        error = patient(server, lambda again: again.wait(asked))["error"]
         assert "Its pass failed on a rank, and the server ended" in error and "memory" in error, error
-        assert again.wait(again.step(run, 3))["metrics"]["optimizer_steps"] == 1
-        assert again.loss(again.learn(run, 4, DATA))[0] < before
+        assert alice.wait(alice.step(run, 3))["metrics"]["optimizer_steps"] == 1
+        assert alice.loss(alice.learn(run, 4, DATA))[0] < before
+
+
+CHILD = """import os, socket, sys
+with open("starts", "a") as file: file.write(f"{sys.stdin.read()} {os.environ['BIRL_TINKER_AGAIN']}, ")
+if sys.argv[1] == "listens": socket.socket(fileno=int(os.environ["BIRL_TINKER_SOCKET"])).listen()
+sys.exit(2)"""
+
+
+@pytest.mark.parametrize(("how", "starts"), [("listens", "the keys 0, the keys 1, the keys 2, "), ("", "the keys 0, ")])
+def test_a_service_that_ends_is_started_again_so_often_and_one_that_never_began_is_not(
+    how: str, starts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(restarts, "MOST", 2)
+    monkeypatch.setattr(restarts.signal, "signal", lambda *_: None)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        assert restarts.supervise([sys.executable, "-c", CHILD, how], "the keys", sock) == 2
+    assert (tmp_path / "starts").read_text() == starts
+    assert ("started again 2 times within 60 minutes, and not once more" in capfd.readouterr().err) == bool(how)
 
 
 def words(process: psutil.Process) -> list[str]:

@@ -42,7 +42,7 @@ def serving(model: Path, state: Path, *words: str, port: int = 0, keys: bool = T
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     env |= {"BIRL_TINKER_KEYS": ", ".join(f"{name} {key}" for name, key in KEYS.items())} if keys else {}
     child = Forked([*command, *small, *words], env, both=True)
-    killer = threading.Timer(500, child.kill)  # whatever happens, it ends before the test would
+    killer = threading.Timer(1100, child.kill)  # whatever happens, it ends before the test would
     killer.start()
     said: list[str] = []
     try:

@@ -1,4 +1,5 @@
-"""`birl tinker`: training as a service, in one process, or with ranks that share out each pass (`parallel.*`)."""
+"""`birl tinker`: training as a service, in one process, or with ranks that share out each pass (`parallel.*`), which
+`restarts.py` starts."""
 
 import asyncio
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
+from birl.allocator import keep_memory
 from birl.config import schema
 from birl.config.load import load as load_config
 from birl.config.load import to_yaml
@@ -19,7 +21,8 @@ from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import cache_bytes
 from birl.engines.kinds import Wanted
 from birl.engines.servers import Servers, open_servers
-from birl.errors import BirlError
+from birl.errors import BirlError, tell
+from birl.exits import MISTAKE
 from birl.hosts import bind, is_loopback
 from birl.kernels.tensors import PAGE
 from birl.learner.export import resolved
@@ -45,6 +48,7 @@ from birl.server.tinker.checkpoints import Checkpoints
 from birl.server.tinker.futures import Promises
 from birl.server.tinker.inputs import Reader
 from birl.server.tinker.passes import Passes
+from birl.server.tinker.restarts import AGAIN, SOCKET
 from birl.server.tinker.routes import app
 from birl.server.tinker.runs import Runs
 from birl.server.tinker.sampling import ManyEngines, Sampling
@@ -74,11 +78,17 @@ def run(config: schema.Tinker) -> int:
     root = Path(config.folder).expanduser().resolve()
     with (
         alone(root),
-        bind(config.host, config.port) as sock,
+        listener(config) as sock,
         ranks(config, root) as crew,
         compute_thread(threads, device) as compute,
     ):
         return asyncio.run(_serve(config, known, root, sock, compute, crew))
+
+
+def listener(config: schema.Tinker) -> socket:
+    """The one that was handed down, or a new one."""
+    given = os.environ.pop(SOCKET, "")
+    return socket(fileno=int(given)) if given else bind(config.host, config.port)
 
 
 @contextmanager
@@ -105,13 +115,18 @@ def follow(config: schema.Tinker) -> int:
     return 0
 
 
-def main() -> None:
+def main() -> int:
     """python -m birl.server.tinker.command < the configuration"""
+    keep_memory()
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(sys.stdin.read())
         file.flush()
         config: Any = load_config(schema.Tinker, [file.name])
-    follow(config)
+    try:
+        return run(config)
+    except BirlError as error:
+        tell(error)
+        return MISTAKE
 
 
 @contextmanager
@@ -134,7 +149,7 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     service = await loop.run_in_executor(compute, load, config, known, root, compute, crew)
-    crew.failed = service.work.refuse
+    crew.failed, crew.again = service.work.refuse, os.environ.get(AGAIN, "0") != "0"
     if config.engines:
         service.sampling.engine = ManyEngines(await engines_of(config, service, root))
     server = uvicorn_server(app(service))
@@ -247,4 +262,4 @@ def service_of(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
