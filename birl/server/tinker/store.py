@@ -227,7 +227,7 @@ class Store:
 
     def checkpoints(self, run: str | None = None) -> Iterator[Checkpoint]:
         """Those that have not expired; the others are removed."""
-        for path in sorted(list(self.known)):
+        for path in sorted(self.known):
             if run is None or path.startswith(f"tinker://{run}/"):
                 result = self.find(path)
                 if result is not None:
