@@ -28,6 +28,9 @@ from birl.models.quantized import BITS, QuantizedLinear
 from birl.models.slices import quantizable
 from birl.regular import check_new, clear, inside, open_regular, read_json
 
+#: last names that peft takes for parts of experts (its transformers_weight_conversion.py)
+OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+
 
 def resolved(path: str, key: str = "model.path", weights: bool = True, say: Callable[[str], None] = print) -> Path:
     """The model folder that any key or command means by `path`: smollm2, a folder, a .gguf file, a hub id, or the
@@ -228,11 +231,13 @@ def export_adapter(path: Path, run: Path, target: Path, policy: str = "") -> Non
             f"{path} holds whole weights and no adapter: lora.rank was 0. `birl checkpoints {run} export` writes them."
         )
     first = next(iter(result.values()))
-    alpha = alpha_of(path)
+    alpha, model = alpha_of(path), skeleton(run / "model", pictures=True)
+    apart = taken_for_experts(list(result), model)
     config = LoraConfig(
         r=len(first["lora_A"]),
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # pyright: ignore
-        target_modules=short(list(result), skeleton(run / "model", pictures=True)),
+        target_modules=short([n for n in result if n not in apart], model),
+        target_parameters=[f"{n}.weight" for n in apart] or None,
         use_dora="lora_magnitude" in first,
         base_model_name_or_path=base_name(run),
         task_type="CAUSAL_LM" if score is None else "SEQ_CLS",
@@ -340,6 +345,13 @@ def base_name(run: Path) -> str:
     if name != "smollm2" and not Path(name).expanduser().exists():
         return name
     return str(resolved(name).resolve())
+
+
+def taken_for_experts(names: list[str], model: nn.Module) -> list[str]:
+    """Layers beside the experts of a layer whose names as target modules peft would read as those of experts, which
+    transformers holds together: it would leave out their matrices. As target parameters they are what they are."""
+    experts = any(hasattr(m, "is_transposed") and hasattr(m, "has_gate") for m in model.modules())
+    return [n for n in names if experts and n.rpartition(".")[2] in OF_EXPERTS]
 
 
 def short(names: list[str], model: nn.Module) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors import safe_open
@@ -12,8 +13,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from birl.cli import checkpoints
 from birl.errors import BirlError
 from birl.learner import checkpoint
-from birl.learner.export import export
+from birl.learner.export import export, export_adapter
 from birl.learner.learner import Learner
+from birl.learner.lora import Lora
 from birl.models.load import load_model, save_hf_config
 from birl.parallel.ranks import Grid, Ranks
 from tests.parallel.processes import on_ranks
@@ -121,3 +123,24 @@ def test_what_a_folder_says_is_said_again(tmp_path: Path) -> None:
     assert asked.items() <= json.loads((tmp_path / "out" / "generation_config.json").read_text()).items()
     one, two = (load_model(f).config for f in (folder, tmp_path / "out"))
     assert one.rope_parameters == two.rope_parameters and one.rope_parameters["rope_theta"] == 5e4
+
+
+def test_peft_reads_matrices_beside_experts(tmp_path: Path) -> None:
+    """It took those of a shared expert and of dense layers for parts of experts, and left them out."""
+    base, run, ids = tmp_path / "base", tmp_path / "run", torch.arange(3, 40)[None]
+    build("glm4_moe").save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    learner = Learner(load_model(base), dtype=torch.float32, lora=Lora(rank=2, alpha=4.0))
+    for tensor in learner.masters.tensors.values():
+        tensor.data.normal_(0.0, 0.3)
+    learner.loaded(1)
+    save_hf_config(learner.model, tiny_tokenizer(), run / "model", base)
+    (run / "config.json").write_text(json.dumps({"model.path": str(base), "model.dtype": "float32"}))
+    checkpoint.save(run / "checkpoints", 1, learner.tensors(), {}, Ranks())
+    export_adapter(run / "checkpoints" / "step-000001", run, tmp_path / "adapter")
+    with torch.no_grad():
+        plain = load_model(base)(ids, use_cache=False).logits
+        theirs = peft.PeftModel.from_pretrained(load_model(base), str(tmp_path / "adapter"))  # type: ignore[arg-type]
+        adapted = theirs(ids, use_cache=False).logits
+        torch.testing.assert_close(adapted, learner.model(ids, use_cache=False).logits, atol=1e-3, rtol=1e-3)
+    assert (adapted - plain).abs().max() > 0.1
