@@ -67,7 +67,10 @@ class Checkpoints:
         elif name is None:
             seconds = EPHEMERAL
         if data.get("age_encryption_recipients"):
-            raise BirlError("age_encryption_recipients: encrypted exports are not offered by this server.")
+            raise BirlError(
+                "age_encryption_recipients: encrypted exports are not offered by this server, and the cookbook's "
+                "weights.download of a training checkpoint asks for one: call save_weights_external, and download that."
+            )
         made = Checkpoint(
             run=run.id, kind=kind, name=f"session-{seq}" if name is None else named(requests.words(data, "path")),
             owner=run.owner, made=time.time(), expires=None if seconds is None else time.time() + seconds,
