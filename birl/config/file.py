@@ -35,6 +35,9 @@ def read(name: str) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         result = type(content).__name__
         raise BirlError(f"{name}: expected keys and values, such as `optimizer: {{lr: 1e-5}}`, not a {result}")
+    keys = [key for key, _ in flat(content)]
+    if twice := next((key for key in keys if keys.count(key) > 1), ""):
+        raise BirlError(f"{name}: {twice} is there twice, nested and with a dot. Remove one.")
     return dict(flat(content))
 
 

@@ -70,7 +70,7 @@ def export(
     policies the one of that name. Raises `BirlError` where `target` exists, unless it need not be made `anew`, and
     where the checkpoint is damaged."""
     checkpoint.check(path)
-    dtype = dtype or computed_in(run)
+    dtype, tokenizer = dtype or computed_in(run), load_tokenizer(run / "model")  # one that cannot be read is told here
     with written(target, anew) as part:
         reader = Reader(path / "tensors")  # its index once, however many files are written
         shapes = checkpoint.shapes(reader, "model.")
@@ -87,7 +87,6 @@ def export(
         check_names(path, run, model, set(shapes))
         copy_files(run / "model", part)
         if scores:
-            tokenizer = load_tokenizer(run / "model")
             model.config.pad_token_id = tokenizer.pad_token_id = padding(tokenizer)  # pyright: ignore
             model.config.problem_type = "regression"  # otherwise vLLM would give its sigmoid
             tokenizer.save_pretrained(part)

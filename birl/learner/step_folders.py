@@ -4,6 +4,7 @@ here needs torch."""
 import contextlib
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,8 @@ def find(root: Path, step: str) -> Path:
     if step == "last":
         newest = latest(root)
         wanted = None if newest is None else step_of(newest.name)
+        if wanted is not None and (damaged := [str(s) for s in result if s > wanted]):
+            print(f"birl: {root}: passed over, as state.json cannot be read: {', '.join(damaged)}", file=sys.stderr)
     elif step == "best":
         wanted = best_step(root)
     else:

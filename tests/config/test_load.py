@@ -154,6 +154,8 @@ def test_a_section_that_is_there_twice_is_refused(tmp_path: Path):
     recipe.write_text("optimizer: {lr: 1e-5}\ndata:\n  train: a.jsonl\noptimizer: {schedule: cosine}\n")
     assert "recipe.yaml, line 4, column 1" in message(str(recipe))
     assert "optimizer is there twice" in message(str(recipe))
+    recipe.write_text("optimizer.lr: 1e-5\noptimizer: {lr: 2e-5}\n")
+    assert "recipe.yaml: optimizer.lr is there twice" in message(str(recipe))
 
 
 def test_merge_keys_are_refused_by_name(tmp_path: Path):

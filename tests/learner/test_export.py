@@ -1,6 +1,7 @@
 """A checkpoint as a model folder in files of a given size: transformers reads it, and says the same."""
 
 import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -77,6 +78,24 @@ def test_the_size_of_shards_is_a_number(tmp_path: Path, capsys: pytest.CaptureFi
     for word in ("0", "-1", "much"):
         with pytest.raises(BirlError, match="--shard-gb"):
             checkpoints.run([str(run), "export", "last", str(tmp_path / "bad"), "--shard-gb", word])
+
+
+def test_an_export_tells_what_it_passes_over_and_what_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A newer checkpoint whose state cannot be read, and a tokenizer that is cut, which nobody could load."""
+    folder, run = tiny_model_folder(tmp_path / "model"), tmp_path / "run"
+    wrote(Ranks(), folder, run)
+    save_hf_config(load_model(folder), tiny_tokenizer(), run / "model")
+    shutil.copytree(run / "checkpoints" / "step-000001", run / "checkpoints" / "step-000002")
+    (run / "checkpoints" / "step-000002" / "state.json").write_text('{"step')
+    assert checkpoints.run([str(run), "export", "last", str(tmp_path / "one")]) == 0
+    assert "passed over, as state.json cannot be read: 2\n" in capsys.readouterr().err
+    text = (run / "model" / "tokenizer.json").read_text()
+    (run / "model" / "tokenizer.json").write_text(text[: len(text) // 2])
+    with pytest.raises(BirlError, match=r"run/model: the tokenizer cannot be loaded"):
+        checkpoints.run([str(run), "export", "last", str(tmp_path / "two")])
+    assert not (tmp_path / "two").exists()
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "glm4_moe", "gpt_oss", "hrm_text"])
