@@ -81,7 +81,7 @@ class EmbeddedEngine:
         self.scheduler = Scheduler(
             max_batch=max_batch, pages=Pages(pages), cache=not keeps, early=not (routes or keeps), drafts=drafts
         )
-        self.steps = Steps(self.runner, self.scheduler, self._version())
+        self.steps = Steps(context, self.runner, self.scheduler, self._version())
         self.counters = self.steps.counters
         self._arrivals: list[Request] = []
         self._open: set[Request] = set()  # requests that wait for a completion

@@ -39,7 +39,8 @@ class Counters:
 
 @dataclass
 class Steps:
-    """What an engine computes. `version`: of the weights that keys and values in the cache are of; tokens say it."""
+    """What an engine computes. `context`: the longest sequence [tokens]; `version`: of the weights that keys and values
+    in the cache are of; tokens say it."""
 
     context: int
     runner: Runner

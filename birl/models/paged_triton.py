@@ -106,8 +106,11 @@ class Pages:
 
 
 def usable(query: Tensor, value: Tensor) -> bool:
-    """query [..., D], value [..., E]: do the kernels take them?"""
-    return query.is_cuda and has_triton() and max(query.shape[-1], value.shape[-1]) <= 256
+    """query [..., D], value [..., E]: do the kernels take them? Tiles of 16-bit types need up to 96 KiB of shared
+    memory, and a T4 has 64."""
+    if not (query.is_cuda and has_triton() and max(query.shape[-1], value.shape[-1]) <= 256):
+        return False
+    return query.dtype == torch.float32 or torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def padded(size: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from birl.engine.runner import Runner
 from birl.engine.sampler import draw
-from birl.models import forward
+from birl.models import forward, paged_triton
 from birl.models.fused_decoder import fused_for
 from birl.models.paged import Cache
 from birl.models.slots import slots_of
@@ -108,3 +108,12 @@ def test_the_table_of_launches_is_what_is_counted(monkeypatch: pytest.MonkeyPatc
     for module in (forward, test_decode):
         monkeypatch.setattr(module, "fused_for", lambda model: None)
     assert table == {kind: (by_layer(kind, monkeypatch), fused[kind]) for kind in FAMILIES}
+
+
+def test_kernels_leave_16_bit_types_to_pytorch_where_their_tiles_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with card(monkeypatch, lambda name, args: None):
+        for capability, taken in (((7, 5), False), ((8, 0), True)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args, given=capability: given)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                query = torch.empty(1, 128, dtype=dtype, device=CUDA)
+                assert paged_triton.usable(query, query) == (taken or dtype == torch.float32)
