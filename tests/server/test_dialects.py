@@ -22,8 +22,8 @@ from birl.server.kept import Kept
 from birl.text.chat import Chat
 from birl.text.grammar import Guide, calls_of, whole
 from tests.rollout.scripted import Scripted
+from tests.server.places import HI, TOOLED, Place, played
 from tests.server.running import Running, running
-from tests.server.test_gateway import HI, TOOLED, Place, played
 from tests.text.families import FAMILIES
 from tests.text.test_families import chat as family
 from tests.text.test_tools import QWEN

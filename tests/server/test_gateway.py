@@ -4,80 +4,19 @@ token."""
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
-import openai
 import pytest
 
 from birl.rollout.assemble import samples, token_rewards, turn_rewards
-from birl.rollout.session import Limits, Session
-from birl.server import gateway as module
-from birl.server.gateway import Gateway
 from birl.text.bounds import LONG, characters
 from birl.text.chat import Chat
-from birl.types import Completion, Outcome, SamplingParams, Stop, Trajectory
+from birl.types import Completion, Outcome, Stop, Trajectory
 from tests.rollout.scripted import CHAT, Scripted
+from tests.server.places import CALL, HI, THINKING, TOOL, TOOLED, Place, played
 from tests.text.test_tools import QWEN
 from tests.tiny import tiny_tokenizer
-
-TOOLED = Chat(tiny_tokenizer(template=QWEN))
-HI: Any = [{"role": "user", "content": "Hi"}]
-TOOL: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
-CALL = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
-
-
-class Place:
-    """An episode with an address, and clients that know it."""
-
-    def __init__(self, gateway: Gateway, session: Session) -> None:
-        self.gateway, self.session, self.url = gateway, session, session.base_url
-        self.openai = openai.AsyncOpenAI(base_url=self.url, api_key="any", max_retries=0, timeout=20)
-        self.anthropic = anthropic.AsyncAnthropic(
-            base_url=self.url.removesuffix("/v1"), api_key="any", max_retries=0, timeout=20
-        )
-        self.http = httpx.AsyncClient(base_url=self.url, timeout=20)
-
-    async def chat(self, messages: Any = HI, **keys: Any) -> Any:
-        return await self.openai.chat.completions.create(**{"model": "any", "messages": messages, **keys})
-
-    async def message(self, messages: Any = HI, **keys: Any) -> Any:
-        return await self.anthropic.messages.create(**{"model": "any", "messages": messages, "max_tokens": 90, **keys})
-
-    def spoken(self) -> list[str]:
-        """What is trained of each sample."""
-        all_turns = Trajectory(turns=self.session.turns, reward=1.0, score=1.0, outcome=Outcome.OK)
-        found = samples(all_turns, 1.0, 0, 0)
-        return [CHAT.decode(s.tokens[s.mask].tolist()) for s in found]
-
-
-@asynccontextmanager
-async def place(engine: Any, sampling: str = "run", **limits: Any) -> AsyncIterator[Place]:
-    gateway = Gateway(engine.chat, sampling)
-    await gateway.start()
-    params = SamplingParams(max_tokens=90, temperature=1.0)
-    session = Session(engine, engine.chat, params, Limits(**limits), lambda turn: 100 + turn, gateway=gateway)
-    found = Place(gateway, session)
-    try:
-        yield found
-    finally:
-        await found.openai.close()
-        await found.anthropic.close()
-        await found.http.aclose()
-        session.close()
-        await gateway.close()
-
-
-def played(engine: Any, body: Callable[[Place], Coroutine[Any, Any, None]], **keys: Any) -> None:
-    async def main() -> None:
-        async with place(engine, **keys) as here:
-            await body(here)
-
-    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_openai_continues_token_by_token() -> None:
@@ -367,155 +306,6 @@ def test_what_cannot_be_had_is_refused_by_name(path: str, sent: Any, told: str) 
         assert not here.session.turns and here.session.failure is None
 
     played(Scripted([]), body, tokens=4096)
-
-
-def test_an_address_is_a_secret_and_ends_with_its_episode() -> None:
-    async def body(here: Place) -> None:
-        root = here.url.partition("/s/")[0]
-        for url in (root, f"{root}/v1/models", f"{root}/s/", f"{root}/s/guess/v1/models", f"{here.url}x/models"):
-            assert (await here.http.get(url)).status_code == 404
-        assert (await here.http.get(f"{here.url}/elsewhere")).status_code == 404
-        here.session.close()
-        with pytest.raises(openai.NotFoundError):
-            await here.chat()
-        with pytest.raises(anthropic.NotFoundError):
-            await here.message()
-
-    played(Scripted(["a"]), body)
-
-
-class Held(Scripted):
-    """Answers when it is let; counts who went away meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__(["a"] * 20)
-        self.free, self.cancelled, self.begun = asyncio.Event(), 0, 0
-
-    async def generate(self, prompt_ids: Any, params: Any, session: str = "") -> Completion:
-        self.begun += 1
-        try:
-            await self.free.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        return await super().generate(prompt_ids, params, session)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_goes_away_leaves_no_turn(stream: bool, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks again then, and only the answer that it gets is trained."""
-    monkeypatch.setattr(module, "PING", 0.05)
-    engine = Held()
-
-    async def body(here: Place) -> None:
-        if stream:
-            events = await here.chat(stream=True, n=n)
-            await until(lambda: engine.begun == n)
-            await events.response.aclose()
-        else:
-            with pytest.raises(openai.APITimeoutError):
-                await here.chat(timeout=0.2, n=n)
-        await until(lambda: engine.cancelled == n)
-        assert not here.session.turns and not here.session.known
-        engine.free.set()
-        assert (await here.chat()).choices[0].message.content == "a"
-        assert here.spoken() == ["a<|im_end|>"]
-
-    played(engine, body, turns=3)
-
-
-def test_the_end_of_an_episode_aborts_what_is_being_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PING", 0.05)
-    engine = Held()
-
-    async def body(here: Place) -> None:
-        whole, stream = asyncio.create_task(here.chat()), await here.message(stream=True)
-        await until(lambda: engine.begun == 2)
-        here.session.close()
-        with pytest.raises(openai.InternalServerError, match="The episode is over"):
-            await whole
-        with pytest.raises(anthropic.APIStatusError, match="The episode is over"):
-            _ = [event async for event in stream]
-        assert engine.cancelled == 2 and not here.session.turns
-
-    played(engine, body)
-
-
-def test_a_stream_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PING", 0.02)
-
-    async def body(here: Place) -> None:
-        kinds = [event.type async for event in await here.message(stream=True)]
-        assert kinds.count("message_stop") == 1
-        text = [c.choices[0].delta.content or "" async for c in await here.chat(stream=True)]
-        assert "".join(text) == "b"
-        raw = (await here.http.post("/messages", json={"messages": HI, "max_tokens": 9, "stream": True})).text
-        assert raw.count("event: ping") >= 2
-
-    played(Scripted(["a", "b", "c"], delay=0.1), body)
-
-
-def test_no_room_is_told_in_the_words_of_the_api() -> None:
-    async def body(here: Place) -> None:
-        await here.chat()
-        with pytest.raises(openai.BadRequestError) as told:
-            await here.chat([*HI, {"role": "user", "content": "long " * 60}])
-        assert told.value.code == "context_length_exceeded"
-        with pytest.raises(anthropic.BadRequestError):
-            await here.message([{"role": "user", "content": "long " * 60}])
-        assert here.spoken() == ["a<|im_end|>"] and "leaves no room" in str(here.session.failure)
-
-    played(Scripted(["a"]), body, tokens=150)
-
-
-def test_a_dead_engine_is_told_once_and_not_asked_again() -> None:
-    class Down(Scripted):
-        async def generate(self, prompt_ids: Any, params: Any, session: str = "") -> Completion:
-            self.prompts.append(prompt_ids)
-            raise RuntimeError("boom")
-
-    engine = Down([])
-
-    async def body(here: Place) -> None:
-        for _ in range(2):
-            eager = here.openai.with_options(max_retries=2)
-            with pytest.raises(openai.InternalServerError, match="boom") as told:
-                await eager.chat.completions.create(model="any", messages=HI)
-            assert told.value.status_code == 503
-        assert len(engine.prompts) == 1
-
-    played(engine, body)
-
-
-def test_parallel_requests_keep_apart() -> None:
-    """Twenty conversations of three turns at once, with one address."""
-
-    def says(prompt: str) -> str:
-        return prompt.rpartition("number ")[2].partition("<|im_end|>")[0] + "!"
-
-    async def body(here: Place) -> None:
-        async def talk(i: int) -> None:
-            said: list[Any] = [{"role": "system", "content": f"agent {i}"}]
-            for turn in range(3):
-                said.append({"role": "user", "content": f"number {i}.{turn}"})
-                reply = (await here.chat(said)).choices[0].message.content
-                assert reply == f"{i}.{turn}!"
-                said.append({"role": "assistant", "content": reply})
-
-        await asyncio.gather(*map(talk, range(20)))
-        end = "!<|im_end|>"
-        assert sorted(here.spoken()) == sorted(f"{i}.0{end}{i}.1{end}{i}.2{end}" for i in range(20))
-
-    played(Scripted(says, delay=0.01), body, turns=60)
-
-
-THINKING = Chat(tiny_tokenizer(template=(Path(__file__).parents[1] / "text" / "templates" / "qwen3.jinja").read_text()))
 
 
 @pytest.mark.parametrize("stream", [False, True])

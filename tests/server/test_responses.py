@@ -14,9 +14,9 @@ from birl.server.kept import Kept, bytes_of
 from birl.server.limits import Refused
 from birl.types import Completion, Message, Stop, Turn
 from tests.rollout.scripted import Scripted
+from tests.server.places import CALL, THINKING, TOOL, TOOLED, Place, place, played
 from tests.server.running import Running, running
 from tests.server.test_dialects import SCHEMA, Answer
-from tests.server.test_gateway import CALL, THINKING, TOOL, TOOLED, Place, place, played
 from tests.server.test_openai import says
 from tests.text.test_tools import QWEN
 from tests.tiny import tiny_model_folder
