@@ -9,20 +9,22 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1e-9  # share * N is not exact: 0.07 * 100 is 7.000000000000001
+SAME = 1e-5  # nats that one state's entropy differs by where other micro-batches compute it
 
 
 def top_entropy(entropy: Tensor, share: float) -> Tensor:
     """H_t >= tau, tau the ceil(share N)-th largest entropy (80/20, arXiv:2506.01939: the policy gradient of the top 20
     % of all tokens).
 
-    Tokens with exactly tau's entropy are all in: the count is above ceil(share N) by at most the number of tokens that
-    tie there, less one. So the result does not depend on the order of the tokens. share 0: none, 1: all. [N] -> [N]
+    Tokens with tau's entropy but for rounding (`SAME`) are all in, as the first tokens of all answers to a prompt: the
+    count is above ceil(share N) by at most the number of tokens that tie there, less one. So the result does not depend
+    on the order of the tokens, nor on what is computed with what. share 0: none, 1: all. [N] -> [N]
     bool, True: trained. TRL takes an interpolated quantile as tau. Raises ValueError for a share outside [0, 1].
     """
     count = ceil(_checked(share) * len(entropy) - ROUNDING)
     if count <= 0:
         return torch.zeros_like(entropy, dtype=torch.bool)
-    return entropy.detach() >= entropy.detach().topk(count).values[-1]
+    return entropy.detach() >= entropy.detach().topk(count).values[-1] - SAME
 
 
 def covariance(logp: Tensor, advantages: Tensor) -> Tensor:

@@ -29,6 +29,12 @@ def test_top_entropy_does_not_see_the_order(entropy: list[float], share: float) 
     assert top_entropy(double(entropy[::-1]), share).tolist() == top_entropy(double(entropy), share).tolist()[::-1]
 
 
+def test_first_tokens_of_a_prompt_are_taken_together_whatever_micro_batch_they_are_in() -> None:
+    """One state, computed three times."""
+    entropy = torch.tensor([1.3, 1.3000002, 0.2, 1.2999997, 0.5], dtype=torch.float32)
+    assert top_entropy(entropy, 0.2).tolist() == [True, True, False, True, False]
+
+
 def test_a_share_that_is_not_exact_does_not_add_a_token() -> None:
     assert top_entropy(torch.arange(100.0), 0.07).sum() == 7  # 0.07 * 100 is 7.000000000000001
     assert kl_cov(torch.arange(100.0), share=0.29).sum() == 29  # 0.29 * 100 is 28.999999999999996

@@ -64,7 +64,9 @@ def test_hidden_matrices_are_neither_embeddings_nor_heads_nor_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grid", "moe"), [(Grid(fsdp=2), ""), (Grid(tp=2), ""), (Grid(fsdp=2), "qwen3"), (Grid(fsdp=2, ep=2), "qwen3")]
+    ("grid", "moe"),
+    [(Grid(fsdp=2), ""), (Grid(tp=2), ""), (Grid(fsdp=2, tp=2), ""), (Grid(fsdp=2), "qwen3"),
+     (Grid(fsdp=2, ep=2), "qwen3")],
 )  # fmt: skip
 def test_ranks_step_as_one_does(grid: Grid, moe: str) -> None:
     def options() -> dict[str, Any]:
