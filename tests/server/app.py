@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from birl.engine.engine import EmbeddedEngine
+from birl.engine.steps import Steps
 from birl.models.load import cast, load_model, load_tokenizer
 from birl.server.serve import run
 from tests.server.running import config
@@ -24,6 +25,6 @@ def tiny_engine(folder: Path, dtype: torch.dtype = torch.bfloat16) -> EmbeddedEn
 
 
 if __name__ == "__main__":
-    step, seconds = EmbeddedEngine.step, float(sys.argv[3])
-    EmbeddedEngine.step = lambda self: (time.sleep(seconds), step(self))[1]  # type: ignore[method-assign]
+    step, seconds = Steps.step, float(sys.argv[3])
+    Steps.step = lambda self: (time.sleep(seconds), step(self))[1]  # type: ignore[method-assign]
     run(config(Path(sys.argv[1]), port=int(sys.argv[2])))
