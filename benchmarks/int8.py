@@ -32,7 +32,8 @@ from birl.engine.open import open_engine
 from birl.kernels.tensors import BLOCK
 from birl.learner.policy import Policy, load_policy
 from birl.models.attention import Packed
-from birl.models.forward import head, hidden_states, logits
+from birl.models.forward import hidden_states, logits
+from birl.models.heads import head
 from birl.models.load import cast
 from birl.models.slices import quantizable
 from birl.types import Message, SamplingParams

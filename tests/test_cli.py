@@ -137,7 +137,7 @@ def test_other_commands_get_their_words(monkeypatch: pytest.MonkeyPatch):
     calls: list[object] = []
     fake(monkeypatch, "birl.cli.chat", run=lambda words: calls.append(words) or 0)
     fake(monkeypatch, "birl.cli.checkpoints", run=lambda words: calls.append(words) or 3)
-    fake(monkeypatch, "birl.models.cache_cli", run=lambda words: calls.append(words) or 4)
+    fake(monkeypatch, "birl.models.gguf", run=lambda words: calls.append(words) or 4)
     assert main(["chat"]) == 0
     assert main(["chat", "runs/x", "seed=1"]) == 0
     assert main(["chat", "seed=1"]) == 0

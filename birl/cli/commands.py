@@ -87,7 +87,7 @@ ALL = (
     Command(
         name="cache",
         brief="list, verify and clear converted models",
-        run="birl.models.cache_cli:run",
+        run="birl.models.gguf:run",
         offered=("list", "verify", "clear", "--all", "--help"),
     ),
     Command(

@@ -31,7 +31,7 @@ from birl.engine.scheduler import Scheduler
 from birl.engine.steps import Steps
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
-from birl.models.forward import head
+from birl.models.heads import head
 from birl.models.low_rank import AdapterWeights
 from birl.models.slots import page_bytes, state_bytes
 from birl.models.vision import sight

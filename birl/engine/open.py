@@ -1,8 +1,11 @@
-"""An embedded engine for a policy, with a cache that fits, and the weights that it samples from."""
+"""An embedded engine for a policy, with a cache that fits, and the weights that it samples from; or for several: one
+base, and the adapter of the policy that replies."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,13 +19,19 @@ from birl.kernels.tensors import PAGE
 from birl.learner.learner import Learner
 from birl.learner.policy import DTYPES, Policy
 from birl.models.decoder import weights_changed
-from birl.models.forward import head
+from birl.models.forward import forget
+from birl.models.heads import head
 from birl.models.load import cast, end_ids
-from birl.models.quantized import quantized_layers
-from birl.models.slices import fill, sketched
+from birl.models.low_rank import AdapterWeights
+from birl.models.quantized import quantized_layers, rounded
+from birl.models.slices import fill, quantizable, sketched
 from birl.models.slots import page_bytes, state_bytes
 from birl.models.vision import give, language_model, pictures_of, still
 from birl.parallel.machine import free_memory
+from birl.types import PAST, Completion, Engine, SamplingParams
+
+if TYPE_CHECKING:  # loaded by the runs that have them
+    from birl.learner.policies import Policies
 
 SHARE = 0.5  # of the free memory, for keys and values
 
@@ -40,8 +49,6 @@ def open_engine(
     sequence will be longer [tokens]; `context` where it is not known. `routes`: it says which experts computed a token.
     `among`: so many share the memory. With engine.weights=int8 the module must be the engine's own."""
     if config.weights == "int8":
-        from birl.models.int8 import round_weights
-
         round_weights(policy.model)
     return EmbeddedEngine(
         policy.model,
@@ -137,8 +144,6 @@ class Sampled:
         if self.copy is not None:
             weights_changed(self.copy)
             if self.int8:
-                from birl.models.int8 import round_weights
-
                 round_weights(self.copy)
         self.version = self.learner.version
 
@@ -146,3 +151,47 @@ class Sampled:
         """(every rank) This process' engine makes room for what is trained."""
         if self.own is not None:
             self.own.rest()
+
+
+@torch.no_grad()
+def round_weights(model: nn.Module) -> None:
+    """To what int8 holds of all linear layers of the body, in place, but routers; kernels may read codes of them
+    (`Decoder`) from now on."""
+    for linear in quantizable(model).values():
+        linear.weight.data.copy_(rounded(linear.weight))
+    if getattr(model, "in_int8", False):
+        weights_changed(model)
+    else:
+        model.in_int8 = True  # pyright: ignore
+        forget(model)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyEngine:
+    """Implements `birl.types.Engine` for one policy. `adapter`: what it adds to the base at the time of a question."""
+
+    engine: EmbeddedEngine
+    adapter: Callable[[], AdapterWeights]
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+        return await self.engine.generate(prompt_ids, params, session, adapter=self.adapter())
+
+    async def close(self) -> None:
+        """The engine is the others', too."""
+
+
+def engines_of(names: Sequence[str], engine: Engine, policies: "Policies | None", draw: int) -> Mapping[str, Engine]:
+    """An engine for each policy by name and, where a league keeps earlier versions, for the one of them that a group
+    draws. `policies` None: the engine's weights are those of the only one."""
+    if policies is None:
+        return dict.fromkeys(names, engine)
+    assert isinstance(engine, EmbeddedEngine), "no other has adapters"
+    result: dict[str, Engine] = {name: PolicyEngine(engine, partial(policies.adapter, name)) for name in names}
+    for name, versions in policies.past.items():
+        if versions:
+            result[name + PAST] = PolicyEngine(engine, partial(policies.adapter, name, draw % len(versions)))
+    return result

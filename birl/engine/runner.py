@@ -17,8 +17,9 @@ from birl.engine.sampler import Drawn, sample
 from birl.engine.scheduler import ScheduledTokens
 from birl.kernels.tensors import PAGE
 from birl.models.decoder import decoder_for
-from birl.models.forward import head, hidden_states, logits
+from birl.models.forward import hidden_states, logits
 from birl.models.fused_decoder import fused_for
+from birl.models.heads import head
 from birl.models.low_rank import adapted, row_groups
 from birl.models.packed import PackedLinears
 from birl.models.paged import Cache, Paged

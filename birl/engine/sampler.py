@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from birl.engine.truncation import kept, limits_of, restrict, room_of
+from birl.engine.truncation import kept, launch_sample, limits_of, restrict, room_of
 from birl.kernels import Kernels
 from birl.models.fused import on_gpu
 from birl.types import SamplingParams
@@ -53,8 +53,6 @@ def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels
     temperature = params.temperature or 1.0
     limits = limits_of([params])
     if limits is not None and on_gpu(logits):
-        from birl.models.sample_triton import launch_sample
-
         temperatures = logits.new_full((len(logits),), temperature)
         rows = limits.expand(len(logits), 3).to(logits.device)
         return launch_sample(logits, temperatures, None, rows, targets)[1]
@@ -93,8 +91,6 @@ def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, limits: Tensor 
     with `room`, as `room_of` gives it, the tokens that were kept. Never waits for the device. Logits may be
     overwritten."""
     if on_gpu(logits):
-        from birl.models.sample_triton import launch_sample
-
         return Drawn(*launch_sample(logits, temperatures, uniforms, limits, room=room))
     greedy = temperatures == 0
     logits = logits.float().div_(torch.where(greedy, 1.0, temperatures)[:, None])

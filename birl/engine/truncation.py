@@ -3,7 +3,8 @@
 The tokens of a row are ranked by logit / temperature, equal ones by their ids. The first `top_k` are kept; of these
 each before which less than `top_p` of their mass lies, so one always remains; of these all with at least `min_p` times
 the highest probability. What is kept is the beginning of the ranking. `restrict` sorts, and is the definition; on a
-GPU the end of it is searched instead (`birl/models/sample_kernels.py`).
+GPU the end of it is searched instead (`birl/models/sample_kernels.py`): `launch_sample`, whose kernels read the logits
+once, then two numbers of each chunk of them, and the few chunks that can hold what is kept at each step of the search.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from birl.models.fused import power_of_two, triton_kernels
 from birl.types import SamplingParams
+
+CHUNK = 64  # tokens of which the kernels keep two numbers
+BLOCK = 4096  # tokens that one program reads
+SEARCHED = 4096  # tokens that a search looks at in one go
 
 
 def room_of(params: Sequence[SamplingParams]) -> int:
@@ -64,3 +70,48 @@ def supports(kept: Tensor | None, params: Sequence[SamplingParams]) -> list[NDAr
         return [None] * len(params)
     rows = zip(kept.cpu().numpy(), params, strict=True)
     return [row[1 : 1 + row[0]].copy() if p.told else None for row, p in rows]
+
+
+def launch_sample(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor | None, limits: Tensor | None = None,
+    given: Tensor | None = None, room: int = 0,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Tokens [B] int64, log-probs [B] float32, and with `room` [B, 1 + room] int32 the tokens that were kept, as
+    `birl.engine.sampler.draw` gives them. A row's bits do not depend on the other rows. Tokens that are `given` [B] are
+    not drawn. `room` is for rows with limits."""
+    kernels = triton_kernels("sample")
+    rows, vocab = logits.shape
+    where, chunks = logits.device, -(-vocab // CHUNK)
+    logits, every = logits.contiguous(), max(16, power_of_two(chunks))
+    warps = 8 if every > 1024 else 4
+    tokens = torch.empty(rows, dtype=torch.int64, device=where) if given is None else given
+    logprobs = torch.empty(rows, dtype=torch.float32, device=where)
+    peaks, masses = (torch.empty(rows, chunks, dtype=torch.float32, device=where) for _ in range(2))
+    kernels.chunks_kernel[(rows, -(-vocab // BLOCK))](
+        logits, temperatures, peaks, masses, vocab, chunks, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8
+    )
+    floats, counts, left = logprobs, tokens, None
+    if limits is not None:
+        own = torch.empty(rows, chunks, dtype=torch.int32, device=where)
+        floats = torch.empty(rows, 3, dtype=torch.float32, device=where)
+        counts = torch.empty(rows, 2, dtype=torch.int32, device=where)
+        limits = limits.contiguous()
+        kernels.bound_kernel[(rows,)](
+            limits, peaks, masses, own, floats, counts, vocab, chunks, CHUNK=CHUNK, CHUNKS=every, num_warps=warps
+        )
+        kernels.ends_kernel[(rows,)](
+            logits, temperatures, limits, peaks, masses, own, floats, counts, vocab, chunks,
+            CHUNK=CHUNK, BLOCK=SEARCHED, num_warps=16,
+        )  # fmt: skip
+        if room:
+            left = torch.zeros(rows, room + 1, dtype=torch.int32, device=where)
+            kernels.tell_kernel[(rows,)](
+                logits, temperatures, own, floats, counts, left, vocab, chunks, room,
+                CHUNK=CHUNK, BLOCK=SEARCHED, num_warps=16,
+            )  # fmt: skip
+    kernels.sample_kernel[(rows,)](
+        logits, temperatures, temperatures if uniforms is None else uniforms, peaks, masses, floats, counts, tokens,
+        logprobs, vocab, chunks, LIMITS=limits is not None, GIVEN=given is not None, CHUNK=CHUNK, CHUNKS=every,
+        num_warps=warps,
+    )  # fmt: skip
+    return tokens, logprobs, left

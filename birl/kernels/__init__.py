@@ -133,8 +133,8 @@ class Kernels(Checks):
         return PackedWeight(data, rows, columns, halves)
 
     def encode(self, weights: Sequence[Tensor], into: PackedWeight | None = None, halves: bool = False) -> PackedWeight:
-        """`pack` in int8, of weights [N_i, K] with N_i a multiple of 16 and K of 32: what `models/int8.py` rounds them
-        to. Products with it are computed as with those weights in bfloat16, with the same bits."""
+        """`pack` in int8, of weights [N_i, K] with N_i a multiple of 16 and K of 32: what `quantized.rounded`
+        gives. Products with it are computed as with those weights in bfloat16, with the same bits."""
         inner = weights[0].shape[1]
         multiple(inner, BLOCK)
         for weight in weights:

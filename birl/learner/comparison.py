@@ -16,6 +16,7 @@ from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
 from birl.models.decoder import weights_changed
+from birl.models.quantized import rounded
 from birl.models.slices import quantizable
 from birl.parallel.crew import RankGroup
 from birl.parallel.layout import drop_gathered
@@ -81,8 +82,6 @@ class Past:
                 restore()
                 self._put(now if version == current else self.versions[version])
                 if self.linears:
-                    from birl.models.int8 import rounded
-
                     for linear in self.linears:
                         linear.weight.data = rounded(linear.weight)
 

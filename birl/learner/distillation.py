@@ -18,9 +18,8 @@ from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.outputs import Compared
-from birl.models.after_head import after_head
 from birl.models.divergence import Full, Head, TopK, token_divergence, top_k
-from birl.models.forward import head
+from birl.models.heads import after_head, head
 from birl.models.vision import pictures_of
 from birl.parallel.crew import RankGroup
 from birl.parallel.layout import drop_gathered

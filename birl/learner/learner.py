@@ -18,9 +18,9 @@ from birl.learner.optimizer import MasterWeights, ShardedMasterWeights, adamw
 from birl.learner.outputs import Compared, Outputs, recompute
 from birl.learner.rounding import dither
 from birl.models.device import device_of
-from birl.models.forward import forget, head
+from birl.models.forward import forget
 from birl.models.fused_decoder import apart
-from birl.models.heads import score_head
+from birl.models.heads import head, score_head
 from birl.models.load import cast
 from birl.models.routing import Seen, balance, load_counts, routing_for
 from birl.models.slices import fill

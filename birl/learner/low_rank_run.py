@@ -20,11 +20,10 @@ from birl.errors import BirlError
 from birl.learner.forest import Forest, TargetRow, plant
 from birl.learner.lora import Lora, first_a
 from birl.models import fused_decoder, vision
-from birl.models.after_head import after_head
 from birl.models.attention import Packed
 from birl.models.decoder import decoder_for
-from birl.models.forward import head, hidden_states
-from birl.models.heads import HEADS
+from birl.models.forward import hidden_states
+from birl.models.heads import HEADS, after_head, head
 from birl.models.low_rank import HEAD, AdapterWeights, Factors, RowGroup, adapted, hook
 from birl.models.target_logprobs import target_logprobs
 from birl.models.vision import ATTENTION

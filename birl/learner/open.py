@@ -16,7 +16,7 @@ from birl.learner.learner import Learner, Teacher
 from birl.learner.lora import Lora
 from birl.learner.policy import DTYPES, Policy
 from birl.models.device import device_of
-from birl.models.forward import head
+from birl.models.heads import head
 from birl.models.load import load_model, load_reward_model, load_tokenizer, score_weight, skeleton
 from birl.models.slices import sketched, sketched_reward_model
 from birl.models.vision import family_of, give, pictures_of

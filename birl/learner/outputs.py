@@ -13,11 +13,10 @@ from birl.data.pack import Batch
 from birl.data.trees import Tree
 from birl.errors import BirlError
 from birl.models import vision
-from birl.models.after_head import after_head
 from birl.models.decoder import decoder_for
-from birl.models.forward import head, hidden_states
+from birl.models.forward import hidden_states
 from birl.models.fused_decoder import fused_for
-from birl.models.heads import score_head, scores
+from birl.models.heads import after_head, head, score_head, scores
 from birl.models.logprobs import token_logprobs
 from birl.parallel import context
 from birl.parallel.layout import gathered_for

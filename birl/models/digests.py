@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from birl.models.fused import on_gpu
+from birl.models.fused import on_gpu, triton_kernels
 
 PIECE = 2**16  # bytes
 #: the secret of XXH3, and what its sums begin with
@@ -67,13 +67,10 @@ def _numbered(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 def launched(whole: Tensor, keys: Tensor) -> Tensor:
     """Bytes of n pieces -> [n] int64."""
-    from birl.models import digest_kernels
-
-    kernels: Any = digest_kernels  # type-checked without Triton
     result = torch.empty(len(whole) // PIECE, dtype=torch.int64, device=whole.device)
     if len(result):
         words, blocks = whole.view(torch.int64), PIECE // 1024
-        kernels.digest_kernel[(len(result),)](words, keys, result, BLOCKS=blocks, num_warps=1)
+        triton_kernels("digest").digest_kernel[(len(result),)](words, keys, result, BLOCKS=blocks, num_warps=1)
     return result
 
 

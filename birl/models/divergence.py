@@ -17,7 +17,7 @@ from torch import Tensor
 
 from birl.algorithms.divergence import Divergence
 from birl.models import shape
-from birl.models.after_head import AfterHead
+from birl.models.heads import AfterHead
 from birl.models.logprobs import HeadGradient, chunks, pieces, scaled_logits
 
 TENSORS = 8  # of the size of a piece of logits, at most, that are there at once

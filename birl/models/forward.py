@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from birl.models import decoder, fused_decoder
-from birl.models.after_head import after_head
 from birl.models.attention import Layout, RowLayout
 from birl.models.decoder import decoder_for
 from birl.models.fused_decoder import fused_for
+from birl.models.heads import after_head, head
 from birl.models.logprobs import float_logits
 from birl.models.slots import body_of
 from birl.models.vision import Seen, embedded
@@ -41,11 +41,6 @@ def forget(model: nn.Module) -> None:
     """Its parameters are other ones from now on: choose anew what computes it."""
     decoder.MADE.pop(model, None)
     fused_decoder.MADE.pop(model, None)
-
-
-def head(model: nn.Module) -> nn.Linear:
-    """The layer that turns hidden states into logits."""
-    return model.get_output_embeddings()  # pyright: ignore
 
 
 def logits(model: nn.Module, hidden: Tensor) -> Tensor:

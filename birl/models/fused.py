@@ -9,6 +9,7 @@ Shapes: T tokens, S size of a row, D head size.
 
 import functools
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -24,11 +25,9 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def triton_kernels() -> Any:
-    """The kernels, for callers that are type-checked without Triton."""
-    from birl.models import fused_kernels
-
-    return fused_kernels
+def triton_kernels(of: str = "fused") -> Any:
+    """A module of kernels, for callers that are type-checked without Triton."""
+    return import_module(f"birl.models.{of}_kernels")
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 Cache: $BIRL_CACHE or ~/.cache/birl, `models/<name>-<digest>/`, with a manifest of sizes and SHA-256 written last.
 Converting takes about 20 s, which is why it is kept; a damaged entry is noticed and made again.
+
+`birl cache [list | verify | clear [NAME | --all]]`: the converted models.
 """
 
 import hashlib
@@ -10,7 +12,8 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -92,6 +95,7 @@ def make(source: Path, target: Path, write: Callable[[Path, Path], None]) -> Non
 def convert(source: Path, folder: Path) -> None:
     """Weights as float32 safetensors, and the tokenizer with the pre-tokenizer that the file only names."""
     import torch
+    from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
 
     from birl.models.load import quiet  # which imports this module
@@ -116,11 +120,16 @@ def convert(source: Path, folder: Path) -> None:
             raise BirlError(
                 f"{source} cannot be read as a GGUF model: {error or type(error).__name__}. Download it again."
             ) from error
-        model, report = loaded
-        if pre_tokenizer(source) == "smollm":
-            split_digits(tokenizer)
-        restore(source, model.config)
-        check_read(source, model, report)
+        from gguf import GGUFReader  # there, or transformers could not have read the file
+
+        (model, report), reader = loaded, GGUFReader(source)
+        field = reader.fields.get("tokenizer.ggml.pre")
+        if field is not None and field.contents() == "smollm":  # transformers does not know it, and leaves it out
+            digits = pre_tokenizers.Digits(individual_digits=True)  # numbers are split before anything else
+            steps = [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        restore(source, reader, model.config)
+        check_read(source, reader, model, report)
         model.config.name_or_path = source.stem
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -137,13 +146,11 @@ def factors(config: Any) -> "Tensor":
     return 1.0 / config.rope_parameters["rope_theta"] ** powers / scaled
 
 
-def restore(source: Path, config: Any) -> None:
+def restore(source: Path, reader: Any, config: Any) -> None:
     """What a file says of its rotary embedding, into what transformers made of the file, which passes over the factors
     of Llama 3. Raises `BirlError` for a scaling that is not read."""
     import torch
-    from gguf import GGUFReader
 
-    reader = GGUFReader(source)
     told = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items() if ".rope.scal" in name}
     names = [t.name for t in reader.tensors if t.name.startswith(ROPE)]
     kind = told.get("rope.scaling.type", "none")
@@ -162,13 +169,12 @@ def restore(source: Path, config: Any) -> None:
     )
 
 
-def check_read(source: Path, model: Any, report: Mapping[str, Any]) -> None:
+def check_read(source: Path, reader: Any, model: Any, report: Mapping[str, Any]) -> None:
     """Raises `BirlError` where transformers passed over something: it leaves out tensors that its architecture lacks
     (biases and experts of a "llama"), makes up weights that the file lacks, and takes its own defaults for keys."""
-    from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-    reader, config = GGUFReader(source), model.config
+    config = model.config
     arch = str(reader.fields["general.architecture"].contents())
     processor = TENSOR_PROCESSORS.get(arch, TensorProcessor)(config=config.to_dict())
     known = {name.removesuffix(".weight") for name in get_gguf_hf_weights_map(model, processor)}
@@ -199,23 +205,6 @@ def said(config: Any) -> dict[str, float | None]:
     return result | caps | {"attention.sliding_window": getattr(config, "sliding_window", None)}
 
 
-def pre_tokenizer(source: Path) -> str:
-    from gguf import GGUFReader
-
-    field = GGUFReader(source).fields.get("tokenizer.ggml.pre")
-    return str(field.contents()) if field is not None else ""
-
-
-def split_digits(tokenizer) -> None:
-    """SmolLM2 splits numbers into digits before anything else; transformers does not know this name of GGUF and leaves
-    it out."""
-    from tokenizers import pre_tokenizers
-
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-
-
 def identity(file: Path) -> str:
     """Ten hex digits from the size and both ends: enough to tell files apart, without reading gigabytes. Of a folder
     from those of its config.json and weights."""
@@ -237,3 +226,45 @@ def write_manifest(folder: Path, source: Path) -> None:
 def verify(folder: Path, digests: bool) -> list[str]:
     """What is wrong with a cache entry: missing files and sizes, and with `digests` their contents."""
     return damage(folder, MANIFEST, digests=digests)
+
+
+def run(words: Sequence[str]) -> int:
+    entries = sorted(p for p in cache_root().glob("*") if p.is_dir())
+    match list(words):
+        case [] | ["list"]:
+            return _list(entries)
+        case ["verify"]:
+            problems = {p.name: verify(p, digests=True) for p in entries if ".part-" not in p.name}
+            for name, result in problems.items():
+                print(f"{name}: {'; '.join(result) or 'intact'}")
+            return 1 if any(problems.values()) else 0
+        case ["clear", "--all"]:
+            return _clear(entries)
+        case ["clear", name] if chosen := [p for p in entries if name and p.name.startswith(name)]:
+            return _clear(chosen)
+        case ["clear", name]:
+            there = ", ".join(p.name for p in entries) or "none"
+            raise BirlError(f"There is no {name!r} in {cache_root()}; there are: {there}.")
+        case ["clear"]:
+            raise BirlError("Name the model to delete, as in `birl cache clear NAME`, or all: birl cache clear --all")
+        case _:
+            raise BirlError(f"{words[0]}: `birl cache` has list, verify, clear NAME and clear --all.")
+
+
+def _list(entries: Sequence[Path]) -> int:
+    count = sum(".part-" not in path.name for path in entries)
+    print(f"{cache_root()}: {count} model{'s' if count != 1 else ''}")
+    for path in entries:
+        size = sum(f.stat().st_size for f in path.iterdir()) / 2**20
+        when = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        unfinished = ["being converted, or left by a conversion that was killed"]
+        result = unfinished if ".part-" in path.name else verify(path, digests=False)
+        print(f"  {path.name}  {size:,.0f} MiB  {when}  {result[0] if result else 'complete'}")
+    return 0
+
+
+def _clear(entries: Sequence[Path]) -> int:
+    for path in entries:
+        shutil.rmtree(path)
+        print(f"deleted {path}")
+    return 0

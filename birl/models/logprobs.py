@@ -23,9 +23,9 @@ from torch.nn.functional import pad
 from birl.data.support import SupportRows
 from birl.kernels.tensors import CELL
 from birl.models import shape
-from birl.models.after_head import AfterHead
 from birl.models.decoder import Decoder
 from birl.models.fused import on_gpu, triton_kernels
+from birl.models.heads import AfterHead
 from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
 
 ALIGNED = 64
@@ -97,7 +97,7 @@ def token_logprobs(
     hidden [N, H], targets [N] -> logprobs [N], entropy [N], both float32 and differentiable. With `decoder` its kernels
     compute them: what the engine samples with, bit for bit. `chunk`: logits that exist at once, 0 for the device's.
     A head whose weight is a DTensor has its tokens on several ranks, which must all be given the same tokens: each has
-    logits of its own tokens only. `after`: what comes behind the head (`models/after_head.py`).
+    logits of its own tokens only. `after`: what comes behind the head (`models/heads.py`).
     """
     behind = Behind(after, support)
     chunk = chunk or (shape.GPU_CHUNK if hidden.is_cuda else shape.CHUNK)

@@ -57,7 +57,7 @@ class Matrix:
     ) -> None:
         """`halves`: of the two sides of a SwiGLU, laid out so that the engine can compute it with the product. `names`
         of the layers, by which `active` has low-rank additions to them (models/low_rank.py). `codes`: weights in
-        bfloat16 that int8 holds (models/int8.py), and is read instead. `memory`: of all matrices of a model."""
+        bfloat16 that int8 holds (models/quantized.py), and is read instead. `memory`: of all matrices of a model."""
         self.memory = memory or LastingMemory()
         self.kernels, self.linears, self.halves, self.codes = kernels, linears, halves, codes
         self.names, self.active = names, active or Active()

@@ -18,7 +18,7 @@ from torch import Tensor
 from birl.errors import BirlError
 from birl.kernels.tensors import PAGE
 from birl.models import varlen
-from birl.models.fused import has_triton, power_of_two
+from birl.models.fused import has_triton, power_of_two, triton_kernels
 
 SCRATCH = 2**24  # float32 numbers of one launch's parts, unless two tiles need more
 WRITTEN = 8  # heads that one program writes
@@ -155,12 +155,9 @@ def paged_attention(
 
 
 def write(key: Tensor, value: Tensor, pages: Pages) -> None:
-    from birl.models import paged_kernels
-
-    kernels: Any = paged_kernels  # type-checked without Triton
     rows, kv_heads, size = key.shape
     wide, written = value.shape[2], min(power_of_two(kv_heads), WRITTEN)
-    kernels.write_kernel[(rows, -(-kv_heads // written))](
+    triton_kernels("paged").write_kernel[(rows, -(-kv_heads // written))](
         key, value, pages.keys, pages.values, pages.table, pages.lengths, key.stride(0), value.stride(0),
         pages.table.stride(0),
         KV_HEADS=kv_heads, HEADS=written, PAGE=PAGE, D=size, DP=padded(size), E=wide, EP=padded(wide), num_warps=1,
@@ -171,9 +168,7 @@ def attend(
     tiles: Tensor, tiling: Tiling, query: Tensor, pages: Pages, scale: float, window: int | None, out: Tensor
 ) -> None:
     """The rows of these tiles, into out [B, H, E], in as many launches as `SCRATCH` needs."""
-    from birl.models import paged_kernels
-
-    kernels: Any = paged_kernels
+    kernels = triton_kernels("paged")
     heads, size, wide, kv_heads = query.shape[1], query.shape[2], out.shape[2], pages.keys.shape[1]
     splits = -(-pages.table.shape[1] * PAGE // tiling.split)
     # a multiple of 2: the address of each launch's first tile is then one of 16, as the compiled kernel takes it to be

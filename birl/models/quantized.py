@@ -8,6 +8,14 @@ A weight [N, K] is cut, row after row, into blocks of 64 numbers, each with its 
 The layer multiplies by one matrix, in the type that the model computes in: round(code x scale), and where LoRA trains
 it round(round(code x scale) + s B A). Forward and backward pass, engine and publication all compute it by `matrix`, so
 they have the same numbers. In a product it exists for that product only.
+
+`rounded` is for an engine's weights (engine.weights=int8), 32 numbers of a row with one scale, a power of two (MXINT8
+of the OCP's microscaling formats):
+
+    w ~ code x 2^e      code a whole number from -127 to 127, e the smallest whole number with which the largest fits
+
+What these codes stand for is exact in bfloat16. So a module whose weights are `rounded` is an ordinary one, whatever
+computes it, and birl's CPU kernels read half of its bytes (`Kernels.encode`) with the same bits.
 """
 
 from typing import Any
@@ -17,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from birl.errors import BirlError
+from birl.kernels.tensors import BLOCK as MX_BLOCK
 
 BLOCK = 64
 #: quantiles of a normal distribution, scaled to [-1, 1] and with an exact 0; arXiv:2305.14314, appendix E
@@ -57,6 +66,20 @@ def decode(codes: Tensor, scales: Tensor, pairs: Tensor, shape: torch.Size) -> T
 def stored(count: int, kind: str) -> int:
     """Bytes of a weight with so many numbers."""
     return -(-count // BLOCK) * (BLOCK * BITS[kind] // 8 + 4)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """[N, K], of any type -> what int8 holds of it, in that type: no number moves by more than 1 / 127 of its block's
+    largest. Rounding twice is rounding once. Raises `BirlError` for NaN and infinity."""
+    rows, columns = weight.shape
+    blocks = F.pad(weight.detach().float(), (0, -columns % MX_BLOCK)).view(rows, -1, MX_BLOCK)
+    bits = blocks.abs().amax(2, keepdim=True).view(torch.int32)
+    exponent = (bits >> 23) - 6 + ((bits & 0x7FFFFF) > 0x7E0000)  # as in gemm.c
+    if bits.max() >= 0x7F800000:
+        raise BirlError("engine.weights=int8: a weight holds NaN or infinity. Take a model without.")
+    exponent = exponent.maximum((exponent.amax(1, keepdim=True) - 60).clamp(min=1))
+    scale, inverse = ((e << 23).view(torch.float32) for e in (exponent, 254 - exponent))
+    return (blocks * inverse).round_().mul_(scale).view(rows, -1)[:, :columns].to(weight.dtype)
 
 
 class QuantizedLinear(nn.Linear):

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from birl.models import shape
 from birl.models.decoder import decoder_for
-from birl.models.forward import head, logits
+from birl.models.forward import logits
+from birl.models.heads import head
 from birl.models.logprobs import first_row, float_logits, float_product
 from birl.models.low_rank import HEAD, RowGroup, absorb_low_rank, add_low_rank, low_rank_by_input
 from birl.parallel.layout import local

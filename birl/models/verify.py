@@ -12,7 +12,8 @@ from birl.data.trees import Tree, ways
 from birl.errors import BirlError, first_line
 from birl.kernels.tensors import PAGE
 from birl.models.attention import Packed, places
-from birl.models.forward import forget, head, hidden_states, logits
+from birl.models.forward import forget, hidden_states, logits
+from birl.models.heads import head
 from birl.models.layer_rules import check_layers
 from birl.models.paged import Cache, Paged
 from birl.models.shape import Shape

@@ -18,7 +18,7 @@ from birl.errors import BirlError, WeightsFailed, first_line
 from birl.kernels.tensors import BLOCK
 from birl.learner.low_rank_run import NUMBERS, SharedBase
 from birl.models.device import gpu
-from birl.models.forward import head
+from birl.models.heads import head
 from birl.models.low_rank import AdapterWeights, Factors
 from birl.models.released import Shapes
 from birl.server.limits import Refused

@@ -16,8 +16,7 @@ from birl.learner.comparison import GAPS, KEPT, Past
 from birl.learner.learner import Learner
 from birl.learner.open import distilled, frozen, local_teachers, make_learner, other_model, own_teacher, replays
 from birl.learner.policy import Policy
-from birl.models.forward import head
-from birl.models.heads import add_score_head
+from birl.models.heads import add_score_head, head
 from birl.parallel.crew import RankGroup
 from birl.rollout.assemble import Usage
 from birl.train.credit import Credit

@@ -12,9 +12,10 @@ from birl.engine import graphs, runner
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.graphs import Graphs
 from birl.models import attention, forward
-from birl.models.forward import head, hidden_states
+from birl.models.forward import hidden_states
 from birl.models.fused_decoder import FusedDecoder
 from birl.models.fused_layers import fused_layers
+from birl.models.heads import head
 from birl.models.paged import Cache, Paged
 from birl.models.slots import slots_of
 from birl.types import Completion, SamplingParams

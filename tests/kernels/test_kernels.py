@@ -15,8 +15,8 @@ from birl import kernels
 from birl.data.trees import Tree
 from birl.kernels import KEEP, SWIGLU, Kernels
 from birl.models.attention import Packed, tree_mask
-from birl.models.int8 import rounded
 from birl.models.paged import Cache, Paged, Slot
+from birl.models.quantized import rounded
 
 pytestmark = pytest.mark.skipif(bool(kernels.problem()), reason=f"no kernels: {kernels.problem()}")
 BOTH = pytest.mark.parametrize("k", [torch.float32, torch.bfloat16], indirect=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
 from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
+from birl.engine import truncation
 from birl.kernels.tensors import PAGE
 from birl.models import (
     digest_kernels,
@@ -31,7 +32,6 @@ from birl.models import (
     paged_kernels,
     paged_triton,
     sample_kernels,
-    sample_triton,
 )
 
 #: H, K, width of a key and of a value: Qwen2.5 0.5B, Qwen2.5 7B, Llama 8B, Gemma, one key head for all, Phi-2, Phi-3,
@@ -104,7 +104,7 @@ def launches(kind: torch.dtype) -> Iterator[Callable[[], Any]]:
     for words in (50_257, 151_936, 262_144):
         every = tensor(single, rows, words)
         for limits, given, room in ((None, None, 0), (three, None, 0), (three, targets, 0), (three, None, 1024)):
-            yield lambda e=every, a=limits, b=given, c=room: sample_triton.launch_sample(e, one, one, a, b, c)
+            yield lambda e=every, a=limits, b=given, c=room: truncation.launch_sample(e, one, one, a, b, c)
 
 
 def attention(kind: torch.dtype, heads: int, kv_heads: int, size: int, wide: int) -> None:

@@ -9,9 +9,9 @@ from torch._subclasses import FakeTensorMode
 
 from birl.algorithms.divergence import DIVERGENCES, divergence
 from birl.models import shape
-from birl.models.after_head import AfterHead
 from birl.models.divergence import Full, Head, TopK, token_divergence
 from birl.models.divergence import top_k as top_k_of
+from birl.models.heads import AfterHead
 from tests.held import Held
 
 BETA, TEMPERATURE = 0.3, 0.7

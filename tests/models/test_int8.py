@@ -12,14 +12,14 @@ import torch
 from birl import kernels
 from birl.config import schema
 from birl.data.trees import Tree
-from birl.engine.open import open_engine
+from birl.engine.open import open_engine, round_weights
 from birl.errors import BirlError, WeightsFailed
 from birl.learner.policy import Policy, load_policy
 from birl.models.attention import Packed
 from birl.models.decoder import decoder_for
 from birl.models.forward import forget, hidden_states, logits
-from birl.models.int8 import round_weights, rounded
 from birl.models.load import cast
+from birl.models.quantized import rounded
 from birl.models.slices import quantizable
 from birl.types import Completion, SamplingParams, Update
 from tests.tiny import tiny_moe

@@ -7,9 +7,9 @@ import torch
 
 from birl.data.support import SupportRows
 from birl.models import attention, logprobs, shape
-from birl.models.after_head import AfterHead
 from birl.models.decoder import decoder_for
 from birl.models.forward import logits
+from birl.models.heads import AfterHead
 from birl.models.logprobs import float_logits, token_logprobs
 from birl.models.shape import CHUNK
 from birl.support import Support

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from birl.engine.sampler import draw, given
-from birl.engine.truncation import limits_of, restrict
+from birl.engine.truncation import BLOCK, CHUNK, launch_sample, limits_of, restrict
 from birl.models import fused
-from birl.models.sample_triton import BLOCK, CHUNK, launch_sample
 from birl.types import SamplingParams
 
 CUDA = torch.cuda.is_available()

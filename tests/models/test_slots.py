@@ -12,7 +12,8 @@ from birl.errors import BirlError
 from birl.kernels.tensors import PAGE
 from birl.models import attention, twin
 from birl.models.attention import Packed
-from birl.models.forward import head, hidden_states
+from birl.models.forward import hidden_states
+from birl.models.heads import head
 from birl.models.load import skeleton
 from birl.models.paged import Cache, Paged, Slot
 from birl.models.slots import page_bytes, slots_of

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from birl.errors import BirlError
 from birl.models import layer_rules, twin
-from birl.models.after_head import AfterHead, after_head
+from birl.models.heads import AfterHead, after_head
 from birl.models.logprobs import token_logprobs
 from birl.models.verify import verify
 from birl.models.vision import FAMILIES
