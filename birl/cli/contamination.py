@@ -1,11 +1,52 @@
-"""`birl rl --contamination`: which rows of data.validation does data.train have as well?"""
+"""`birl rl --contamination`: which questions of data.validation does data.train have as well, whole or in parts?
+
+Parts are runs of eight words, as in the checks of GPT-3 (arXiv:2005.14165, appendix C) and of Tulu 3
+(arXiv:2411.15124, section 3.2). A run that many training prompts have is a form of words, such as a system prompt or
+"How many ... are there?", and says nothing.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from unicodedata import normalize
 
 from birl.config import schema
-from birl.data.contamination import RUN, copies
-from birl.data.tasks import load_tasks
+from birl.data.tasks import Tasks, load_tasks, prompt_text
 from birl.errors import BirlError
+from birl.types import Task
 
 SHOWN = 20  # rows that are printed
+RUN = 8  # words
+SHARE = 0.5  # of a question's own words, from which on it counts as copied
+COMMON = 10  # training prompts, or one in a hundred, beyond which a run is a form of words
+
+#: scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, kana and ideographs; each letter is a word
+UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\U00020000-\U0003ffff"
+WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[-+*/=<>^%]")
+#: signs with two forms, and characters that nobody sees
+SAME = str.maketrans("\u2212\u00d7\u00f7", "-*/", "\u00ad\u200b\u200c\u200d\u2060\ufeff")
+
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A validation row, the training row that has most of it, and how much: 1 where both are the same."""
+
+    where: str
+    source: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.where}: {'the same as' if self.share == 1 else f'{self.share:.0%} of it in'} {self.source}"
+
+
+@dataclass(slots=True)
+class Seen:
+    """In how many training prompts a run of words is, and the first of them."""
+
+    prompts: int = 0
+    rows: list[str] = field(default_factory=list)
 
 
 def run(config: schema.RL) -> int:
@@ -25,3 +66,55 @@ def run(config: schema.RL) -> int:
     if len(result) > SHOWN:
         print(f"  and {len(result) - SHOWN} more")
     return 1 if result else 0
+
+
+def copies(train: Sequence[Tasks], validation: Sequence[Tasks]) -> list[Copy]:
+    """In the order of the validation rows. Time and memory grow with the words of both, not with their product."""
+    asked = [(where, words(task), str(task.answer)) for where, task in _rows(validation)]
+    seen = {run: Seen() for _, text, _ in asked for run in runs(text)}
+    wanted = {(text, answer) for _, text, answer in asked}
+    same: dict[tuple[Words, str], str] = {}
+    total = 0
+    for where, task in _rows(train):
+        text, total = words(task), total + 1
+        if (text, str(task.answer)) in wanted:
+            same.setdefault((text, str(task.answer)), where)
+        for run in set(runs(text)):
+            if run in seen:
+                seen[run].prompts += 1
+                if len(seen[run].rows) < COMMON:
+                    seen[run].rows.append(where)
+    most = max(COMMON, total // 100)
+    result = []
+    for where, text, answer in asked:
+        if (text, answer) in same:
+            result.append(Copy(where=where, source=same[text, answer], share=1.0))
+        elif (part := _part(text, seen, most)) is not None:
+            result.append(Copy(where=where, source=part[0], share=part[1]))
+    return result
+
+
+def _part(text: Words, seen: dict[Words, Seen], most: int) -> tuple[str, float] | None:
+    """The training row that has most runs of a text, and the share of its own words in runs that training has."""
+    own, copied, rows = set(range(len(text))), set[int](), list[str]()
+    for i, run in enumerate(runs(text)):
+        if seen[run].prompts > most:
+            own.difference_update(range(i, i + RUN))
+        elif seen[run].prompts:
+            copied.update(range(i, i + RUN))
+            rows += seen[run].rows
+    share = len(copied & own) / len(own) if own else 0.0
+    return (max(dict.fromkeys(rows), key=rows.count), min(share, 0.999)) if share >= SHARE else None
+
+
+def words(task: Task) -> Words:
+    """Whatever their case and Unicode form (NFKC); digits and signs that change a question are words, too."""
+    return tuple(WORD.findall(normalize("NFKC", prompt_text(task).translate(SAME)).casefold()))
+
+
+def runs(text: Words) -> Iterator[Words]:
+    return (text[i : i + RUN] for i in range(len(text) - RUN + 1))
+
+
+def _rows(several: Sequence[Tasks]) -> Iterator[tuple[str, Task]]:
+    return ((tasks.rows.where(tasks.indices[i]), tasks[i]) for tasks in several for i in range(len(tasks)))

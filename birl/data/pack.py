@@ -219,13 +219,6 @@ class Row:
         self.trees.append(Tree(tuple(sizes), tuple(parents)))
 
 
-def _row(clusters: Sequence[Sequence[int]], ids: Sequence[np.ndarray]) -> Row:
-    row = Row([], [], [], [], {})
-    for cluster in clusters:
-        row.add(cluster, ids)
-    return row
-
-
 def _batch(
     clusters: Sequence[Sequence[int]],
     ids: Sequence[np.ndarray],
@@ -235,7 +228,9 @@ def _batch(
     observed: Sequence[float] = (),
 ) -> Batch:
     """`alone`: every trained token has a prediction of its own."""
-    row = _row(clusters, ids)
+    row = Row([], [], [], [], {})
+    for cluster in clusters:
+        row.add(cluster, ids)
     sizes = np.array([end - start for _, start, end in row.owners], np.int64)
     before = np.arange(sizes.sum()) - 1  # each token's packed place, less one, but for first ones of nodes
     before[sizes.cumsum() - sizes] = row.before

@@ -79,8 +79,9 @@ class Encoder:
             heard = self._bounded(talk)
             before, own = self.chat.render(heard[0].content), self.chat.encode("".join(m.content for m in heard[1:]))
             own = (*own, *self._end(heard == talk))
-            return (*before, *own), (*(_all(roles),) * len(before), *(True,) * len(own))
-        return self.spoken((*self.led(asked), reply), roles if _all(roles) else ["assistant"], "", last=not _all(roles))
+            return (*before, *own), (*("all" in roles,) * len(before), *(True,) * len(own))
+        alone = "all" not in roles
+        return self.spoken((*self.led(asked), reply), ["assistant"] if alone else roles, "", last=alone)
 
     def spoken(self, talk: Sequence[Message], roles: Sequence[str], where: str, last: bool = False) -> Encoded:
         """A conversation; `last`: only what its last message says is learned."""
@@ -89,7 +90,7 @@ class Encoder:
                 f"{where}: the conversation begins with the assistant, so nothing comes before what it says."
             )
         heard = self._bounded(tuple(talk))
-        if len(heard) < len(talk) and (last or not (_all(roles) or any(m.role in roles for m in heard))):
+        if len(heard) < len(talk) and (last or not ("all" in roles or any(m.role in roles for m in heard))):
             raise Unfit
         ids, mask = self.chat.conversation(heard, roles, self.limit)
         return (ids, _last_stretch(mask)) if last else (ids, mask)
@@ -146,10 +147,6 @@ def only_what_differs(sides: list[Encoded]) -> list[Encoded]:
             start -= 1
         result.append((ids, tuple(m and i >= start for i, m in enumerate(mask))))
     return result
-
-
-def _all(roles: Sequence[str]) -> bool:
-    return "all" in roles
 
 
 def _last_stretch(mask: tuple[bool, ...]) -> tuple[bool, ...]:

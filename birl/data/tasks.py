@@ -71,8 +71,10 @@ class Reader:
             text = plain_text(value, where, self.prompt)
             if self.raw and shown.beside:
                 raise BirlError(f"{where}: has pictures, and its prompt is raw text, which has no place for them.")
+            if self.raw and self.system:
+                why = "data.apply_chat_template=false" if self.chat else "the tokenizer has no chat template"
+                raise BirlError(f"{where}: data.system_prompt is set, but {why}, and raw text has no place for it.")
             if self.raw:
-                self._refuse_system(where)
                 return text
             messages = shown.placed((Message(role="user", content=text),), 0)
         elif value is None or value == []:
@@ -87,11 +89,6 @@ class Reader:
         if self.system and messages[0].role != "system":
             messages = (Message(role="system", content=self.system), *messages)
         return messages
-
-    def _refuse_system(self, where: str) -> None:
-        if self.system:
-            why = "data.apply_chat_template=false" if self.chat else "the tokenizer has no chat template"
-            raise BirlError(f"{where}: data.system_prompt is set, but {why}, and raw text has no place for it.")
 
     def _answer(self, value: Any, where: str) -> str:
         text = answer_text(value)

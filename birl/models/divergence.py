@@ -143,10 +143,8 @@ class _BucketDivergence(torch.autograd.Function):
         total, own = flow.sum(-1), flow[:, :-1]
         for vocab in pieces(len(weight), ctx.chunk, len(hidden)):
             logits = head.logits(hidden, vocab)
-            at, here = (
-                (likely - vocab.start).clamp_(0, logits.shape[1] - 1),
-                (likely >= vocab.start) & (likely < vocab.stop),
-            )
+            at = (likely - vocab.start).clamp_(0, logits.shape[1] - 1)
+            here = (likely >= vocab.start) & (likely < vocab.stop)
             # never of a shape that values decide, which a GPU would be waited for
             others = (logits - norm[:, None]).scatter_reduce_(1, at, torch.where(here, -inf, inf), "amin")
             by_logit = others.sub_(rest[:, None]).exp_().mul_(flow[:, -1:]).scatter_add_(1, at, own.where(here, 0.0))

@@ -48,10 +48,8 @@ WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 AGAIN = ["*/*.safetensors", "consolidated*"]  # the same weights in another program's form: gpt-oss, Mistral
 #: keys of a config.json that are of the weights that were read, or of the place where they were
 LEFT_OUT = {"quantization_config", "compression_config", "_name_or_path", "_attn_implementation"}
-REWARD_MODEL: dict[str, Any] = {
-    "beside": {"score.weight"},
-    "without": {"lm_head.weight"},
-}  # beyond a language model's weights
+#: a reward model's weights beyond those of a language model
+REWARD_MODEL: dict[str, Any] = {"beside": {"score.weight"}, "without": {"lm_head.weight"}}
 
 
 def resolve(path: str, say: Callable[[str], None] = print, weights: bool = True, key: str = "model.path") -> Path:
@@ -121,18 +119,13 @@ def score_weight(file: Path) -> Tensor | None:
 
 def model_class(config: Any, pictures: bool = False) -> Any:
     """transformers' class for a config. `pictures`: the one that sees them, where the text alone has one, too."""
-    known(config.model_type)
+    if config.model_type in TABLES:  # where its attention is looked up by name, birl's is there (`handing.py`)
+        file, name = TABLES[config.model_type]
+        table = getattr(import_module(f"transformers.models.{file}"), name)
+        table.setdefault(attention.NAME, table["eager"])
     autos = AutoModelForImageTextToText, AutoModelForCausalLM
     sees, reads = (auto._model_mapping.get(type(config), None) for auto in autos)
     return autos[0] if sees is not None and (pictures or reads in (None, sees)) else autos[1]
-
-
-def known(model_type: str) -> None:
-    """Before a model is built: where its attention is looked up by name, birl's is there (`handing.py`)."""
-    if model_type in TABLES:
-        file, name = TABLES[model_type]
-        table = getattr(import_module(f"transformers.models.{file}"), name)
-        table.setdefault(attention.NAME, table["eager"])
 
 
 def load_model(
@@ -202,7 +195,7 @@ def skeleton(folder: Path, scores: bool = False, *, pictures: bool = False) -> n
             kind = AutoModelForSequenceClassification if scores else model_class(config, pictures)
             model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:
-        raise BirlError(f"{folder}: not loadable as a causal language model: {first_line(error)}") from error
+        raise not_loadable(folder, error) from error
     model.tie_weights()
     return model
 

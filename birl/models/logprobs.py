@@ -29,9 +29,8 @@ from birl.models.heads import AfterHead
 from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
 
 ALIGNED = 64
-OUTSIDE = (
-    -1e15
-)  # logit of a token outside of a support: its probability is 0, and 0 times what is made of it is 0, not NaN
+#: logit of a token outside of a support: its probability is 0, and 0 times what is made of it is 0, not NaN
+OUTSIDE = -1e15
 
 
 class Behind(NamedTuple):
@@ -219,9 +218,7 @@ def _by_logits(
         slope = behind.after.slope(logits)
         behind.restrict(logits, every, first)
         if on_gpu(hidden):
-            launch_logprobs_backward(
-                logits, logits, targets, norm, entropy, by_logp, by_entropy, first, temperature
-            )  # fmt: skip
+            launch_logprobs_backward(logits, logits, targets, norm, entropy, by_logp, by_entropy, first, temperature)
             return logits.mul_(slope).to(weight.dtype)
         logp = logits.div_(temperature).sub_(norm[:, None])
         grad = logits_gradient(logp, targets, entropy, by_logp, by_entropy, first)
@@ -340,9 +337,7 @@ class _KernelLogprobs(torch.autograd.Function):
         by_logp, by_entropy = (None if g is None else pad(g, (0, extra)).contiguous() for g in grads)
         into, add = gradient_place(weight) if ctx.needs_input_grad[1] else (None, False)
         by_bias = torch.empty(bias.shape, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        by_hidden = torch.zeros(
-            hidden.shape[1], len(hidden), dtype=torch.float32
-        )  # all products here have the tokens as rows
+        by_hidden = torch.zeros(hidden.T.shape, dtype=torch.float32)  # all products here have the tokens as rows
         rounded = k.dtype == torch.bfloat16
         context = (targets, ctx.temperature, norm, entropy, by_logp, by_entropy)
         if rounded:

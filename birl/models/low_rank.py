@@ -144,39 +144,41 @@ def adapted(model: nn.Module, groups: Sequence[RowGroup], trained: bool = False)
         active.groups, active.trained = before
 
 
+def _parts(
+    groups: Sequence[RowGroup], names: Sequence[str], sizes: Sequence[int]
+) -> Iterator[tuple[slice, slice, Factors]]:
+    """Rows and columns of the layers `names`, side by side, that a group has factors for, and these."""
+    for group in groups:
+        start = 0
+        for name, size in zip(names, sizes, strict=True):
+            if (factors := group.adapter.factors.get(name)) is not None:
+                yield slice(group.start, group.stop), slice(start, start + size), factors
+            start += size
+
+
 def add_low_rank(groups: Sequence[RowGroup], names: Sequence[str], sizes: Sequence[int], x: Tensor, to: Tensor,
                  k: Kernels | None) -> None:  # fmt: skip
     """to [T, sum of sizes] += what the layers `names`, which all have the input x [T, K], add to each group's rows."""
-    for group in groups:
-        rows, start = slice(group.start, group.stop), 0
-        for name, size in zip(names, sizes, strict=True):
-            if (factors := group.adapter.factors.get(name)) is not None:
-                factors.up(x[rows], k, to[rows, start : start + size])
-            start += size
+    for rows, columns, factors in _parts(groups, names, sizes):
+        factors.up(x[rows], k, to[rows, columns])
 
 
 def low_rank_by_input(groups: Sequence[RowGroup], names: Sequence[str], sizes: Sequence[int], grad: Tensor,
                       to: Tensor, k: Kernels | None) -> None:  # fmt: skip
     """to [T, K] += what the additions' part in grad [T, sum of sizes] gives to the input; rounded once."""
     for group in groups:
-        rows, start = slice(group.start, group.stop), 0
-        whole = to[rows].float()
-        for name, size in zip(names, sizes, strict=True):
-            if (factors := group.adapter.factors.get(name)) is not None:
-                factors.by_input(grad[rows, start : start + size], k, whole)
-            start += size
-        to[rows] = whole.to(to.dtype)
+        own = slice(group.start, group.stop)
+        whole = to[own].float()
+        for rows, columns, factors in _parts([group], names, sizes):
+            factors.by_input(grad[rows, columns], k, whole)
+        to[own] = whole.to(to.dtype)
 
 
 def absorb_low_rank(groups: Sequence[RowGroup], names: Sequence[str], sizes: Sequence[int], x: Tensor, grad: Tensor,
                     k: Kernels | None) -> None:  # fmt: skip
     """Add each group's part of the gradient by its A and B to their sums."""
-    for group in groups:
-        rows, start = slice(group.start, group.stop), 0
-        for name, size in zip(names, sizes, strict=True):
-            if (factors := group.adapter.factors.get(name)) is not None:
-                factors.absorb(x[rows], grad[rows, start : start + size], k)
-            start += size
+    for rows, columns, factors in _parts(groups, names, sizes):
+        factors.absorb(x[rows], grad[rows, columns], k)
 
 
 def hook(model: nn.Module, layers: Mapping[str, nn.Linear], inside: bool = False) -> None:

@@ -41,7 +41,7 @@ class PackedLinears:
             self.copies = [self.copy(m) for m in self.layers]
             self.version = version
         for layer, copy in zip(self.layers, self.copies, strict=True):
-            product = partial(_linear if self.blocked else _plain, copy, layer.bias)
+            product = partial(_linear if self.blocked else F.linear, weight=copy, bias=layer.bias)
             layer.forward = product  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
@@ -72,10 +72,6 @@ def usable(model: nn.Module) -> bool:
     )
 
 
-def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "").view(*x.shape[:-1], -1)
-
-
-def _plain(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return F.linear(x, weight, bias)

@@ -11,8 +11,9 @@ files, each a box in it: transformers fuses the experts of mixture-of-experts mo
 import re
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,11 @@ def sketched(
 def check_ties(folder: Path, targets: dict[str, Tensor], boxes: dict[str, list[Box]]) -> None:
     """Raises `BirlError` where a weight that is tied to another is stored with other values than that."""
     first: dict[int, str] = {}
-    with _opened() as read:
-        for name in boxes:
-            other = first.setdefault(id(targets[name]), name)
-            if other != name and not _same(boxes[name][0], boxes[other][0], read):
-                raise two_values(folder, *sorted((name, other)))
+    read = _reads()
+    for name in boxes:
+        other = first.setdefault(id(targets[name]), name)
+        if other != name and not _same(boxes[name][0], boxes[other][0], read):
+            raise two_values(folder, *sorted((name, other)))
 
 
 def _same(one: Box, other: Box, read: "Read") -> bool:
@@ -145,17 +146,17 @@ def fill(model: nn.Module, offload: bool = False) -> bool:
     device = torch.device("cpu") if offload else pending.device
     made: dict[int, nn.Parameter] = {}
     boxes = {id(t): pending.boxes[n] for n, t in _targets(model).items() if n in pending.boxes}
-    with _opened() as read:
-        for module in list(model.modules()):
-            for name, old in list(module._parameters.items()):
-                if old is None or not old.is_meta or (name == "weight" and isinstance(module, QuantizedLinear)):
-                    continue
-                if id(old) not in made:
-                    made[id(old)] = _made(old, device, boxes.get(id(old), ()), read)
-                module._parameters[name] = made[id(old)]
-            for buffer in module._buffers.values():
-                if buffer is not None and id(buffer) in boxes:
-                    _read(buffer, (0,) * buffer.ndim, boxes[id(buffer)], read)
+    read = _reads()
+    for module in list(model.modules()):
+        for name, old in list(module._parameters.items()):
+            if old is None or not old.is_meta or (name == "weight" and isinstance(module, QuantizedLinear)):
+                continue
+            if id(old) not in made:
+                made[id(old)] = _made(old, device, boxes.get(id(old), ()), read)
+            module._parameters[name] = made[id(old)]
+        for buffer in module._buffers.values():
+            if buffer is not None and id(buffer) in boxes:
+                _read(buffer, (0,) * buffer.ndim, boxes[id(buffer)], read)
     model.pending = None  # pyright: ignore
     return True
 
@@ -166,19 +167,18 @@ def values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     pending: Pending | None = getattr(model, "pending", None)
     known = {} if pending is None else pending.boxes
     boxes = {id(t): known[n] for n, t in _targets(model).items() if n in known}
-    quantized = quantized_layers(model)
-    with _opened() as read:
-        for name, parameter in sorted(model.named_parameters()):
-            if name in quantized:
-                yield name, quantized[name].values()
-            elif isinstance(parameter, DTensor):
-                yield name, parameter.full_tensor()
-            elif parameter.is_meta:
-                value = torch.zeros(parameter.shape, dtype=parameter.dtype)
-                _read(value, (0,) * value.ndim, boxes.get(id(parameter), ()), read)
-                yield name, value
-            else:
-                yield name, parameter
+    quantized, read = quantized_layers(model), _reads()
+    for name, parameter in sorted(model.named_parameters()):
+        if name in quantized:
+            yield name, quantized[name].values()
+        elif isinstance(parameter, DTensor):
+            yield name, parameter.full_tensor()
+        elif parameter.is_meta:
+            value = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            _read(value, (0,) * value.ndim, boxes.get(id(parameter), ()), read)
+            yield name, value
+        else:
+            yield name, parameter
 
 
 def quantizable(model: nn.Module) -> dict[str, nn.Linear]:
@@ -348,18 +348,12 @@ def _read(into: Tensor, start: Sequence[int], boxes: Sequence[Box], read: Read) 
         into[here].copy_(piece.view(into[here].shape))
 
 
-@contextmanager
-def _opened() -> Iterator[Read]:
-    """Reads slices; one file is open at a time, so that no more than one stays mapped."""
-    current: list[Any] = [None, None]
+def _reads() -> Read:
+    """Reads slices; one file is open at a time, so that no more than one stays mapped, as long as this is there."""
+    opened = lru_cache(maxsize=1)(lambda file: safe_open(file, framework="pt"))
 
     def read(file: Path, key: str, where: tuple[slice, ...]) -> Tensor:
-        if current[0] != file:
-            current[:] = [file, safe_open(file, framework="pt")]
-        result = current[1].get_slice(key)
-        return result[where] if where else current[1].get_tensor(key)
+        result: Any = opened(file)
+        return result.get_slice(key)[where] if where else result.get_tensor(key)
 
-    try:
-        yield read
-    finally:
-        current[:] = [None, None]
+    return read

@@ -87,15 +87,21 @@ def seen(model: nn.Module) -> Witness:
     """What attention is given when one token goes through the model, whether or not it has its weights. Raises
     `BirlError` for a model whose layers do not call birl's attention."""
     plain = all(type(p.data) is Tensor for p in model.parameters()) and not next(model.parameters()).is_meta
+    with supported(type(model).__name__), computed_by(model, attention.NAME):
+        return watched(model) if plain else _on_meta(model)
+
+
+@contextmanager
+def supported(kind: str) -> Iterator[None]:
+    """Whatever fails within is a `BirlError`. `kind`: the model's class."""
     try:
-        with computed_by(model, attention.NAME):
-            return watched(model) if plain else _on_meta(model)
+        yield
     except BirlError:
         raise
     except Exception as error:
         raise BirlError(
-            f"birl does not support {type(model).__name__}: a forward pass with birl's attention fails "
-            f"({type(error).__name__}: {first_line(error)})."
+            f"birl does not support {kind}: its forward pass fails with birl's attention ({type(error).__name__}: "
+            f"{first_line(error)})."
         ) from error
 
 
@@ -168,7 +174,8 @@ def _on_meta(model: nn.Module) -> Witness:
     """Of a model without weights, or with parts of them: shapes alone. Where a layer looks at values, as experts do,
     the layers behind it are taken to be like the last that was reached."""
     witness, body = Witness(), body_of(model)
-    tensors = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in _tensors(body)}
+    every = (*body.named_parameters(), *body.named_buffers())
+    tensors = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in every}
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     mask = torch.ones_like(ids)  # without one, transformers looks at the positions for packed sequences
     options = {"input_ids": ids, "position_ids": ids, "attention_mask": mask, "layout": witness, "use_cache": False}
@@ -186,8 +193,3 @@ def _on_meta(model: nn.Module) -> Witness:
         witness.windows.append(witness.windows[-1])
         witness.scales.append(witness.scales[-1])
     return witness
-
-
-def _tensors(body: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from body.named_parameters()
-    yield from body.named_buffers()

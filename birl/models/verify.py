@@ -1,7 +1,7 @@
 """The proof that birl's forward passes mean what we think, for a model before it is used."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from birl.models.heads import head
 from birl.models.layer_rules import check_layers
 from birl.models.paged import Cache, Paged
 from birl.models.shape import Shape
-from birl.models.slots import body_of, computed_by, slots_of
+from birl.models.slots import body_of, computed_by, slots_of, supported
 from birl.models.states import Stretch
 
 BOUND = 1e-3  # nats between two ways to compute a log-prob in float32
@@ -174,20 +174,6 @@ def compare_rounded(model: nn.Module, tree: Tree, other: Tree, dtype: torch.dtyp
                     f"{ROUNDING:g} times what transformers' own forward loses (the most: {gaps.max().item():.2g}). A "
                     f"kernel for {ways.device.type} is wrong here: take model.dtype=float32, and report it."
                 )
-
-
-@contextmanager
-def supported(kind: str) -> Iterator[None]:
-    """Whatever fails within is a `BirlError`."""
-    try:
-        yield
-    except BirlError:
-        raise
-    except Exception as error:
-        raise BirlError(
-            f"birl does not support {kind}: its forward pass fails with birl's attention ({type(error).__name__}: "
-            f"{first_line(error)})."
-        ) from error
 
 
 def decoded(model: nn.Module, ids: Tensor) -> Tensor:
