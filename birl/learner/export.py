@@ -78,7 +78,7 @@ def export(
         if policy or any(name.endswith(".lora_A") for name in shapes):
             whole = whole_of_adapters(path, run, policy)
             shapes = {n: t.shape for n, t in whole.items()}
-            read = partial(_taken, whole)
+            read = lambda names, whole=whole: {name: whole[name] for name in names}  # noqa: E731
         shapes.pop("value.weight", None)  # a critic's, which nothing but training needs
         scores = "score.weight" in shapes
         model: Any = skeleton(run / "model", scores, pictures=True)
@@ -203,10 +203,6 @@ def whole_of_adapters(path: Path, run: Path, policy: str) -> dict[str, Tensor]:
             Dither.of(name, whole[name].shape, line)(whole[name])
     own = {name for name, _ in base.named_parameters()} | {name for name, _ in base.named_buffers()}
     return {n: t for n, t in whole.items() if n in own} | heads
-
-
-def _taken(whole: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    return {name: whole[name] for name in names}
 
 
 def padding(tokenizer: PreTrainedTokenizerBase) -> int | None:

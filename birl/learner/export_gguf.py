@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from birl.errors import BirlError
 from birl.models.gguf import FACTORS, factors
@@ -162,15 +162,11 @@ def add_tokenizer(writer: Any, folder: Path, size: int) -> None:
     for name in ("bos", "eos", "pad", "unk"):
         if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
             getattr(writer, f"add_{name}_token_id")(number)
-    writer.add_add_bos_token(begins_with_bos(tokenizer))
+    ids = tokenizer("a").input_ids
+    writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
     writer.add_add_space_prefix(False)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
-
-
-def begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    ids = tokenizer("a").input_ids
-    return bool(ids) and ids[0] == tokenizer.bos_token_id
 
 
 def split_of(folder: Path) -> str:

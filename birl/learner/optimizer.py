@@ -56,7 +56,9 @@ class MasterWeights(Masters):
             if not self.separate:
                 self.tensors[name] = parameter
                 continue
-            master = _on_cpu(parameter.data) if offload else parameter.data.float()
+            master = parameter.data.to("cpu" if offload else parameter.device, torch.float32, copy=offload)
+            if offload and parameter.is_cuda:  # copying it back needs no detour then
+                master = master.pin_memory()
             self.tensors[name] = master
             parameter.data = parameter.data.to(dtype)
             parameter.register_post_accumulate_grad_hook(move_grad_to(master, self.gradients))
@@ -123,12 +125,6 @@ class ShardedMasterWeights(Masters):
 
     def copies(self, name: str) -> int:
         return Layout.of(self.parameters[name]).copies()
-
-
-def _on_cpu(weight: Tensor) -> Tensor:
-    """A float32 copy in CPU memory, pinned where the weight is on a GPU, so that copying it back needs no detour."""
-    copy = weight.to("cpu", torch.float32, copy=True)
-    return copy.pin_memory() if weight.is_cuda else copy
 
 
 class Gradients:

@@ -80,7 +80,11 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
     and only the small one is verified. `quantized`: nf4 or int8, in which it is loaded, one weight after the other."""
     device = choose(config.device)
     folder = resolved(config.path)
-    check_whole(config, folder, quantized)
+    if quantized != "none" and sees(folder, config.pictures):
+        raise BirlError(
+            f"model.path={config.path}: has a vision tower, for which lora.quantize={quantized} is not built. Set "
+            "model.pictures=false where its text alone has a class, or lora.quantize=none."
+        )
     tokenizer = load_tokenizer(folder, config.chat_template)
     chat = Chat(tokenizer, config.tool_format)
     if config.chat_template:
@@ -103,15 +107,6 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
     chat.end_ids = end_ids(model, tokenizer)
     see(config, folder, model, chat)
     return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)
-
-
-def check_whole(config: schema.Model, folder: Path, quantized: str) -> None:
-    """Raises `BirlError` where a model that sees is to be quantised."""
-    if quantized != "none" and sees(folder, config.pictures):
-        raise BirlError(
-            f"model.path={config.path}: has a vision tower, for which lora.quantize={quantized} is not built. Set "
-            "model.pictures=false where its text alone has a class, or lora.quantize=none."
-        )
 
 
 def see(config: schema.Model, folder: Path, model: nn.Module, chat: Chat) -> None:

@@ -127,9 +127,7 @@ async def check_served(config: schema.RL | schema.Eval, rewards: Rewards | None,
 async def started(rewards: Rewards | None, opened: AsyncExitStack) -> asyncio.Future[None]:
     """Their start, on its way."""
     if rewards is None:
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        ready.set_result(None)
-        return ready
+        return asyncio.ensure_future(asyncio.sleep(0))
     starting = asyncio.create_task(rewards.start())
     opened.push_async_callback(rewards.close)
     opened.callback(starting.cancel)

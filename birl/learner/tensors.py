@@ -51,15 +51,23 @@ DTYPES = {
 }
 
 
-class Writer(StorageWriter):
+class _Folder:
+    """What torch asks of both, and a folder has no use for."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class Writer(_Folder, StorageWriter):
     """What `dcp.save` writes with, into the folder `path`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -103,21 +111,14 @@ class Writer(StorageWriter):
             }
         write_index(self.path, tensors)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
-
-class Reader(StorageReader):
+class Reader(_Folder, StorageReader):
     """What `dcp.load` reads with, from the folder `path`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path, self.index = path, read_index(path)
         self.tensors: dict[str, TensorStorageMetadata] = self.index.state_dict_metadata  # pyright: ignore
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.index
@@ -153,10 +154,6 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def memory(tensor: Tensor) -> memoryview:

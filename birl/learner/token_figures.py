@@ -26,22 +26,17 @@ def key(sample: Sample) -> Key:
     return sample.group, sample.episode, sample.tokens.tobytes()
 
 
-class Watch:
-    """Keeps the log-probs and entropies that the losses of one optimizer step are given."""
+def watched(losses: Sequence[Loss], kept: dict[int, Tensor]) -> list[Loss]:
+    """The same losses of one optimizer step; `kept` gets the log-probs and entropies that they are given."""
 
-    def __init__(self) -> None:
-        self.kept: dict[int, Tensor] = {}
-
-    def over(self, losses: Sequence[Loss]) -> list[Loss]:
-        """The same losses, watched."""
-        return [self._watched(n, loss) for n, loss in enumerate(losses)]
-
-    def _watched(self, number: int, loss: Loss) -> Loss:
-        def watched(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            self.kept[number] = torch.stack([logp.detach(), entropy.detach()], dim=1).float()
+    def over(number: int, loss: Loss) -> Loss:
+        def inner(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            kept[number] = torch.stack([logp.detach(), entropy.detach()], dim=1).float()
             return loss(logp, entropy, batch)
 
-        return watched
+        return inner
+
+    return [over(number, loss) for number, loss in enumerate(losses)]
 
 
 def figures_of(batches: Sequence[Batch], watched: Sequence[Tensor], samples: Sequence[Sample]) -> dict[Key, Tensor]:

@@ -101,16 +101,10 @@ def mutual(model: nn.Module, places: Iterable[Sequence[int]]) -> Mutual | None:
     """The blocks of rows that see one another, of the places in a row of each picture. Marks part a picture's pieces
     (Gemma 3's pan and scan), which are blocks of their own."""
     family, config = family_of(model), cast(Any, model).config.get_text_config()
-    if family is None or not sees_ahead(family, config):
+    larger = getattr(config, "use_bidirectional_attention", None) == "vision"  # of Gemma 4's, their pictures do
+    if family is None or not (family.mutual == "every" or (family.mutual == "windowed" and larger)):
         return None
     return Mutual(tuple(block for own in places for block in neighbours(own)), family.mutual == "windowed")
-
-
-def sees_ahead(family: Family, config: Any) -> bool:
-    """Of Gemma 4 the larger models' pictures do."""
-    return family.mutual == "every" or (
-        family.mutual == "windowed" and getattr(config, "use_bidirectional_attention", None) == "vision"
-    )
 
 
 def neighbours(places: Sequence[int]) -> list[tuple[int, int]]:

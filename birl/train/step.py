@@ -21,7 +21,7 @@ from birl.learner.comparison import Past, check, compare
 from birl.learner.critic import critic_loss, fit
 from birl.learner.learner import Stats
 from birl.learner.policy import DTYPES, Policy
-from birl.learner.token_figures import Key, Watch, figures_of
+from birl.learner.token_figures import Key, figures_of, watched
 from birl.parallel.ranks import Packer, Shared
 from birl.rollout import assemble
 from birl.rollout.ages import Ages
@@ -178,12 +178,12 @@ class RLWorker(Worker):
     ) -> tuple[Stats, list[Tensor]]:
         """(every rank) Add the gradients of its micro-batches. Returns the figures of all ranks and, on rank 0 if
         `token_figures`, log-prob and entropy of each token."""
-        figures, watch, ranks = Stats(), Watch(), self.learner.ranks
+        figures, kept, ranks = Stats(), dict[int, Tensor](), self.learner.ranks
         losses = [self.objective.loss(given, kl_coef, value_weight) for given in inputs]
-        watched = watch.over(losses) if self.updates.token_figures else losses
-        self.learner.learn(list(zip(batches, watched, strict=True)), figures)
+        losses = watched(losses, kept) if self.updates.token_figures else losses
+        self.learner.learn(list(zip(batches, losses, strict=True)), figures)
         seen = range(len(batches) if self.updates.token_figures else 0)
-        return figures, ranks.collect(seen, watch.kept.__getitem__) if seen else []
+        return figures, ranks.collect(seen, kept.__getitem__) if seen else []
 
     def optim_step(self, rate: float, keep: bool) -> float:
         """(every rank) `keep`: keep a copy of the weights before the step, for later comparisons."""
