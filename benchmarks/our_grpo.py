@@ -44,7 +44,7 @@ def main() -> None:
     args = arguments()
     from birl.config import schema
     from birl.config.load import load
-    from birl.given import Given
+    from birl.named import Given
     from birl.train import build
     from birl.train.command import train
 

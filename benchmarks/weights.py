@@ -118,7 +118,7 @@ async def busy(engine: Any, prompt: tuple[int, ...], tokens: int, number: int) -
 async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Path, compute: Any) -> dict[str, Any]:
     from birl.config import schema
     from birl.config.load import load
-    from birl.given import Given
+    from birl.named import Given
     from birl.parallel.crew import RankGroup
     from birl.parallel.ranks import Ranks
     from birl.signals import Stop

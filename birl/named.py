@@ -3,7 +3,8 @@
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,16 @@ from birl.errors import BirlError, did_you_mean
 from birl.foreign import undone
 
 TEMPLATES = ("hermes",)  # chat templates of the package
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a Python program hands over instead of naming it: see `birl.Trainer`."""
+
+    rewards: Sequence[Callable[..., Any] | str] = ()
+    env: Any = None  # a class or function, as env.kind names one
+    train: Any = None  # rows: a datasets.Dataset or a list of dicts
+    validation: Any = None
 
 
 def template_file(name: str) -> Path:

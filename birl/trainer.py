@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from birl import trl
 from birl.errors import BirlError
-from birl.given import Given
+from birl.named import Given
 from birl.parameters import (
     KEYS,
     KEYS_BY_NAME,

@@ -14,14 +14,13 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
-from birl.columns import SAMPLE, alike, become_arrays
+from birl.support import SAMPLE, alike, become_arrays
 
 if TYPE_CHECKING:  # numpy is loaded by those that make samples: the process of rewards is light
     import numpy as np
     from numpy.typing import NDArray
 
-    from birl.columns import Bools, Floats, Ints
-    from birl.support import Support
+    from birl.support import Bools, Floats, Ints, Support
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

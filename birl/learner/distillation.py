@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from birl.algorithms.divergence import Divergence
-from birl.data.columns import by_sample
 from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.outputs import Compared
+from birl.learner.token_figures import by_sample
 from birl.models.divergence import Full, Head, TopK, token_divergence, top_k
 from birl.models.heads import after_head, head
 from birl.models.vision import pictures_of

@@ -8,7 +8,6 @@ from typing import Any
 
 from birl.config import schema
 from birl.config.decided import at_once, reward_timeout, teachers_of
-from birl.data.columns import by_sample
 from birl.data.messages import messages_of
 from birl.data.pack import pack
 from birl.data.sequences import Encoder, Tokens, Unfit, scored
@@ -17,6 +16,7 @@ from birl.hub import addressed
 from birl.learner.export import resolved
 from birl.learner.learner import Learner
 from birl.learner.policy import DTYPES
+from birl.learner.token_figures import by_sample
 from birl.models.device import choose
 from birl.models.load import context_limit, end_ids, load_reward_model, load_tokenizer
 from birl.models.verify import verify

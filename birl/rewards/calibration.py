@@ -8,8 +8,7 @@ from math import isnan
 
 import numpy as np
 
-from birl.algorithms.agreement import Indices, kappa, ordered, over_prompts, spearman
-from birl.algorithms.uncertainty import interval
+from birl.algorithms.uncertainty import Indices, interval, kappa, ordered, over_prompts, spearman
 from birl.rewards.panel import Value, Verdict
 from birl.rewards.questions import Question
 from birl.rewards.requests import NoAnswer

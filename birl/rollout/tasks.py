@@ -9,7 +9,7 @@ from birl.config.check import capacity_setting, needed_setting
 from birl.config.decided import compares
 from birl.data.tasks import SOURCES, Tasks, check_answers, filter_by_length, load_tasks, overlap, split_validation
 from birl.errors import BirlError
-from birl.given import Given
+from birl.named import Given
 from birl.rollout.session import Limits
 from birl.text.bounds import cannot_fit
 from birl.types import Task

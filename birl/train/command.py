@@ -18,11 +18,11 @@ from birl.allocator import keep_memory
 from birl.config import schema
 from birl.config.load import load, run_folder, to_yaml
 from birl.errors import innermost
-from birl.given import Given
 from birl.learner.export import resolved
 from birl.learner.open import check_split
 from birl.learner.policy import load_policy
 from birl.models.device import choose
+from birl.named import Given
 from birl.parallel.crew import RankGroup
 from birl.parallel.grid import grid_of, leads, learner_threads, rank_threads
 from birl.parallel.machine import compute_thread

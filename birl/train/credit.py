@@ -24,9 +24,9 @@ from birl.algorithms import kl as estimators
 from birl.algorithms import values as critics
 from birl.algorithms.custom import NamedFunction, part
 from birl.algorithms.estimators import ADVANTAGES, BY_TOKEN, TENSORS
-from birl.data.columns import behaviour, by_sample, per_token, spread
 from birl.data.pack import Batch, hinted
 from birl.errors import BirlError
+from birl.learner.token_figures import behaviour, by_sample, per_token, spread
 from birl.parallel.ranks import Packer, Shared
 from birl.rollout import assemble
 from birl.rollout.assemble import Unit

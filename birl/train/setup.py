@@ -11,10 +11,10 @@ from birl import run_folder
 from birl.config import schema
 from birl.config.load import flatten
 from birl.data.stream import Source, Stream
-from birl.given import Given
 from birl.learner.checkpoints import Checkpoints
 from birl.learner.optimizer import learning_rate
 from birl.learner.policy import Policy
+from birl.named import Given
 from birl.parallel.crew import RankGroup
 from birl.parallel.ranks import Packer, Ranks
 from birl.signals import Stop

@@ -17,8 +17,8 @@ from birl.config import schema
 from birl.config.load import load
 from birl.engines.client import Client
 from birl.errors import BirlError
-from birl.given import Given
 from birl.learner import checkpoint, step_folders
+from birl.named import Given
 from birl.rollout.ledger import audit
 from birl.train.command import crew, train
 from tests.train import test_offline as offline

@@ -294,7 +294,7 @@ from birl.allocator import keep_memory
 keep_memory()
 from birl.config import schema
 from birl.config.load import load
-from birl.given import Given
+from birl.named import Given
 from birl.train import build
 from birl.train.command import train
 import birl.track.report, birl.track.tensorboard

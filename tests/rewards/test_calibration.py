@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from birl.algorithms.agreement import kappa, ordered, over_prompts, ranks, spearman
+from birl.algorithms.uncertainty import kappa, ordered, over_prompts, ranks, spearman
 from birl.cli import main
 from tests.rewards.hostile import Hostile
 

@@ -16,9 +16,9 @@ from birl.cli import main
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
-from birl.given import Given
 from birl.learner import export, step_folders
 from birl.learner.rewards import check_served, make_rewards
+from birl.named import Given
 from birl.process import free_port
 from birl.rewards import judge as judges
 from birl.rewards import questions

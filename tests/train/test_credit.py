@@ -11,10 +11,10 @@ from torch import Tensor
 
 from birl.config import schema
 from birl.config.load import load
-from birl.data.columns import behaviour, per_token
 from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.learner.distillation import taught_by
+from birl.learner.token_figures import behaviour, per_token
 from birl.parallel.crew import RankGroup
 from birl.parallel.ranks import Ranks
 from birl.train.build_worker import credit_of

@@ -13,7 +13,7 @@ import torch
 
 from birl.config import schema
 from birl.config.load import load
-from birl.given import Given
+from birl.named import Given
 from birl.track.tracker import Tracker
 from birl.train import build
 from birl.train.command import train

@@ -13,9 +13,9 @@ from birl.config import schema
 from birl.config.load import load
 from birl.data.examples import load_examples
 from birl.errors import BirlError
-from birl.given import Given
 from birl.learner import checkpoint, export, step_folders
 from birl.learner.policy import load_policy
+from birl.named import Given
 from birl.text.chat import Chat
 from birl.train.command import train
 from birl.train.rm import Ranking

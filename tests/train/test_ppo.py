@@ -11,10 +11,10 @@ import torch
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
-from birl.given import Given
 from birl.learner import checkpoint, export, step_folders
 from birl.learner.learner import Learner
 from birl.models.load import load_model
+from birl.named import Given
 from birl.train.command import train
 from tests.tiny import tiny_model_folder
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
-from birl.given import Given
 from birl.learner import export, step_folders
 from birl.learner.rewards import RewardModel
+from birl.named import Given
 from birl.train.command import train
 
 #: all that the policy may try: what the reward model has never seen it would reward by chance

@@ -18,10 +18,10 @@ from birl.config.load import load
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import Sampled
 from birl.errors import BirlError
-from birl.given import Given
 from birl.kernels import problem
 from birl.learner import step_folders
 from birl.learner.learner import Learner
+from birl.named import Given
 from birl.train import build_worker, rl
 from birl.train.command import train
 

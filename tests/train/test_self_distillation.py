@@ -10,8 +10,8 @@ import torch
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
-from birl.given import Given
 from birl.learner.checkpoint import read_tensors
+from birl.named import Given
 from birl.train.command import train
 from tests.train.test_teacher import QUIET
 

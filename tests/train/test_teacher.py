@@ -15,8 +15,8 @@ from birl.config import schema
 from birl.config.load import load
 from birl.engines import teacher as serving
 from birl.errors import BirlError
-from birl.given import Given
 from birl.models.load import load_model
+from birl.named import Given
 from birl.train.command import train
 from birl.types import Sample
 from tests.server.running import running

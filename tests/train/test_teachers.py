@@ -9,7 +9,7 @@ import pytest
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
-from birl.given import Given
+from birl.named import Given
 from birl.preflight import check_names
 from birl.train.command import train
 from tests.server.running import running
