@@ -56,6 +56,10 @@ def run(command: str, words: list[str]) -> int:
         return 0
     if "--judge" in flags:
         return load("birl.cli.judging").run(config)
+    if command == "eval" and config.baseline:
+        load("birl.rollout.compare").Baseline.read(config.baseline)
+    if command == "eval" and config.output:  # better to know now than when the answers are there
+        load("birl.cli.output").prepare(config.output)
     if RUNS[command] not in sys.modules and _ended(command, config, choices, flags):  # else it tells as soon
         return 0
     if "--validate" in flags:
@@ -82,10 +86,6 @@ def _ended(command: str, config: Any, choices: dict[str, str], flags: set[str]) 
     from birl.preflight import check_folder, check_names, ended
 
     check_names(config)
-    if command == "eval" and config.baseline:
-        load("birl.rollout.compare").Baseline.read(config.baseline)
-    if command == "eval" and config.output:
-        load("birl.cli.output").prepare(config.output)
     if os.environ.get("RANK", "0") != "0":
         return False
     if command in ("serve", "tinker"):  # of several ranks one listens

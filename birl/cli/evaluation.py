@@ -171,8 +171,6 @@ def run(config: schema.Eval) -> None:
 
 
 async def _run(config: schema.Eval, compute: Executor) -> None:
-    if config.output:
-        output.prepare(config.output)  # better to know now than when the answers are there
     baseline = Baseline.read(config.baseline) if config.baseline else None
     parts = await evaluation(config, compute)
     if warning := parts.plan.greedy_repeats:

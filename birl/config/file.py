@@ -17,7 +17,7 @@ def read(name: str) -> Mapping[str, Any]:
     try:
         content = _content(read_text(Path(name)))
     except FileNotFoundError:
-        near = did_you_mean(name, _yaml_files(Path(name).parent))
+        near = did_you_mean(name, map(str, Path(name).parent.glob("*.y*ml")))
         raise BirlError(f"{name}: cannot be read: there is no such file.{near}") from None
     except OSError as error:
         raise BirlError(f"{name}: cannot be read ({error.strerror})") from None
@@ -96,7 +96,3 @@ def _size(node: yaml.Node, known: dict[int, int], depth: int) -> int:
         problem = f"nested deeper than {DEPTH}" if depth > DEPTH else f"more than {ENTRIES:,} entries, with its aliases"
         raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
     return known[id(node)]
-
-
-def _yaml_files(folder: Path) -> list[str]:
-    return [str(path) for path in folder.glob("*.y*ml")] if folder.is_dir() else []

@@ -100,19 +100,15 @@ def parse_json(path: Path) -> Iterator[dict[str, Any]]:
     if not head:
         raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
     if head.startswith(b"["):
-        yield from _parse_json_list(path)
+        lines = enumerate(read_bytes(path).splitlines(keepends=True), 1)
+        for row, value in enumerate(_parse_value("".join(_decode(line, path, i) for i, line in lines), path, 1), 1):
+            yield _object(value, f"{path}, row {row}")
         return
     with open_regular(path) as file:
         for number, line in enumerate(file, 1):
             text = _decode(line, path, number)
             if text.strip():
                 yield _object(_parse_value(text.rstrip(), path, number), f"{path}, line {number}")
-
-
-def _parse_json_list(path: Path) -> Iterator[dict[str, Any]]:
-    text = "".join(_decode(line, path, i) for i, line in enumerate(read_bytes(path).splitlines(keepends=True), 1))
-    for row, value in enumerate(_parse_value(text, path, 1), 1):
-        yield _object(value, f"{path}, row {row}")
 
 
 def _parse_value(text: str, path: Path, line: int) -> Any:

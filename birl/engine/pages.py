@@ -99,7 +99,8 @@ def sharing(tables: list[list[int]], lengths: list[int], most: int = 8) -> tuple
     first: list[int] = []
     for table, length in zip(tables, lengths, strict=True):
         if groups and groups[-1] < most:
-            same = common_start(first, table, min(shared[-1], length // PAGE))
+            most_shared = min(shared[-1], length // PAGE)
+            same = next((n for n in range(most_shared) if first[n] != table[n]), most_shared)
             if same and (same == shared[-1] or groups[-1] == 1 or 2 * same > shared[-1]):
                 groups[-1] += 1
                 shared[-1] = same
@@ -108,10 +109,3 @@ def sharing(tables: list[list[int]], lengths: list[int], most: int = 8) -> tuple
         groups.append(1)
         shared.append(length // PAGE)
     return groups, shared
-
-
-def common_start(a: list[int], b: list[int], limit: int) -> int:
-    n = 0
-    while n < limit and a[n] == b[n]:
-        n += 1
-    return n

@@ -6,7 +6,6 @@ reaches their ports can disturb them, and what arrives is compared with digests 
 """
 
 import asyncio
-import ipaddress
 import os
 import queue
 import socket
@@ -25,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from birl.engines.wire import Invitation
 from birl.errors import BirlError, WeightsFailed, first_line
+from birl.hosts import is_loopback
 from birl.models.released import Shapes, nbytes
 
 T = TypeVar("T")
@@ -273,20 +273,12 @@ def store_address(text: str) -> tuple[str, int]:
 
 def own_address(host: str) -> str:
     """By which of our addresses that host reaches us. Raises `OSError` where there is no way to it."""
-    if host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback):
+    if is_loopback(host):
         return "::1" if ":" in host else "127.0.0.1"
     family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as asks:
         asks.connect(place)  # sends nothing
         return asks.getsockname()[0]
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _settle(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:

@@ -65,7 +65,10 @@ def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
         try:
             with tempfile.TemporaryDirectory(dir=root) as folder:
                 made = Path(folder, "kernels.so")
-                _compile([*command, "-o", str(made), *map(str, sources(rounded)), "-lm"])
+                whole = [*command, "-o", str(made), *map(str, sources(rounded)), "-lm"]
+                done = subprocess.run(whole, capture_output=True, text=True, timeout=600)
+                if done.returncode:
+                    raise OSError(next(iter(done.stderr.strip().splitlines()), "the compiler failed"))
                 made.replace(target)
         finally:
             print(f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
@@ -75,12 +78,6 @@ def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
 def sources(rounded: bool) -> list[Path]:
     """Of bfloat16, or of float32, whose products are PyTorch's; attention is another in each type."""
     return [f for f in sorted(HERE.glob("*.c")) if (f.name != "attention.c" if rounded else f.name[:4] != "gemm")]
-
-
-def _compile(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise OSError(done.stderr.strip().splitlines()[0] if done.stderr.strip() else "the compiler failed")
 
 
 def _version(program: str) -> tuple[int, int] | None:

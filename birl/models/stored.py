@@ -23,8 +23,11 @@ TRAINED = {"bitnet"}  # quant_method of weights that are stored as they are trai
 def plain(folder: Path, say: Callable[[str], None] = print) -> Path:
     """A model folder with weights that can be trained: this one, or its converted copy. Raises `BirlError` where they
     are stored in a way that birl does not read."""
-    method = quantized_by(folder)
-    if method in (None, *TRAINED):
+    try:
+        method = str(quantization(read_json(folder / "config.json"))["quant_method"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return folder  # not quantised; or the next reader tells what is wrong with the file
+    if method in TRAINED:
         return folder
     if method not in SCALES:
         raise BirlError(
@@ -33,14 +36,6 @@ def plain(folder: Path, say: Callable[[str], None] = print) -> Path:
             "trains adapters on 4 bits of that."
         )
     return converted(folder, say, dequantize)
-
-
-def quantized_by(folder: Path) -> str | None:
-    """quant_method of a model folder, if it has any."""
-    try:
-        return str(quantization(read_json(folder / "config.json"))["quant_method"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # the next reader tells what is wrong with the file
 
 
 def quantization(config: dict[str, Any]) -> dict[str, Any]:

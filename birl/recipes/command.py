@@ -28,7 +28,8 @@ def run(words: Sequence[str]) -> int:
         print("\n".join(_listed()))
         return 0
     recipe, root = shelf.find(name)
-    seed = seed if seed is not None else _first_seed(recipe)
+    seeds = [seed for expected in recipe.expected for seed in expected.seeds]
+    seed = seed if seed is not None else min(seeds, default=0)
     here = Path.cwd()
     folder = here / FOLDER / recipe.name / f"seed-{seed}"
     attempt = Attempt(recipe=recipe, seed=seed, folder=folder, words=more, below=here if here == root else None)
@@ -69,10 +70,6 @@ def _split(words: Sequence[str]) -> tuple[str, int | None, bool, tuple[str, ...]
     if not names and (more or flags):
         raise BirlError("Name a recipe; `birl reproduce` alone lists them")
     return "".join(names), flags.get(SEED.name), DRY.name in flags, tuple(more)
-
-
-def _first_seed(recipe: Recipe) -> int:
-    return min((seed for expected in recipe.expected for seed in expected.seeds), default=0)
 
 
 def _listed() -> Iterator[str]:

@@ -36,7 +36,8 @@ def load_rows(config: schema.RL, world: "World", policy: "Policy", given: Given)
     context = context_of(config, world, policy.context)
     train, validation = load_data(config, world, policy.chat, context, given.train, given.validation)
     if config.data.train or given.train is not None:
-        report_data(train, validation)
+        if shared := overlap([t[i] for t in train for i in range(len(t))], validation) if validation else 0:
+            print(f"Warning: {shared} of {len(validation)} validation prompts are training prompts as well.")
         tell_plain(policy.chat, [tasks[0] for tasks in train])
     check_lengths(config, world, train, policy.chat)
     asked = lengths(config, world, policy, train, validation, context)
@@ -127,12 +128,6 @@ def tell_plain(chat: "Chat", tasks: Sequence[Task]) -> None:
             "model.chat_template=hermes, or a Jinja file, gives it one.",
             flush=True,
         )
-
-
-def report_data(train: Sequence[Tasks], validation: Sequence[Task]) -> None:
-    shared = overlap([t[i] for t in train for i in range(len(t))], validation) if validation else 0
-    if shared:
-        print(f"Warning: {shared} of {len(validation)} validation prompts are training prompts as well.")
 
 
 def context_of(config: schema.RL, world: "World", limit: int) -> int:

@@ -224,9 +224,9 @@ def answer_form(data: Mapping[str, Any]) -> tuple[str, str]:
                 raise invalid("guided_json", "must be a JSON schema: an object, or its JSON text")
             return "guided_json", grammar.json_of(result, strict=False)
         case {"guided_choice": [*texts]} if texts and all(isinstance(t, str) and t for t in texts):
-            return "guided_choice", grammar.choice_of(texts)
+            return "guided_choice", " | ".join(map(json.dumps, texts))
         case {"guided_regex": str(pattern)}:
-            return "guided_regex", grammar.regex_of(pattern)
+            return "guided_regex", f"/{pattern.replace('/', chr(92) + '/')}/"
         case _:
             wrong = next((key for key, value in wanted.items() if value is not None), "")
             if wrong:

@@ -2,7 +2,7 @@
 llguidance has it, says which tokens may come next (`Guide`)."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,14 +57,6 @@ def problem(chat: "Chat", grammar: str) -> str:
 def json_of(schema: Mapping[str, Any], strict: bool = True) -> str:
     """JSON of this schema. Without `strict`, what the library does not know in a schema is left out."""
     return "%json " + json.dumps({**schema, "x-guidance": {**SPACING, "lenient": not strict}})
-
-
-def choice_of(texts: Sequence[str]) -> str:
-    return " | ".join(json.dumps(text) for text in texts)
-
-
-def regex_of(pattern: str) -> str:
-    return f"/{pattern.replace('/', chr(92) + '/')}/"
 
 
 def whole(chat: "Chat", body: str, opened: bool) -> str:
