@@ -119,13 +119,18 @@ def score_weight(file: Path) -> Tensor | None:
 
 def model_class(config: Any, pictures: bool = False) -> Any:
     """transformers' class for a config. `pictures`: the one that sees them, where the text alone has one, too."""
-    if config.model_type in TABLES:  # where its attention is looked up by name, birl's is there (`handing.py`)
-        file, name = TABLES[config.model_type]
-        table = getattr(import_module(f"transformers.models.{file}"), name)
-        table.setdefault(attention.NAME, table["eager"])
+    known(config.model_type)
     autos = AutoModelForImageTextToText, AutoModelForCausalLM
     sees, reads = (auto._model_mapping.get(type(config), None) for auto in autos)
     return autos[0] if sees is not None and (pictures or reads in (None, sees)) else autos[1]
+
+
+def known(model_type: str) -> None:
+    """Before a model is built: where its attention is looked up by name, birl's is there (`handing.py`)."""
+    if model_type in TABLES:
+        file, name = TABLES[model_type]
+        table = getattr(import_module(f"transformers.models.{file}"), name)
+        table.setdefault(attention.NAME, table["eager"])
 
 
 def load_model(
