@@ -14,8 +14,8 @@ from torch import Tensor
 
 from birl.algorithms import corrections, selection
 from birl.algorithms.custom import NamedFunction, part
-from birl.algorithms.online import online_dpo
 from birl.algorithms.policy import policy_loss
+from birl.algorithms.preference import online_dpo
 from birl.algorithms.surrogates import SURROGATES, Surrogate
 from birl.algorithms.values import value_loss
 from birl.data.pack import Batch

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birl.algorithms.online import online_dpo
+from birl.algorithms.preference import online_dpo
 from tests.algorithms.cases import EXACT, Tokens, close, differences, double, gradient_of, ids
 
 
