@@ -23,10 +23,10 @@ from birl.config.load import load_with_choices
 from birl.config.schema import RL, Eval
 from birl.engine.runner import Runner
 from birl.errors import BirlError
-from birl.given import Given
 from birl.learner import checkpoint, step_folders
 from birl.learner.learner import Learner
 from birl.learner.store import Store
+from birl.named import Given
 from birl.rollout.group import Rollout
 from birl.track.sink import KINDS, Kind, Start
 from birl.train import build

@@ -150,13 +150,13 @@ def of_data(request: ForwardBackward, data: Sequence[Datum], logp: Sequence[Tens
 
 def given(data: Sequence[Datum], like: Tensor, kind: Kind, config: Config) -> Given:
     advantages = column(data, "advantages", 0.0, like)
-    bounds = [
+    low, high = (
         column(data, key, number(config, key, otherwise), like)
         for key, otherwise in zip(BOUNDS, (kind.low, kind.high), strict=True)
-    ]
+    )
     mask = column(data, "sequence_ratio_mask", np.nan, like)
     mask = torch.where(mask.isnan(), (advantages != 0).float(), mask)
-    return Given(column(data, "logprobs", 0.0, like), advantages, *bounds, mask)
+    return Given(column(data, "logprobs", 0.0, like), advantages, low, high, mask)
 
 
 def column(data: Sequence[Datum], name: str, otherwise: float, like: Tensor) -> Tensor:
