@@ -36,7 +36,7 @@ AMOUNTS = ("max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio", "sav
 PEFT = {  # fields of a LoraConfig that are read, and those that change nothing here
     *("r", "lora_alpha", "target_modules", "lora_dropout", "use_dora"),
     *("task_type", "peft_type", "base_model_name_or_path", "revision", "inference_mode", "runtime_config"),
-    *("auto_mapping", "peft_version", "init_lora_weights", "fan_in_fan_out", "megatron_core"),
+    *("auto_mapping", "peft_version", "fan_in_fan_out", "megatron_core"),
 }
 
 
@@ -277,7 +277,7 @@ def _lora(names: Names) -> dict[str, Any]:
         raise BirlError(f"peft_config: a {type(peft).__name__}; give a LoraConfig of PEFT, or a dict of its names.")
     options = peft if isinstance(peft, Mapping) else vars(peft)
     for name, value in options.items():
-        if name not in PEFT and value and (name, value) != ("bias", "none"):
+        if name not in PEFT and value and (name, value) not in (("bias", "none"), ("init_lora_weights", True)):
             raise BirlError(
                 f"peft_config: {name}={reprlib.repr(value)} is not taken: LoRA here has rank, alpha and modules, and "
                 "scales by alpha / rank."

@@ -205,6 +205,10 @@ def test_names_of_trl_and_mrl_are_parameters(names: dict[str, Any], key: str, va
         ({"use_lora": 8}, 'use_lora=8: True or False; a rank is overrides={"lora.rank": 8}.'),
         ({"peft_config": {"r": 4, "use_rslora": True}}, "peft_config: use_rslora=True is not taken"),
         ({"peft_config": {"r": 4, "modules_to_save": ["lm_head"]}}, "peft_config: modules_to_save="),
+        (
+            {"peft_config": {"r": 4, "init_lora_weights": "pissa"}},
+            "peft_config: init_lora_weights='pissa' is not taken",
+        ),
         ({"peft_config": "lora"}, "peft_config: a str; give a LoraConfig of PEFT"),
         ({"save_strategy": "epoch"}, "save_strategy='epoch' is not taken"),
         ({"save_steps": 0.1}, "save_steps=0.1 is not taken"),
