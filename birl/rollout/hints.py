@@ -112,10 +112,10 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def sibling(group: Group, episode: int, chat: Translator) -> str | None:
-    """Text of the next right answer of the group (score at least 1): of all its turns, without thinking."""
-    n = len(group.trajectories)
-    for other in (group.trajectories[(episode + k) % n] for k in range(1, n)):
-        if other.outcome.scored and other.turns and other.score >= 1:
+    """Text of the first other right answer of the group (score at least 1): of all its turns, without thinking. It is
+    the same for almost all answers, so the teacher computes their prompt once."""
+    for number, other in enumerate(group.trajectories):
+        if number != episode and other.outcome.scored and other.turns and other.score >= 1:
             turns = [(t.completion.tokens.tolist(), t.prompt.tolist()) for t in other.turns]
             return "\n".join(chat.parse(answer, prompt=prompt).content for answer, prompt in turns)
     return None

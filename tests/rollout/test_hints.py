@@ -54,8 +54,8 @@ def test_text_stands_behind_the_hint() -> None:
     assert prompts(hinted(group("3+4="), "It is {answer}."))[0] == CHAT.text("It is 7.\n\n3+4=")
 
 
-def test_a_sibling_is_the_next_right_answer_and_never_ones_own() -> None:
-    assert prompts(hinted(group(), "{sibling}!")) == [behind(f"{s}!") for s in ("seven", "7", "7", "seven")]
+def test_a_sibling_is_the_first_right_answer_and_never_ones_own() -> None:
+    assert prompts(hinted(group(), "{sibling}!")) == [behind(f"{s}!") for s in ("seven", "7", "seven", "seven")]
     alone = group()
     alone = replace(
         alone, trajectories=(*alone.trajectories[:2], *(replace(t, score=0.0) for t in alone.trajectories[2:]))
@@ -104,7 +104,7 @@ def test_a_hint_stands_behind_the_question_after_a_description_of_tools() -> Non
         episodes.append(replace(t, turns=turns))
     talk = replace(group(row), trajectories=tuple(episodes))
     shown = [CHAT.text((tools, replace(row[0], content=f"What is 3 + 4?\n\n{s}\n{s}!"))) for s in ("seven", "7")]
-    assert prompts(hinted(talk, "{sibling}!")) == [shown[0], shown[1], shown[1], shown[0]]
+    assert prompts(hinted(talk, "{sibling}!")) == [shown[0], shown[1], shown[0], shown[0]]
 
 
 def test_names_that_are_no_columns_and_other_conversations_are_refused() -> None:
