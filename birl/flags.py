@@ -1,4 +1,4 @@
-"""The flags of a command: `--name VALUE`, `--name=VALUE` and `--switch`, anywhere between its other words."""
+"""Flags of a command: `--name VALUE`, `--name=VALUE` and `--switch`, anywhere between its other words."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from birl.errors import BirlError, did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """`value`: how its value is called in help, empty for a switch. `takes`: what it has to be, with an example, for
-    the message. `read`: text to value; raises ValueError.
+    """A flag. `value`: placeholder of its value in help, empty for a switch. `takes`: description of valid values with
+    an example, for error messages. `read`: converts text to the value; raises ValueError.
 
     Example: Flag(name="--limit", value="N", takes="a whole number, as in --limit 50", read=whole)
     """
@@ -28,8 +28,8 @@ JSON = Flag(name="--json")
 
 
 def taken(command: str, words: Sequence[str], flags: Sequence[Flag]) -> tuple[dict[str, Any], list[str]]:
-    """The values of the flags that are there, True for a switch, and the words that are none; the last one of a flag
-    counts. Raises `BirlError` for a flag that is none of them.
+    """Parse the words of a command: values of the flags that are present (True for a switch), and the other words. The
+    last occurrence of a flag counts. Raises `BirlError` for an unknown flag.
 
     Example: taken("view", ["runs", "--port=1"], [PORT]) == ({"--port": 1}, ["runs"])
     """
@@ -62,7 +62,7 @@ def _read(flag: Flag, value: str) -> Any:
 
 
 def whole(text: str) -> int:
-    """A number of plain digits. Raises ValueError."""
+    """Parse a number of ASCII digits. Raises ValueError."""
     if not (text.isascii() and text.isdigit()):
         raise ValueError
     return int(text)

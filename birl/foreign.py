@@ -1,4 +1,4 @@
-"""Code of users in this process: it neither ends the run, nor holds it up, nor changes what is sampled and trained."""
+"""Runs user code in this process so that it neither ends the run, nor blocks it, nor changes sampling or training."""
 
 import asyncio
 import ctypes
@@ -12,15 +12,15 @@ from typing import Any
 from birl.blocked import Blocked
 from birl.errors import text_of
 
-ENDS = (SystemExit, KeyboardInterrupt)  # a task that raises them ends its loop
-GRACE = 5.0  # seconds that code may take to end once it is cancelled
+ENDS = (SystemExit, KeyboardInterrupt)  # a task that raises one ends its loop
+GRACE = 5.0  # seconds that code may take to end after it is cancelled
 
 
 @contextmanager
 def undone() -> Iterator[None]:
-    """Afterwards the current folder and the type of PyTorch's new tensors are what they were, and what was taken away
-    of the environment's variables and of `sys.path` is there again. For code that nothing else runs beside, as an
-    import; otherwise tensors name their types and paths are absolute."""
+    """Restore the current folder and PyTorch's default dtype afterwards, and add back removed environment variables and
+    entries of `sys.path`. For code that runs alone, such as an import; elsewhere tensors name their dtypes and paths
+    are absolute."""
     folder, variables, path = os.getcwd(), dict(os.environ), list(sys.path)
     try:
         yield
@@ -35,7 +35,7 @@ def undone() -> Iterator[None]:
 
 
 def hook() -> None:
-    """Python's own hooks for exceptions where there are none: no thread would start."""
+    """Reset Python's hooks for exceptions if they were set to None: otherwise no thread would start."""
     sys.excepthook = sys.excepthook or sys.__excepthook__
     threading.excepthook = threading.excepthook or threading.__excepthook__
 
@@ -48,12 +48,12 @@ def harmless(error: BaseException) -> Exception:
 
 
 class Late(Exception):
-    """The time was over before the work was done; says why where the work is to blame."""
+    """The timeout expired before the work was done; has a message if the work is to blame."""
 
 
 async def within(seconds: float | None, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`. Raises `Late` after so many seconds, what `work` raises as an `Exception`, and
-    `CancelledError` only where this task is cancelled. A coroutine that ignores its cancellation is left behind."""
+    """Run `work` with a timeout. Raises `Late` after so many seconds, errors of `work` as an `Exception`, and
+    `CancelledError` only if this task is cancelled. A coroutine that ignores its cancellation is abandoned."""
     hook()
     task = asyncio.create_task(work)
     task.add_done_callback(_seen)
@@ -73,8 +73,8 @@ async def within(seconds: float | None, work: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def stop(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel those that run still. After `GRACE` seconds they are closed where they stand; one that ignores that, too,
-    is not waited for when the loop ends."""
+    """Cancel the tasks that are still running. After `GRACE` seconds their coroutines are closed; if one ignores that,
+    too, the end of the loop does not wait for it."""
     running = [task for task in tasks if not task.done()]
     for task in running:
         task.cancel()
@@ -90,7 +90,7 @@ async def stop(*tasks: asyncio.Task[Any]) -> None:
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
-    """Its error is known to the one that waits for it, and is no news where there is none."""
+    """Mark the task's error as retrieved, so that asyncio does not report it: its caller gets it."""
     if not task.cancelled():
         task.exception()
 
@@ -101,7 +101,7 @@ class Overdue(Exception):
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raises `Overdue` in this thread, wherever its Python code is then. A single call into C is not interrupted."""
+    """Raise `Overdue` in this thread after so many seconds, anywhere in its Python code, but not in a call into C."""
     thread, lock = ctypes.c_ulong(threading.get_ident()), threading.Lock()
     raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
     over = fired = False
@@ -113,7 +113,7 @@ def deadline(seconds: float) -> Iterator[None]:
                 fired = True
                 raise_in(thread, ctypes.py_object(Overdue))
 
-    hook()  # an agent at work beside this may have taken it away
+    hook()  # a concurrent agent may have removed it
     timer = threading.Timer(seconds, fire)
     timer.daemon = True
     timer.start()

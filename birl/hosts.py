@@ -14,7 +14,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_own_name(host: str) -> bool:
-    """Does a header Host name the machine itself? Another name that leads here may be that of a web page."""
+    """Whether a Host header names this machine itself. Another name that resolves to it may be that of a web page."""
     name = host.strip().lower()
     name = name[1:].partition("]")[0] if name.startswith("[") else name.rpartition(":")[0] or name
     name = name.removesuffix(".")
@@ -22,13 +22,13 @@ def is_own_name(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Does not listen yet: connections before the model is loaded are refused by the system. Raises `BirlError`."""
+    """A bound socket that does not listen yet: the system refuses connections until then. Raises `BirlError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with proto 0 asyncio leaves Nagle on: 40 ms
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
+    except (OSError, ValueError) as error:  # an invalid name is a ValueError
         sock.close()
         reason = getattr(error, "strerror", None) or error
         raise BirlError(f"host={host} port={port}: cannot be taken ({reason}).") from error

@@ -1,7 +1,6 @@
-"""What names of models and data sets stand for, and whether it exists; checked before anything heavy is
-imported.
+"""Check that the models and data sets that are named exist, before anything heavy is imported.
 
-What is in the hub's cache counts as there, so that no server is asked without a network.
+Models in the hub's cache count as existing, so that no server is needed without a network.
 """
 
 import os
@@ -11,14 +10,14 @@ from urllib.parse import urlsplit
 from birl.errors import BirlError, first_line
 from birl.regular import read_json
 
-SECONDS = 10.0  # for one answer of the hub
+SECONDS = 10.0  # timeout of a request to the hub
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def check_model(key: str, path: str, whole: bool = True) -> None:
     """Raises `BirlError` unless `path` is smollm2, the folder of a model, of a run or of a checkpoint, a .gguf file, or
-    the name of a model on the hub. `whole`: its weights and tokenizer are wanted, too."""
+    the name of a model on the hub. `whole`: weights and tokenizer are required, too."""
     if path == "smollm2":
         return
     if not is_local(key, path):
@@ -44,7 +43,7 @@ def check_model(key: str, path: str, whole: bool = True) -> None:
 
 
 def _judges(run: Path) -> bool:
-    """Is it a run of `birl rm`? Only those have the key."""
+    """Whether it is a run of `birl rm`: only those have the key."""
     try:
         return "ranking.centering" in read_json(run / "config.json")
     except (OSError, ValueError, TypeError):
@@ -57,12 +56,12 @@ def is_model(word: str) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Is it the folder of a training run?"""
+    """Whether it is the folder of a training run."""
     return (folder / "config.json").is_file() and (folder / "model").is_dir()
 
 
 def run_of(folder: Path) -> Path | None:
-    """The run that `folder` is, or is a checkpoint of; None for other folders, and for a checkpoint away from its
+    """The run folder that `folder` is, or is a checkpoint of; None for others, including a checkpoint outside of its
     run."""
     if is_run(folder):
         return folder
@@ -71,15 +70,14 @@ def run_of(folder: Path) -> Path | None:
 
 
 def check_folder(folder: Path, whole: bool = True) -> None:
-    """Raises `BirlError` unless it is the folder of a model in Hugging Face format, `whole` with weights and
-    tokenizer."""
+    """Raises `BirlError` unless it is a model folder in Hugging Face format; `whole`: with weights and tokenizer."""
     check_weights(folder, whole)
     if whole:
         check_tokenizer(folder)
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises `BirlError` where a folder has none, or a damaged config.json, which is read with it."""
+    """Raises `BirlError` if a folder has no tokenizer, or if its config.json, which is read with it, is damaged."""
     there = any((folder / name).is_file() for name in TOKENIZERS)
     if not there or (folder / "config.json").is_file():
         check_weights(folder, whole=False)
@@ -90,7 +88,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_weights(folder: Path, whole: bool = True) -> None:
-    """Raises `BirlError` where a folder lacks its config.json, or has a damaged one, or, `whole`, lacks its weights."""
+    """Raises `BirlError` if a folder has no config.json, a damaged one, or, with `whole`, no weights."""
     if not (folder / "config.json").is_file():
         hint = ""
         if (folder / "adapter_config.json").is_file():
@@ -114,7 +112,7 @@ def check_weights(folder: Path, whole: bool = True) -> None:
 
 
 def is_local(key: str, path: str) -> bool:
-    """Whether the model is a folder or file here. Raises `BirlError` where it could only be that, and is not."""
+    """Whether the model is a local folder or file. Raises `BirlError` if it could only be one, but is not."""
     local = Path(path).expanduser()
     if path.endswith(".gguf") and not local.is_file():
         raise BirlError(f"{key}={path}: there is no such file.")
@@ -124,7 +122,7 @@ def is_local(key: str, path: str) -> bool:
 
 
 def missing(name: str, kind: str) -> str:
-    """Why there is no such `kind` (model, dataset) on the hub or in its cache; empty where there may be."""
+    """Why there is no such `kind` (model, dataset) on the hub or in its cache; empty if there may be one."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -143,18 +141,18 @@ def missing(name: str, kind: str) -> str:
     except RepositoryNotFoundError:
         return f"the Hugging Face hub has no {kind} of that name, or it is private (HF_TOKEN)"
     except Exception as error:
-        if getattr(error, "response", None) is None:  # no answer; a refusal is left to the loader to explain
+        if getattr(error, "response", None) is None:  # no response; the loader explains a refusal
             return "the Hugging Face hub cannot be reached, nor has it been downloaded before"
     return ""
 
 
 def addressed(name: str) -> bool:
-    """Is a model, a teacher, a judge, a tool or a picture behind an address?"""
+    """Whether a model, a teacher, a judge, a tool or a picture is named by a URL."""
     return name.startswith(("http://", "https://"))
 
 
 def is_address(text: str) -> bool:
-    """http:// or https://, a host, and a port that can be."""
+    """Whether it is a valid URL with http:// or https://, a host, and a possible port."""
     try:
         parts = urlsplit(text)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

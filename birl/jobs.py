@@ -1,4 +1,4 @@
-"""`birl` commands as processes, one after the other: what --multirun and `birl reproduce` start."""
+"""Runs `birl` commands as processes, one after the other: for --multirun and `birl reproduce`."""
 
 import signal
 import subprocess
@@ -15,15 +15,15 @@ from birl.process import tied
 
 @dataclass
 class Jobs:
-    """Each process has its own session, so that Ctrl-C reaches it exactly once, from us: a job saves and exits at the
-    first signal and dies at the second; the terminal would otherwise send one too."""
+    """Runs jobs. Each process has its own session, so that it receives Ctrl-C exactly once, from here: a job saves and
+    exits at the first signal and dies at the second; the terminal would otherwise send one too."""
 
     running: subprocess.Popen[bytes] | None = None
-    stopped: int = 0  # number of the signal that came
+    stopped: int = 0  # number of the received signal
     codes: list[int | None] = field(default_factory=list)
 
     def run(self, commands: list[list[str]], names: list[str]) -> int:
-        """All of them, and a table of how they ended."""
+        """Run all commands and print a table of their exit codes. Returns the exit code."""
         with self.forwarding():
             seconds = [self._timed(command, f"{i}/{len(commands)}") for i, command in enumerate(commands, 1)]
         self._table(names, seconds)
@@ -33,7 +33,7 @@ class Jobs:
 
     @contextmanager
     def forwarding(self) -> Iterator[None]:
-        """Meanwhile a signal goes to the job that runs, and no other one starts."""
+        """In this context signals are forwarded to the running job, and no other one starts."""
         previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -42,11 +42,11 @@ class Jobs:
                 signal.signal(number, handler)
 
     def start(self, command: Sequence[str], label: str = "", folder: Path | None = None) -> int | None:
-        """One `birl` command in `folder`, to its end; its exit code, None where a signal came before it began."""
+        """Run one `birl` command in `folder`. Returns its exit code; None if a signal came before it started."""
         if self.stopped:
             return None
         print(f"{label}birl {' '.join(command)}", flush=True)
-        words = tied([sys.executable, "-m", "birl", *command])  # which ends with us, however we end
+        words = tied([sys.executable, "-m", "birl", *command])  # ends when this process ends
         self.running = subprocess.Popen(words, start_new_session=True, cwd=folder)
         if self.stopped:  # the signal came between the check above and the start
             self.running.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Things by name: a word of a table, `my_file.py:NAME` or `package.module:NAME`."""
+"""Load objects by name: a key of a table, `my_file.py:NAME` or `package.module:NAME`."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,7 @@ TEMPLATES = ("hermes",)  # chat templates of the package
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What a Python program hands over instead of naming it: see `birl.Trainer`."""
+    """Objects that a Python program passes instead of naming them in the configuration: see `birl.Trainer`."""
 
     rewards: Sequence[Callable[..., Any] | str] = ()
     env: Any = None  # a class or function, as env.kind names one
@@ -27,12 +27,12 @@ class Given:
 
 
 def template_file(name: str) -> Path:
-    """Of `model.chat_template`: a template of the package by name, or a file."""
+    """File of `model.chat_template`: a template of the package by name, or a path."""
     return Path(__file__).parent / "text" / "templates" / f"{name}.jinja" if name in TEMPLATES else Path(name)
 
 
 def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
-    """What `name` stands for; it is the value of `key`. Raises `BirlError`."""
+    """The object that `name`, the value of `key`, refers to. Raises `BirlError`."""
     place, colon, attribute = name.rpartition(":")
     if not colon:
         near = did_you_mean(name, table)
@@ -47,7 +47,7 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
             module = from_file(path) if path is not None else importlib.import_module(place)
     except BirlError:
         raise
-    except (Exception, SystemExit) as error:  # whatever the user's file raises
+    except (Exception, SystemExit) as error:  # anything that the user's file raises
         told = f"{key}={name}: {place} cannot be imported: {type(error).__name__}: {error}."
         raise BirlError(told.replace("..", ".") + missing(error)) from error
     function = getattr(module, attribute, None)
@@ -58,7 +58,7 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def refuse_given(key: str, name: str) -> None:
-    """Raises `BirlError` for what config.yaml has in place of an object of a Python program."""
+    """Raises `BirlError` for a name in config.yaml that stands for an object of a Python program."""
     place, _, attribute = name.partition(":")
     if place == "given":
         raise BirlError(
@@ -68,8 +68,8 @@ def refuse_given(key: str, name: str) -> None:
 
 
 def module(what: str, place: str) -> Any:
-    """The module `place` of birl, imported when a key names it. Raises `BirlError` with `what` asks for it where the
-    installation was made without it."""
+    """Import the module `place` of birl, when a key needs it. Raises `BirlError` with `what` needs it if this
+    installation does not contain it."""
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -78,13 +78,13 @@ def module(what: str, place: str) -> Any:
         raise BirlError(f"{what}: this installation of birl has no {error.name}.") from error
 
 
-# Packages that are imported by another name than they are installed by.
+# Packages whose import name differs from the name for pip.
 PACKAGES = {"bs4": "beautifulsoup4", "cv2": "opencv-python", "dotenv": "python-dotenv", "PIL": "pillow",
             "sklearn": "scikit-learn", "yaml": "pyyaml"}  # fmt: skip
 
 
 def missing(error: BaseException) -> str:
-    """How to install what an import did not find; empty for other errors."""
+    """How to install the package that an import did not find; empty for other errors."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
     package = error.name.partition(".")[0]
@@ -94,21 +94,21 @@ def missing(error: BaseException) -> str:
 
 
 def make_importable(folder: Path) -> None:
-    """After the standard library and what is installed: a user's math.py must not take the place of Python's, and an
-    agents.py that imports the package agents must not get itself."""
+    """Append `folder` to sys.path, after the standard library and installed packages: a user's math.py must not shadow
+    Python's, and an agents.py that imports the package agents must not get itself."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
 class _Uncached(SourceFileLoader):
-    """Without a .pyc file: a full disk would leave half of one, and a change within the same second is not noticed."""
+    """Loader without .pyc files: a full disk truncates them, and a change within the same second is not noticed."""
 
     def path_stats(self, path: str) -> Any:
-        raise OSError("no bytecode")  # which makes the loader leave the cache alone
+        raise OSError("no bytecode")  # makes the loader skip the cache
 
 
 def from_file(path: Path) -> ModuleType:
-    """The module in a file, read once. Known to Python by a name of its own, which classes need for their hints."""
+    """The module in a file, loaded once. In sys.modules by a unique name, which classes need for their type hints."""
     name = f"birl_custom_{path.stem}_{abs(hash(path.resolve())):x}"
     if name in sys.modules and getattr(sys.modules[name], "__birl_time__", None) == path.stat().st_mtime_ns:
         return sys.modules[name]

@@ -1,4 +1,4 @@
-"""What the parameters of `birl.Trainer` mean: keys of the configuration, reward functions, and rows."""
+"""Translates the parameters of `birl.Trainer` into keys of the configuration, reward functions, and rows."""
 
 import difflib
 import re
@@ -14,7 +14,7 @@ from birl.trl import LOSS_TYPES, SCALES
 
 Reward = Callable[..., Sequence[float]] | str
 
-# Parameters that are a key each.
+# Parameters that map to one key.
 KEYS = {
     "batch_size": "rollout.prompts",
     "beta": "algorithm.kl_coef",
@@ -28,7 +28,7 @@ KEYS = {
     "temperature": "rollout.temperature",
 }
 
-# Parameters that a key follows from.
+# Parameters that determine a key.
 MORE = {"max_completion_length": "rollout.max_tokens", "num_epochs": "epochs", "use_lora": "lora.rank"}
 KEYS_BY_NAME = tuple((KEYS | MORE).items())
 
@@ -42,7 +42,7 @@ def model_path(model: Any) -> str:
 
 
 def keys_given(overrides: Any) -> dict[str, Any]:
-    """Keys of the command, with dots or nested. Raises `BirlError`."""
+    """Keys of the command, flattened; given with dots or nested. Raises `BirlError`."""
     if not isinstance(overrides, Mapping | None):
         raise BirlError(
             f'overrides: a {type(overrides).__name__}; give a dict of keys, as in overrides={{"optimizer.lr": 1e-5}}.'
@@ -51,19 +51,19 @@ def keys_given(overrides: Any) -> dict[str, Any]:
 
 
 def fitting(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys, with micro-batches that hold the longest sequence."""
+    """The keys, with micro-batches large enough for the longest sequence."""
     key = "learner.tokens_per_microbatch"
     longest = keys.get("model.max_length") or 0
     return {**({key: longest} if longest > documented()[key].default else {}), **keys}
 
 
 def rewards_of(reward_funcs: Any, env: Any, rows: bool) -> list[Reward]:
-    """The reward functions, with what stands for them where none is given. `rows`: there are some to train on."""
+    """The reward functions, or the default if none is given. `rows`: there are rows to train on."""
     if env is None:
         raise BirlError("env=None: leave it out, or give a class, a function or a name.")
     if reward_funcs is None:
         reward_funcs = "math" if env == "single_turn" else []
-    rewards = listed("code" if reward_funcs == "sandbox" else reward_funcs)  # MRL's word for unit tests
+    rewards = listed("code" if reward_funcs == "sandbox" else reward_funcs)  # MRL's name for unit tests
     if not rewards and env == "single_turn":
         raise BirlError("reward_funcs is empty: name a function, such as math, or an env that rewards.")
     if not rows and env == "single_turn":
@@ -75,7 +75,7 @@ def reward_keys(rewards: list[Reward], weights: Sequence[float] | None, tests: b
     given = [] if weights is None else list(weights) if isinstance(weights, Iterable) else [weights]
     keys: dict[str, Any] = {"reward.functions": reward_names(rewards), "reward.weights": given}
     if tests:
-        keys["reward.timeout"] = 300.0  # a call runs the tests of a whole group
+        keys["reward.timeout"] = 300.0  # one call runs the tests of a whole group
         keys |= {"sandbox.kind": "modal"} if launcher == "modal" else {}
     return keys
 
@@ -87,14 +87,14 @@ def is_lora(use_lora: Any) -> bool:
 
 
 def answer_tokens(max_tokens: int, max_completion_length: int | None, both: bool) -> int:
-    """MRL has both names."""
+    """Longest answer [tokens]; MRL has both parameters."""
     if max_completion_length is None:
         return max_tokens
     return min(max_tokens, max_completion_length) if both else max_completion_length
 
 
 def trl_keys(args: Any, names: dict[str, Any], model: str, rewards: int) -> dict[str, Any]:
-    """The keys that TRL's names stand for, of a config object and of parameters."""
+    """Keys of birl for TRL's names, from a config object and from parameters."""
     return trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, model)), schema_of("rl"), "GRPO", rewards)
 
 
@@ -113,7 +113,7 @@ def scale_keys(scale_rewards: str | bool | None) -> dict[str, Any]:
 
 
 def keys_of_engines(workers: int, method: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """An engine in the learner's process has the learner's own weights: there is nothing to synchronise."""
+    """Keys of the engines. An engine in the learner's process shares the learner's weights: nothing is synchronised."""
     from birl.launch.program import engine_keys
 
     if not isinstance(workers, Integral):
@@ -134,13 +134,13 @@ def words_of_launch(launcher: str, actor_gpu: str, rollout_gpu: str, launch: dic
 
 
 def changed(keys: dict[str, Any]) -> dict[str, Any]:
-    """Without what is at its default, so that a preset (overrides={"algorithm": "grpo"}) can decide about it."""
+    """The keys without those at their defaults, so that a preset (overrides={"algorithm": "grpo"}) can set them."""
     docs = documented()
     return {k: v for k, v in keys.items() if v != docs[k].default}
 
 
 def documented() -> dict[str, Any]:
-    """What the schema of `birl rl` says of each key."""
+    """Documentation of each key in the schema of `birl rl`."""
     from birl.config.keys import documentation
 
     return documentation(schema_of("rl"))
@@ -153,13 +153,13 @@ def schema_of(command: str) -> Any:
 
 
 def clip_keys(low: float | None, high: float | None) -> dict[str, Any]:
-    """What was given; the lower bound alone is meant for both sides."""
+    """Keys of the clip range; the lower bound alone sets both."""
     given = {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
     return {key: value for key, value in given.items() if value is not None}
 
 
 def check_names(names: Iterable[str], known: list[str]) -> None:
-    """Raises `BirlError` for the first that is neither TRL's nor one of `Trainer`, with what it may stand for."""
+    """Raises `BirlError` for the first name that neither TRL nor `Trainer` has, with suggestions."""
     name = next((name for name in names if not trl.knows(name)), "")
     if not name:
         return
@@ -177,7 +177,7 @@ def check_names(names: Iterable[str], known: list[str]) -> None:
 
 
 def no_rows(math: bool) -> str:
-    """The message about a Trainer without rows."""
+    """Error message for a Trainer without rows."""
     reward = ' Without reward_funcs the reward is math, which compares with a column such as "answer".' if math else ""
     return (
         'train_dataset is None, and data.train is empty: say what to train on, as in train_dataset="my.jsonl", a hub '
@@ -200,7 +200,7 @@ def listed(rewards: Any) -> list[Reward]:
 
 
 def reward_names(rewards: Sequence[Reward]) -> list[str]:
-    """What the configuration says about each: its own name, or given:NAME for a Python object."""
+    """Name of each reward in the configuration: its own, or given:NAME for a Python object."""
     names = [
         r if isinstance(r, str) else "given:" + re.sub(r"\W", "", getattr(r, "__name__", type(r).__name__))
         for r in rewards
@@ -222,7 +222,7 @@ def sources_of(dataset: Any) -> list[str]:
 
 
 def rows_of(dataset: Any) -> Any:
-    """The rows of a Python object, those of a data frame (polars, pandas) as a list of dicts."""
+    """The rows of a Python object; data frames (polars, pandas) as a list of dicts."""
     if hasattr(dataset, "to_dicts"):
         return dataset.to_dicts()
     if hasattr(dataset, "columns") and hasattr(dataset, "to_dict"):
@@ -231,8 +231,8 @@ def rows_of(dataset: Any) -> Any:
 
 
 def written(value: Any) -> str:
-    """As one types it behind `key=`, so that a text comes out as it is; None as null, which no key takes: not as a
-    folder of the name None."""
+    """The value as typed after `key=`, quoted such that a text is kept as it is; None as null, which no key accepts, so
+    that it is not taken for a folder of the name None."""
     from birl.config.load import NULL
 
     if value is None:
@@ -248,7 +248,7 @@ def written(value: Any) -> str:
 
 
 def written_element(value: Any) -> str:
-    """An element of a list, of which Hydra's grammar makes the same again."""
+    """An element of a list, quoted such that Hydra's grammar parses it to the same value."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(str(value), Quote.single).with_quotes() if isinstance(value, str | PathLike) else str(value)

@@ -1,4 +1,4 @@
-"""What a configuration names: is it there? Told before torch is imported, which takes seconds."""
+"""Checks that everything that a configuration names exists, before torch is imported, which takes seconds."""
 
 import ast
 import os
@@ -38,13 +38,13 @@ from birl.track.sink import KINDS
 STORES = ("checkpoint.store", "resume")
 MODELS = ("model.path", "critic.path", "reward.model", "algorithm.teacher", "distill.teacher")
 FUNCTIONS = ("reward.functions", "algorithm.advantage", "algorithm.surrogate")
-SIZE = 2**21  # bytes of a file that is read in plain Python
-ROWS = 1000  # of a file
+SIZE = 2**21  # largest file that is parsed in plain Python [bytes]
+ROWS = 1000  # rows of a file that are checked
 
 
 def check_data(config: Any, given: Given | None = None) -> None:
-    """The files of data.train and data.validation, or the rows that a program has `given`, and their first rows, as
-    `config` would read them. Raises `BirlError`."""
+    """Check the files of data.train and data.validation, or the rows that a program has `given`: parse the first rows
+    as `config` would. Raises `BirlError`."""
     data, given = config.data, given or Given()
     each: list[tuple[Any, ...]] = [
         ("train", data.train, given.train, data.max_samples),
@@ -97,8 +97,8 @@ def _check(rows: Rows, config: Any, taught: bool) -> None:
 
 
 def check_folder(run: Path, config: Any, dry_run: bool) -> None:
-    """Raises `BirlError` where it cannot be written, another process writes into it, or a run with steps of another
-    configuration is in it: the run says so, too, once it has torch."""
+    """Raises `BirlError` if the folder cannot be written, another process writes to it, or it holds a run with steps
+    and another configuration: the run checks this again after torch is loaded."""
     with nullcontext() if dry_run else held(run):
         pass
     metrics = run / "metrics.jsonl"
@@ -108,8 +108,8 @@ def check_folder(run: Path, config: Any, dry_run: bool) -> None:
 
 
 def ended(run: Path, config: Any) -> dict[str, Any]:
-    """summary.json of a run whose command, given again, has nothing to do: the same configuration, no younger data,
-    the newest checkpoint whole and of the last step. Empty for any other run."""
+    """summary.json of a finished run whose command, given again, would do nothing: the same configuration, no newer
+    data, and an intact newest checkpoint of the last step. Empty for any other run."""
     told, saved = summary(run), step_folders.saved(run / "checkpoints")
     places = [Path(path).expanduser() for path in (*config.data.train, *config.data.validation)]
     if (
@@ -119,7 +119,7 @@ def ended(run: Path, config: Any) -> dict[str, Any]:
         or read_config(run) != plain(config)
         or config.checkpoint.store
         or config.resume != "auto"
-        or any(getattr(config.track, name) != "off" for name in KINDS)  # may have something to send
+        or any(getattr(config.track, name) != "off" for name in KINDS)  # may still have something to upload
         or not (config.steps or (places and all(map(Path.is_file, places))))
         or any(path.stat().st_mtime > (run / "summary.json").stat().st_mtime for path in places if path.is_file())
         or damage(saved[-1].path, "manifest.json")
@@ -129,7 +129,7 @@ def ended(run: Path, config: Any) -> dict[str, Any]:
 
 
 def check_names(config: Any) -> None:
-    """Raises `BirlError` for files, folders, data sets, models, environments and functions that are not there."""
+    """Raises `BirlError` for files, folders, data sets, models, environments and functions that do not exist."""
     keys = flatten(config)
     if hasattr(config, "data"):
         check_data(config)
@@ -157,8 +157,8 @@ def check_names(config: Any) -> None:
 
 
 def check_engine(engine: Any) -> None:
-    """Raises `BirlError` where servers are to be started of a package that is not installed. `engine`: the section of
-    `birl rl`, or what other commands have of that name."""
+    """Raises `BirlError` if servers have to be started and their package is not installed. `engine`: the section of
+    `birl rl`, or another command's value of that name."""
     if not isinstance(engine, schema.Engine):
         return
     package = ENGINES[engine.kind].package if engine.kind in ENGINES else ""
@@ -171,7 +171,8 @@ def check_engine(engine: Any) -> None:
 
 
 def check_function(key: str, place: str, name: str) -> None:
-    """Without running the file or package: it may be slow, and belongs into a worker. Raises `BirlError`."""
+    """Check that the function exists without running the file or package, which may be slow and runs in a worker.
+    Raises `BirlError`."""
     refuse_given(key, f"{place}:{name}")
     if not place.endswith(".py"):
         if not is_module(place):
@@ -188,7 +189,7 @@ def check_function(key: str, place: str, name: str) -> None:
     except SyntaxError as error:
         raise BirlError(f"{key}={file}:{name}: {file}, line {error.lineno}: {error.msg}.") from error
     except ValueError:
-        return  # the worker says where
+        return  # the worker reports the line
     for package in imported(tree.body):
         if not is_module(package, path.parent):
             raise BirlError(
@@ -200,7 +201,7 @@ def check_function(key: str, place: str, name: str) -> None:
             f"{key}={file}:{name}: {name} is a class; name a function, or an object of it, as in `score = {name}()`."
         )
     known = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-    if not re.search(rf"\b{re.escape(name)}\b", path.read_text("utf-8", "replace")):  # nor assigned, nor imported
+    if not re.search(rf"\b{re.escape(name)}\b", path.read_text("utf-8", "replace")):  # neither assigned nor imported
         raise BirlError(
             f"{key}={file}:{name}: {file} has no function {name}.{did_you_mean(name, known)} "
             f"It has: {', '.join(sorted(known)) or 'none'}."
@@ -208,7 +209,7 @@ def check_function(key: str, place: str, name: str) -> None:
 
 
 def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """The packages that these nodes import. Of the body of a file: those that it cannot do without."""
+    """Packages that these nodes import. For the body of a file: its top-level imports, which are always executed."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -217,8 +218,7 @@ def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def is_module(name: str, *beside: Path) -> bool:
-    """Whether there is a module of that name, in the current folder or `beside` something else, or installed; none is
-    imported."""
+    """Whether a module of that name exists, in the current folder, in `beside`, or installed; none is imported."""
     head, *rest = name.split(".")
     spec = find_spec(head) or PathFinder.find_spec(head, [os.getcwd(), *map(str, beside)])
     for inner in rest:

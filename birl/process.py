@@ -1,6 +1,6 @@
-"""Child processes that end when this process ends, however that ends, and take with them all that they started: the
-terminal's Ctrl-C does not reach them, their parent decides. `ProcessGroup` is one of them, `Process` one that is waited
-for until it is ready, drained, and started again."""
+"""Child processes that end when this process ends, in any way, together with their own children. The terminal's Ctrl-C
+does not reach them; their parent decides. `ProcessGroup`: one child; `Process`: a child with a readiness check,
+graceful shutdown and restarts."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ from typing import IO
 from birl.errors import BirlError, EngineDown
 from birl.regular import check_target
 
-LONGEST = 30.0  # s that a process waits before it is started again
-POLL = 0.05  # s between two looks at a process that is to start or to end
+LONGEST = 30.0  # s, longest delay before a restart
+POLL = 0.05  # s between polls of a process that starts or ends
 
-# Runs before the command, in its process. A preexec_fn would run between fork and exec of a process with threads, where
-# a lock may be held for ever. PR_SET_PDEATHSIG (1) survives exec; the parent may have died before it was set.
+# Runs in the child before the command. A preexec_fn would run between fork and exec of a process with threads, where a
+# lock may be held for ever. PR_SET_PDEATHSIG (1) survives exec; the parent may have died before it was set.
 WRAPPER = """
 import os, signal, sys
 if sys.platform == "linux":
@@ -39,19 +39,19 @@ except OSError as error:
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """The command, which the kernel (Linux) ends when the *thread* that started it ends: start it from the main
-    thread, or from that of the event loop."""
+    """The command, wrapped so that the kernel (Linux) kills it when the *thread* that started it ends: start it from
+    the main thread, or from that of the event loop."""
     return [sys.executable, "-I", "-S", "-c", WRAPPER, str(os.getpid()), *command]
 
 
 def kill(group: int) -> None:
-    """All processes of a group. Its number may be unused by now."""
+    """Kill all processes of a group. The group may no longer exist."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 def end_strays(mark: str, file: str = "environ") -> None:
-    """End what left its process group, and still has this text in its environment, or in its `cmdline` (Linux)."""
+    """Kill processes that left their group, by this text in their environment, or in their `cmdline` (Linux)."""
     for _ in range(20):
         left = strays(mark, file)
         for pid in left:
@@ -62,22 +62,22 @@ def end_strays(mark: str, file: str = "environ") -> None:
 
 
 def strays(mark: str, file: str = "environ") -> list[int]:
-    """Processes with this text in that file of /proc, without those that have ended and are not yet collected. None for
-    an empty one, which every process has."""
+    """Ids of processes with this text in that file of /proc, except zombies. Empty if the text is empty, which all
+    contain."""
     result = []
     for entry in Path("/proc").glob("[0-9]*") if mark else ():
-        with contextlib.suppress(OSError):  # ended, or another user's
+        with contextlib.suppress(OSError):  # it ended, or is another user's
             if mark.encode() in (entry / file).read_bytes():
                 result.append(int(entry.name))
     return result
 
 
 class ProcessGroup:
-    """`command`, started in a process group of its own, which the terminal's Ctrl-C does not reach. What it prints is
-    appended to `log`, in a folder that is made; `text` is its standard input.
+    """A command in its own process group, which the terminal's Ctrl-C does not reach. Its output is appended to `log`,
+    whose folder is created; `text`: its standard input.
 
-    On Linux the kernel ends the command when the *thread* that started it ends: start it from the main thread. What the
-    command starts is ended by `kill`, not by the kernel. Raises `OSError` where the log cannot be written.
+    On Linux the kernel kills the command when the *thread* that started it ends: start it from the main thread.
+    Children of the command are killed by `kill`, not by the kernel. Raises `OSError` if the log cannot be written.
 
     Example: child = ProcessGroup(["birl", "serve", "port=8000"], log=Path("engine.log"), env=os.environ)
     """
@@ -88,7 +88,7 @@ class ProcessGroup:
         log.parent.mkdir(parents=True, exist_ok=True)
         check_target(log)
         with log.open("ab") as out:
-            self.began_at = out.tell()  # where its part of the log begins [bytes]
+            self.began_at = out.tell()  # start of its part of the log [bytes]
             self._leader = subprocess.Popen(
                 tied(command),
                 stdin=subprocess.PIPE if text else subprocess.DEVNULL,
@@ -112,60 +112,60 @@ class ProcessGroup:
 
     @property
     def code(self) -> int | None:
-        """None while the command runs; negative for a signal."""
+        """Exit code; None while the command runs, negative for a signal."""
         return self._leader.poll()
 
     def how(self) -> str:
-        """How it ended, for a sentence that begins with its name."""
+        """How it ended, as the rest of a sentence after its name."""
         code = self.code
         if code is not None and code < 0:
             return f"was ended by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
 
     def signal(self, number: int) -> None:
-        """To the command alone, where it still runs."""
+        """Send a signal to the command alone, if it still runs."""
         self._leader.send_signal(number)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ended within that time."""
+        """Wait for the end; whether it ended within that time."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._leader.wait(seconds)
         return not self.alive
 
     def end(self, seconds: float) -> int | None:
-        """SIGTERM, and SIGKILL for the whole group after so long. Its exit code."""
+        """Send SIGTERM, after so many seconds SIGKILL to the whole group. Returns the exit code."""
         self.signal(signal.SIGTERM)
         self.wait(seconds)
         self.kill()
         return self.code
 
     def tail(self, size: int = 8192) -> str:
-        """The end of what it printed, at most `size` [bytes]."""
+        """The last part of its output, at most `size` [bytes]."""
         with self.log.open("rb") as file:
             file.seek(max(self.began_at, file.seek(0, os.SEEK_END) - size))
             return file.read().decode(errors="replace")
 
     def kill(self) -> None:
-        """The whole group, once, and no zombie stays. A group whose leader is gone may still have members; later its
-        number may belong to another process."""
+        """Kill the whole group, once, and reap it. A group whose leader ended may still have members; later its number
+        may belong to another process."""
         if self._swept:
             return
         kill(self.pid)
-        self.wait(10.0)  # one that the kernel does not let go of must not keep the others alive
+        self.wait(10.0)  # a process that the kernel does not release must not keep the others alive
         self._swept = True
 
 
 def _write(stdin: IO[bytes] | None, text: str) -> None:
     assert stdin is not None
-    with contextlib.suppress(BrokenPipeError), stdin:  # one that ended at once is reported by its exit code
+    with contextlib.suppress(BrokenPipeError), stdin:  # if it ended at once, its exit code tells
         stdin.write(text.encode())
 
 
 class Process:
-    """`command` in a process group of its own, with `env` added to this process's environment (None takes a variable
-    away); what it prints is appended to `log`.
+    """A command in its own process group, with `env` added to this process's environment (None removes a variable); its
+    output is appended to `log`.
 
-    `ready()` is asked until it gives True, for at most `start_timeout` [s]; `EngineDown` from it means not yet.
+    `ready()` is polled until it returns True, for at most `start_timeout` [s]; `EngineDown` from it means not yet.
     `terminate` waits `stop_timeout` [s] between SIGTERM and SIGKILL. At most `max_restarts` within `window` [s], the
     first after `backoff` [s], each further one after twice as long, at most LONGEST.
 
@@ -194,13 +194,13 @@ class Process:
         self.env = {k: v for k, v in {**os.environ, **(env or {})}.items() if v is not None}
         self.start_timeout, self.stop_timeout = start_timeout, stop_timeout
         self.max_restarts, self.window, self.backoff = max_restarts, window, backoff
-        self.restarts: deque[float] = deque()  # when, within the window
+        self.restarts: deque[float] = deque()  # times of restarts within the window
         self._child: ProcessGroup | None = None
         self._busy = asyncio.Lock()
 
     @property
     def pid(self) -> int:
-        """0 before the first start."""
+        """Process id; 0 before the first start."""
         return self._child.pid if self._child else 0
 
     @property
@@ -208,18 +208,18 @@ class Process:
         return self._child is not None and self._child.alive
 
     async def start(self) -> None:
-        """Returns when it is ready. Raises `BirlError` with the end of its log where it ends before, or is late; then
-        no process is left."""
+        """Start it and wait until it is ready. Raises `BirlError` with the end of its log if it ends before or is late;
+        then no process is left."""
         async with self._busy:
             await self._start()
 
     async def terminate(self) -> None:
-        """SIGTERM, so that it can finish what it does; SIGKILL for it and all its children afterwards."""
+        """Send SIGTERM, so that it can finish its work; then SIGKILL to it and all its children."""
         async with self._busy:
             await self._terminate()
 
     async def restart(self) -> None:
-        """End it where it still lives, wait, start it. Raises `BirlError` where that was done too often, or fails."""
+        """End it if it is alive, wait, start it again. Raises `BirlError` after too many restarts, or if it fails."""
         async with self._busy:
             now = time.monotonic()
             while self.restarts and now - self.restarts[0] > self.window:
@@ -254,7 +254,7 @@ class Process:
         self._spawn()
         try:
             await self._until_ready()
-        except BaseException:  # Ctrl-C too: it would be left behind
+        except BaseException:  # also at Ctrl-C: it would be left running
             self._kill()
             raise
 
@@ -272,7 +272,7 @@ class Process:
                 raise BirlError(f"{self._name} {self._child.how()} before it was ready. {self._last()}")
             with contextlib.suppress(EngineDown, TimeoutError):
                 async with asyncio.timeout(left):
-                    if await self.ready() and self.alive:  # else another process has its port
+                    if await self.ready() and self.alive:  # otherwise another process has its port
                         return
             await asyncio.sleep(POLL)
         raise BirlError(f"{self._name} was not ready within {self.start_timeout:g} s. {self._last()}")
@@ -295,13 +295,13 @@ class Process:
             self._child.kill()
 
     def _last(self, lines: int = 12) -> str:
-        """The end of what it printed since its last start."""
+        """The last lines of its output since its last start."""
         result = self._child.tail().splitlines()[-lines:] if self._child else []
         return f"Its last lines, from {self.log}:\n" + "\n".join(f"    {x[:300]}" for x in result or ["(none)"])
 
 
 def answers(ask: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[bool]]:
-    """For `Process(ready=...)`: as soon as `ask` gives something instead of raising `EngineDown`."""
+    """For `Process(ready=...)`: True as soon as `ask` returns instead of raising `EngineDown`."""
 
     async def ready() -> bool:
         await ask()
@@ -311,7 +311,7 @@ def answers(ask: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[bool
 
 
 def flags(values: Mapping[str, object]) -> list[str]:
-    """The words of a command; None leaves a flag out.
+    """Command-line words for these flags; None leaves a flag out.
 
     Example: flags({"--port": 8000, "--dtype": None}) == ["--port", "8000"]
     """
@@ -319,8 +319,8 @@ def flags(values: Mapping[str, object]) -> list[str]:
 
 
 def free_port() -> int:
-    """A free one on this machine's loopback. Another process may take it before the child does; then
-    the child ends, and says so in its log."""
+    """A free port on this machine's loopback. Another process may take it before the child does; then the child ends,
+    with a message in its log."""
     with socket.socket() as result:
         result.bind(("127.0.0.1", 0))
         return result.getsockname()[1]

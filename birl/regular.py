@@ -1,8 +1,8 @@
-"""Files: of folders that others may have written only regular ones are opened, and no name leads out of the folder;
-what is written is whole, or the error says what to do.
+"""Safe file access: in folders that others may have written, only regular files are opened, and no name leads out of
+the folder; files are written completely or not at all, and errors say what to do.
 
-A named pipe would keep a reader waiting for ever, a device has no end, and `../` in a manifest, or a link, would read
-or write what the folder does not hold.
+A named pipe would block a reader for ever, a device has no end, and `../` in a manifest, or a link, would read or write
+outside of the folder.
 """
 
 import errno
@@ -29,12 +29,12 @@ KINDS = {
 
 
 class NotRegular(OSError):
-    """What was to be read is a pipe, a device, a socket or a folder."""
+    """The path to read is a pipe, a device, a socket or a folder."""
 
 
 def inside(folder: Path, name: object) -> Path:
-    """The file `name` of `folder`, which need not exist. Raises `BirlError` for a name that is absolute or has `..`,
-    and for a link to a place outside the folder; the hub's cache, whose snapshots are links to its blobs, may."""
+    """The path of file `name` in `folder`, which need not exist. Raises `BirlError` for a name that is absolute or has
+    `..`, and for a link out of the folder, except to blobs of the hub's cache, whose snapshots are links."""
     if not is_name(name):
         raise BirlError(
             f"{folder}: the name {name!r} leads out of the folder. It must be a relative path without `..`."
@@ -53,7 +53,7 @@ def inside(folder: Path, name: object) -> Path:
 
 
 def is_name(name: object) -> bool:
-    """Whether it is a relative path of plain parts, on every system."""
+    """Whether it is a relative path without `..`, on every system."""
     if not isinstance(name, str) or not name or "\0" in name or PureWindowsPath(name).drive:
         return False
     path = PurePosixPath(name.replace("\\", "/"))
@@ -61,7 +61,7 @@ def is_name(name: object) -> bool:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """The file, opened for reading. Raises `OSError` at once where it is a pipe, a device, a socket or a folder."""
+    """Open a file for reading. Raises `OSError` at once if it is a pipe, a device, a socket or a folder."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
         check(path, os.fstat(handle))
@@ -72,8 +72,8 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def check(path: Path, about: os.stat_result | None = None) -> None:
-    """Raises `OSError` where there is something at `path` that is no regular file, or nothing. Files of /proc and /sys,
-    which may have no end, are none."""
+    """Raises `OSError` if `path` does not exist or is no regular file. Files of /proc and /sys, which may have no end,
+    do not count as regular."""
     about = about or os.stat(path)
     kind = stat.S_IFMT(about.st_mode)
     if kind == stat.S_IFREG and about.st_dev in _kernel():
@@ -83,31 +83,31 @@ def check(path: Path, about: os.stat_result | None = None) -> None:
 
 
 def check_target(path: Path) -> None:
-    """Raises `OSError` where what is to be written is there, and no regular file: opening a pipe waits for a reader."""
+    """Raises `OSError` if the path to write exists and is no regular file: opening a pipe waits for a reader."""
     with suppress(FileNotFoundError):
         check(path)
 
 
 def check_new(path: Path) -> None:
-    """Raises `BirlError` where something is there already."""
+    """Raises `BirlError` if the path already exists."""
     if path.exists():
         raise BirlError(f"{path} exists already. Choose another name or delete it.")
 
 
 @cache
 def _kernel() -> frozenset[int]:
-    """The devices of /proc and /sys."""
+    """Device numbers of /proc and /sys."""
     return frozenset(os.stat(path).st_dev for path in ("/proc", "/sys") if os.path.ismount(path))
 
 
 def check_all(folder: Path, links: bool = False) -> None:
-    """Raises `BirlError` where an entry of the folder is a pipe, a socket or a device, or, without `links`, a link that
-    leads out of the folder: for libraries that open the files themselves, and would wait, or read what is elsewhere."""
+    """Raises `BirlError` if an entry of the folder is a pipe, a socket or a device, or, without `links`, a link that
+    leads out of it: for libraries that open the files themselves, and would block, or read other places."""
     try:
         for path in sorted(folder.iterdir()):
             if not links:
                 inside(folder, path.name)
-            with suppress(FileNotFoundError):  # a link to nothing
+            with suppress(FileNotFoundError):  # a dangling link
                 if not path.is_dir():
                     check(path)
     except OSError as error:
@@ -115,23 +115,23 @@ def check_all(folder: Path, links: bool = False) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Raises `OSError`, as `open_regular` does."""
+    """Read a file. Raises `OSError`, as `open_regular` does."""
     with open_regular(path) as file:
         return file.read()
 
 
 def read_text(path: Path) -> str:
-    """UTF-8. Raises `OSError`, and `ValueError` for other bytes."""
+    """Read a UTF-8 file. Raises `OSError`, and `ValueError` for other encodings."""
     return read_bytes(path).decode("utf-8")
 
 
 def read_json(path: Path) -> Any:
-    """Raises `OSError`, and `ValueError` where it is not JSON."""
+    """Read a JSON file. Raises `OSError`, and `ValueError` if it is not JSON."""
     return parse_json(read_bytes(path))
 
 
 def parse_json(data: bytes | str) -> Any:
-    """`json.loads`, whose errors are all `ValueError`: of text nested too deep, too."""
+    """`json.loads`, but all errors are `ValueError`, also for text that is nested too deep."""
     try:
         return json.loads(data)
     except RecursionError as error:
@@ -139,8 +139,8 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def clear(path: Path) -> None:
-    """Remove a folder with all that is in it, or whatever else is there; what cannot be removed stays. `shutil.rmtree`
-    opens the path, and would wait for the writer of a pipe."""
+    """Remove a folder with its contents, or any other path, as far as possible. `shutil.rmtree` opens the path, and
+    would wait for the writer of a pipe."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
@@ -149,7 +149,7 @@ def clear(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a full or failing disk, and what is no regular file, into an error that names the file and the fix."""
+    """Turn errors of the disk, and a path that is no regular file, into a `BirlError` that names file and fix."""
     try:
         yield
     except NotRegular as error:
@@ -166,7 +166,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Old content or new content, never half of it."""
+    """Write a file atomically: it has the old or the new content, never a part of it."""
     new = path.with_name(path.name + ".new")
     with writing(path):
         new.unlink(missing_ok=True)

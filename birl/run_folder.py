@@ -1,4 +1,4 @@
-"""The folder of a run: who may write into it, what it says about the run, and which checkpoint to go on from."""
+"""The folder of a run: who may write to it, its files about the run, and the checkpoint to continue from."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from birl.track.folder_lock import check_same, plain, unwritable
 
 
 def recovered(url: str, run: Path) -> Path | None:
-    """The newest intact checkpoint of a run on a store, into its empty folder; None where the store has none. Raises
-    `BirlError` where all are damaged, or one cannot be had: an older one would take the place of what is newer."""
+    """Copy the newest intact checkpoint of a run from a store to its empty folder; None if the store has none. Raises
+    `BirlError` if all are damaged, or one cannot be read: an older one would replace a newer one."""
     store = Store(url)
     steps = store.steps()
     if steps:
@@ -36,7 +36,7 @@ def recovered(url: str, run: Path) -> Path | None:
 
 
 def fetched(url: str, root: Path) -> Path:
-    """`resume=URL`: a checkpoint on a store, or the newest one of a run there. Raises `BirlError`."""
+    """`resume=URL`: fetch a checkpoint from a store, or the newest one of a run there. Raises `BirlError`."""
     parent, _, name = url.rstrip("/").rpartition("/")
     if (step := step_folders.step_of(name)) >= 0:
         store, steps = Store(parent), [step]
@@ -51,8 +51,8 @@ def fetched(url: str, root: Path) -> Path:
 
 
 def chosen_checkpoint(chosen: Path, run: Path, newest: Path | None) -> Path:
-    """`resume=FOLDER`, unless that is no checkpoint, or would mix its history with another one in `run`."""
-    if not (chosen / "manifest.json").is_file():  # a run: its newest one
+    """`resume=FOLDER`. Raises `BirlError` if it is no checkpoint, or its history would mix with that of `run`."""
+    if not (chosen / "manifest.json").is_file():  # a run: take its newest one
         inside = step_folders.latest(chosen / "checkpoints") or step_folders.latest(chosen)
         if inside is None:
             raise BirlError(
@@ -72,9 +72,9 @@ def _gone_on(chosen: object, run: Path, newest: Path) -> BirlError:
 
 
 def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
-    """Which checkpoint to go on from; refuses a run folder that belongs to another configuration."""
+    """The checkpoint to continue from. Raises `BirlError` for a run folder of another configuration."""
     there = step_folders.saved(run / "checkpoints")
-    newest = there[-1].path if there else None  # where it is damaged, it is set aside with a warning
+    newest = there[-1].path if there else None  # if it is damaged, it is set aside with a warning
     if newest is None and config.checkpoint.store:
         url = location(config.checkpoint.store, run)
         if config.resume == "auto":
@@ -90,7 +90,7 @@ def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
         return fetched(config.resume, run / "resumed")
     if config.resume not in ("auto", "never"):
         return chosen_checkpoint(Path(config.resume), run, newest)
-    # a try that ended before its first step leaves nothing to lose or to go on from
+    # an attempt that ended before its first step leaves nothing to lose or to continue from
     metrics = run / "metrics.jsonl"
     used = newest is not None or (metrics.is_file() and metrics.stat().st_size > 0)
     if config.resume == "never":
@@ -105,8 +105,8 @@ def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
 
 
 def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
-    """Write the resolved configuration and the model's files but its weights into the run folder: all of a file or
-    nothing, as an earlier try may have left good ones."""
+    """Write the resolved configuration and the model's files except its weights into the run folder, each completely or
+    not at all, as an earlier attempt may have left good ones."""
     part, model = run / "model.part", run / "model"
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
 
 
 def next_commands(run: Path, finished: bool, talks: bool = True, tensorboard: bool = True) -> list[str]:
-    """`talks`: it is a language model, not one that scores. `tensorboard`: the run has written events for it."""
+    """Commands to suggest next. `talks`: a language model, not a reward model; `tensorboard`: events were written."""
     if not finished:
         return ["run the same command again to go on"]
     name = shlex.quote(str(run))

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM."""
+"""Handling of Ctrl-C and SIGTERM."""
 
 import asyncio
 import os
@@ -12,27 +12,27 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-IN_THREADS: list[Callable[[], object]] = []  # stops each run that is not in the main thread, where no signal comes
+IN_THREADS: list[Callable[[], object]] = []  # stops runs outside of the main thread, which receive no signals
 
 
 def interrupt() -> None:
-    """What the first Ctrl-C does, for the runs in other threads: those of notebooks."""
+    """Stop the runs in other threads (those of notebooks), as the first Ctrl-C does."""
     for stop in tuple(IN_THREADS):
         stop()
 
 
 class Stop(asyncio.Event):
-    """Is set when a run is to save and end. `number`: of the signal that asked for it, SIGINT where none did."""
+    """Set when a run has to save and end. `number`: the signal that requested it, SIGINT if there was none."""
 
     number: int = signal.SIGINT
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` gives, where nothing is to be saved meanwhile: a signal cancels it, waits for what it closes, and
-        raises `KeyboardInterrupt` or `Terminated`."""
+        """The result of `work`, while there is nothing to save: a signal cancels it, waits for its cleanup, and raises
+        `KeyboardInterrupt` or `Terminated`."""
         task, stopped = asyncio.create_task(work), asyncio.create_task(self.wait())
         try:
             await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also where something else ends the run
+        finally:  # also if something else ends the run
             stopped.cancel()
             if not task.done():
                 task.cancel()
@@ -48,7 +48,7 @@ class Stop(asyncio.Event):
 def saving_signals(stop: Stop) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM sets `stop`, so that the run saves and ends; the second ends the process at once.
 
-    Not `loop.add_signal_handler`: that would wait for the loop, which is busy while models load.
+    Does not use `loop.add_signal_handler`, which would wait for the loop, and the loop is busy while models load.
     """
     loop = asyncio.get_running_loop()
 

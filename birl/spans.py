@@ -1,9 +1,9 @@
-"""What this process did, from when to when, for listeners (`track/trace.py` writes it). Every layer may record
-what it has done, at almost no cost without a listener.
+"""Timeline of this process for listeners (`track/trace.py` writes it). Every layer may record spans, at almost no cost
+without a listener.
 
     began = time.perf_counter()
     ...
-    done("train", began, step=3, tokens=8192)                          over, and it was the learner's
+    done("train", began, step=3, tokens=8192)                          a finished span of the learner
     done("generate", began, process="engine", lane="compute", tokens=31)
 """
 
@@ -16,10 +16,10 @@ from birl.types import Completion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """`start` in seconds since 1970 (`time.time`, which processes of one machine share), `seconds` long. A lane holds
-    what one actor did; `name` is what, and begins with "wait:" where it waited, followed by what for. `version` of the
-    weights, `tokens` sampled or trained, `group` by its number, where they are known. `busy` [s]: how much of it was
-    work, where parts were joined; `paused` [s]: how long an engine stood still for it.
+    """A finished interval. `start` [s] since 1970 (`time.time`, which processes of one machine share), `seconds` long.
+    `lane`: the actor; `name`: the activity, or "wait:" and the owner it waited for. `version` of the weights, `tokens`
+    sampled or trained, `group` by its number, if known. `busy` [s]: the part that was work, if spans were joined;
+    `paused` [s]: how long an engine was paused for it.
 
     Example: Span(process="learner", lane="loop", name="train", start=1760000000.0, seconds=2.5, version=3, tokens=8192)
     """
@@ -37,13 +37,13 @@ class Span:
 
 
 LISTENERS: list[Callable[[Span], None]] = []
-JUMP = 0.05  # s; where the clock on the wall has moved by more, it was set, or the machine has slept
+JUMP = 0.05  # s; if the wall clock has moved by more, it was set, or the machine was suspended
 _offset = time.time() - time.perf_counter()
 
 
 def wall(moment: float) -> float:
-    """A time of `time.perf_counter` as seconds since 1970. Always by the same difference, so that spans that follow one
-    another do not overlap."""
+    """Convert a time of `time.perf_counter` to seconds since 1970. The offset is constant, so that consecutive spans do
+    not overlap."""
     global _offset
     now = time.time() - time.perf_counter()
     if abs(now - _offset) > JUMP:
@@ -63,7 +63,7 @@ def done(
     group: int | None = None,
     paused: float | None = None,
 ) -> None:
-    """Tell of something that is over; `began` and `ended` (now) are times of `time.perf_counter`."""
+    """Record a finished span; `began` and `ended` (default: now) are times of `time.perf_counter`."""
     if not LISTENERS:
         return
     ended = time.perf_counter() if ended is None else ended
@@ -83,8 +83,8 @@ def done(
 
 
 def answered(completion: Completion, began: float, session: str, process: str = "engine") -> None:
-    """Record a request as its caller sees it: from sent to answered, and by which weights at the end. The session
-    of a group is its number."""
+    """Record a request as its caller sees it: from sending to response, with the last version of the weights. The
+    session of a group is its number."""
     if LISTENERS:
         group = int(session) if session.isdecimal() else None
         tokens = len(completion.tokens)
@@ -93,5 +93,5 @@ def answered(completion: Completion, began: float, session: str, process: str = 
 
 
 def engine_name(address: str) -> str:
-    """The process of an engine elsewhere. Example: engine_name("http://127.0.0.1:8000") == "engine 127.0.0.1:8000" """
+    """Process name of a remote engine. Example: engine_name("http://127.0.0.1:8000") == "engine 127.0.0.1:8000" """
     return f"engine {address.partition('://')[2] or address}"

@@ -1,6 +1,5 @@
-"""Columns of frozen objects: one number for each token, as numpy arrays; numpy is loaded with the first of them.
-`Support`, of a policy: the part of the vocabulary that a token was drawn from, where top-k, top-p or min-p left tokens
-out."""
+"""Per-token columns of frozen dataclasses, as numpy arrays; numpy is loaded with the first of them. `Support`: the part
+of the vocabulary that a token was sampled from, if top-k, top-p or min-p left tokens out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,19 +15,19 @@ if TYPE_CHECKING:
 
 SAMPLE = ("tokens", "mask", "logprobs", "versions", "advantage", "returns", "values", "proximal")
 WHOLE = ("tokens", "prompt", "hinted", "versions", "counts", "ids")
-TYPES = dict.fromkeys(WHOLE, "int32") | {"mask": "bool"}  # else float32
-KINDS = {"i": "iu", "b": "biu", "f": "fiu"}  # of numbers that such a column takes
+TYPES = dict.fromkeys(WHOLE, "int32") | {"mask": "bool"}  # others: float32
+KINDS = {"i": "iu", "b": "biu", "f": "fiu"}  # dtype kinds that such a column accepts
 LARGEST = 1024
-"""Tokens of the largest support in a training run with top_p or min_p where rollout.top_k does not bound it."""
+"""Largest support [tokens] in a training run with top_p or min_p, if rollout.top_k does not bound it."""
 MOST = 1 << 16
-"""Tokens of the largest support that an engine reports."""
+"""Largest support that an engine reports [tokens]."""
 LISTED = 128
-"""The same of vLLM, which reports it by log-probs."""
+"""Largest support that vLLM reports, as log-probs [tokens]."""
 
 
 def become_arrays(item: Any, names: Sequence[str]) -> list[int]:
-    """Columns of a frozen object become arrays [T], but for None and one advantage for all tokens; their lengths.
-    Raises `ValueError` for a number that its array cannot hold: an id of 1.5, or of 2^40."""
+    """Convert the columns of a frozen object to arrays [T], except None and a scalar advantage. Returns their lengths.
+    Raises `ValueError` for a number that the array cannot hold: an id of 1.5, or of 2^40."""
     import numpy as np
 
     lengths: list[int] = []
@@ -50,7 +49,7 @@ def become_arrays(item: Any, names: Sequence[str]) -> list[int]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """The same in every field that counts, arrays included, which dataclasses cannot compare."""
+    """Whether two objects are equal in every compared field, including arrays, which dataclasses cannot compare."""
     import numpy as np
 
     if type(one) is not type(other):
@@ -61,8 +60,8 @@ def alike(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """Of n tokens: the size of the support of each, int32 [n], 0 for all of the vocabulary; and the ids in it, support
-    by support, each in rising order, int32 [sum of counts]. Raises `ValueError` where these are none.
+    """Supports of n tokens. `counts`: size of each, int32 [n], 0 for the whole vocabulary; `ids`: token ids, support by
+    support, each in ascending order, int32 [sum of counts]. Raises `ValueError` if they are inconsistent.
 
     Example: Support(counts=(2, 0, 1), ids=(4, 45, 2))
     """
@@ -79,7 +78,7 @@ class Support:
 
     @classmethod
     def of(cls, rows: "Sequence[Ints | None]") -> "Support":
-        """From the ids of each token's support; None: all."""
+        """Build from the ids of each token's support; None: the whole vocabulary."""
         import numpy as np
 
         ids = [row for row in rows if row is not None]
@@ -90,7 +89,7 @@ class Support:
 
     @classmethod
     def joined(cls, parts: "Sequence[tuple[Support | None, int]]") -> "Support | None":
-        """Of tokens behind one another, so many in each part; None where no part has any."""
+        """Concatenate supports, each given with its number of tokens; None if no part has one."""
         import numpy as np
 
         if all(support is None for support, _ in parts):
@@ -99,7 +98,7 @@ class Support:
         return cls(counts=np.concatenate([s.counts for s in every]), ids=np.concatenate([s.ids for s in every]))
 
     def part(self, chosen: "slice | Bools") -> "Support":
-        """That of some of its tokens."""
+        """The supports of some of the tokens."""
         import numpy as np
 
         own = np.zeros(len(self.counts), np.bool_)
@@ -107,7 +106,7 @@ class Support:
         return Support(counts=self.counts[own], ids=self.ids[np.repeat(own, self.counts)])
 
     def without(self, tokens: "Ints") -> "Any":
-        """Places of tokens [n] that are outside of their supports."""
+        """Indices of the tokens [n] that are outside of their supports."""
         import numpy as np
 
         owner = np.repeat(np.arange(len(tokens)), self.counts)

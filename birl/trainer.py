@@ -1,6 +1,6 @@
-"""`from birl import Trainer`: four lines to train, with the parameter names that TRL and MRL users know.
+"""`from birl import Trainer`: train in four lines, with parameter names of TRL and MRL.
 
-Every parameter is one key of the configuration; anything else goes into `overrides`, as on the command line.
+Every parameter is one key of the configuration; all other keys go into `overrides`, as on the command line.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ from birl.track.log import Records
 if TYPE_CHECKING:
     from birl.track.charts import Curves
 
-# What trainers of transformers and TRL also have, and where that is here.
+# Attributes of the trainers of transformers and TRL, and their equivalents here.
 ELSEWHERE = {
     "evaluate": "eval_dataset= is asked during training; afterwards: `birl eval RUN data.validation=FILE`",
     "predict": "`birl eval RUN data.validation=FILE output=FILE.json`, or `birl chat RUN`",
@@ -65,8 +65,8 @@ P = ParamSpec("P")
 
 
 def _remembered(init: Callable[P, None]) -> Callable[P, None]:
-    """`_named` of the object: the parameters that were named. One that was set to its default still wins over a preset
-    and over `args`."""
+    """Store the names of the parameters that were passed in `_named`: one that was passed with its default value still
+    takes precedence over a preset and over `args`."""
 
     @wraps(init)
     def begin(*own: P.args, **names: P.kwargs) -> None:
@@ -77,7 +77,7 @@ def _remembered(init: Callable[P, None]) -> Callable[P, None]:
 
 
 class Started:
-    """What every trainer has: a checked configuration, and the run folder that `train` fills."""
+    """Base class of the trainers: a checked configuration, and the run folder that `train` fills."""
 
     config: Any
     choices: dict[str, str]
@@ -85,7 +85,7 @@ class Started:
     _named: frozenset[str]
 
     def _load(self, command: str, keys: dict[str, Any]) -> None:
-        """Check the configuration that the keys of a command make. Raises `BirlError`."""
+        """Build and check the configuration from the keys of a command. Raises `BirlError`."""
         from birl.config.load import load_with_choices
 
         words = [f"{k}={written(v)}" for k, v in keys.items()]
@@ -103,7 +103,7 @@ class Started:
     def _begin(self) -> dict[str, Any]:
         from birl.preflight import check_engine, check_model
 
-        check_model("model", self.config.model.path)  # before torch is imported
+        check_model("model", self.config.model.path)  # before the slow import of torch
         check_engine(getattr(self.config, "engine", None))
         from birl.train.command import train
 
@@ -114,8 +114,8 @@ class Started:
         raise AttributeError(f"birl's {type(self).__name__} has no {name}{where}.")
 
     def train(self, resume_from_checkpoint: bool | None = None) -> dict[str, Any]:
-        """Train to the end, or go on where the run folder's newest checkpoint is, whatever `resume_from_checkpoint`
-        says, which is TRL's. Returns the summary."""
+        """Train, or continue from the newest checkpoint in the run folder. Returns the summary.
+        `resume_from_checkpoint` exists for compatibility with TRL: True, False and None make no difference."""
         if isinstance(resume_from_checkpoint, str | PathLike):
             raise BirlError(
                 f"resume_from_checkpoint={str(resume_from_checkpoint)!r}: the newest checkpoint of the run folder is "
@@ -132,25 +132,25 @@ class Started:
 
     @property
     def metrics(self) -> Records:
-        """The lines of metrics.jsonl, one for each step: `trainer.metrics[-1]["reward/mean"]`."""
+        """Records of metrics.jsonl, one for each step: `trainer.metrics[-1]["reward/mean"]`."""
         return Records(self.run / "metrics.jsonl")
 
     @property
     def validations(self) -> Records:
-        """The lines of validation.jsonl, with some answers each."""
+        """Records of validation.jsonl, each with some answers."""
         return Records(self.run / "validation.jsonl")
 
     def plot(self, *names: str) -> "Curves":
-        """Charts of these metrics by step, or of those that say most, which a notebook shows:
+        """Plot these metrics by step, by default the most informative ones; notebooks display the result:
         `trainer.plot("reward/mean", "kl")`, `trainer.plot().save("curves.html")`."""
         from birl.track.charts import plot
 
         return plot(self.run, names)
 
     def save_model(self, output_dir: str | PathLike[str] = "") -> Path:
-        """Write the newest checkpoint as a folder of Hugging Face files, as `birl checkpoints RUN export last` does,
-        and return it: by default, and where `output_dir` is the run folder, RUN/exported, which is replaced. Of LoRA
-        the merged model. Raises `BirlError` before the first checkpoint, and where another `output_dir` exists."""
+        """Export the newest checkpoint as a folder of Hugging Face files, as `birl checkpoints RUN export last` does,
+        and return the folder: by default, and if `output_dir` is the run folder, RUN/exported, which is replaced. LoRA
+        is merged into the model. Raises `BirlError` before the first checkpoint, and if another `output_dir` exists."""
         return save_model(self.run, Path(output_dir).expanduser() if output_dir else None)
 
 
@@ -173,18 +173,18 @@ class Trainer(Started):
     batch | none, instead of that. output_dir: the run folder. overrides: further keys, such as {"optimizer.schedule":
     "cosine"}.
 
-    num_rollout_workers: engines in processes of their own (engine.count); 0 samples in the learner's process.
-    weight_sync_method: how they get new weights (weights.method).
+    num_rollout_workers: engines in separate processes (engine.count); 0: sample in the learner's process.
+    weight_sync_method: how weights are synchronised (weights.method).
 
     launcher: where training runs, as `birl launch` names it: local | slurm | ray | modal | ...; empty: in this process.
-    actor_gpu, rollout_gpu: kind of the learner's and of the engines' GPUs, where the launcher chooses them
-    (launch.gpu, launch.engine_gpu); launch: its further keys, such as {"gpus": 1}. `train` then submits the job and
-    shows what the learner prints; Ctrl-C leaves it running. Functions must be importable elsewhere (of a file, with a
-    name); for launcher="modal" reward functions stay in this process, and only GPU work is in the cloud.
+    actor_gpu, rollout_gpu: kind of the learner's and of the engines' GPUs, if the launcher chooses them (launch.gpu,
+    launch.engine_gpu); launch: its other keys, such as {"gpus": 1}. `train` then submits the job and shows the
+    learner's output; Ctrl-C leaves it running. Functions must be importable elsewhere (of a file, with a name); for
+    launcher="modal" reward functions stay in this process, and only GPU work is in the cloud.
 
-    args: a `GRPOConfig` of TRL's, or a dict of its names; its names are also parameters (`num_train_epochs=1`), and
-    parameters win over it (docs/from_trl.md). use_lora: adapters of rank 16; max_model_len: longest sequence
-    (model.max_length); max_completion_length: what TRL calls max_tokens.
+    args: a `GRPOConfig` of TRL, or a dict of its fields; its fields are also parameters (`num_train_epochs=1`), which
+    take precedence (docs/from_trl.md). use_lora: adapters of rank 16; max_model_len: longest sequence
+    (model.max_length); max_completion_length: TRL's name of max_tokens.
 
     Raises `BirlError` at once for a wrong value.
     """
@@ -263,7 +263,7 @@ class Trainer(Started):
 
     @property
     def rollouts(self) -> Records:
-        """The lines of rollouts.jsonl, one for each episode: `trainer.rollouts.to_pandas()`."""
+        """Records of rollouts.jsonl, one for each episode: `trainer.rollouts.to_pandas()`."""
         return Records(self.run / "rollouts.jsonl")
 
     def _begin(self) -> dict[str, Any]:
@@ -295,19 +295,19 @@ def save_model(run: Path, target: Path | None) -> Path:
 
 
 def _started(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run to the end; in a notebook, whose thread has an event loop already, in a thread of its own."""
+    """Run `train`; in a notebook, whose thread already runs an event loop, in a separate thread."""
     from birl.signals import interrupt
 
     if not _in_event_loop():
         return train()
-    # By the context Jupyter knows whose cell an output is.
+    # Jupyter assigns output to a cell by the context.
     thread, context = ThreadPoolExecutor(1), contextvars.copy_context()
     work = thread.submit(context.run, train)
     try:
         return work.result()
     except KeyboardInterrupt:
         interrupt()
-        return work.result()  # once more gives the cell back at once; the run still saves
+        return work.result()  # a second interrupt returns at once; the run still saves
     finally:
         thread.shutdown(wait=False)
 
@@ -321,15 +321,15 @@ def _in_event_loop() -> bool:
 
 
 class _Offline(Started):
-    """A run of `birl sft`, `birl dpo` or `birl rm` on rows of a Python program.
+    """Base class of `birl sft`, `birl dpo` and `birl rm` with rows of a Python program.
 
-    model, train_dataset, eval_dataset: as for `Trainer`. args: a config object of TRL's, or a dict of its names; its
-    names are also parameters, which win (`num_train_epochs=1`, `per_device_train_batch_size=8`, `learning_rate=1e-5`).
-    overrides: keys of the command. Raises `BirlError` at once for a wrong value.
+    model, train_dataset, eval_dataset: as for `Trainer`. args: a config object of TRL, or a dict of its fields; its
+    fields are also parameters, which take precedence (`num_train_epochs=1`, `per_device_train_batch_size=8`,
+    `learning_rate=1e-5`). overrides: keys of the command. Raises `BirlError` at once for a wrong value.
     """
 
     command = ""
-    prefix = ""  # of TRL's config
+    prefix = ""  # of TRL's config class
 
     def __init__(
         self,
@@ -381,4 +381,4 @@ class RewardTrainer(_Offline):
 
 
 GRPOTrainer = Trainer
-"""TRL's name, so that a script changes its import alone."""
+"""TRL's name: a script only has to change its import."""

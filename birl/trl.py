@@ -1,5 +1,5 @@
-"""TRL's names for the Python trainers: a `GRPOConfig`, or some of its names, -> keys of ours. What is one key for one
-name comes from `birl/config/peers/trl.toml`; what follows from several names is here."""
+"""Translate TRL's names (a `GRPOConfig`, or some of its fields) into keys of birl. One-to-one names are in
+`birl/config/peers/trl.toml`; keys that depend on several names are computed here."""
 
 import math
 import reprlib
@@ -15,7 +15,7 @@ from birl.config.nearest import suggest
 from birl.config.schema import DPO
 from birl.errors import BirlError
 
-# What MRL and TRL call a loss: surrogate, clips, denominator and scale as in our presets.
+# Names of losses in MRL and TRL: surrogate, clips, denominator and scale as in birl's presets.
 LOSS_TYPES: dict[str, dict[str, Any]] = {
     "grpo": {"denominator": "sequence", "scale_rewards": "group"},
     "bnpo": {"denominator": "token", "scale_rewards": "group"},
@@ -33,7 +33,7 @@ SCALES = {"group": "group", "batch": "rewards", "none": "none", True: "group", F
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
 COUNTS = (*BATCH, "num_iterations", "num_generations")
 AMOUNTS = ("max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio", "save_steps", "eval_steps")
-PEFT = {  # fields of a LoraConfig that are read, and those that change nothing here
+PEFT = {  # fields of a LoraConfig that are read, and those without an effect here
     *("r", "lora_alpha", "target_modules", "lora_dropout", "use_dora"),
     *("task_type", "peft_type", "base_model_name_or_path", "revision", "inference_mode", "runtime_config"),
     *("auto_mapping", "peft_version", "fan_in_fan_out", "megatron_core"),
@@ -42,8 +42,8 @@ PEFT = {  # fields of a LoraConfig that are read, and those that change nothing 
 
 @dataclass(slots=True)
 class Names:
-    """Some of TRL's names with their values. `whole`: they are an object of TRL's with a value for every name, of which
-    only those in `changed` were meant."""
+    """Names of TRL with their values. `whole`: they come from a config object of TRL, which has a value for every name;
+    only those in `changed` were set by the user."""
 
     values: dict[str, Any]
     changed: set[str] = field(default_factory=set[str])
@@ -51,7 +51,7 @@ class Names:
 
     @classmethod
     def of(cls, args: Any, more: Mapping[str, Any]) -> "Names":
-        """From `Trainer(args=...)`, a `GRPOConfig` or a dict, and further parameters, which win."""
+        """Build from `Trainer(args=...)`, a `GRPOConfig` or a dict, and further parameters, which take precedence."""
         given = _numbers({n: _plain(v) for n, v in more.items() if v is not None and not _is_pair_of_none(v)})
         if args is None or isinstance(args, Mapping):
             values = {**_numbers({str(k): _plain(v) for k, v in (args or {}).items() if v is not None}), **given}
@@ -81,7 +81,7 @@ def _default(one: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Enums of transformers as their text, scalars of numpy and torch as numbers."""
+    """The value with enums of transformers as text, and scalars of numpy and torch as numbers."""
     if getattr(value, "ndim", None) == 0:
         return value.item()
     return value.value if hasattr(value, "value") and isinstance(getattr(value, "value", None), str) else value
@@ -92,7 +92,7 @@ def _is_pair_of_none(value: Any) -> bool:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Those that are reckoned with as numbers. Raises `BirlError`."""
+    """The values, with those of `COUNTS` and `AMOUNTS` as numbers. Raises `BirlError`."""
     for name in (name for name in (*COUNTS, *AMOUNTS) if name in values):
         try:
             number = float(values[name])
@@ -106,12 +106,12 @@ def _numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def knows(name: str) -> bool:
-    """Whether this is a name of TRL's or MRL's, or of a parameter of their trainers."""
+    """Whether it is a name in TRL or MRL, or a parameter of their trainers."""
     return any(row.peer in ("TRL", "MRL") for row, _ in peers.named(name))
 
 
 def without_tokenizer(names: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """The names but for a tokenizer that is the model's own. Raises `BirlError` where it was changed since."""
+    """The names without a tokenizer that is the model's own. Raises `BirlError` if it was changed after loading."""
     own = {n: v for n, v in names.items() if n in ("processing_class", "tokenizer")}
     own = {n: v for n, v in own.items() if getattr(v, "name_or_path", "") == model}
     for name, tokenizer in own.items():
@@ -129,7 +129,7 @@ def without_tokenizer(names: Mapping[str, Any], model: str) -> dict[str, Any]:
 
 def keys_of(names: Names, schema: type, prefix: str, rewards: int = 0) -> dict[str, Any]:
     """Keys of the configuration. `prefix`: GRPO, SFT, DPO or Reward; `rewards`: the number of reward functions. Raises
-    `BirlError` for a name that was given alone and that no key can take; of a whole object, it warns."""
+    `BirlError` for a name without a translation; for a whole config object it warns."""
     result = _steps(names, schema) | _saving(names, schema) | _lora(names)
     done = {*BATCH, "max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio", "do_eval", "report_to"}
     done |= {"peft_config", "output_dir", "remove_unused_columns"}
@@ -160,7 +160,7 @@ def keys_of(names: Names, schema: type, prefix: str, rewards: int = 0) -> dict[s
         if name in done:
             continue
         if any(row.take == "-" for row, _ in _rows(name, prefix)):
-            continue  # there is nothing to do: the table says why
+            continue  # nothing to do: the table says why
         key, ours = _taken(name, value, schema, prefix)
         if key:
             result[key] = ours
@@ -172,7 +172,7 @@ def keys_of(names: Names, schema: type, prefix: str, rewards: int = 0) -> dict[s
 
 
 def _taken(name: str, value: Any, schema: type, prefix: str) -> tuple[str, Any]:
-    """The key and its value, where the table says how to take it; an empty key where it does not."""
+    """The key and its value as the table translates them; an empty key if it does not."""
     for row, key in _rows(name, prefix):
         ours = key or (row.keys[0] if row.keys else "")
         if row.take and not ours and str(value) == row.take.removesuffix("="):
@@ -188,7 +188,7 @@ def _taken(name: str, value: Any, schema: type, prefix: str) -> tuple[str, Any]:
 
 
 def _rows(name: str, prefix: str) -> list[tuple[peers.Row, str]]:
-    """TRL's rows of this name, those of the trainer's own config first."""
+    """TRL's rows of this name; those of the trainer's own config class come first."""
     own = f"{prefix}Config.{name}"
     result = [(r, key) for r, key in peers.named(name) if r.peer in ("TRL", "MRL") and name in "".join(r.names)]
     wanted = [pair for pair in result if own in pair[0].names]
@@ -196,7 +196,7 @@ def _rows(name: str, prefix: str) -> list[tuple[peers.Row, str]]:
 
 
 def _answer(stray: list[str], names: Names, schema: type) -> None:
-    """The message about given names without a translation."""
+    """Raise or warn about names without a translation."""
     told = []
     for name in stray:
         hint = suggest(name, schema)
@@ -210,7 +210,7 @@ def _answer(stray: list[str], names: Names, schema: type) -> None:
 
 
 def _steps(names: Names, schema: type) -> dict[str, Any]:
-    """The batch, and how long the run is. TRL's steps are optimizer steps, and its batches answers of one process."""
+    """Keys of batch size and length. TRL counts optimizer steps, and a batch in answers of one process."""
     result: dict[str, Any] = {}
     updates = names.get("num_iterations", 1)
     each, waits = names.get(BATCH[0], 8), names.get(BATCH[1], 1)
@@ -292,7 +292,7 @@ def _lora(names: Names) -> dict[str, Any]:
 
 
 def _loss(names: Names) -> dict[str, Any]:
-    """Surrogate, clips, denominator and scale."""
+    """Keys of surrogate, clips, denominator and scale."""
     result: dict[str, Any] = {}
     loss = names.get("loss_type")
     if loss is not None:
@@ -301,7 +301,7 @@ def _loss(names: Names) -> dict[str, Any]:
         result |= {f"algorithm.{name}": value for name, value in LOSS_TYPES[loss].items()}
     if names.get("importance_sampling_level") == "sequence":
         result["algorithm.surrogate"] = "gspo"
-    own = loss in ("cispo", "sapo", "gspo")  # whose clips are of another kind
+    own = loss in ("cispo", "sapo", "gspo")  # their clips are of another kind
     low, high = names.get("epsilon"), names.get("epsilon_high")
     if low is not None and (not own or names.meant("epsilon")):
         result |= {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
@@ -322,7 +322,7 @@ def _loss(names: Names) -> dict[str, Any]:
 
 
 def _preference(names: Names) -> dict[str, Any]:
-    """TRL adds several losses up; `sft` among them is ours beside any loss."""
+    """Keys of the loss of DPO. TRL sums several losses; here only `sft` can be added to another."""
     losses = names.get("loss_type", [])
     losses = [losses] if isinstance(losses, str) else list(losses)
     weights = dict(zip(losses, names.get("loss_weights") or [1.0] * len(losses), strict=False))

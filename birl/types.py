@@ -1,10 +1,11 @@
-"""Every noun that crosses a stage boundary, in the order in which a prompt meets them. A sample alone loads numpy.
+"""The types that are passed between stages, in the order in which a prompt meets them. Only a Sample loads numpy.
 
     Task -> Env | Agent -> Completion -> Turn -> Trajectory -> Group -> Sample
     (then data/pack.py: Batch; learner/: StepStats)
 
-Each stage has its own frozen type; nothing is filled in later. Tokens are the truth and text is a view of them: text
-becomes tokens once, in `birl/text/`, and a mask comes from who produced a token, never from comparing with a pad id.
+Each stage has its own frozen type; no field is filled in later. Token ids are authoritative and text is derived from
+them: text is tokenized once, in `birl/text/`, and a mask depends on who produced a token, never on a comparison with a
+pad id.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from birl.support import SAMPLE, alike, become_arrays
 
-if TYPE_CHECKING:  # numpy is loaded by those that make samples: the process of rewards is light
+if TYPE_CHECKING:  # numpy is loaded only where samples are made; the reward worker stays light
     import numpy as np
     from numpy.typing import NDArray
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:  # numpy is loaded by those that make samples: the process of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call that the model makes; `arguments` is JSON text of an object. `id` is empty where the format has none.
+    """A tool call of the model. `arguments`: JSON text of an object; `id`: empty if the model's format has none.
 
     Example: ToolCall(name="weather", arguments='{"city": "Oslo"}')
     """
@@ -36,9 +37,9 @@ class ToolCall:
 
 
 PICTURES = "pictures"
-"""The folder of a run that has the files of pictures, each named by its digest."""
+"""Folder of a run with the image files, each named by its digest."""
 PLACE = "\ufffc"
-"""Unicode's object replacement character: where a picture stands in a message's text."""
+"""Unicode's object replacement character: marks the position of a picture in a message's text."""
 
 
 MAGIC = {
@@ -48,7 +49,7 @@ MAGIC = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Picture:
-    """An image file's bytes, as they were given; `digest` is their SHA-256, in hexadecimal digits.
+    """The bytes of an image file, unchanged. `digest`: their SHA-256 in hexadecimal.
 
     Example: Picture.of(Path("page.png").read_bytes())
     """
@@ -62,15 +63,15 @@ class Picture:
 
     @property
     def media_type(self) -> str:
-        """Of the file, by its first bytes; application/octet-stream where these are none of a picture."""
+        """Media type of the file by its first bytes; application/octet-stream if they are of no known image format."""
         return next((kind for magic, kind in MAGIC.items() if self.data.startswith(magic)), "application/octet-stream")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message, as the model's template sees it. `thinking` is what the model thought before, where its
-    template sets that apart; `tool_calls` are an assistant's; a message of role `tool` answers `tool_call_id`, or the
-    tool `name`. `pictures`: in order, one for each `PLACE` in `content`. Raises `ValueError` where these differ.
+    """One chat message, as the model's template sees it. `thinking`: reasoning before the answer, if the template keeps
+    it apart; `tool_calls`: of an assistant message; a message of role `tool` answers the call `tool_call_id`, or the
+    tool `name`. `pictures`: in order, one for each `PLACE` in `content`. Raises `ValueError` if their numbers differ.
 
     Example: Message(role="user", content="What is 3 + 4?")
     """
@@ -85,7 +86,7 @@ class Message:
 
     @property
     def digests(self) -> str:
-        """Of its pictures; empty without."""
+        """Digests of its pictures, separated by spaces; empty if there are none."""
         return " ".join(picture.digest for picture in self.pictures)
 
     def __post_init__(self) -> None:
@@ -93,17 +94,17 @@ class Message:
             raise ValueError(f"{len(self.pictures)} pictures for {self.content.count(PLACE)} places in the text")
 
 
-#: messages, which the chat template renders, or plain text, which is encoded as it is
+#: messages, rendered with the chat template, or plain text, tokenized as it is
 Conversation = tuple[Message, ...] | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One row of a dataset: what to ask, what is right, and everything else the row carries.
+    """One row of a dataset: prompt, reference answer, and all other columns.
 
-    `prompt` is messages (rendered with the chat template) or plain text (encoded as it is, for base models).
-    `columns` go to reward functions as keyword arguments; `source` groups validation results. `messages`: the row's
-    `prompt` is a list of messages, so reward functions get completions as messages, as TRL's do.
+    `prompt` is messages (rendered with the chat template) or plain text (tokenized as it is, for base models).
+    `columns` are passed to reward functions as keyword arguments; `source` groups validation results. `messages`: the
+    row's `prompt` is a list of messages, so reward functions get completions as messages, as in TRL.
 
     Example: Task(id="train.jsonl:17", prompt=(Message(role="user", content="What is 3 + 4?"),), answer="7",
                   columns={"answer": "7"}, source="arithmetic")
@@ -117,8 +118,8 @@ class Task:
     messages: bool = False
 
 
-LARGEST = 1e18  # of a reward: means and squares of such numbers fit into float32
-ROUNDING = 1e-3  # a log-softmax may exceed 0 by its own rounding [nats]
+LARGEST = 1e18  # largest reward: means and squares of such numbers fit into float32
+ROUNDING = 1e-3  # a log-softmax may exceed 0 by rounding [nats]
 
 
 class Stop(StrEnum):
@@ -126,17 +127,17 @@ class Stop(StrEnum):
 
     STOP = "stop"  # the model's end token, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the context limit
-    ABORT = "abort"  # it was cancelled
+    ABORT = "abort"  # cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample one completion. The defaults sample from the model itself.
+    """Sampling parameters of one completion. The defaults sample from the model's distribution.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None takes one from the system. The
-    first tokens are `forced`, if any: taken instead of drawn, with the log-probs they have. With max_tokens =
-    len(forced) and ignore_eos that scores a given answer. `support`: the completion says which tokens each was
-    drawn from; `top_k` must bound their number.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None: a random one. The tokens in
+    `forced`, if any, come first: they are not sampled, but have log-probs. With max_tokens = len(forced) and ignore_eos
+    this scores a given answer. `support`: return the set of tokens that each token was sampled from; `top_k` must bound
+    its size.
 
     Example: SamplingParams(max_tokens=64, temperature=1.0, stop=("</answer>",), seed=7)
     """
@@ -155,26 +156,26 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """From the whole distribution, or greedy?"""
+        """Whether it samples from the whole distribution, or greedily."""
         return not self.temperature or not (self.top_k or self.top_p < 1 or self.min_p)
 
     @property
     def told(self) -> bool:
-        """Does the completion have a support?"""
+        """Whether the completion has a `support`."""
         return self.support and not self.plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled: ids, the log-prob of each under the distribution it was sampled from, and the version of
-    the weights that sampled it. Token ids, never text. The end token is part of it when it was sampled, and absent when
-    it was not. `routes`: which experts computed each token of the prompt and of the answer but its last, equally many
-    bytes for each (`birl/models/routing.py`); empty where the engine does not tell. `support`: what each token was
-    drawn from, where that was asked for and some were left out. `cached`: tokens of the prompt that the engine had
-    computed before; it makes no difference to the answer.
+    """Output of an engine: token ids, the log-prob of each under the distribution it was sampled from, and the version
+    of the weights that sampled it. Token ids, never text. The end token is included only if it was sampled. `routes`:
+    experts that computed each token of the prompt and of the answer but its last, the same number of bytes for each
+    (`birl/models/routing.py`); empty if the engine does not report it. `support`: the tokens that each token was
+    sampled from, if requested and some were left out. `cached`: number of prompt tokens in the engine's prefix cache;
+    has no effect on the answer.
 
-    Columns may be given as any sequence of numbers; they become arrays: int32 or float32. Raises `ValueError` where
-    they are not equally long, or have something that is no such number.
+    Arrays may be given as any sequence of numbers; they are converted to int32 or float32. Raises `ValueError` if their
+    lengths differ, or if an element is no such number.
 
     Example: Completion(tokens=(45, 2), logprobs=(-0.1, -0.02), versions=(3, 3), stop=Stop.STOP)
     """
@@ -201,7 +202,7 @@ class Completion:
         cls, tokens: Any, logprobs: Any, versions: Any, stop: Stop, routes: bytes = b"", cached: int = 0,
         support: "Support | None" = None,
     ) -> "Completion":  # fmt: skip
-        """From any sequences of numbers."""
+        """Build from any sequences of numbers."""
         return cls(
             tokens=tokens, logprobs=logprobs, versions=versions, stop=stop, routes=routes, cached=cached,
             support=support,
@@ -209,12 +210,12 @@ class Completion:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """`tokens` as numbers of Python's: what is asked of an engine, and text is made of."""
+        """`tokens` as Python ints, for requests to engines and for decoding."""
         return tuple(self.tokens.tolist())
 
     def possible(self) -> "Completion":
-        """Itself. Raises `ValueError` where it can be none: a log-prob that is NaN, infinite, or above 0 by more than
-        rounding, an id or a version below 0, weights that become older within it."""
+        """Return self if it is valid. Raises `ValueError` for a log-prob that is NaN, infinite, or above 0 by more than
+        rounding, a negative id or version, a token outside its support, or versions that decrease."""
         for numbers, what in ((self.tokens, "token id"), (self.versions, "version")):
             if (numbers < 0).any():
                 raise ValueError(f"{numbers.min()} is no {what}")
@@ -233,15 +234,15 @@ class Completion:
 
 
 PAST = "@past"
-"""Behind a policy's name: one of its earlier versions, drawn for each group."""
+"""Suffix of a policy's name: one of its earlier versions, drawn for each group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One call of the model within an episode: all ids that it saw, an int32 array, and what it answered. `reward` is
-    what the environment gave everyone for this answer, `rewards` what it gave agents alone, by name. `agent` says who
-    spoke, where an episode has several, each with its own reward; `policy` with which weights, where a run trains
-    several policies: its name, and behind it `PAST` for an earlier version that is not trained.
+    """One call of the model within an episode: the prompt's ids (int32) and the completion. `reward`: given by the
+    environment for this answer, to all agents; `rewards`: to single agents, by name. `agent`: the agent that made the
+    call, if an episode has several, each with its own reward; `policy`: name of the policy that answered, if a run
+    trains several, with the suffix `PAST` for an earlier version, which is not trained.
 
     Example: Turn(prompt=(1, 9, 4), completion=Completion(...))
     """
@@ -264,14 +265,14 @@ class Turn:
 
 
 UNSCORED = "every reward function returned None"
-"""The detail of an episode that no reward function judges. It is left out like one that failed, and fails nothing."""
+"""`Trajectory.detail` of an episode without any reward. Left out like a failed one, but not counted as a failure."""
 
 
 class Outcome(StrEnum):
-    """How an episode ended. Only `ok` and `truncated` carry a reward that means something."""
+    """How an episode ended. Only `ok` and `truncated` carry a meaningful reward."""
 
     OK = "ok"
-    TRUNCATED = "truncated"  # a length limit cut the last answer
+    TRUNCATED = "truncated"  # the last answer reached a length limit
     ENV_ERROR = "env_error"  # the environment or the reward failed
     ENGINE_ERROR = "engine_error"
     TIMEOUT = "timeout"
@@ -285,10 +286,10 @@ class Outcome(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One finished episode. `reward` is trained on, `score` is reported (they may differ); both are NaN unless
-    `outcome.scored`. `parts` holds each reward function's own figure, `detail` the first line of what went wrong.
-    `rewards` by agent, where the episode has several: each is trained on its own, and `reward` is their mean.
-    `pictures`: files that the environment has saved of what it showed, in their order. `extra` and `logged`: what
-    reward functions say of the episode, and of the call that judged it, beside their values.
+    `outcome.scored`. `parts`: value of each reward function; `detail`: first line of the error, if any. `rewards`: by
+    agent, if the episode has several: each is trained on its own, and `reward` is their mean. `pictures`: image files
+    that the environment has saved, in order. `extra` and `logged`: additional columns and metrics from reward
+    functions, of the episode and of the call that scored it.
 
     Example: Trajectory(turns=(Turn(...),), reward=1.0, score=1.0, parts={"math": 1.0}, outcome=Outcome.OK)
     """
@@ -308,7 +309,7 @@ class Trajectory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """n episodes of one task: the unit of scheduling and of baselines. `index` counts admissions since the run's start.
-    `agent`: what is left of a group when only the turns of one of its agents are looked at.
+    `agent`: set if the group has only the turns of this agent (`by_agent`).
 
     Example: Group(index=12, task=Task(...), trajectories=(Trajectory(...), Trajectory(...)), start_version=3)
     """
@@ -322,20 +323,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One flat list of ids for the learner, and parallel arrays [T]. `mask` is True where the model itself produced the
-    token: only those are trained. `logprobs` and `versions` are the engine's; they are 0.0 and -1 where mask is False.
-    `advantage` is one number for all trained tokens, or an array beside the others, as are `returns` and `values`, what
-    a critic aims at and what it predicts (None without one), and `proximal`, the learner's own log-probs before the
-    batch's first update (None where they are not asked for). `routes`: which experts computed each token, equally
-    many bytes for each; empty where not asked for. `support`: the tokens that the n trained tokens were drawn from,
-    where some were left out. `hinted`: ids of a prompt with a hint, which a teacher reads instead
-    of all that is before the first trained token; None where there is none. `likely`: for the n trained tokens the k
-    most likely tokens of a served teacher, int64 [n, k], and log-probs of these and of all others as one, float32
-    [n, k + 1]. `group` and `episode` say where the sample comes from, `policy` whose weights sampled and learn it,
-    where a run trains several, `teacher` which of several it is compared with.
+    """A training sequence: token ids and parallel arrays [T]. `mask` is True for tokens that the model sampled: only
+    those are trained. `logprobs` and `versions` are the engine's; 0.0 and -1 where mask is False. `advantage`: one
+    number for all trained tokens, or an array [T], as are `returns` and `values`, the targets and predictions of a
+    critic (None without one), and `proximal`, the learner's log-probs before the first update on the batch (None if not
+    used). `routes`: experts that computed each token, the same number of bytes for each; empty if not used. `support`:
+    sets of tokens that the n trained tokens were sampled from, if some were left out. `hinted`: ids of a prompt with a
+    hint, which replaces all tokens before the first trained one for a teacher; None if there is none. `likely`: for the
+    n trained tokens the k most likely tokens of a served teacher, int64 [n, k], and log-probs of these and of all
+    others as one, float32 [n, k + 1]. `group` and `episode`: the sample's origin; `policy`: the policy that sampled and
+    learns it, if a run trains several; `teacher`: its teacher, if there are several.
 
-    Columns may be given as any sequence of numbers; they become arrays: int32, bool or float32. Raises `ValueError`
-    where they are not equally long, or the first token is trained.
+    Arrays may be given as any sequence of numbers; they are converted to int32, bool or float32. Raises `ValueError` if
+    their lengths differ, or if the first token is trained.
 
     Example: Sample(tokens=(1, 9, 4, 45, 2), mask=(False, False, False, True, True), logprobs=(0., 0., 0., -.1, -.02),
                     versions=(-1, -1, -1, 3, 3), advantage=0.5, group=12, episode=0)
@@ -371,7 +371,7 @@ class Sample:
             raise ValueError("the first token of a Sample has no context to be predicted from, so it cannot be trained")
 
     def by_version(self) -> Counter[int]:
-        """Trained tokens by the version of the weights that sampled them."""
+        """Number of trained tokens by version of the weights that sampled them."""
         import numpy as np
 
         versions, counts = np.unique(self.versions[self.versions >= 0], return_counts=True)
@@ -380,10 +380,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
-    """An environment's answer to one reply: new messages, and what the reply was worth. `prompt`, where it is given, is
-    all that the model sees next, instead of the conversation so far and `messages`. `reward` is for everyone who takes
-    part; `rewards` adds what policies earn alone, by name. `policy` replies next; empty: the one that has replied, and
-    at first the environment's attribute of that name.
+    """An environment's response to one reply: new messages, and the reward of the reply. `prompt`: if given, replaces
+    the conversation so far and `messages` as the model's next prompt. `reward` goes to all agents; `rewards` adds those
+    of single policies, by name. `policy`: the one that replies next; empty: the one that replied last, at first the
+    environment's attribute `policy`.
 
     Example: Feedback(messages=(Message(role="user", content="Too low."),), reward=0.0, done=False)
     """
@@ -391,7 +391,7 @@ class Feedback:
     messages: tuple[Message, ...] = ()
     prompt: Conversation | None = None
     reward: float = 0.0
-    score: float | None = None  # None: the same as reward; with `rewards`, the mean of what the policies have
+    score: float | None = None  # None: equal to reward; with `rewards`, the mean over policies
     done: bool = True
     policy: str = ""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -399,12 +399,12 @@ class Feedback:
 
 
 class Env(Protocol):
-    """One episode's world, in message space. Single use: it has no reset. Errors may be raised anywhere; they end the
-    episode with the outcome `env_error`, never with a reward of 0. An attribute `tools`, if there is one, holds the
-    JSON schemas of the tools that the model may call; its calls are then in `reply.tool_calls`. An attribute `policy`
-    names who replies before `Feedback.policy` does (`policies` in the configuration). A coroutine `admit`, if
-    there is one, is awaited before the episode's clock starts: for environments of which only some can run at once.
-    Methods may be plain functions: those run in a thread, where they delay no other."""
+    """The environment of one episode, on the level of messages. Single use: it has no reset. An exception anywhere ends
+    the episode with the outcome `env_error`, never with a reward of 0. Optional attributes: `tools`, JSON schemas of
+    the tools that the model may call (its calls are in `reply.tool_calls`); `policy`, the one that replies first
+    (`policies` in the configuration), later `Feedback.policy` decides. An optional coroutine `admit` is awaited before
+    the episode's timeout starts: for environments of which only some can run at once. Methods may be plain functions:
+    these run in a thread and do not block other episodes."""
 
     async def start(self) -> Conversation: ...
     async def step(self, reply: Message) -> Feedback: ...
@@ -412,10 +412,10 @@ class Env(Protocol):
 
 
 class Model(Protocol):
-    """What an agent talks to. `ask` continues the conversation that it knows the beginning of, token by token, or
-    begins a new one; `agent` names the speaker, `policy` whose weights reply, where a run has several: the agent's name
-    is the policy's, then, unless it has another. `base_url` is the same for a client of OpenAI's or Anthropic's API, in
-    this process or another; `reward` is what such a client has sent to base_url/reward."""
+    """The model that an agent calls. `ask` continues the known conversation that is a prefix of the given one, token by
+    token, or starts a new one; `agent`: name of the caller; `policy`: the one that replies, if a run has several; by
+    default the policy with the agent's name. `base_url`: the same model for a client of OpenAI's or Anthropic's API, in
+    this process or another; `reward`: sent by such a client to base_url/reward."""
 
     async def ask(
         self, conversation: Conversation, *, tools: Sequence[Mapping[str, Any]] = (), agent: str = "", policy: str = ""
@@ -427,7 +427,7 @@ class Model(Protocol):
 
 
 class Agent(Protocol):
-    """One episode's program that talks to the model as it likes; the other way round from `Env`. `run` gives the
+    """A program that runs one episode and calls the model itself, unlike an `Env`, which is called. `run` returns the
     reward, or one for each agent by name."""
 
     async def run(self, model: Model) -> float | Mapping[str, float]: ...
@@ -436,12 +436,12 @@ class Agent(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """New weights on their way to an engine: which, what they must be, and where they are: in `folder` (Hugging Face
-    format, complete, never changed afterwards) or in `tensors` (name -> torch.Tensor in the engine's type).
+    """A weight update for an engine: version, digests, and the weights, in `folder` (Hugging Face format, complete,
+    never changed afterwards) or in `tensors` (name -> torch.Tensor in the engine's dtype).
 
-    `digests`: name -> `birl.models.digests.digest` of each tensor. An engine proves with its own that it holds them.
-    `anew`: the first of a run. Versions count from its checkpoint, so what an engine has of a run before may have a
-    higher number; any other update that is older than what an engine has is refused.
+    `digests`: name -> `birl.models.digests.digest` of each tensor, compared with the engine's own after loading.
+    `anew`: first update of a run. Versions count from the run's checkpoint, so an engine may have a higher version of
+    an earlier run; any other update that is older than the engine's version is refused.
 
     Example: Update(version=12, digests={"model.norm.weight": "5f0e..."}, folder="runs/a/weights/v000012")
     """
@@ -455,9 +455,9 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What an engine says after a load. `digest` is `birl.models.digests.whole` of the tensors that it holds now, read
-    from its own memory; empty where it cannot tell (vLLM and SGLang do not show their weights): then the canary alone
-    proves them. Generation stood still for `seconds`, `bytes` were read.
+    """An engine's response to a weight update. `digest`: `birl.models.digests.whole` of the tensors it holds now, read
+    from its own memory; empty if it cannot tell (vLLM and SGLang do not expose their weights): then only the canary
+    verifies them. `seconds`: how long generation was paused; `bytes`: bytes read.
 
     Example: Held(version=12, digest="9c1d...", seconds=0.08, bytes=269_000_000)
     """
@@ -469,7 +469,7 @@ class Held:
 
 
 class Engine(Protocol):
-    """Anything that samples tokens. `version` is the version of the weights it would sample with now."""
+    """Anything that samples tokens. `version`: version of the weights that it would sample with now."""
 
     @property
     def version(self) -> int: ...

@@ -1,13 +1,13 @@
-"""Model output is hostile text: what a terminal or a browser would obey instead of show is spelled out here."""
+"""Escapes text for display: model output may contain characters that a terminal or a browser would obey."""
 
 import unicodedata
 
-_JOINERS = "\u200c\u200d"  # invisible, but emoji and Persian are wrong without them
+_JOINERS = "\u200c\u200d"  # invisible, but required for emoji and Persian
 
 
 def visible(text: str) -> str:
-    """The text with control characters, bidi overrides, lone surrogates and invisible tags spelled out; newline and
-    tab stay.
+    """The text with control characters, bidi overrides, lone surrogates and invisible tags escaped; newline and tab are
+    kept.
 
     Example: visible("a\\x1b[2J") == "a⟪U+001B⟫[2J"
     """

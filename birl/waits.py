@@ -1,12 +1,12 @@
-"""Who waits for whom, since when, and what happened last; and a watchdog that ends a run in which nothing happens any
-more. Standard library only: every layer may say what it waits for.
+"""Table of current waits and recent events, and a watchdog that ends a run without progress. Standard library only:
+every layer may record its waits.
 
-    with waiting("training", "group 12", owner="engine"):         one line of the table while it lasts
+    with waiting("training", "group 12", owner="engine"):         one row of the table in this context
         ...
     event("step 3 trained")                                      one of the last 50
-    alive()                                                      something happens, not worth a line
+    alive()                                                      progress that is not worth a row
 
-The watchdog is a thread, as the event loop itself may be what is stuck.
+The watchdog is a thread, as the event loop itself may be stuck.
 """
 
 import sys
@@ -23,12 +23,12 @@ from birl.blocked import standing
 from birl.regular import check_target
 from birl.spans import done
 
-GRACE = 30.0  # seconds that a wait may outlast its own deadline: its owner needs a moment to notice
+GRACE = 30.0  # seconds that a wait may exceed its deadline: its owner needs a moment to notice
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`deadline` in seconds from `since`; who waits gives up then. `owner` is what must act for the wait to end."""
+    """A wait. `deadline` [s] from `since`: the waiter gives up. `owner`: the part that must act to end it."""
 
     who: str
     what: str
@@ -46,7 +46,7 @@ class Table:
     spent: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))  # s
 
     def text(self) -> str:
-        """Longest wait first."""
+        """The table as text, longest wait first."""
         now = time.monotonic()
         rows = [("who", "waits for", "owner", "since", "deadline")]
         waits = list(self.waits.values())  # other threads add and remove meanwhile
@@ -62,16 +62,16 @@ class Table:
 
 TABLE = Table()
 
-# Whose time a wait is: (process, lane) of its span. Every other waiter is an episode or a group.
+# (process, lane) of the span of a waiter. Every other waiter is an episode or a group.
 PLACES = {"training": ("learner", "loop"), "learner": ("learner", "loop"), "rollout": ("rollout", "admission")}
 LANES = {"reward workers": "rewards", "environment": "environments"}  # of episodes and groups, by owner
-SHORT = 1e-3  # s; a wait of the rollout that is over sooner is no span: most environments answer at once
+SHORT = 1e-3  # s; shorter waits of the rollout are no spans: most environments answer at once
 
 
 @contextmanager
 def waiting(who: str, what: str, owner: str, deadline: float = inf) -> Iterator[None]:
-    """When it is over it counts in `spent`, and is recorded as a span; but not what an episode waits for its engine, as
-    engines tell of each request."""
+    """Register a wait while the context is open. Afterwards it counts in `spent` and is recorded as a span, except
+    waits of episodes for the engine, as engines record each request."""
     table = TABLE
     table.count += 1
     key, began = table.count, time.perf_counter()
@@ -86,7 +86,7 @@ def waiting(who: str, what: str, owner: str, deadline: float = inf) -> Iterator[
 
 
 def forget(who: str) -> None:
-    """Drop the waits of what was left behind: the watchdog does not end the run for them."""
+    """Drop the waits of abandoned code, so that the watchdog does not end the run for them."""
     for key, wait in tuple(TABLE.waits.items()):
         if wait.who == who:
             TABLE.waits.pop(key, None)
@@ -102,7 +102,7 @@ def _tell(who: str, owner: str, began: float, ended: float) -> None:
 
 
 def spent(who: str, owner: str) -> float:
-    """Seconds that `who` (a key of `PLACES`) has waited for this owner in this process."""
+    """Seconds that `who` (a key of `PLACES`) has waited for this owner, in this process."""
     return TABLE.spent[who, owner]
 
 
@@ -116,7 +116,7 @@ def alive() -> None:
 
 
 def stalled(limit: float) -> str:
-    """Why this counts as a stall; empty where it does not."""
+    """Why the run counts as stalled; empty if it does not."""
     now = time.monotonic()
     for wait in tuple(TABLE.waits.values()):
         if now - wait.since > wait.deadline + GRACE:
@@ -127,7 +127,7 @@ def stalled(limit: float) -> str:
 
 
 class Watchdog:
-    """Looks every `interval` seconds; at a stall it calls `act` with the report, once. `file` gets the report too."""
+    """Checks every `interval` seconds; at a stall it writes the report to `file` and calls `act` with it, once."""
 
     def __init__(self, limit: float, act: Callable[[str], None], file: Path, interval: float = 1.0) -> None:
         self.limit, self.act, self.file, self.interval = limit, act, file, interval
@@ -155,7 +155,7 @@ class Watchdog:
 
 
 def exit_at_once(report: str) -> None:
-    """For a run whose event loop may not answer: the newest checkpoint is complete, so there is nothing to save."""
+    """End the process, as the event loop may not respond; the newest checkpoint is complete, so nothing is lost."""
     import os
 
     with suppress(OSError, ValueError):
