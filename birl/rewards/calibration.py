@@ -1,4 +1,4 @@
-"""How far a judge agrees with people, and what it prefers that they do not: long answers, or the one shown first."""
+"""Agreement of a judge with human ratings, and its biases towards long answers and the answer shown first."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from birl.rewards.requests import NoAnswer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gold:
-    """The answers to one prompt, with what people gave each; of a preference 1 and 0.
+    """The answers to one prompt with human ratings; for a preference 1 and 0.
 
     Example: Gold(prompt="What is 3 + 4?", answers=("7", "8"), human=(1.0, 0.0))
     """
@@ -29,7 +29,7 @@ class Gold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """`low`, `high`: its 95 % interval; NaN where there is none. `n`: what it is the measure of."""
+    """A statistic with its 95 % interval `low`, `high`; NaN if there is none. `n`: number of items or prompts."""
 
     name: str
     value: float
@@ -40,7 +40,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Items:
-    """The answers that the judge gave a value, as columns. `prompts`: the positions of each prompt's answers."""
+    """Columns of the answers that the judge rated. `prompts`: indices of each prompt's answers."""
 
     human: Sequence[float]
     judge: Sequence[float]
@@ -63,13 +63,13 @@ class Items:
         return cls(human=human, judge=judge, lengths=lengths, prompts=prompts)
 
     def measure(self, name: str, statistic: Callable[[Indices], float]) -> Measure:
-        """Of all items."""
+        """A statistic over all items."""
         value = statistic(np.arange(len(self.human)))
         low, high = over_prompts(statistic, self.prompts)
         return Measure(name=name, value=value, low=low, high=high, n=len(self.human))
 
     def mean(self, name: str, one: Callable[[Indices], float]) -> Measure:
-        """Of one value for each prompt that has one."""
+        """Mean of one value per prompt, over the prompts that have one."""
         return mean(name, [one(prompt) for prompt in self.prompts])
 
 
@@ -84,9 +84,9 @@ def mean(name: str, values: Sequence[float]) -> Measure:
 def measures(
     gold: Sequence[Gold], values: Sequence[Sequence[Value]], *, preferences: bool, threshold: float
 ) -> list[Measure]:
-    """Of one judge or of a panel. `threshold`: from which value on an answer counts as good, where people say only good
-    or bad."""
-    if preferences:  # of both answers, or of none
+    """Statistics of a judge or a panel. `threshold`: smallest value of a good answer, if the human ratings are only
+    good or bad."""
+    if preferences:  # keep pairs with values for both answers
         whole = [not any(isinstance(v, NoAnswer) for v in own) for own in values]
         gold, values = list(compress(gold, whole)), list(compress(values, whole))
     items = Items.of(gold, values)
@@ -111,8 +111,8 @@ def measures(
 
 
 def _sides(human: np.ndarray, judge: np.ndarray, lengths: np.ndarray, pair: Indices) -> float:
-    """Of a pair of answers of unequal length: 1, 0.5 or 0 as the judge gives the longer more, as much, or less, minus
-    the same of people. NaN otherwise."""
+    """Length bias in a pair of answers of unequal length: 1, 0.5 or 0 if the judge rates the longer one higher, equal,
+    or lower, minus the same for the human ratings. NaN otherwise."""
     if len(pair) < 2 or lengths[pair[0]] == lengths[pair[1]]:
         return float("nan")
     long, short = pair if lengths[pair[0]] > lengths[pair[1]] else pair[::-1]
@@ -120,8 +120,8 @@ def _sides(human: np.ndarray, judge: np.ndarray, lengths: np.ndarray, pair: Indi
 
 
 def _preference_kappa(human: np.ndarray, judge: np.ndarray, items: Indices) -> float:
-    """The chosen answer of each pair is at an even or odd place by turns, so that a judge that always names one side
-    agrees by chance alone."""
+    """Cohen's kappa of preferences. The chosen answer is alternately at an even and an odd position, so that a judge
+    that always names one side agrees only by chance."""
     pairs = items[: len(items) // 2 * 2].reshape(-1, 2)
     turn = np.where(pairs[:, 0] // 2 % 2, 1, -1)
     wanted, given = (turn * np.sign(c[pairs[:, 0]] - c[pairs[:, 1]]) for c in (human, judge))
@@ -129,8 +129,8 @@ def _preference_kappa(human: np.ndarray, judge: np.ndarray, items: Indices) -> f
 
 
 def prefers_first(questions: Sequence[Sequence[Question]], verdicts: Sequence[Sequence[Verdict]]) -> Measure:
-    """For each prompt, how often the answer shown first beats another one that was shown with it; ties count half.
-    Orders are random, so that a judge without a bias is at 0.5."""
+    """Position bias: how often the answer shown first beats another one of the same question, averaged over prompts;
+    ties count half. Orders are random, so that an unbiased judge has 0.5."""
     each: list[float] = []
     for own, given in zip(questions, verdicts, strict=True):
         shares = [
@@ -144,7 +144,7 @@ def prefers_first(questions: Sequence[Sequence[Question]], verdicts: Sequence[Se
 
 
 def changes_with_order(questions: Sequence[Sequence[Question]], verdicts: Sequence[Sequence[Verdict]]) -> Measure:
-    """The share of pairs, shown in both orders, of which the judge names one answer first and then the other."""
+    """Fraction of the pairs shown in both orders in which the judge's preference changes with the order."""
     each: list[float] = []
     for own, given in zip(questions, verdicts, strict=True):
         named: dict[frozenset[str], list[dict[str, float]]] = {}

@@ -1,4 +1,4 @@
-"""Does a program pass its unit tests? Tried in a sandbox, which lives as long as the worker process."""
+"""Unit-test reward: runs programs in a sandbox, which lives as long as the worker process."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,8 @@ async def code(
     sandbox: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> list[float]:
-    """The share of the row's `tests` that the answer's program passes; 0 without a program. `partial` False: 1 where it
-    passes all, else 0. The program is the last ```python block behind the thinking.
+    """Fraction of the row's `tests` that the answer's program passes; 0 without a program. `partial` False: 1 if it
+    passes all, else 0. The program is the last ```python block after the thinking.
 
     Example: await code(["```python\nprint(input())\n```"], tests=[[{"input": "7", "output": "7"}]]) == [1.0]
     """
@@ -50,8 +50,8 @@ async def code(
 
 
 def prepare(sandbox: Mapping[str, Any] | None = None, **_: Any) -> None:
-    """Have the trial runs of the sandbox done: no call's deadline is long enough for them. What does not work is an
-    error of the calls."""
+    """Run the trial runs of the sandbox before the first call: no call's deadline is long enough for them. If they
+    fail, the calls report the error."""
     keys = Keys(**(sandbox or {}))
 
     async def run() -> None:
@@ -62,7 +62,7 @@ def prepare(sandbox: Mapping[str, Any] | None = None, **_: Any) -> None:
 
 
 async def _sandbox(keys: Keys) -> Sandbox:
-    """Opened once by each worker process. When the process ends, in whatever way, all that runs in it ends too."""
+    """The sandbox, opened once in each worker process. When the process ends, in any way, everything in it ends too."""
     wanted = (keys.kind, keys.workers)
     if wanted not in _open:
         _open[wanted] = await open_sandbox(keys.kind, workers=keys.workers)

@@ -1,4 +1,4 @@
-"""A reward model behind an address: vLLM's `/pooling` (`vllm serve MODEL --runner pooling`) and what speaks like it."""
+"""A served reward model: vLLM's `/pooling` (`vllm serve MODEL --runner pooling`) and compatible servers."""
 
 import json
 import math
@@ -16,9 +16,9 @@ async def endpoint(
     concurrency: int = Reward.concurrency,
     timeout: float = Reward.timeout,
 ) -> list[float | NoAnswer]:
-    """One score for each completion: the last number of what the server gives for each conversation.
+    """One score for each completion: the last number of the server's response for each conversation.
 
-    Asks with `{"messages": [...]}`, so that the server's own chat template makes the text.
+    Requests have `{"messages": [...]}`, so that the server applies its own chat template.
     """
     bodies = []
     for prompt, completion in zip(prompts, completions, strict=True):

@@ -1,21 +1,21 @@
-"""How much work an expression is. What would take minutes to expand or to factor is compared at points instead."""
+"""Estimates the cost of expressions; values at points replace expansions and factorings that would take minutes."""
 
 import math
 from typing import Any
 
 import sympy
 
-LARGEST = 100_000  # exponents, and what a factorial is taken of
-TERMS = 300  # of an expression that is multiplied out
-DEGREE = 100  # of a power of something that is not a number
-LONG = 10**400  # integers that are not factored
+LARGEST = 100_000  # largest exponent, and largest argument of a factorial
+TERMS = 300  # most terms of an expression that is expanded
+DEGREE = 100  # largest exponent of a power of a non-number
+LONG = 10**400  # larger integers are not factored
 
 
 def unfinished(expression: Any) -> bool:
-    """Whether it is work that has still to be done: a sum, an integral, a power or a factorial of too many digits."""
+    """Whether it contains work that is not done: a sum, an integral, or a power or factorial with too many digits."""
     if not isinstance(expression, sympy.Basic):
         return False
-    for part in sympy.postorder_traversal(expression):  # 9^(9^9) is one, and must be seen before what it stands in
+    for part in sympy.postorder_traversal(expression):  # 9^(9^9) must be found before its parent
         if isinstance(part, sympy.Integral | sympy.Sum | sympy.Product | sympy.Limit):
             return True
         if isinstance(part, sympy.Pow | sympy.factorial | sympy.binomial):
@@ -27,7 +27,7 @@ def unfinished(expression: Any) -> bool:
 
 
 def large(expression: Any) -> bool:
-    """Whether it has too many terms when multiplied out, too high a degree, or too long an integer inside."""
+    """Whether it has too many terms when expanded, too high a degree, or too long an integer."""
     if not isinstance(expression, sympy.Basic) or expression.is_Atom:
         return False
     return (
@@ -37,8 +37,8 @@ def large(expression: Any) -> bool:
 
 
 def same_at_points(one: Any, other: Any) -> bool:
-    """Whether two expressions of the same variables have the same values to 40 digits, at points near 1: further
-    away the highest power would hide all else."""
+    """Whether two expressions of the same variables agree to 40 digits at points near 1: further away the highest power
+    would hide all others."""
     one, other = _side(one), _side(other)
     if one == other or not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
         return bool(one == other)
@@ -51,13 +51,13 @@ def same_at_points(one: Any, other: Any) -> bool:
 
 
 def near(one: Any, other: Any, share: float) -> bool:
-    """Whether two numbers differ by at most that share of the other; infinite and undefined ones never are near."""
+    """Whether two numbers differ by at most that fraction of the second; never for infinite and undefined ones."""
     gap, size = abs(one - other), abs(other)
     return bool(gap.is_comparable and gap.is_finite and size.is_finite and gap <= share * size)
 
 
 def _side(expression: Any) -> Any:
-    """The expression of y = expression."""
+    """The right side of y = expression."""
     return expression.rhs if isinstance(expression, sympy.Eq) and expression.lhs.is_Symbol else expression
 
 
@@ -72,6 +72,6 @@ def _terms(expression: Any) -> float:
         return math.comb(power + int(base) - 1, power)
     if isinstance(expression, sympy.Mul):
         return math.prod(sizes)
-    if isinstance(expression, sympy.Function):  # the sine of a sum of k terms becomes a sum of 2^(k-1)
+    if isinstance(expression, sympy.Function):  # the sine of a sum of k terms expands to 2^(k-1) terms
         return 2.0 ** min(sum(sizes) - 1, 1000)
     return sum(sizes)

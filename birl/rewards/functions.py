@@ -1,7 +1,7 @@
-"""What a reward function is: looked up by name, given the columns it asks for, and its answer checked.
+"""Reward functions: looked up by name, called with the columns they ask for, and their results checked.
 
-A reward function is a plain callable, `(completions, prompts, **columns) -> list[float]`. This file is used on both
-sides of the pipe to a worker process, so it imports nothing heavy.
+A reward function is a callable, `(completions, prompts, **columns) -> list[float]`. This file is used on both sides of
+the pipe to a worker process, so it imports nothing heavy.
 """
 
 import functools
@@ -41,14 +41,14 @@ OPTIONS = {
     "sandbox": ("code", "sandbox"),
 }
 
-PER_CALL = ("trainer_state", "log_extra", "log_metric")  # arguments that are no list with one entry per completion
+PER_CALL = ("trainer_state", "log_extra", "log_metric")  # arguments that are not a list with one entry per completion
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a call gave. `values`: for each completion its value, None where the function does not judge it, or what is
-    wrong with it. `extra`: by name, what `log_extra` was given, one entry for each completion. `logged`: by name, the
-    values that `log_metric` was given."""
+    """The result of a call. `values`: for each completion its value, None if the function does not score it, or an
+    error message. `extra`: arguments of `log_extra` by name, one entry for each completion. `logged`: arguments of
+    `log_metric` by name."""
 
     values: list[float | str | None]
     extra: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
@@ -56,7 +56,7 @@ class Answers:
 
     @classmethod
     def received(cls, reply: Any, n: int) -> "Answers":
-        """Those of a worker, in which a reward function may have changed anything. Raises `CallFailed`."""
+        """Check the reply of a worker, which a reward function may have tampered with. Raises `CallFailed`."""
         try:
             result = cls(**reply)
             texts = [value if isinstance(value, str) else None for value in result.values]
@@ -72,7 +72,7 @@ class Answers:
 
 
 class Invocation:
-    """One call of a function: the arguments that exist only where it runs, and what it logs.
+    """One call of a function: the arguments that exist only in its process, and what it logs.
 
     Example: call = Invocation({"completions": ["7"], "log_metric": None}, n=1)
              call.answers(function(**call.arguments))
@@ -90,30 +90,30 @@ class Invocation:
         self.logged: dict[str, list[float]] = {}
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """One value for each completion, for rollouts.jsonl."""
+        """Log one value for each completion, for rollouts.jsonl."""
         listed = list(values)
         if len(listed) != self.n:
             raise ValueError(f"log_extra({column!r}, ...): {len(listed)} values for {self.n} completions")
         self.extra[str(column)] = [_stored(value) for value in listed]
 
     def log_metric(self, name: str, value: float) -> None:
-        """A number for metrics.jsonl, which has the mean over a step."""
+        """Log a number; metrics.jsonl has its mean over a step."""
         self.logged.setdefault(str(name), []).append(float(value))
 
     def answers(self, result: object) -> Answers:
-        """Raises `CallFailed` when the result is not a list with one entry for each completion."""
+        """The checked result. Raises `CallFailed` if it is not a list with one entry for each completion."""
         return Answers(checked(result, self.n), self.extra, self.logged)
 
 
 def _stored(value: Any) -> bool | int | float | str | None:
-    """As JSON has it: an integer of thousands of digits cannot be written in decimals."""
+    """The value as JSON: an integer of thousands of digits cannot be written in decimal."""
     if isinstance(value, int) and abs(value) >= 1 << 63:
         return f"{value:#x}"
     return value if isinstance(value, bool | int | float | None) else str(value)
 
 
 class CallFailed(Exception):
-    """A call gave no values at all. `isolate`: trying the completions one by one may find the culprit."""
+    """A call returned no values at all. `isolate`: scoring the completions one by one may find the culprit."""
 
     def __init__(self, outcome: Outcome, detail: str, *, isolate: bool = True, seconds: float = 0.0) -> None:
         super().__init__(detail)
@@ -125,7 +125,7 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Which arguments a function takes by name, and whether it takes any other as well (`**kwargs`).
+    """The arguments that a function takes by name, and whether it takes any others (`**kwargs`).
 
     Example: Parameters(required=("completions",), optional=("gold",), anything=False)
     """
@@ -133,13 +133,13 @@ class Parameters:
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     anything: bool = False
-    bound: tuple[str, ...] = ()  # already set, as an option: a column of that name must not overwrite it
+    bound: tuple[str, ...] = ()  # already bound as options: a column of that name must not replace it
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "Parameters":
         try:
             parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # some callables written in C do not tell
+        except (TypeError, ValueError):  # some callables written in C have no signature
             return cls(required=(), anything=True)
         bound = tuple(function.keywords) if isinstance(function, functools.partial) else ()
         by_name = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in bound]
@@ -155,7 +155,7 @@ class Parameters:
         return self.required + self.optional
 
     def select(self, name: str, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """The offered arguments that the function takes. Raises `BirlError` when it needs one that is not offered."""
+        """The offered arguments that the function takes. Raises `BirlError` if a required one is missing."""
         missing = [parameter for parameter in self.required if parameter not in offered]
         if missing:
             raise BirlError(
@@ -171,7 +171,7 @@ def is_file(spec: str) -> bool:
 
 
 def resolve(spec: str, folder: Path) -> str:
-    """The spec with its file path made absolute. Raises `BirlError` for what is wrong before anything is imported."""
+    """The spec with an absolute file path. Raises `BirlError` for errors that can be found without importing it."""
     place, colon, function = spec.rpartition(":")
     if not colon:
         if spec in BUILTINS:
@@ -194,7 +194,7 @@ def resolve(spec: str, folder: Path) -> str:
 
 
 def load(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Import a resolved spec, with its options bound. Raises `BirlError` that says what is wrong and where."""
+    """Import a resolved spec and bind its options. Raises `BirlError` that says what is wrong and where."""
     place, _, name = BUILTINS.get(spec, spec).rpartition(":")
     try:
         module = from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -216,13 +216,13 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def digest(spec: str) -> str:
-    """Content digest of the file that a spec names, so that a change during a run is noticed. Empty for modules."""
+    """SHA-256 of the file that a spec names, to detect changes during a run. Empty for modules."""
     return hashlib.sha256(Path(spec.rpartition(":")[0]).read_bytes()).hexdigest() if is_file(spec) else ""
 
 
 def describe(error: BaseException, file: str = "") -> str:
-    """`file:line: Type: message`, one line; the deepest line within `file` where there is one. What birl itself has put
-    into words stands alone."""
+    """`file:line: Type: message` in one line, with the deepest line within `file` if there is one. birl's own errors
+    have no line."""
     if isinstance(error, BirlError):
         return str(error).partition("\n")[0][:400]
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
@@ -244,12 +244,12 @@ def failed(error: BaseException, function: Callable[..., Any]) -> CallFailed:
 
 
 def checked(result: object, n: int) -> list[float | str | None]:
-    """A function's result, value by value. Raises `CallFailed` when it is not a list of n things."""
+    """Check a function's result, value by value. Raises `CallFailed` if it is not a list of n elements."""
     if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping | set | frozenset):
         raise CallFailed(
             Outcome.ENV_ERROR, f"returned {type(result).__name__}, not a list of {n} numbers", isolate=False
         )
-    values: Sequence[object] = list(islice(result, n + 1))  # a generator may have no end
+    values: Sequence[object] = list(islice(result, n + 1))  # a generator may be infinite
     if len(values) != n:
         many = str(len(result) if isinstance(result, Sized) else len(values) if len(values) < n else f"over {n}")
         raise CallFailed(Outcome.ENV_ERROR, f"returned {many} values for {n} completions", isolate=False)
@@ -259,7 +259,7 @@ def checked(result: object, n: int) -> list[float | str | None]:
 def _number(value: object) -> float | str | None:
     if value is None:
         return None
-    if isinstance(value, Exception):  # of one completion; the others have their numbers
+    if isinstance(value, Exception):  # of one completion; the others have values
         return next(iter(str(value).splitlines()), type(value).__name__)[:400]
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         return f"returned a {type(value).__name__} instead of a number"

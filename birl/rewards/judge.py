@@ -1,4 +1,4 @@
-"""The reward function `judge`: language models behind OpenAI-compatible endpoints judge the answers of a group.
+"""The reward function `judge`: language models at OpenAI-compatible endpoints rate the answers of a group.
 
 answers to a prompt -> Question -> one request to each judge -> Verdict -> a value for each answer
 """
@@ -18,14 +18,14 @@ _panels: dict[str, Panel] = {}
 
 
 def prepare(panel: Mapping[str, Any] | None = None) -> None:
-    """Raises `BirlError` where the judges cannot be asked."""
+    """Open the panel. Raises `BirlError` if the judges are not configured correctly."""
     if not panel or not panel["judges"]:
         raise BirlError("reward judge: no judge is named; set reward.judge=http://localhost:8000/v1#MODEL.")
     opened(panel)
 
 
 def opened(panel: Mapping[str, Any]) -> Panel:
-    """One for each process, so that its pace holds from call to call."""
+    """The panel, one per process, so that its rate limit applies across calls."""
     key = json.dumps(panel, sort_keys=True)
     if key not in _panels:
         _panels[key] = Panel.of(panel)
@@ -42,8 +42,8 @@ async def judge(
     log_metric: Callable[[str, float], None] | None = None,
     **columns: Sequence[Any],
 ) -> list[Value]:
-    """What judges give each completion, from 0 to 1. `panel`: of `Panel.of`. Logs the reply of the first judge about
-    each answer, and the share of questions that failed, by their kind."""
+    """The judges' value of each completion, from 0 to 1. `panel`: argument of `Panel.of`. Logs the first judge's reply
+    about each answer, and the fraction of questions that failed, by kind."""
     jury = opened(panel)
     groups: defaultdict[tuple[str, str, Rubric], list[int]] = defaultdict(list)
     for i, (prompt, right) in enumerate(zip(prompts, gold, strict=True)):
@@ -72,7 +72,7 @@ async def judge(
 
 
 def rubric_of(panel: Panel, columns: Mapping[str, Sequence[Any]], index: int) -> Rubric:
-    """The row's own where there is one, else the configuration's. Raises `BirlError`."""
+    """The row's rubric if it has one, else the configuration's. Raises `BirlError`."""
     if not panel.column:
         return panel.rubric
     if panel.column not in columns:

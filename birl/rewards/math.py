@@ -1,4 +1,4 @@
-"""Is an answer mathematically right? Judged by math-verify, in a worker process with a deadline."""
+"""Mathematical correctness of answers, checked by math-verify in a worker process with a deadline."""
 
 import logging
 import re
@@ -18,9 +18,9 @@ from birl.rewards.text import THOUGHT
 # late answer is a timeout, so its limits are off, and so is its warning that they are.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-LONGEST = 5_000  # characters that are judged, from the end
-CLOSE = 5e-6  # of a number, relative
-DEEPEST = 12  # brackets within brackets: the time that reading takes doubles with each
+LONGEST = 5_000  # characters that are read, from the end
+CLOSE = 5e-6  # relative tolerance of numbers
+DEEPEST = 12  # depth of nested brackets: parsing time doubles with each
 ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 OPENED = re.compile(r"^.*<answer>", re.DOTALL | re.IGNORECASE)
 GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
@@ -29,16 +29,16 @@ NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
 PLAIN = re.compile(rf"[$]?(?=[-+]?\.?\d){NUMBER}\.?(?:\s*%|\s*/\s*\d+)?(?:\s+[a-zA-Z ]+(?:/[a-zA-Z]+)?)?")
 BARE = re.compile(rf"[$]?(?=[-+]?\.?\d){NUMBER}\s*%?\.?\s*")
 NUMERAL = re.compile(r"\d(?:[\d,.]|[ ]\d{3}(?!\d))*")
-# sympy factors what is under a root, and divides an angle by pi, while it reads
+# sympy factors radicands, and divides angles by pi, while it parses
 HUGE = re.compile(r"(?:\^|\*\*)[\s{(+-]*\d{4,}|\d{400}")
 FUNCTION = re.compile(r"\\?(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln)")
 BASE = re.compile(r"_(?:\d|\{\w*\})")
-# 3 or 4: a list is no number, whichever of them is right
+# 3 or 4: a list is no number, even if one of them is correct
 LISTED = re.compile(
     rf"(?>\W*+\b(?:or|and|to|through|maybe|perhaps|possibly|either|both)\b|[-+$]?{NUMERAL.pattern}|[\s,;.*?!()]+)++"
 )
 HEDGED = re.compile(rf"\d\W*\bor\b(?:\s+(?:maybe|perhaps|possibly|even))*\s+[-+$]?{NUMERAL.pattern}[^\w\n]*$")
-# not 7: what an answer is not
+# not 7: a negated answer
 DENIED = re.compile(rf"\D*(?:\bnot\s+|\\neq?(?![a-z])\s*|\u2260\s*)[-+$]*{NUMERAL.pattern}[^\w\n]*")
 BASED = re.compile(rf"{NUMERAL.pattern}_(?:(\d)|\{{(\d+)\}})")
 AND = re.compile(r"\s+(?:and|or)\s+")
@@ -49,26 +49,26 @@ FUNCTIONS = re.compile(r"\\[a-zA-Z]+|\b(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|ex
 SPELLED = re.compile(r"(?<![\\a-z])(?:(pi)|inf(?:ini)?ty)\b", re.IGNORECASE)
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
-# that ends a sentence: of "it is 2\frac{1}{3}" math-verify would see 1/3
+# at the end of a sentence: in "it is 2\frac{1}{3}" math-verify would find 1/3
 FRACTION = re.compile(r"((?:[^\W\d_]{2,}|[:,.])\s+)([-+]?\d*\\[dt]?frac\{[^{}]*\}\{[^{}]*\})(?=[\s.]*$)")
 DELIMITER = re.compile(r"\\[()\[\]]")
 SPACE = re.compile(r"~|\\(?:q?quad\b|[ ,;:])")
 ANNOUNCED = re.compile(r"^.*\b(?:answer|option|choice)(?:\s+is\b|\W*:)[\s:*]*", re.DOTALL | re.IGNORECASE)
 CHOICE = re.compile(r"(?:(?i:option|choice)\s+)?\(?([A-Z])(?:[).:]\s+\S.*|[).])?", re.DOTALL)
 CHOICES = re.compile(r"(?<![a-zA-Z])[A-Z][).:]")
-# a time or a date, of which 12:30 would be 2/5
+# a time or a date: 12:30 would be 2/5
 TIME = re.compile(
     r"(?<![\d:])\d{1,2}:\d\d(?::\d\d)?(?:\s*[ap]\.?m\b)?|\b\d\d?\s*[ap]\.?m\b|\b\d{4}-\d\d-\d\d\b|\b\d\d?[/.]\d\d?[/.]\d{2,4}\b"
 )
 
 
 def math(completions: list[str], gold: Sequence[object], **_: Any) -> list[float]:
-    """1 where the last stated value equals the gold answer, else 0.
+    """1 if the last stated value equals the gold answer, else 0.
 
-    Behind the thinking, the last `<answer>...</answer>` is judged where there is one, else what follows the last `####`
-    (GSM8K) that has a number alone behind it or ends the text (others are headings), else the whole text, of which
-    math-verify takes a boxed or announced answer, else the last expression or number. Where the gold answer is a
-    number, so must the answer be: "3 + 4" equals 7 but only repeats the question.
+    After the thinking, the last `<answer>...</answer>` is checked if there is one, else the text after the last `####`
+    (GSM8K) that is a number alone or ends the text (others are headings), else the whole text, in which math-verify
+    takes a boxed or announced answer, else the last expression or number. If the gold answer is a number, the answer
+    must be one, too: "3 + 4" equals 7 but only repeats the question.
 
     Example: math(["3 + 4 = 7", "3 + 4 = 8", "3 + 4"], gold=["7", "7", "7"]) == [1.0, 0.0, 0.0]
     """
@@ -81,7 +81,7 @@ def _text(gold: object, index: int) -> str:
     return str(gold)
 
 
-@lru_cache(maxsize=4096)  # the answers of a group repeat themselves
+@lru_cache(maxsize=4096)  # answers in a group repeat
 def _right(completion: str, gold: str) -> bool:
     text, wanted = _final(THOUGHT.sub("", completion))[-LONGEST:], _final(gold)
     if _as_text(text, wanted):
@@ -94,25 +94,25 @@ def _right(completion: str, gold: str) -> bool:
         return False
     stated = _signs(ANNOUNCED.sub("", text).strip(" \t\r\n*.!?").lstrip("= "))
     if stated.casefold().startswith("not "):
-        text = stated  # of what is announced, math-verify takes the first number
+        text = stated  # math-verify takes the first number after an announcement
     if _number(want[0]) is None:
         stated = AND.sub(", ", stated)
     elif _listed(stated) or HEDGED.search(text) or DENIED.fullmatch(stated):
         return False
     if len({a or b for a, b in BASED.findall(wanted)} | {a or b for a, b in BASED.findall(text)[-1:]}) > 1:
-        return False  # in another base, which math-verify leaves out
+        return False  # in another base, which math-verify ignores
     answers = _parse(text)
     if answers and _number(want[0]) is not None and qualified(text, str(answers[-1]), bool(ANNOUNCED.match(text))):
         return False
     if _equal(want, answers):
         return True
-    # an expression that stands alone may do without its dollars
+    # an expression alone may lack its dollar signs
     bare = not _delimited(stated) and not any(map(WORD.fullmatch, re.findall(r"[^\W\d_]+", FUNCTIONS.sub("", stated))))
     return (bare or bool(ANSWER_TAG.search(completion))) and not _delimited(stated) and _equal(want, _latex(stated))
 
 
 def _as_text(text: str, wanted: str) -> bool:
-    """Whether the answer is word for word, time for time or letter for letter the right one."""
+    """Whether the answer equals the gold answer as words, as a time, or as a letter of a choice."""
     words, right = _words(text), _words(wanted)
     if words == right and right:
         return True
@@ -154,14 +154,14 @@ def _equal(want: list[Any], answers: list[Any]) -> bool:
 
 
 def _is_range(wanted: Any) -> bool:
-    """Whether it is a range of numbers for sure: (1, 2) may be a point."""
+    """Whether it is certainly a range of numbers: (1, 2) may be a point."""
     if not isinstance(wanted, sympy.Interval):
         return isinstance(wanted, sympy.Union)
     return not wanted.left_open or not wanted.right_open or not wanted.measure.is_finite
 
 
 def _close(wanted: Any, stated: Any) -> bool:
-    """To six digits: math-verify looks at six decimal places, so that all numbers below 1e-6 are one."""
+    """Whether numbers agree to six digits: math-verify compares six decimals, so all numbers below 1e-6 are equal."""
     pair = (wanted, stated)
     if not all(isinstance(e, sympy.Expr) and e.is_number and not e.has(sympy.UnevaluatedExpr) for e in pair):
         return True
@@ -170,7 +170,7 @@ def _close(wanted: Any, stated: Any) -> bool:
 
 
 def _words(text: str) -> str:
-    """An answer that is a word or two, without what may stand around it."""
+    """Normalise an answer of one or two words, without surrounding marks."""
     text = _bare(text)
     around = "()" if any(c.isalpha() for c in text) else ""
     return " ".join(text.strip(f" \t\r\n{around}").casefold().split())
@@ -193,7 +193,7 @@ def _gold(gold: str) -> list[Any]:
     text = _signs(plain(_final(gold)).strip().removeprefix("+"))
     if PLAIN.fullmatch(text):
         result = _parse(text, [ExprExtractionConfig()])
-    else:  # LaTeX without its dollars is what data sets hold: of 2\sqrt{3} math-verify would see the 2
+    else:  # data sets have LaTeX without dollar signs: in 2\sqrt{3} math-verify would find the 2
         result = _parse(text) if _delimited(text) else _latex(text)
     if not result:
         raise BirlError(f"the gold answer {gold!r} cannot be read as mathematics")
@@ -205,7 +205,7 @@ def _latex(text: str) -> list[Any]:
 
 
 def _final(text: str) -> str:
-    """What is judged of an answer, see `math`."""
+    """The part of an answer that is checked, see `math`."""
     if tagged := ANSWER_TAG.findall(text):
         return tagged[-1]
     text = OPENED.sub("", text)  # generation stopped at </answer>
@@ -214,22 +214,22 @@ def _final(text: str) -> str:
 
 
 def _parse(text: str, *how: Any) -> list[Any]:
-    """[expression, its text] as math-verify reads them, [text] when it could not read it, [] when there was nothing."""
+    """[expression, its text] as math-verify parses them, [text] if it cannot parse it, [] if it finds nothing."""
     return parse(text, *how, parsing_timeout=None)  # type: ignore[arg-type]
 
 
 def _computed(want: list[Any], answers: list[Any]) -> bool:
-    """Whether an answer to a numeric question is a number, and not a sum that still has to be done."""
+    """Whether an answer to a numeric question is a number, not an unevaluated sum."""
     asked, stated = _number(want[0]), _number(answers[0])
     if asked is None or stated is None:
         return asked is None
-    # the text counts as well: of \frac{14}{2}, sympy has already done the division
+    # the text counts as well: sympy has already divided in \frac{14}{2}
     numerals = len(NUMERAL.findall(BASE.sub("", str(answers[-1]).rpartition("=")[2])))
     return numerals <= 1 or asked != int(asked)
 
 
 def _number(expression: Any) -> Any:
-    """The number that is written, also as x = 7, as a fraction or as a percentage. None for everything else."""
+    """The number written, also as x = 7, a fraction or a percentage. None for everything else."""
     while isinstance(expression, sympy.Eq):
         expression = expression.rhs
     if isinstance(expression, sympy.Number):

@@ -1,12 +1,12 @@
-"""How numbers and formulas are written: into the one spelling that math-verify reads. And what stands around a number
-and makes it another one, or a bound: of "less than 7" math-verify sees the 7."""
+"""Normalises numbers and formulas to the notation that math-verify parses, and detects context that makes a number
+another one, or a bound: in "less than 7" math-verify finds the 7."""
 
 import re
 import unicodedata
 from decimal import Decimal
 from fractions import Fraction
 
-DIGITS = r"\d{1,9}"  # of a part that is computed with
+DIGITS = r"\d{1,9}"  # of a part that is computed
 SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
 VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 WIDE = re.compile(r"[^\x00-\x7f]")
@@ -41,7 +41,7 @@ RULES = [
     (re.compile(r"(?<![\w.,\\])\.(?=\d)"), "0."),
     (re.compile(r"(?<![\d)}$%]\s)\b(?:negative|minus)\s+(?=\\?[$]?\d)", re.IGNORECASE), "-"),
     (re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
-    (re.compile(r"(?<![\w\u2013)])\u2013\s*(?=\d)"), "-"),  # a dash, where it is no range
+    (re.compile(r"(?<![\w\u2013)])\u2013\s*(?=\d)"), "-"),  # a dash that is no range
     (re.compile(rf"\\(?:text|textbf|mathrm|mathbf)\{{\s*({NUMBER})\s*\}}"), r"\1"),
     (re.compile(rf"\\boxed\{{\s*({NUMBER})\s*\\?%\s*\}}"), r"$\1%$"),
     (re.compile(rf"\\boxed\{{\s*({NUMBER})\.\s*\}}"), r"\\boxed{\1}"),
@@ -67,7 +67,7 @@ BOUND = re.compile(r"(?:\\(?:[gl](?:e|eq|t)|neg|lnot|neq?|not)(?![a-z])|[<>])")
 
 
 def plain(text: str) -> str:
-    """The same with Unicode signs, currencies, mixed numbers and powers of ten as math-verify reads them.
+    """Convert Unicode signs, currencies, mixed numbers and powers of ten to the notation that math-verify parses.
 
     Example: plain("2\u221a3") == r"2\\sqrt{3}", plain("1.5e3") == "1500", plain("2 1/2") == "5/2"
     """
@@ -96,15 +96,15 @@ def _counted(match: re.Match[str]) -> str:
 
 
 def _repeating(match: re.Match[str]) -> str:
-    """0.1 and a line over 6 is (16 - 1) / 90."""
+    """A repeating decimal as a fraction: 0.1 with a line over 6 is (16 - 1) / 90."""
     whole, fixed, repeated = match.groups()
     above = int(whole + fixed + repeated) - int(f"0{whole}{fixed}")
     return str(Fraction(above, (10 ** len(repeated) - 1) * 10 ** len(fixed)))
 
 
 def qualified(text: str, number: str, first: bool) -> bool:
-    """Whether `text` says something else than `number`, which was read from it: its first occurrence behind what
-    announces an answer, else the last.
+    """Whether the context in `text` changes the meaning of `number`, which was parsed from it: looks at the first
+    occurrence if an answer is announced (`first`), else at the last.
 
     Example: qualified("x is less than 7", "7", first=False)
     """

@@ -1,7 +1,7 @@
-"""Judges, one or several: questions in, a verdict of each judge on each question out, and what the answers are worth.
+"""A panel of judges: asks every judge every question and combines the verdicts into a value for each answer.
 
-A judge that cannot be reached, is late, refuses, or says something of another form gives no verdict, which is counted
-and never a 0.
+A judge that cannot be reached, is late, refuses, or replies in another form gives no verdict; this is counted, and is
+never a 0.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ from birl.rewards.requests import Failure, NoAnswer, Pace, ask_all, tokens
 from birl.rewards.rubric import Criterion, Rubric
 
 Value = float | NoAnswer
-FILES = 400  # in each of 256 folders: about 100,000 replies
-LONGEST = 2**16  # bytes of a reply that is kept
+FILES = 400  # files in each of 256 folders: about 100,000 replies
+LONGEST = 2**16  # bytes of a cached reply
 
 
 def kept(place: str, body: Mapping[str, Any]) -> Path:
-    """Where the reply to a question is kept: a name of its content."""
+    """File of a cached reply, named by the digest of address and request."""
     digest = hashlib.sha256(json.dumps([place, body], sort_keys=True).encode()).hexdigest()
     return cache_folder("judge") / digest[:2] / f"{digest}.json"
 
 
 def recall(file: Path) -> str | None:
-    """None where nothing, or nothing readable, is kept."""
+    """The cached reply; None if there is none, or an unreadable one."""
     try:
         with file.open("rb") as opened:
             reply = json.loads(opened.read(2 * LONGEST))["reply"]
@@ -45,7 +45,7 @@ def recall(file: Path) -> str | None:
 
 
 def keep(file: Path, reply: str) -> None:
-    """Whole or not at all. A full disk costs the next question, not this answer."""
+    """Cache a reply atomically. A full disk is ignored: the next question is then sent again."""
     data = json.dumps({"reply": reply}).encode()
     if len(data) > LONGEST:
         return
@@ -62,7 +62,7 @@ def keep(file: Path, reply: str) -> None:
 
 
 def forget(folder: Path) -> None:
-    """The oldest, beyond `FILES`."""
+    """Delete the oldest files beyond `FILES`."""
     with os.scandir(folder) as entries:
         files = list(entries)
     if len(files) > FILES:
@@ -73,7 +73,7 @@ def forget(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one judge on one question: a number for each answer that it saw, or why there is none."""
+    """Verdict of one judge on one question: a value for each answer that was shown, or why there is none."""
 
     values: tuple[float, ...] | NoAnswer
     reply: str = ""
@@ -81,8 +81,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One judge or several, each http://host:port/v1#MODEL, and how they are asked. `rate`: requests a minute to each;
-    0: any number. `column`: of the row's own rubric.
+    """One or several judges, each http://host:port/v1#MODEL, and how they are asked. `rate`: requests per minute to
+    each; 0: no limit. `column`: the one with a row's rubric.
 
     Example: Panel(judges=("http://localhost:8000/v1#m",), manner=Manner(mode="group"))
     """
@@ -101,7 +101,7 @@ class Panel:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Panel":
-        """From what `asdict` made of one, perhaps by way of JSON. Raises `BirlError`."""
+        """Build from the result of `asdict`, possibly after a JSON round trip. Raises `BirlError`."""
         judges = tuple(given["judges"])
         tokens([place(judge) for judge in judges])
         own = {
@@ -113,13 +113,13 @@ class Panel:
         return cls(**{**given, **own})
 
     async def verdicts(self, questions: Sequence[Question]) -> list[list[Verdict]]:
-        """For each judge, a verdict on each question. All of them within `timeout`."""
+        """For each judge, a verdict on each question, all within `timeout`."""
         keys = tokens([place(judge) for judge in self.judges])
         asked = (self._ask(judge, token, questions) for judge, token in zip(self.judges, keys, strict=True))
         return await asyncio.gather(*asked)
 
     async def _ask(self, judge: str, token: str, questions: Sequence[Question]) -> list[Verdict]:
-        """Each text is sent once, and none that is kept with a verdict."""
+        """Verdicts of one judge. Equal questions are sent once, and none whose verdict is cached."""
         where, model = place(judge), judge.partition("#")[2]
         bodies = {
             question.text: {"messages": [{"role": "user", "content": question.text}], "max_tokens": self.tokens}
@@ -146,14 +146,14 @@ class Panel:
     def values(
         self, answers: Sequence[str], questions: Sequence[Question], verdicts: Sequence[Sequence[Verdict]]
     ) -> list[Value]:
-        """What the answers to one prompt are worth, from 0 to 1: each judge's mean over the questions that showed an
-        answer, then all judges'. A value needs the verdict of more than half."""
+        """Value of each answer to one prompt, from 0 to 1: each judge's mean over the questions that showed the answer,
+        then combined over judges. Needs the verdicts of more than half."""
         each = [[worth(answer, answers, questions, own) for own in verdicts] for answer in answers]
         return [most(values, PANELS[self.combine]) for values in each]
 
 
 def majority(values: Sequence[float]) -> float:
-    """1 where more judges give at least 0.5 than not, 0 where fewer do, else 0.5."""
+    """1 if more judges give at least 0.5 than less, 0 if fewer do, else 0.5."""
     votes = sum(1 if value >= 0.5 else -1 for value in values)
     return (1.0 + (votes > 0) - (votes < 0)) / 2
 
@@ -162,7 +162,7 @@ PANELS: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "median"
 
 
 def worth(answer: str, answers: Sequence[str], questions: Sequence[Question], verdicts: Sequence[Verdict]) -> Value:
-    """Of one judge. Answers that are all the same are as good as each other, if no judge was asked."""
+    """Value of an answer by one judge. If all answers are equal, no judge was asked and each has 0.5."""
     if not questions:
         return 0.5 if len(answers) > 1 else NoAnswer("reward.judge_mode=pairs compares answers, and there is only one")
     pairs = [(q, v.values) for q, v in zip(questions, verdicts, strict=True) if answer in q.shown]
@@ -170,14 +170,14 @@ def worth(answer: str, answers: Sequence[str], questions: Sequence[Question], ve
 
 
 def most(values: Sequence[Value], combine: Callable[[Sequence[float]], float]) -> Value:
-    """Of those that are numbers, where they are more than half; else the first failure."""
+    """Combine the numbers, if they are more than half; else return the first failure."""
     numbers = [value for value in values if not isinstance(value, NoAnswer)]
     failures = [value for value in values if isinstance(value, NoAnswer)]
     return float(combine(numbers)) if len(numbers) > len(failures) else failures[0]
 
 
 def failures(verdicts: Sequence[Sequence[Verdict]]) -> dict[Failure, float]:
-    """The share of all verdicts, for each kind."""
+    """Fraction of all verdicts that failed, by kind."""
     every = [verdict.values for own in verdicts for verdict in own]
     counted = Counter(values.kind for values in every if isinstance(values, NoAnswer))
     return {kind: counted[kind] / max(len(every), 1) for kind in Failure}
@@ -188,7 +188,7 @@ def place(judge: str) -> str:
 
 
 def reply_text(reply: Any) -> str:
-    """What the judge says. Raises `ValueError` and, where it declines, `NoAnswer`."""
+    """Text of the judge's reply. Raises `ValueError`, or `NoAnswer` if it refuses."""
     try:
         choice = reply["choices"][0]
         words, declined = choice["message"]["content"], choice["message"].get("refusal")

@@ -1,4 +1,4 @@
-"""Where a reward function is called: in a worker process, in a thread, or in the event loop. Always with a deadline."""
+"""Runs reward functions in a worker process, in a thread, or in the event loop, always with a deadline."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from birl.process import kill
 from birl.rewards.functions import Answers, CallFailed, Invocation, failed
 from birl.types import Outcome
 
-LINE = 1 << 16  # characters of a line that functions print, which are passed on at once
+LINE = 1 << 16  # longest piece of a printed line that is passed on at once [characters]
 MOST = 1 << 28  # bytes of one reply
 START_TIMEOUT = 120.0  # seconds a worker may take to import the functions
 CLOSED = "the rewards were closed"
@@ -38,7 +38,7 @@ ONE_THREAD = dict.fromkeys(
 
 
 class Executor(Protocol):
-    """What a keeper thread calls functions with. Only `kill` comes from another thread: it ends a call in progress."""
+    """Runs functions for a thread of the pool. Another thread calls only `kill`, which ends a call in progress."""
 
     def start(self) -> Any: ...
     def call(self, function: int, arguments: Mapping[str, Any], n: int, timeout: float) -> Answers: ...
@@ -56,8 +56,8 @@ class Job:
 
 
 class Pool:
-    """Daemon threads that take jobs from one queue, each with an executor of its own. They belong to no event loop, and
-    one that hangs does not hold up the end of the program."""
+    """Daemon threads that take jobs from one queue, each with its own executor. They belong to no event loop, and one
+    that hangs does not delay the end of the program."""
 
     def __init__(self, executors: Sequence[Executor]) -> None:
         self.executors = executors
@@ -69,14 +69,14 @@ class Pool:
             for pair in zip(executors, self.started, strict=True)
         ]
         for future, thread in zip(self.started, self.threads, strict=True):
-            future.set_running_or_notify_cancel()  # from now on, no caller can cancel it
+            future.set_running_or_notify_cancel()  # from here no caller can cancel it
             thread.start()
 
     async def start(self) -> list[Any]:
         return [await asyncio.wrap_future(future) for future in self.started]
 
     async def run(self, function: int, arguments: Mapping[str, Any], n: int, timeout: float) -> tuple[Answers, float]:
-        """The answers, and the seconds that the call itself took."""
+        """Run a call. Returns the answers, and the seconds that the call itself took."""
         if self.closed:
             raise CallFailed(Outcome.ABORTED, CLOSED, isolate=False)
         job = Job(function, arguments, n, timeout)
@@ -125,7 +125,7 @@ def ready(executor: Executor) -> None:
 
 
 class Worker:
-    """A worker process: killed with all its children when late, and then to be started again before the next call.
+    """A worker process. If a call is late it is killed with all its children, and started again before the next call.
 
     Example: worker = Worker(["math"], options={}, folder=Path.cwd())
              worker.start()
@@ -136,7 +136,7 @@ class Worker:
         self.specs = specs
         self.options = dict(options)
         self.folder = folder
-        self.hello: dict[str, Any] | None = None  # the first start's message: later ones must equal it
+        self.hello: dict[str, Any] | None = None  # first message of the first start: later ones must equal it
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
         self._stderr: deque[str] = deque(maxlen=5)
@@ -153,7 +153,7 @@ class Worker:
         return Answers.received(reply, n)
 
     def start(self) -> dict[str, Any]:
-        """Make sure that the process runs and has imported its functions. Raises `BirlError` where it cannot."""
+        """Ensure that the process runs and has imported its functions. Raises `BirlError` if it cannot."""
         if self._process is not None and self._process.poll() is None and self.hello is not None:
             return self.hello
         self.end()
@@ -180,7 +180,7 @@ class Worker:
                 kill(self._process.pid)
 
     def end(self) -> None:
-        """Leaves no process, zombie or open pipe behind. Like `call`, only for the thread that keeps this worker."""
+        """End the process; leaves no zombie or open pipe. Like `call`, only for the thread that owns this worker."""
         with self._lock:
             process, self._process = self._process, None
         if process is None:
@@ -207,7 +207,7 @@ class Worker:
                 bufsize=0,
                 cwd=self.folder,
                 env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
-                start_new_session=True,  # a group of its own: Ctrl-C does not reach it, killpg takes its children too
+                start_new_session=True,  # its own group: Ctrl-C does not reach it, killpg also kills its children
             )
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
@@ -215,9 +215,9 @@ class Worker:
         threading.Thread(target=self._relay, args=(process,), daemon=True).start()
 
     def _relay(self, process: "subprocess.Popen[bytes]") -> None:
-        """What functions print goes through this process's sys.stderr, which a live terminal view can share."""
+        """Forward the functions' output to this process's sys.stderr, which a live terminal view can share."""
         assert process.stderr is not None
-        # process.stderr itself has no buffer: it would be read byte by byte
+        # process.stderr is unbuffered: it would be read byte by byte
         lines = partial(open, encoding="utf-8", errors="replace", newline="\n", closefd=False)
         with contextlib.suppress(ValueError, OSError), lines(process.stderr.fileno()) as pipe:  # closed while reading
             while line := pipe.readline(LINE):
@@ -225,8 +225,8 @@ class Worker:
                 print(line, end="", file=sys.stderr)
 
     def _exchange(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
-        """Send one line with a new key, get the line that begins with it. None after the deadline. A worker that failed
-        to answer is dead afterwards."""
+        """Send one line with a new key, and receive the line that begins with it. None after the deadline. A worker
+        that failed to reply is ended."""
         process = self._process
         if process is None:
             raise CallFailed(Outcome.ABORTED, CLOSED, isolate=False)
@@ -258,12 +258,12 @@ class Worker:
             raise CallFailed(Outcome.ENV_ERROR, self._obituary()) from error
         try:
             return json.loads(line)
-        except (ValueError, RecursionError) as error:  # something wrote between its parts
+        except (ValueError, RecursionError) as error:  # something else was written in between
             self.end()
             raise CallFailed(Outcome.ENV_ERROR, "the worker's reply was damaged on its way") from error
 
     def _reply(self, key: bytes) -> bytes | None:
-        """The line with this key, if it has come. Others are thrown away: a reward function may write anywhere."""
+        """The line with this key, if received. Others are discarded: a reward function may write anywhere."""
         if b"\n" not in self._buffer:
             return None
         *lines, self._buffer = self._buffer.split(b"\n")
@@ -282,14 +282,14 @@ class Worker:
 
 
 def _checkout() -> str:
-    """The folder that birl is imported from where it is not installed: the worker must find it from any folder."""
+    """Folder that birl is imported from if it is not installed: the worker must find it from any folder."""
     folder = str(Path(__file__).parents[2])
     return "" if folder.endswith("-packages") else folder
 
 
 def _wait(process: "subprocess.Popen[bytes]", descriptor: int, event: int, deadline: float) -> bool:
-    """Until the pipe is ready. False after the deadline; raises when the process has died without closing the pipe (a
-    child that it forked may still hold it)."""
+    """Wait until the pipe is ready. False after the deadline; raises if the process has died without closing the pipe
+    (a forked child may still hold it)."""
     poll = select.poll()
     poll.register(descriptor, event)
     while (left := deadline - time.monotonic()) > 0:
@@ -302,8 +302,8 @@ def _wait(process: "subprocess.Popen[bytes]", descriptor: int, event: int, deadl
 
 class Thread:
     """Calls one function of this process, one call at a time, in daemon threads. A call that hangs cannot be killed:
-    its thread is left behind, and calls are not repeated one by one, which would leave more of them. A coroutine that
-    the function returns runs in `loop`, as that of an async function does."""
+    its thread is abandoned, and completions are not retried one by one, which would abandon more threads. A coroutine
+    that the function returns runs in `loop`, like that of an async function."""
 
     def __init__(self, function: Callable[..., Any], loop: asyncio.AbstractEventLoop) -> None:
         self.function, self.loop = function, loop
@@ -348,7 +348,7 @@ class Thread:
 async def awaited(
     function: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any], n: int, timeout: float
 ) -> tuple[Answers, float]:
-    """Call an async function of this process. It must not block: the event loop is the trainer's own."""
+    """Call an async function of this process. It must not block: it runs in the trainer's event loop."""
     began, call = time.monotonic(), Invocation(arguments, n)
     try:
         answers = await result_of(partial(function, **call.arguments), call, function, timeout, timeout)
@@ -361,7 +361,7 @@ async def awaited(
 async def result_of(
     start: Callable[[], Any], call: Invocation, function: Callable[..., Any], timeout: float, left: float
 ) -> Answers:
-    """What the coroutine of `start` gives within `left` seconds of `timeout`. Raises `CallFailed`."""
+    """Await the coroutine that `start` returns, for `left` seconds of `timeout`. Raises `CallFailed`."""
     try:
         return call.answers(await within(left, called(start)))
     except Late as late:

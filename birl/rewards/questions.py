@@ -1,10 +1,10 @@
-"""What a judge is asked, and where its verdict is read.
+"""Builds the questions to judges and parses their verdicts.
 
-    score   each answer by itself, in all or by the criteria of a rubric
-    group   all answers to a prompt at once, each relative to the others (RULER)
-    pairs   two answers: which is better?
+    score   each answer by itself, as a whole or by the criteria of a rubric
+    group   all answers to a prompt at once, relative to each other (RULER)
+    pairs   two answers: which one is better?
 
-An answer stands between tags that it cannot contain, and a verdict is read from the reply's last line only.
+An answer is enclosed in tags that it cannot contain, and a verdict is read only from the reply's last line.
 """
 
 import hashlib
@@ -42,18 +42,18 @@ FORMS = {
     "says tie, in this form:",
 }
 NUMBER = r"0(?:\.\d{1,6})?|1(?:\.0{1,6})?"
-MARK = "[*_`]{0,3}"  # Markdown's, around the word, its colon or the number
+MARK = "[*_`]{0,3}"  # Markdown emphasis around the word, its colon or the number
 SCORE = re.compile(rf"{MARK}Score{MARK}:{MARK}\s*{MARK}({NUMBER}){MARK}")
 ENTRY = rf"\d{{1,4}}\s?=\s?(?:{NUMBER})"
 SCORES = re.compile(rf"{MARK}Scores{MARK}:{MARK}\s*{MARK}({ENTRY}(?:,\s?{ENTRY})*){MARK}")
 BETTER = re.compile(rf"{MARK}Better{MARK}:{MARK}\s*{MARK}(1|2|tie){MARK}")
-LONGEST = 2**14  # characters of a last line
+LONGEST = 2**14  # longest last line [characters]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`shown`: the answers, in the order in which the judge sees them. `read`: a whole reply -> a number from 0 to 1
-    for each of them; raises `ValueError`."""
+    """One question to a judge. `shown`: the answers in the order that the judge sees. `read`: a whole reply -> a number
+    from 0 to 1 for each of them; raises `ValueError`."""
 
     text: str
     shown: tuple[str, ...]
@@ -62,8 +62,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How answers are judged. `rounds`: how often a group or a pair is shown, in another order each time, which `seed`
-    and the texts decide."""
+    """How answers are judged. `rounds`: how often a group or a pair is shown, each time in another order, which depends
+    on `seed` and the texts."""
 
     mode: str = "score"
     rounds: int = 1
@@ -71,7 +71,7 @@ class Manner:
     seed: int = 0
 
     def questions(self, prompt: str, gold: str, answers: Sequence[str], rubric: Rubric = ()) -> list[Question]:
-        """Of one prompt. Equal answers are shown once."""
+        """Questions about one prompt's answers. Equal answers are shown once."""
         distinct = sorted(set(answers))
         draw = random.Random(
             hashlib.sha256("\0".join((str(self.seed), prompt, *distinct)).encode("utf-8", "surrogatepass")).digest()
@@ -102,15 +102,15 @@ class Manner:
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
-    """In one pass: what an answer says in braces stays as it is. Rubric and form follow where the template has no place
-    for them."""
+    """Fill the template in one pass: braces in an answer are kept. Rubric and form are appended if the template has no
+    placeholder for them."""
     missing = [name for name in ("rubric", "form") if parts[name] and f"{{{name}}}" not in template]
     whole = "\n\n".join([template.rstrip(), *(f"{{{name}}}" for name in missing)]) if missing else template
     return PLACES.sub(lambda match: parts[match[1]], whole)
 
 
 def unused(texts: Sequence[str]) -> str:
-    """A mark that none of the texts contains, the same for the same texts: replies are kept by what was asked."""
+    """A mark that no text contains, deterministic: replies are cached by the question."""
     joined = "\0".join(texts)
     marks = (hashlib.sha256(f"{n}\0{joined}".encode("utf-8", "surrogatepass")).hexdigest()[:12] for n in count())
     return next(mark for mark in marks if mark not in joined)
@@ -126,7 +126,7 @@ def _listed(rubric: Rubric, with_weights: bool) -> str:
 
 
 def _last_line(mode: str, shown: Sequence[str], rubric: Rubric) -> tuple[str, Callable[[str], tuple[float, ...]]]:
-    """An example of it, and what reads it."""
+    """An example of the last line, and its parser."""
     if mode == "pairs":
         return "Better: tie", better
     if mode == "group":
@@ -141,7 +141,7 @@ def _example(count: int) -> str:
 
 
 def last_line(reply: str, form: re.Pattern[str], example: str) -> str:
-    """What the form asks for; a block of code may end behind it. Raises `ValueError`."""
+    """The value in the last line; a code block may end after it. Raises `ValueError`."""
     last = reply.strip().removesuffix("\n```").rstrip().rpartition("\n")[2].strip()
     result = form.fullmatch(last) if len(last) <= LONGEST else None
     if not result:
@@ -150,12 +150,12 @@ def last_line(reply: str, form: re.Pattern[str], example: str) -> str:
 
 
 def score(reply: str) -> tuple[float]:
-    """Example: score("It is right, but long.\\nScore: 0.8") == (0.8,)"""
+    """Parse a score. Example: score("It is right, but long.\\nScore: 0.8") == (0.8,)"""
     return (float(last_line(reply, SCORE, "Score: 0.5")),)
 
 
 def several(reply: str, count: int) -> tuple[float, ...]:
-    """Exactly `count`, numbered in order.
+    """Parse exactly `count` scores, numbered in order.
 
     Example: several("Fine.\\nScores: 1=0.2, 2=1", 2) == (0.2, 1.0)
     """
@@ -172,6 +172,6 @@ def by_criteria(reply: str, rubric: Rubric) -> tuple[float]:
 
 
 def better(reply: str) -> tuple[float, float]:
-    """Example: better("The first is shorter.\\nBetter: 1") == (1.0, 0.0)"""
+    """Parse a preference. Example: better("The first is shorter.\\nBetter: 1") == (1.0, 0.0)"""
     which = last_line(reply, BETTER, "Better: 1")
     return {"1": (1.0, 0.0), "2": (0.0, 1.0)}.get(which, (0.5, 0.5))

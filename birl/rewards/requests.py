@@ -1,5 +1,5 @@
-"""Questions to a server that scores: many at once with a bound, one deadline for all, and another try where that can
-help. A question that stays without an answer is a `NoAnswer` in its place, so that the others still count."""
+"""Requests to a scoring server: concurrent with a limit, one deadline for all, and retries if they can help. A request
+without a response becomes a `NoAnswer` in its place, so that the others still count."""
 
 import asyncio
 import json
@@ -20,17 +20,17 @@ from birl.errors import BirlError
 
 TOKEN = "BIRL_REWARD_TOKEN"
 ATTEMPTS = 5
-FIRST_PAUSE = 0.25  # seconds before the second attempt; then twice as long each time
-SHARE = 0.9  # of the reward's deadline: what is late then is reported, before the worker is killed
+FIRST_PAUSE = 0.25  # seconds before the second attempt; doubles each time
+SHARE = 0.9  # fraction of the reward's deadline: later responses are reported before the worker is killed
 AGAIN = (408, 425, 429, 500, 502, 503, 504, 529)
-MOST = 4 * 2**20  # bytes of one answer
+MOST = 4 * 2**20  # largest response [bytes]
 PATIENCE = 10.0  # seconds for a connection at the start of a run
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Failure(StrEnum):
-    """Why there is no answer: no connection, the deadline, the server's refusal (a status other than 200, or a judge
-    that declines), an answer of another form than the agreed one."""
+    """Why there is no answer: no connection, the deadline, a refusal (a status other than 200, or a judge that
+    declines), a response of another form than agreed."""
 
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
@@ -39,7 +39,7 @@ class Failure(StrEnum):
 
 
 class NoAnswer(Exception):
-    """Why a question has no answer that can be used."""
+    """Why a request has no usable answer."""
 
     def __init__(self, why: str, kind: Failure = Failure.UNREADABLE) -> None:
         super().__init__(why)
@@ -47,7 +47,7 @@ class NoAnswer(Exception):
 
 
 class Hiccup(Exception):
-    """An error that a retry may solve. `pause`: what the server asks for [s]."""
+    """An error that a retry may fix. `pause`: delay that the server requests [s]."""
 
     def __init__(self, why: str, kind: Failure, pause: float = 0.0) -> None:
         super().__init__(why)
@@ -56,14 +56,14 @@ class Hiccup(Exception):
 
 
 class Pace:
-    """At most `rate` requests a minute, evenly spaced. 0: no limit."""
+    """Rate limit: at most `rate` requests per minute, evenly spaced. 0: no limit."""
 
     def __init__(self, rate: float = 0.0) -> None:
         self.gap = 60 / rate if rate else 0.0
-        self.free = 0.0  # when the next may start, on the monotonic clock [s]
+        self.free = 0.0  # when the next request may start, on the monotonic clock [s]
 
     async def turn(self) -> None:
-        """A call that is cancelled while it waits has taken no turn."""
+        """Wait for a turn. A call that is cancelled meanwhile uses none up."""
         while (wait := self.free - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         self.free = time.monotonic() + self.gap
@@ -79,8 +79,8 @@ async def ask_all(
     token: str | None = None,
     pace: Pace | None = None,
 ) -> list[Any]:
-    """What `read` makes of each answer, or a `NoAnswer`. `timeout` is the reward's own [s]. `read` raises `ValueError`
-    for an answer of another form than expected. `token` None: that of the environment."""
+    """Send all requests. Returns the result of `read` for each response, or a `NoAnswer`. `timeout`: the reward's [s].
+    `read` raises `ValueError` for a response of another form. `token` None: from the environment."""
     until = time.monotonic() + SHARE * timeout
     bound, pace = asyncio.Semaphore(concurrency), pace or Pace()
     async with httpx.AsyncClient(
@@ -88,7 +88,7 @@ async def ask_all(
         timeout=None,  # the deadline below holds for everything
         limits=httpx.Limits(max_connections=concurrency),
         verify=trusted(),
-        trust_env=urlsplit(address).hostname not in LOCAL,  # a proxy of the environment is for the world outside
+        trust_env=urlsplit(address).hostname not in LOCAL,  # a proxy is only for other machines
     ) as client:
 
         async def one(body: dict[str, Any]) -> Any:
@@ -117,7 +117,7 @@ async def ask_all(
 
 
 async def answer(client: httpx.AsyncClient, address: str, body: dict[str, Any]) -> Any:
-    """The JSON that one POST gives. Raises `Hiccup` and `NoAnswer`."""
+    """The JSON response to one POST. Raises `Hiccup` and `NoAnswer`."""
     data = b""
     try:
         async with client.stream("POST", address, json=body) as reply:
@@ -147,7 +147,7 @@ async def answer(client: httpx.AsyncClient, address: str, body: dict[str, Any]) 
 
 
 async def reachable(key: str, address: str) -> None:
-    """Raises `BirlError` that names the `key` where nothing listens at an address. Behind a proxy it cannot be told."""
+    """Raises `BirlError` that names the `key` if nothing listens at an address. Not checked behind a proxy."""
     place = urlsplit(address)
     host = place.hostname or ""
     if host not in LOCAL and place.scheme in getproxies() and not proxy_bypass(host):
@@ -164,8 +164,8 @@ async def reachable(key: str, address: str) -> None:
 
 
 def tokens(addresses: Sequence[str]) -> list[str]:
-    """The token of each address: the only one of the environment, or one for each, with commas between them. Raises
-    `BirlError` where one token would go to several hosts."""
+    """The token of each address: the only one of the environment, or one for each, separated by commas. Raises
+    `BirlError` if one token would be sent to several hosts."""
     given = os.environ.get(TOKEN, "").split(",")
     if len(given) == len(addresses):
         return [token.strip() for token in given]
@@ -180,7 +180,7 @@ def tokens(addresses: Sequence[str]) -> list[str]:
 
 @cache
 def trusted() -> SSLContext:
-    """The certificates of authorities, read once: that takes a tenth of a second, and every group asks."""
+    """The certificates of authorities, loaded once: it takes a tenth of a second, and every group needs them."""
     return httpx.create_ssl_context()
 
 
@@ -189,12 +189,12 @@ def headers(token: str) -> dict[str, str]:
 
 
 def pause(attempt: int, asked: float) -> float:
-    """Longer each time, and not the same for all who wait."""
+    """Delay before a retry [s]: exponential, with jitter."""
     return max(asked, FIRST_PAUSE * 2**attempt * random.uniform(0.5, 1.0))
 
 
 def seconds(text: str) -> float:
-    """Of a Retry-After header; a date counts as nothing."""
+    """Seconds in a Retry-After header; 0 for a date."""
     try:
         return max(0.0, float(text)) if float(text) < float("inf") else 0.0
     except ValueError:

@@ -1,4 +1,4 @@
-"""A rubric: criteria with weights, of the configuration or of a row; and how the configuration asks judges."""
+"""Rubrics: criteria with weights, from the configuration or a row; and the judges' settings in the configuration."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from birl.config.schema import RL, Eval
 from birl.errors import BirlError
 from birl.types import LARGEST
 
-MOST = 100  # criteria: the judge's last line names each
+MOST = 100  # most criteria: the judge's last line lists each
 WEIGHTED = re.compile(r"\s*(-?\d{1,6}(?:\.\d{1,6})?)\s*:\s+(.+)", re.DOTALL)
 TEXTS = ("criterion", "criteria", "description", "text", "title")
 WEIGHTS = ("weight", "points")
@@ -21,7 +21,7 @@ WEIGHTS = ("weight", "points")
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """What an answer should have; with a negative weight, what it should not have.
+    """A property that an answer should have or, with a negative weight, should not have.
 
     Example: Criterion("It names its source.", 2.0)
     """
@@ -34,13 +34,13 @@ Rubric = tuple[Criterion, ...]
 
 
 def rubric(value: Any, where: str) -> Rubric:
-    """Of "weight: text" or text alone, of objects with a text and a weight (HealthBench's `criterion` and `points`,
-    RaR's `description` and `weight`), of a list of these, or of the JSON text of one. Raises `BirlError`.
+    """Parse a rubric: "weight: text" or text alone, objects with a text and a weight (HealthBench's `criterion` and
+    `points`, RaR's `description` and `weight`), a list of these, or JSON text of one. Raises `BirlError`.
 
     Example: rubric(["2: It is right.", "It is short."], "reward.judge_rubric")[0].weight == 2.0
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with suppress(ValueError, RecursionError):  # else it is a criterion that begins so
+        with suppress(ValueError, RecursionError):  # else it is a criterion with such a beginning
             value = json.loads(value)
     given = value if isinstance(value, list | tuple) else [value]
     result = tuple(_criterion(one, f"{where}[{i}]") for i, one in enumerate(given))
@@ -69,7 +69,7 @@ def _criterion(value: Any, where: str) -> Criterion:
 
 
 def weighted(criteria: Rubric, met: Sequence[float]) -> float:
-    """sum(weight met) / sum(weights above 0), cut to 0 .. 1 (Arora et al. 2025, HealthBench). `met`: for each
+    """sum(weight met) / sum(weights above 0), clamped to 0 .. 1 (Arora et al. 2025, HealthBench). `met`: for each
     criterion, 0 .. 1."""
     most = sum(criterion.weight for criterion in criteria if criterion.weight > 0)
     value = sum(c.weight * share for c, share in zip(criteria, met, strict=True)) / most
@@ -77,7 +77,7 @@ def weighted(criteria: Rubric, met: Sequence[float]) -> float:
 
 
 def settings(config: RL | Eval) -> dict[str, Any]:
-    """The `panel` of a configuration, as JSON has it. Raises `BirlError`."""
+    """The `panel` of a configuration as JSON data. Raises `BirlError`."""
     keys = config.reward
     return {
         "judges": list(keys.judge),
@@ -95,7 +95,7 @@ def settings(config: RL | Eval) -> dict[str, Any]:
 
 
 def read_template(file: str) -> str:
-    """Of reward.judge_prompt. Raises `BirlError`."""
+    """Read the template of reward.judge_prompt. Raises `BirlError`."""
     try:
         words = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Reward functions, combined: completions in, one `Score` each out."""
+"""Combines reward functions: completions in, one `Score` each out."""
 
 import asyncio
 import inspect
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What one completion is worth. `value` is NaN unless the outcome is ok; `parts` holds what each function gave, as
-    far as it gave anything; `detail` is the first line of what went wrong. `extra`: what the functions reported of this
-    completion by `log_extra`; `logged`: the mean of what `log_metric` was given in the calls that judged it.
+    """Reward of one completion. `value` is NaN unless the outcome is ok; `parts`: value of each function, if it
+    returned one; `detail`: first line of the error. `extra`: values that the functions passed to `log_extra` for this
+    completion; `logged`: mean of the values passed to `log_metric` in the calls that scored it.
 
     Example: Score(value=1.5, parts={"math": 1.0, "format": 0.5}, outcome=Outcome.OK)
     """
@@ -40,7 +40,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class RewardValue:
-    """What one function gave for one completion; None: it does not judge this one."""
+    """Value of one function for one completion; None: the function does not score it."""
 
     value: float | CallFailed | None
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -52,31 +52,31 @@ Call = Callable[[Mapping[str, Any], int, float], Awaitable[tuple[Answers, float]
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One reward function, wherever it runs."""
+    """One reward function, in any process."""
 
     name: str
     parameters: Parameters
     call: Call  # (arguments, number of completions, deadline in seconds) -> (answers, seconds it took)
     remote: bool  # arguments cross a pipe as JSON
-    reads_text: bool  # of completions that are messages
+    reads_text: bool  # of completions given as messages
 
 
 class Rewards:
-    """The weighted sum of some reward functions (their mean, when no weights are given).
+    """The weighted sum of reward functions (their mean without weights).
 
     A function is `(completions, prompts, **columns) -> list of numbers`, sync or async. It gets the dataset's other
-    columns by name, and `gold`, the canonical answers; without `**kwargs` only what it names.
+    columns by name, and `gold`, the reference answers; without `**kwargs` only those it names.
 
     - By name (`math`, `format`, `length`, `my_file.py:score`, `package.module:score`) it runs in a worker process that
-      is killed, with all its children, when a call takes longer than `timeout` seconds.
+      is killed, with all its children, if a call takes longer than `timeout` seconds.
     - A Python object runs in this process: async in the event loop, which it must not block; sync in a thread, one call
-      at a time. A thread that hangs cannot be killed: it is left behind (it does not keep the program from ending), and
+      at a time. A thread that hangs cannot be killed: it is abandoned (it does not keep the program from ending), and
       all completions of that call time out.
 
-    What fails is never a 0. A call that hangs, dies or raises is repeated with one completion at a time to find the
+    A failure is never a 0. A call that hangs, dies or raises is repeated with one completion at a time to find the
     culprits (about 3 times the timeout at most, plus restarts); the others are then scored together, without them,
     because a function may compare the completions of a group. NaN and infinity are errors of that completion. None
-    leaves the function out of that completion's sum; where all give None, it has no value.
+    leaves the function out of that completion's sum; if all return None, it has no value.
 
     Example: async with Rewards(["math", "my_file.py:score"], weights=[1.0, 0.5]) as rewards:
                  scores = await rewards.score([prompt, prompt], ["7", "8"], {"level": [1, 1]}, gold=["7", "7"])
@@ -108,11 +108,11 @@ class Rewards:
         self._pools: list[Pool] = []
         self._ready: list[Function] = []
         self._closed = False
-        self._unjudged = False  # it was reported that a completion has no value
+        self._unjudged = False  # a completion without a value was reported
 
     async def start(self) -> None:
-        """Start the workers and import the functions. Raises `BirlError` when one cannot be used. `score` does it if
-        need be, but it takes up to a second: call it while the model loads."""
+        """Start the workers and import the functions. Raises `BirlError` if one cannot be used. `score` calls it if
+        necessary, but it takes up to a second: call it while the model loads."""
         if self._closed:
             raise BirlError("these rewards were closed")
         if not self._pools:
@@ -134,14 +134,14 @@ class Rewards:
         gold: Sequence[str | None],
         state: Mapping[str, Any] | None = None,
     ) -> list[Score]:
-        """One score for each completion, which is text or a list of messages; birl's own functions read the text.
-        `state`: what functions get as `trainer_state`, and then also `log_extra` and `log_metric`. Raises `BirlError`
-        when a function needs a column that does not exist."""
+        """One score for each completion, which is text or a list of messages; birl's own functions get the text.
+        `state`: `trainer_state` of the functions, which then also get `log_extra` and `log_metric`. Raises `BirlError`
+        if a function needs a column that does not exist."""
         if not self._ready:
             await self.start()
         n = len(completions)
         reserved = {"prompts": list(prompts), "completions": list(completions)}
-        if "gold" not in columns or any(g is not None for g in gold):  # no column replaces the right answers
+        if "gold" not in columns or any(g is not None for g in gold):  # a column must not replace the reference answers
             reserved["gold"] = list(gold)
         offered = {**{k: list(v) for k, v in columns.items()}, **reserved}
         uneven = {name: len(values) for name, values in offered.items() if len(values) != n}
@@ -159,7 +159,7 @@ class Rewards:
         return scores
 
     async def close(self) -> None:
-        """Kill the workers, calls in progress included."""
+        """Kill the workers, including calls in progress."""
         self._closed = True
         for pool in self._pools:
             pool.close()
@@ -193,7 +193,7 @@ class Rewards:
                 self._calls.append(partial(self._pools[-1].run, 0))
 
     def _combine(self, parts: list[RewardValue]) -> Score:
-        """One completion's parts, in the order of the functions; the first problem decides about the outcome."""
+        """Combine one completion's values, in the order of the functions; the first failure sets the outcome."""
         by_name = dict(zip(self.names, parts, strict=True))
         good = {name: part.value for name, part in by_name.items() if isinstance(part.value, float)}
         shared = {
@@ -214,7 +214,7 @@ class Rewards:
         return Score(value=value, **shared)
 
     def _warn(self, scores: list[Score], offered: Mapping[str, Any]) -> None:
-        """Once, of a completion that no function judges."""
+        """Warn once about a completion that no function scores."""
         first = next((i for i, score in enumerate(scores) if score.detail == UNSCORED), None)
         if first is None or self._unjudged:
             return
@@ -228,7 +228,7 @@ class Rewards:
 
 
 async def _settle(function: Function, arguments: Mapping[str, Any], n: int, timeout: float) -> list[RewardValue]:
-    """Each completion's value or problem. After a failure: find the culprits one by one, score the rest together."""
+    """Each completion's value or failure. If a call fails: find the culprits one by one, score the rest together."""
     try:
         return _split((await function.call(arguments, n, timeout))[0])
     except CallFailed as failure:
@@ -239,7 +239,7 @@ async def _settle(function: Function, arguments: Mapping[str, Any], n: int, time
     innocent: list[int] = []
     left = 3 * timeout
     for i in range(n):
-        # each hang gets a third of what is left, so that every completion has its chance and the total stays bounded
+        # each hang gets a third of the remaining time, so that every completion is tried and the total stays bounded
         allowed = max(min(timeout, left / 3), min(timeout, 0.1))
         try:
             _, seconds = await function.call(_pick(arguments, [i]), 1, allowed)
@@ -302,7 +302,7 @@ _left_out: set[tuple[str, str]] = set()
 
 
 def _sendable(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without columns that JSON cannot carry (images); an error where the function names one."""
+    """The arguments without columns that JSON cannot represent (images); an error if the function names one."""
     bad = [name for name, values in arguments.items() if not _is_json(values)]
     for name in bad:
         kinds = ", ".join(sorted({type(value).__name__ for value in arguments[name]}))
@@ -332,7 +332,7 @@ def _callable(function: object) -> Callable[..., Any]:
 
 
 def _names(functions: Sequence[str | Callable[..., Any]]) -> list[str]:
-    """Short names, made different from each other where two functions have the same."""
+    """Short names, made unique if two functions have the same."""
     short = [
         f.rpartition(":")[2] if isinstance(f, str) else getattr(f, "__name__", type(f).__name__) for f in functions
     ]

@@ -1,25 +1,25 @@
-"""Rewards for the form of an answer."""
+"""Rewards for format and length of an answer."""
 
 import re
 from typing import Any
 
 from birl.config.schema import Reward
 
-THOUGHT = re.compile(r"^.*</think>|<think>.*", re.DOTALL)  # what is only thought, also when it did not come to an end
+THOUGHT = re.compile(r"^.*</think>|<think>.*", re.DOTALL)  # the thinking, also if it did not end
 
 
 def format(completions: list[str], pattern: str = Reward.format_pattern, **_: Any) -> list[float]:
-    """1 where the pattern occurs in the answer (`.` also matches a line break), else 0.
+    """1 if the pattern occurs in the answer (`.` also matches a line break), else 0.
 
     Example: format(["<think>3 + 4</think><answer>7</answer>", "7"]) == [1.0, 0.0]
     """
-    # a pattern can take exponential time; what bounds it is the deadline of the worker process
+    # a pattern can take exponential time; the deadline of the worker process bounds it
     result = re.compile(pattern, re.DOTALL)
     return [float(result.search(completion) is not None) for completion in completions]
 
 
 def length(completions: list[str], target: int = Reward.length_target, **_: Any) -> list[float]:
-    """min(1, max(0, 2 - characters / target)): 1 up to the target, 0 from twice as many.
+    """min(1, max(0, 2 - characters / target)): 1 up to the target, 0 from twice the target.
 
     Example: length(["x" * 10, "x" * 15, "x" * 30], target=10) == [1.0, 0.5, 0.0]
     """

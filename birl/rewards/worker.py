@@ -1,11 +1,11 @@
-"""A process that computes rewards and may be killed at any time: `python -m birl.rewards.worker SPEC...`.
+"""The worker process, which computes rewards and may be killed at any time: `python -m birl.rewards.worker SPEC...`.
 
-One JSON object a line. First in: {"options": {...}}; first out: {"functions": [...], "digests": [...]} or
-{"problem": ...}. Then, for each {"function": index, "arguments": {...}, "n": completions, "timeout": seconds}, one
-{"values": [...], "extra": {...}, "logged": {...}} or {"error": ..., "isolate": ...}.
+One JSON object per line. First in: {"options": {...}}; first out: {"functions": [...], "digests": [...]} or {"problem":
+...}. Then, for each {"function": index, "arguments": {...}, "n": completions, "timeout": seconds}, one {"values":
+[...], "extra": {...}, "logged": {...}} or {"error": ..., "isolate": ...}.
 
-Every request has a new "key", and its reply is a line of its own that begins with it: whatever a reward function, or a
-library that it calls, writes to all the descriptors that it finds is no reply.
+Every request has a new "key", and its reply is a line that begins with it: anything that a reward function, or a
+library that it calls, writes to the descriptors is not taken for a reply.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from birl.errors import BirlError
 from birl.named import make_importable
 from birl.rewards.functions import CallFailed, Invocation, Parameters, digest, failed, load
 
-GRACE = 5.0  # seconds after a call's deadline at which a worker that was not killed ends itself
+GRACE = 5.0  # seconds after a call's deadline until a worker that was not killed ends itself
 
 
 def claim_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The two pipes of the protocol, out of reach of reward functions: what they print goes to stderr."""
+    """The two pipes of the protocol, out of reach of reward functions: their output goes to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -46,23 +46,22 @@ def behave() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
-    with contextlib.suppress(OSError):  # when memory runs out, the kernel takes this process and not the training
+    with contextlib.suppress(OSError):  # if memory runs out, the kernel kills this process and not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def read_requests(pipe: BinaryIO, requests: "queue.SimpleQueue[bytes]") -> None:
-    """Runs in a thread, so that the parent's end is noticed while a reward function is still at work."""
+    """Read requests in a thread, so that the parent's end is noticed while a reward function runs."""
     for line in pipe:
         requests.put(line)
     if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # with everything that the functions have started
+        os.killpg(0, signal.SIGKILL)  # with all processes started by the functions
     os._exit(0)
 
 
 def respond(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
-    # A C call that holds the interpreter lock (9**9**9) also blocks the thread that would notice the parent's end; this
-    # timer is a C thread and does not need the lock.
-    # To descriptor 2: a function may have closed sys.stderr.
+    # A C call that holds the GIL (9**9**9) also blocks the thread that would notice the parent's end; this timer is a C
+    # thread and needs no GIL. Writes to descriptor 2: a function may have closed sys.stderr.
     faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True, file=2)
     try:
         call = Invocation(request["arguments"], request["n"])
@@ -83,7 +82,7 @@ _loop: Any = None
 
 def _run(awaitable: Any) -> Any:
     global _loop
-    if _loop is None:  # one loop for all calls: HTTP clients and locks that a function keeps belong to it
+    if _loop is None:  # one loop for all calls: HTTP clients and locks of a function belong to it
         import asyncio
 
         _loop = asyncio.new_event_loop()
