@@ -1,5 +1,5 @@
-"""Functions of users, called so that one does not hold up the others: coroutines as they are, plain functions in a
-thread. And their commands, which are to run in another folder."""
+"""Calls user functions so that none blocks the others: coroutines directly, plain functions in a thread. Also resolves
+user commands, which run in another folder."""
 
 import asyncio
 import inspect
@@ -16,12 +16,12 @@ from typing import Any
 from birl.errors import BirlError
 from birl.foreign import ENDS, harmless
 
-IDLE = 10.0  # seconds that a thread waits for more work
+IDLE = 10.0  # seconds that an idle thread waits for work
 
 
 class Threads:
-    """At most `most` daemon threads at work, started as they are needed. Unlike `ThreadPoolExecutor`'s, one that hangs
-    does not keep the program from ending, nor, once its caller has gone, others from working."""
+    """A pool of at most `most` busy daemon threads, started when needed. Unlike with `ThreadPoolExecutor`, a thread
+    that hangs does not keep the program from ending nor, after its caller has gone, take up a place."""
 
     def __init__(self, most: int, name: str) -> None:
         self.most, self.name = most, name
@@ -29,7 +29,7 @@ class Threads:
         self.changed = threading.Condition()
         self.idle = self.started = 0
         self.working: set[Future] = set()
-        self.left: set[Future] = set()  # at work, without a caller
+        self.left: set[Future] = set()  # running, without a caller
 
     def run(self, work: Callable[[], Any]) -> Future:
         future: Future = Future()
@@ -39,7 +39,7 @@ class Threads:
         return future
 
     def leave(self, future: Future) -> None:
-        """Its caller stopped waiting: if it is at work, another thread may take its place."""
+        """Its caller stopped waiting: if it is running, another thread may take its place."""
         with self.changed:
             if future in self.working:
                 self.left.add(future)
@@ -61,13 +61,13 @@ class Threads:
                 self.working.discard(future)
                 left = future in self.left
                 self.left.discard(future)
-                if left and self.started > self.most:  # another one came in its place
+                if left and self.started > self.most:  # another thread has taken its place
                     self.started -= 1
                     return
             del taken, future, work
 
     def _take(self) -> tuple[Future, Callable[[], Any]] | None:
-        """None: there was nothing to do for a while."""
+        """The next work; None after an idle time."""
         with self.changed:
             self.idle += 1
             result = self.changed.wait_for(lambda: self.waiting, IDLE)
@@ -83,22 +83,22 @@ class Threads:
 def finish(future: Future, work: Callable[[], Any]) -> None:
     try:
         future.set_result(work())
-    except asyncio.CancelledError:  # raised by the function: the episode was not cancelled
+    except asyncio.CancelledError:  # raised by the function; the episode was not cancelled
         future.set_exception(RuntimeError("it was cancelled from within"))
     except BaseException as error:
         future.set_exception(harmless(error))
 
 
-#: Steps are short, and hold Python's lock while they compute: many at once would keep it from the event loop.
+#: Steps are short, and hold the GIL while they compute: many at once would keep it from the event loop.
 STEPS = Threads(64, "birl-env")
-#: An agent has its thread for a whole episode, and mostly waits for the model.
+#: An agent keeps its thread for a whole episode, and mostly waits for the model.
 AGENTS = Threads(1024, "birl-agent")
-#: Closing does not wait behind what hangs.
+#: Closing must not wait for threads that hang.
 CLOSING = Threads(32, "birl-close")
 
 
 async def called(function: Callable[..., Any], *args: Any, threads: Threads = STEPS) -> Any:
-    """The result of a plain or an async function. Cancelling leaves a thread that runs already to itself."""
+    """Call a plain or async function and return its result. If cancelled, a running thread is abandoned."""
     try:
         if inspect.iscoroutinefunction(function):
             return await function(*args)
@@ -114,8 +114,8 @@ async def called(function: Callable[..., Any], *args: Any, threads: Threads = ST
 
 
 def full_names(words: list[str], key: str, text: str) -> list[str]:
-    """A command whose program and files are named in full. Raises `BirlError`, in which `key` is `text`."""
-    # Not resolved, as a virtual environment's python is a link.
+    """A command with absolute paths of its program and files. Raises `BirlError`, in which `key` is `text`."""
+    # Links are not resolved, as a virtual environment's python is one.
     result = [os.path.abspath(w) if os.path.isfile(w) or ("/" in w and os.path.exists(w)) else w for w in words]
     if Path(result[0]).name.startswith("python") and (absent := missing(result[1:])):
         raise BirlError(f"{key}={text}: there is no file {absent} in {Path.cwd()}.")
@@ -126,12 +126,12 @@ def full_names(words: list[str], key: str, text: str) -> list[str]:
 
 
 def missing(arguments: list[str]) -> str:
-    """The script that Python is to run, where it does not exist: those that do have their full names."""
+    """The Python script if it does not exist, else empty; those that exist have absolute paths already."""
     script = next((word for word in arguments if not word.startswith("-")), "")
     module = any(word.startswith(("-m", "-c")) for word in arguments)
     return script if script.endswith(".py") and not module and not os.path.isabs(script) else ""
 
 
 def search_path() -> str:
-    """`python` is the one that runs birl."""
+    """PATH in which `python` is the interpreter that runs birl."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -1,17 +1,17 @@
-"""Agents and environments that are one function, sync or async.
+"""Agents and environments that are a single function, sync or async.
 
-An agent's is called with what it names, and returns the reward, or None when it was sent to base_url/reward:
+An agent gets those of these arguments that it names, and returns the reward, or None if it was sent to base_url/reward:
 
     task       the row of the task, a `TaskRow`: its columns, `prompt` as text and as `messages`, and `answer`
     model      `await model.ask(messages)`: the model without a client (for async functions)
-    base_url   the address of this episode's OpenAI and Anthropic API, for any client
-    api_key    what such a client wants as a key
+    base_url   address of this episode's OpenAI and Anthropic API, for any client
+    api_key    API key for such a client
 
-RL2's environments are a function `step(state, action, extra_info)` on text, and optionally `reset(extra_info)` beside
-it, which gives the first state. `state` is all that the model saw, as text with its special tokens; `action` what it
-answered, without the end token. The function returns {"next_state", "reward", "score", "done", "extra_info"}, of which
-only `reward` and `done` must be there. Where `next_state` begins with state + action, the model goes on token by token;
-otherwise it sees the new text alone.
+RL2's environments are a function `step(state, action, extra_info)` on text, and optionally `reset(extra_info)` in the
+same module, which returns the first state. `state`: all that the model saw, as text with special tokens; `action`: its
+answer, without the end token. The function returns {"next_state", "reward", "score", "done", "extra_info"}; only
+`reward` and `done` are required. If `next_state` begins with state + action, the model continues token by token;
+otherwise it sees only the new text.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from birl.text.tools import as_openai
 from birl.types import Conversation, Feedback, Message, Model, Task
 
 OFFERED = ("task", "model", "base_url", "api_key")
-KEY = "birl"  # clients insist on one; the address itself is the secret
+KEY = "birl"  # clients require one; the address itself is the secret
 KEYS = ("next_state", "reward", "score", "done", "extra_info")
 
 
@@ -56,7 +56,7 @@ class FunctionAgent:
 
 
 class TaskRow(dict[str, Any]):
-    """The row of a task, as JSON takes it, with the attributes that the task has in a class."""
+    """The row of a task as JSON data, with the attributes of a `Task`."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(row(task))
@@ -65,19 +65,19 @@ class TaskRow(dict[str, Any]):
 
 
 def row(task: Task) -> dict[str, Any]:
-    """A task as plain data."""
+    """Convert a task to plain data."""
     asked = (Message(role="user", content=task.prompt),) if isinstance(task.prompt, str) else task.prompt
     messages = [as_openai(m) for m in asked]
     return {**task.columns, "prompt": prompt(task), "messages": messages, "answer": task.answer}
 
 
 def prompt(task: Task) -> str:
-    """As text; several messages stand one below the other."""
+    """The prompt as text; several messages are separated by empty lines."""
     return task.prompt if isinstance(task.prompt, str) else "\n\n".join(m.content for m in task.prompt)
 
 
 class StepFunction:
-    """One episode of a step function. `text` renders a prompt of messages; `options` go to the function by name."""
+    """One episode of a step function. `text` renders a prompt of messages; `options`: keyword arguments."""
 
     def __init__(
         self, step: Callable[..., Any], task: Task, text: Callable[[Conversation], str], options: Mapping[str, Any]

@@ -2,12 +2,12 @@
 
     birl rl env=harbor env.tasks=my_tasks
 
-The model calls `bash`. When it answers without a call, or has had its turns, `tests/test.sh` runs, and the number that
-it writes to /logs/verifier/reward.txt (or reward.json) is the reward; without one the episode is an `env_error`.
+The model calls `bash`. After an answer without a call, or after the last turn, `tests/test.sh` runs, and the number
+that it writes to /logs/verifier/reward.txt (or reward.json) is the reward; without one the episode is an `env_error`.
 
-In the sandbox files are what lasts from one command to the next: each is a run that begins with the files of the one
-before. In a container (`harbor_container.py`) processes last, too. No process of the model is there when the tests run,
-unless the configuration keeps them, and the tests are not there before.
+In the sandbox only files are kept between commands: each command is a run that starts with the files of the previous
+one. In a container (`harbor_container.py`) processes are kept, too. The model's processes are ended before the tests
+run, unless the configuration keeps them, and the tests are copied only then.
 """
 
 import asyncio
@@ -84,17 +84,17 @@ class Config:
 
 
 class Machine(Protocol):
-    """Where commands of episodes run. Its states are what lasts from one command of an episode to the next."""
+    """Runs commands of episodes. Its states hold what is kept between two commands of an episode."""
 
     async def begin(self, folder: Folder) -> Any:
-        """That of a task before any work."""
+        """The initial state of a task."""
         ...
 
     async def run(
         self, folder: Folder, state: Any, command: list[str], *, seconds: float, more: bytes = b""
     ) -> tuple[Any, Result]:
-        """What a command leaves, and how it went. With `more`, an archive of files, /tests, /logs and /solution are
-        made anew before it."""
+        """Run a command; returns the new state and the result. With `more`, an archive of files, /tests, /logs and
+        /solution are recreated before it."""
         ...
 
     async def end(self, state: Any) -> None: ...
@@ -103,7 +103,7 @@ class Machine(Protocol):
 
 
 class SandboxMachine:
-    """Each command is a run of the sandbox; a state is an archive of all files."""
+    """Each command is one run of the sandbox; a state is an archive of all files."""
 
     def __init__(self, config: Config, sandbox: Sandbox) -> None:
         self.config, self.sandbox = config, sandbox
@@ -112,7 +112,7 @@ class SandboxMachine:
     @property
     def limits(self) -> Limits:
         config = self.config
-        seconds = config.seconds + 10  # the program in the sandbox ends the command earlier, and keeps its files
+        seconds = config.seconds + 10  # the program in the sandbox ends the command before, and keeps its files
         return Limits(
             seconds=seconds, cpu_seconds=int(seconds) + 1, memory_mb=config.memory_mb, file_mb=config.storage_mb,
             open_files=1024, processes=200,
@@ -121,10 +121,10 @@ class SandboxMachine:
     async def run(
         self, folder: Folder, state: bytes, command: list[str], *, seconds: float, more: bytes = b""
     ) -> tuple[bytes, Result]:
-        """Files are as before where the sandbox ended the command."""
+        """Run a command; the files are unchanged if the sandbox ended it."""
         limits = replace(self.limits, seconds=seconds + 10, cpu_seconds=int(seconds) + 11)
         order = {"command": command, "folder": folder.workdir, "environment": folder.environment, "seconds": seconds}
-        order["clear"] = ["tests", "logs", "solution"] if more else []  # what the model may have put there
+        order["clear"] = ["tests", "logs", "solution"] if more else []  # the model may have put files there
         files = {"archive.py": PROGRAM, "order.json": json.dumps(order), "state.tar": state}
         files |= {"more.tar": more} if more else {}
         result = await self.sandbox.run(files, ["python", "archive.py"], limits, collect=("state.tar", *REWARDS))
@@ -133,7 +133,7 @@ class SandboxMachine:
         return result.files.get("state.tar", state) if result.ending is Ending.OK else state, result
 
     async def begin(self, folder: Folder) -> bytes:
-        """The files of a task before any work, made once."""
+        """The initial files of a task, built once."""
         if folder.path not in self.built:
             self.built[folder.path] = asyncio.create_task(self._build(folder))
         return await asyncio.shield(self.built[folder.path])
@@ -156,7 +156,7 @@ class SandboxMachine:
 
 
 class Place:
-    """The tasks and the machine of all episodes."""
+    """The tasks and the machine, shared by all episodes."""
 
     def __init__(self, machine: Machine, folders: Mapping[str, list[Folder]]) -> None:
         self.machine, self.folders = machine, folders
@@ -165,7 +165,7 @@ class Place:
         await self.machine.close()
 
     async def tested(self, folder: Folder, state: Any) -> float:
-        """What the tests say of this state. Raises `BirlError` where they say nothing."""
+        """Run the tests on this state and return the reward. Raises `BirlError` if they write none."""
         more = packed({**folder.tests, "logs/verifier/.birl": b""})
         command = ["bash", "/tests/test.sh"]
         _, result = await self.machine.run(folder, state, command, seconds=folder.seconds, more=more)
@@ -174,7 +174,7 @@ class Place:
         return value
 
     async def prove(self, folder: Folder) -> None:
-        """Raises `BirlError` for a task that its own solution does not solve here."""
+        """Raises `BirlError` if the task's own solution does not solve it here."""
         if not folder.solution:
             return
         solution, how = packed(folder.solution), ""
@@ -290,7 +290,7 @@ async def opened(config: Config) -> Machine:
 
 
 def printed(result: Result, longest: int) -> str:
-    """What the model reads of a command: both outputs, the exit code where it is not 0, and why it was ended."""
+    """The text that the model gets: both outputs, the exit code if it is not 0, and why the command was ended."""
     parts = [s for s in (result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")) if s.strip()]
     text = "\n".join(part.rstrip() for part in parts)
     if len(text) > longest:
@@ -303,8 +303,8 @@ def printed(result: Result, longest: int) -> str:
 
 
 def reward(files: Mapping[str, bytes]) -> float | None:
-    """Of the files that the tests have written; None where they say none. Several numbers of a reward.json without
-    one that is called reward are an error, as it is unknown which counts."""
+    """Parse the reward from the files of the tests; None if there is none. A reward.json with several numbers, none of
+    them called reward, is an error, as it is unknown which one counts."""
     text = files.get(REWARDS[0], b"").decode(errors="replace").strip()
     try:
         value = json.loads(text or files.get(REWARDS[1], b"null"))

@@ -1,9 +1,9 @@
-"""Harbor's tasks in containers, by the program `docker` or `podman`: `Containers` builds a task's image once, and
+"""Harbor's tasks in containers, with the program `docker` or `podman`: `Containers` builds a task's image once, and
 starts a container of it for each episode.
 
-Files and processes last from one command to the next. What runs inside is not trusted: there is no network unless the
-configuration has one, memory and processes are bounded, and a container is ended from outside. The tests run with the
-container's own programs, which the model may have changed, as in Harbor.
+Files and processes are kept between commands. The content is not trusted: there is no network unless configured, memory
+and processes are limited, and containers are ended from outside. The tests run with the container's own programs, which
+the model may have changed, as in Harbor.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from birl.errors import BirlError
 from birl.process import tied
 from birl.sandbox.protocol import Ending, Result
 
-OUTPUT = 1 << 20  # bytes that are kept of each output
-SECONDS = 60.0  # for a command of the program itself
+OUTPUT = 1 << 20  # bytes kept of each output
+SECONDS = 60.0  # timeout of a command of docker or podman
 WAITING = "while :; do sleep 3600; done"  # a container's first process
-PROCESSES = 512  # at once in a container
-REWARD = 1 << 20  # bytes of a file with a reward
+PROCESSES = 512  # limit of processes in a container
+REWARD = 1 << 20  # bytes read of a file with a reward
 
 
 class Containers:
-    """`program` is docker or podman. `begin` gives the name of a new container, which `end` removes.
+    """Containers of docker or podman (`program`). `begin` returns the name of a new container, which `end` removes.
 
     Example: machine = await Containers.open("podman", memory_mb=1024, network=False, keep=False, workers=2)
     """
@@ -46,8 +46,8 @@ class Containers:
 
     @classmethod
     async def open(cls, program: str, *, memory_mb: int, network: bool, keep: bool, workers: int) -> "Containers":
-        """Raises `BirlError` where the program is missing or does not answer. Removes what runs of this machine that
-        were killed have left."""
+        """Check that the program works, and remove containers that killed runs on this machine have left. Raises
+        `BirlError` if it is missing or does not answer."""
         if shutil.which(program) is None:
             raise BirlError(f"env.sandbox={program}: there is no program {program} in PATH.")
         self = cls(program, memory_mb=memory_mb, network=network, keep=keep, workers=workers)
@@ -77,7 +77,7 @@ class Containers:
         return name
 
     async def _image(self, folder: Folder) -> str:
-        """The image of a task: the one that task.toml names, or what its Dockerfile builds, kept by its content."""
+        """The image of a task: the one named in task.toml, or the build of its Dockerfile, cached by its content."""
         environment = folder.path / "environment"
         if folder.image:
             if (await self.command("image", "inspect", folder.image)).exit_code != 0:
@@ -94,8 +94,8 @@ class Containers:
     async def run(
         self, folder: Folder, state: str, command: Sequence[str], *, seconds: float, more: bytes = b""
     ) -> tuple[str, Result]:
-        """A command in the container, and how it went. With `more`, an archive of files, /tests, /logs and /solution
-        are made anew before it, and what the model has started is ended unless `keep`."""
+        """Run a command in the container. With `more`, an archive of files, /tests, /logs and /solution are recreated
+        before it, and the model's processes are ended unless `keep`."""
         if more:
             await self._clear(folder, state, more)
         words = ["exec", *(["--workdir", folder.workdir] if folder.workdir else [])]
@@ -140,7 +140,7 @@ class Containers:
             await self.command("rm", "-f", *self.alive)
 
     async def call(self, *words: str, what: str, seconds: float = SECONDS, given: bytes = b"") -> str:
-        """What a command prints. Raises `BirlError` where it fails, with its last line."""
+        """Output of a command. Raises `BirlError` with its last line if it fails."""
         told = await self.command(*words, seconds=seconds, given=given)
         if told.ending is Ending.TIMEOUT:
             raise BirlError(f"{what}: {self.program} {words[0]} took longer than {seconds:g} s.")
@@ -149,7 +149,7 @@ class Containers:
         return told.stdout.decode(errors="replace")
 
     async def command(self, *words: str, seconds: float = SECONDS, given: bytes = b"") -> Result:
-        """`exit_code` is None where it took too long."""
+        """Run a command of docker or podman. `exit_code` is None after a timeout."""
         began = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *tied([self.program, *words]),
@@ -186,7 +186,7 @@ class Containers:
 
 
 class _Output:
-    """The first OUTPUT bytes of what a process prints, and whether there were more."""
+    """The first OUTPUT bytes of a process's output, and whether there were more."""
 
     def __init__(self, stream: asyncio.StreamReader) -> None:
         self.stream, self.kept, self.lost = stream, bytearray(), False
@@ -203,13 +203,13 @@ async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:
         try:
             process.stdin.write(given)
             await process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):  # it has ended: its exit code says why
+        except (BrokenPipeError, ConnectionResetError):  # it has ended: its exit code tells why
             pass
         process.stdin.close()
 
 
 def _digest(folder: Path) -> str:
-    """Of the files that an image is built of."""
+    """Digest of the files that an image is built from."""
     whole = hashlib.sha256()
     for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
         content = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
@@ -223,7 +223,7 @@ def _place() -> str:
 
 
 def _owner(name: str) -> int | None:
-    """The process of this machine that started a container."""
+    """Id of the process on this machine that started a container."""
     match = re.fullmatch(rf"birl-{_place()}-(\d+)-[0-9a-f]{{12}}", name)
     return int(match[1]) if match else None
 

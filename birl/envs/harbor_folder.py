@@ -1,4 +1,4 @@
-"""A task folder of the Harbor format: what it asks, what its container would begin with, and its tests."""
+"""Reads task folders of the Harbor format: instruction, initial files of the container, and tests."""
 
 import io
 import re
@@ -13,11 +13,11 @@ from typing import Any
 from birl.errors import BirlError
 from birl.regular import inside, read_text
 
-MOST = 64 << 20  # bytes of all files of a task
-ROOTS = ("app", "workspace", "logs", "tests", "solution", "tmp")  # folders of the root that are there in the sandbox
-SECONDS = 600.0  # for tests, and for the build of an image, whose task does not say
+MOST = 64 << 20  # largest size of all files of a task [bytes]
+ROOTS = ("app", "workspace", "logs", "tests", "solution", "tmp")  # folders of the root that exist in the sandbox
+SECONDS = 600.0  # default timeout of tests and of image builds
 REWARDS = ("logs/verifier/reward.txt", "logs/verifier/reward.json")
-#: what of task.toml would change what is played or tested -> the value that does not
+#: settings of task.toml that would change the task or its tests -> the supported value
 NOT_PLAYED = {
     "environment": {"gpus": 0, "tpu": None, "mcp_servers": None, "healthcheck": None, "os": "linux"},
     "verifier": {"environment": None, "env": None, "collect": None, "user": None, "environment_mode": "shared"},
@@ -28,10 +28,10 @@ LEFT_OUT = ("FROM", "LABEL", "MAINTAINER", "EXPOSE", "USER", "CMD", "ENTRYPOINT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """`files`, `tests` and `solution`: content by path below the root. `builds`: commands of the container's build;
-    `seconds`: what the tests may take. What a container is told: `workdir` ("": the image's own) and `environment`,
-    `image` ("": the Dockerfile's), `build_seconds`, `memory_mb` [MiB] and `cpus` (0: the task does not say),
-    and whether it may have a `network`."""
+    """A task folder. `files`, `tests` and `solution`: content by path below the root. `builds`: build commands of the
+    container; `seconds`: timeout of the tests. Settings of a container: `workdir` ("": the image's) and `environment`,
+    `image` ("": of the Dockerfile), `build_seconds`, `memory_mb` [MiB] and `cpus` (0: not given), and whether it may
+    have a `network`."""
 
     path: Path
     name: str
@@ -51,7 +51,7 @@ class Folder:
 
 
 def read_all(root: Path, build: str, container: bool = False) -> list[Folder]:
-    """The task folders in `root`, or itself. Raises `BirlError`."""
+    """Read the task folders in `root`, or `root` itself. Raises `BirlError`."""
     if not root.is_dir():
         raise BirlError(f"env.tasks={root}: there is no such folder in {Path.cwd()}.")
     places = [root] if (root / "task.toml").is_file() else sorted(p.parent for p in root.glob("*/task.toml"))
@@ -61,7 +61,7 @@ def read_all(root: Path, build: str, container: bool = False) -> list[Folder]:
 
 
 def read(path: Path, build: str, container: bool = False) -> Folder:
-    """Raises `BirlError` with the file, and what is wrong or cannot be done, without a container or with one."""
+    """Read a task folder. Raises `BirlError` with the file and the problem, with a container or without."""
     settings = toml(path / "task.toml")
     if (path / "steps").is_dir() or "steps" in settings:
         raise BirlError(f"{path}: it has several steps, which env=harbor does not play.")
@@ -90,7 +90,7 @@ def read(path: Path, build: str, container: bool = False) -> Folder:
 
 
 def check(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raises `BirlError` for what task.toml asks for and is not played."""
+    """Raises `BirlError` for settings of task.toml that are not supported."""
     for table, names in NOT_PLAYED.items():
         given = section(path, settings, table)
         for name, plain in names.items():
@@ -99,7 +99,7 @@ def check(path: Path, settings: Mapping[str, Any]) -> None:
 
 
 def in_sandbox(environment: Path, build: str) -> dict[str, Any]:
-    """What the Dockerfile says of the files that the sandbox begins with."""
+    """Initial files, variables and build commands from the Dockerfile, for the sandbox."""
     recipe = Recipe(environment)
     if recipe.builds and build == "refuse":
         raise BirlError(
@@ -111,7 +111,7 @@ def in_sandbox(environment: Path, build: str) -> dict[str, Any]:
 
 
 def in_container(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What task.toml says of the container."""
+    """Settings of the container from task.toml."""
     table = section(path, settings, "environment")
     given: dict[str, Any] = {}
     for name, kind in (("docker_image", str), ("workdir", str), ("env", dict)):
@@ -146,7 +146,7 @@ def section(path: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, 
 
 
 def number(path: Path, settings: Mapping[str, Any], table: str, name: str, default: float, largest: float) -> float:
-    """Of task.toml. Raises `BirlError` where it is not above 0."""
+    """A number of task.toml. Raises `BirlError` if it is not above 0."""
     value = section(path, settings, table).get(name, default)
     given = name in section(path, settings, table)
     if not isinstance(value, int | float) or isinstance(value, bool) or (given and not 0 < value <= largest):
@@ -164,7 +164,7 @@ def toml(path: Path) -> dict[str, Any]:
 
 
 def text_of(path: Path) -> str:
-    """Raises `BirlError` where it is no UTF-8, cannot be read, or is too long."""
+    """Read a text file. Raises `BirlError` if it is no UTF-8, cannot be read, or is too long."""
     try:
         if path.stat().st_size > MOST:
             raise BirlError(f"{path}: it has {path.stat().st_size >> 20} MiB; a task has at most {MOST >> 20}.")
@@ -174,7 +174,7 @@ def text_of(path: Path) -> str:
 
 
 def contents(folder: Path, place: str) -> dict[str, bytes]:
-    """Regular files below a folder, by their paths below `place`; links lead nowhere."""
+    """Regular files below a folder, by their paths below `place`; links are skipped."""
     names = sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
     size = sum(p.stat().st_size for p in names)
     if size > MOST:
@@ -183,7 +183,7 @@ def contents(folder: Path, place: str) -> dict[str, bytes]:
 
 
 class Recipe:
-    """What a Dockerfile says of files, variables and the working folder, and which commands it runs."""
+    """Parses a Dockerfile: files, variables, the working folder, and RUN commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.workdir = folder, "/app"
@@ -196,7 +196,7 @@ class Recipe:
             if word:
                 try:
                     self.take(word.upper(), rest.strip())
-                except (ValueError, IndexError):  # quotes that do not end, or nothing behind the word
+                except (ValueError, IndexError):  # unclosed quotes, or no arguments
                     raise BirlError(f"{folder}/Dockerfile: {line.strip()[:80]}: it cannot be read.") from None
 
     def take(self, word: str, rest: str) -> None:
@@ -231,7 +231,7 @@ class Recipe:
             self.files[whole.lstrip("/")] = origin.read_bytes()
 
     def inside(self, place: str) -> str:
-        """A path in full. Raises `BirlError` for one that the sandbox has not."""
+        """The absolute path. Raises `BirlError` if it is outside of the sandbox's folders."""
         result = PurePosixPath(self.workdir, place)
         if ".." in result.parts or len(result.parts) < 2 or result.parts[1] not in ROOTS:
             raise BirlError(
@@ -241,7 +241,7 @@ class Recipe:
 
 
 def packed(files: Mapping[str, bytes]) -> bytes:
-    """An archive; scripts can be run."""
+    """Pack files into a tar archive; scripts are executable."""
     result = io.BytesIO()
     with tarfile.open(fileobj=result, mode="w") as archive:
         for name, content in files.items():

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from birl.envs.open import World
 
 Rows = list[dict[str, Any]]
-#: keys of `env` that a part may have of its own
+#: keys of `env` that each part may set
 OF_A_PART = ("max_turns", "timeout", "cut_turn", "mcp", "mcp_timeout", "mcp_longest", "mcp_sandbox")
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The environments of a mixture by name, and what `env` is for each."""
+    """The environments of a mixture by name, and the `env` section of each."""
 
     worlds: dict[str, "World"]
     sections: dict[str, schema.Env]
@@ -33,14 +33,14 @@ class Parts:
         return self.sections[self.name(task)]
 
     def name(self, task: Task) -> str:
-        """Of the environment that plays a task. Raises `BirlError`."""
+        """Name of the environment of a task. Raises `BirlError`."""
         name = task.columns.get("env", "")
         if not isinstance(name, str) or name not in self.worlds:
             raise BirlError(f"{task.id}: its column `env` is {name!r}; env.parts has {', '.join(self.worlds)}.")
         return name
 
     def rows(self, split: str) -> dict[str, Rows]:
-        """The tasks of each part. Raises `BirlError` where one has none to train on."""
+        """The tasks of each part. Raises `BirlError` if one has none to train on."""
         result: dict[str, Rows] = {}
         for name, world in self.worlds.items():
             rows: Any = world.rows(split) if world.rows is not None else []  # of one set
@@ -70,7 +70,7 @@ class Mixture:
 
     @staticmethod
     async def parts(config: Config, env: schema.Env, opened: Callable[[schema.Env], Awaitable["World"]]) -> Parts:
-        """Opens each part. A second one of a kind has a number behind its name. Raises `BirlError`."""
+        """Open each part. A second one of the same kind gets a numbered name. Raises `BirlError`."""
         result = Parts({}, sections(config, env))
         try:
             for name, section in result.sections.items():
@@ -82,7 +82,7 @@ class Mixture:
 
 
 def sections(config: Mixture.Config, env: schema.Env) -> dict[str, schema.Env]:
-    """What `env` is for each part. Raises `BirlError`."""
+    """The `env` section of each part. Raises `BirlError`."""
     result: dict[str, schema.Env] = {}
     seen = Counter[str]()
     for text in config.parts:

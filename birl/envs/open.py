@@ -1,14 +1,14 @@
-"""`env.kind` -> how an episode begins. The kind of object decides how it is used:
+"""Opens environments by `env.kind`. The kind of object decides how it is used:
 
     class with `start` and `step`                 an environment (`birl.types.Env`)
     class with `run`                              an agent (`birl.types.Agent`)
     function with (state, action, extra_info)     RL2's step function
     any other function                            an agent: called with what it names of `task`, `model`, `base_url`...
 
-A class gets what its constructor names of `task`, `config`, `shared` and `text` (renders a prompt). Its own keys are
-the dataclass `Config` inside it, a function's are its keyword-only parameters. A class may have `tasks(config, split)`,
-or `tasks(config, split, shared)`, which gives rows as a data file would, and `shared(config)`, for what all episodes
-use; that is closed with the run. `shared(config, folder)` receives the run folder (None without a run).
+A class gets the arguments that its constructor names of `task`, `config`, `shared` and `text` (renders a prompt). Its
+own keys are the inner dataclass `Config`; a function's are its keyword-only parameters. A class may have `tasks(config,
+split)` or `tasks(config, split, shared)`, which returns rows as in a data file, and `shared(config)`, which returns an
+object for all episodes, closed with the run. `shared(config, folder)` gets the run folder (or None).
 """
 
 import inspect
@@ -27,7 +27,7 @@ from birl.errors import BirlError
 from birl.named import load
 from birl.types import Agent, Conversation, Env, Task
 
-#: name -> where it is; built-in tasks, each with its own rows
+#: built-in tasks, each with its own rows: name -> module:class
 TASKS: dict[str, str] = {
     "arithmetic": "birl.envs.tasks.arithmetic:Arithmetic",
     "calculator": "birl.envs.tasks.calculator:Calculator",
@@ -59,9 +59,9 @@ BUILT_IN: dict[str, str] = {
 
 @dataclass(slots=True, kw_only=True)
 class World:
-    """Where episodes take place. `rows(split)`: its own tasks, or those of several sets by name; None where they come
-    from data. `turns`: an episode may have several. `agent`: it needs an address where the model is. `runs`: agents,
-    which call tools themselves. `section`: what `env` is for a task, where that differs from task to task."""
+    """An opened environment. `rows(split)`: its own tasks, or those of several sets by name; None if they come from
+    data. `turns`: an episode may have several. `agent`: it needs an address of the model. `runs`: agents, which call
+    tools themselves. `section`: the `env` section of a task, if it differs between tasks."""
 
     kind: str
     open: Callable[[Task], Env | Agent]
@@ -79,8 +79,8 @@ class World:
 
 
 def check_world(config: schema.Env, given: Any = None) -> None:
-    """Raises `BirlError` where `env.kind` names nothing, or one of its keys is wrong. A class or function that is
-    `given` takes the place of the name."""
+    """Raises `BirlError` if `env.kind` is unknown, or one of its keys is wrong. A class or function in `given` replaces
+    the name."""
     if config.kind != "single_turn":
         _named(config, given)
     if config.mcp:
@@ -92,10 +92,10 @@ def check_world(config: schema.Env, given: Any = None) -> None:
 async def open_world(
     config: schema.Env, text: Callable[[Conversation], str], given: Any = None, folder: Path | None = None
 ) -> World:
-    """Import and check what `env.kind` names, and make what its episodes share. `text` renders a prompt, `folder` is
-    the run's, if there is one. Raises `BirlError`."""
+    """Import and check the environment `env.kind`, and make the object shared by its episodes. `text` renders a prompt;
+    `folder`: the run's, if there is one. Raises `BirlError`."""
     world = await _open_world(config, text, given, folder)
-    if not config.mcp or config.kind == "mixture":  # whose parts have them
+    if not config.mcp or config.kind == "mixture":  # its parts have them
         return world
     from birl.envs.mcp.tools import Equipped, servers_of
 
@@ -142,12 +142,12 @@ class Empty:
 
 
 def own_section(kind: str) -> type:
-    """The keys that an environment has of its own, as a dataclass. Raises `BirlError` where `kind` names nothing."""
+    """The own keys of an environment, as a dataclass. Raises `BirlError` if `kind` is unknown."""
     return Empty if kind == "single_turn" else _section(kind, _found(kind))
 
 
 def _named(config: schema.Env, given: Any) -> tuple[Any, Any]:
-    """What `env.kind` names, and its own keys."""
+    """The object that `env.kind` names, and its own keys."""
     kind, named = config.kind, _found(config.kind) if given is None else given
     if not callable(named):
         raise BirlError(f"env.kind={kind}: a {type(named).__name__}; give a class or a function, or the name of one.")
@@ -162,7 +162,7 @@ def _found(kind: str) -> Any:
 
 
 def _section(kind: str, named: Any) -> type:
-    """The `Config` of a class; of a function, its keyword-only parameters."""
+    """The `Config` of a class; for a function a dataclass of its keyword-only parameters."""
     if not inspect.isclass(named):
         return _parameters(kind, [p for p in inspect.signature(named).parameters.values() if p.kind is p.KEYWORD_ONLY])
     own = getattr(named, "Config", Empty)

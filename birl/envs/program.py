@@ -1,11 +1,11 @@
-"""`env=program`: each episode is a process of its own, any program that talks to the model through OpenAI's or
-Anthropic's client.
+"""`env=program`: each episode is a separate process, any program that calls the model with OpenAI's or Anthropic's
+client.
 
     birl rl env=program env.command="python my_agent.py" data.train=tasks.jsonl
 
-It finds the model at OPENAI_BASE_URL and ANTHROPIC_BASE_URL, the row of its task in the JSON file BIRL_TASK, and the
-prompt on its standard input. Its reward is what it sends to OPENAI_BASE_URL/reward, or the last line that it prints,
-`{"reward": 1.0}`. It has a temporary folder as its home. Whatever it started ends with it.
+The model is at OPENAI_BASE_URL and ANTHROPIC_BASE_URL, the task's row in the JSON file BIRL_TASK, and the prompt on
+standard input. The reward is the one sent to OPENAI_BASE_URL/reward, or the last line printed, `{"reward": 1.0}`. Its
+home is a temporary folder. All processes that it started end with it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from birl.errors import BirlError
 from birl.process import end_strays, kill, tied
 from birl.types import Model, Task
 
-TAIL = 65536  # bytes of what a program prints that are kept, from the end
+TAIL = 65536  # bytes of a program's output that are kept, from the end
 OWN = (
     *("PATH", "HOME", "TMPDIR", "LANG", "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL"),
     *("ANTHROPIC_API_KEY", "BIRL_TASK"),
@@ -51,7 +51,7 @@ class Config:
 
 @dataclass(slots=True)
 class Shared:
-    """What all episodes use: the command's words, and the places for processes."""
+    """Shared by all episodes: the words of the command, and the slots for processes."""
 
     words: list[str]
     places: asyncio.Semaphore
@@ -89,13 +89,13 @@ class Program:
             *self.all.words,
             env=environment(self.all.config, self.folder, self.mark, task),
             cwd=self.folder,
-            start_new_session=True,  # all that it starts can be ended together
+            start_new_session=True,  # all its children can be ended together
         )
         pipe: Any = self.transport.get_pipe_transport(0)
         pipe.write(prompt(self.task).encode(errors="replace"))
         pipe.write_eof()
         code = await watched.ended
-        kill(self.transport.get_pid())  # what it left behind holds the pipes open
+        kill(self.transport.get_pid())  # processes that it left hold the pipes open
         await watched.drained(self.transport)
         return self._reward(code, model.reward)
 
@@ -131,7 +131,7 @@ class Program:
 
 
 class Watched(asyncio.SubprocessProtocol):
-    """The end of what a process prints, and its exit code."""
+    """The end of a process's output, and its exit code."""
 
     def __init__(self, ended: "asyncio.Future[int]") -> None:
         self.ended, self.closed = ended, asyncio.Event()
@@ -157,7 +157,7 @@ class Watched(asyncio.SubprocessProtocol):
             self.ended.set_result(self.transport.get_returncode() or 0)
 
     async def drained(self, transport: asyncio.SubprocessTransport) -> None:
-        """All that it printed is here; something that got away may hold the pipes open, and is not waited for."""
+        """Wait until all output was read; a process that escaped may hold the pipes open, and is not waited for."""
         try:
             await asyncio.wait_for(self.closed.wait(), 1.0)
         except TimeoutError:
@@ -169,7 +169,7 @@ class Watched(asyncio.SubprocessProtocol):
 
 
 def words(config: Config) -> list[str]:
-    """The command that is started. Raises `BirlError`."""
+    """Words of the command to start. Raises `BirlError`."""
     try:
         result = shlex.split(config.command)
     except ValueError as error:
@@ -194,7 +194,7 @@ def environment(config: Config, folder: Path, base_url: str, task: Path) -> dict
 
 
 def reward(line: str) -> float | Mapping[str, float] | None:
-    """Of the last line; None where it says nothing of one."""
+    """Parse the reward in the last line; None if it has none."""
     try:
         result = json.loads(line)
     except (ValueError, RecursionError):
@@ -209,8 +209,8 @@ def reward(line: str) -> float | Mapping[str, float] | None:
 
 
 def clean(folder: Path, mark: str) -> None:
-    """End what left the process group, which still has the episode's address in its environment, and remove the folder.
-    Raises `RuntimeError` where something stays."""
+    """Kill processes that left the process group, by the episode's address in their environment, and remove the folder.
+    Raises `RuntimeError` if it cannot be removed."""
     end_strays(mark)
     shutil.rmtree(folder, onerror=writable)
     if folder.exists():
@@ -218,7 +218,7 @@ def clean(folder: Path, mark: str) -> None:
 
 
 def writable(function: Any, name: str, _: Any) -> None:
-    """A folder that the agent had closed to itself is opened, and tried again; what is gone is gone."""
+    """Make a folder accessible that the agent had closed, and retry; missing files are ignored."""
     with contextlib.suppress(OSError):
         os.chmod(Path(name).parent, 0o700)
         os.chmod(name, 0o700)

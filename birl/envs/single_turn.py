@@ -1,4 +1,4 @@
-"""One prompt, one reply. The reward functions, if any, see the reply afterwards (`rollout/group.py`)."""
+"""One prompt, one reply. Reward functions, if any, score the reply afterwards (`rollout/group.py`)."""
 
 from birl.types import Feedback, Message, Task
 
