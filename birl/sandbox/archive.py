@@ -1,9 +1,9 @@
-"""Runs one command of many on the same files: unpacks what the one before left, and packs what this one leaves.
+"""Runs one of several commands on the same files: unpacks the state of the previous command, and packs the new state.
 
-It is a program in a sandbox, beside what a model wrote; standard library only. `order.json` has the command, its
-folder, environment and seconds; `state.tar` is read and written; folders to `clear` are removed before `more.tar` is
-unpacked on top. Whatever the model left, names that are taken, folders that are closed or an archive of its own, the
-command runs, so that tests come to a verdict.
+Runs in a sandbox, together with files of the model; standard library only. `order.json` has the command, its folder,
+environment and seconds; `state.tar` is read and written; folders in `clear` are removed before `more.tar` is unpacked.
+Whatever the model left (occupied names, unreadable folders, its own archive), the command runs, so that the tests give
+a verdict.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ OWN = ("archive.py", "order.json", "state.tar", "more.tar", "__pycache__")
 
 
 def taken(name: str) -> BinaryIO | None:
-    """A file, open, and without its name."""
+    """Open a file and unlink it; None if it does not exist."""
     if not os.path.exists(name):
         return None
     file = open(name, "rb")  # noqa: SIM115
@@ -29,10 +29,10 @@ def taken(name: str) -> BinaryIO | None:
 
 
 def unpack(file: BinaryIO | None) -> None:
-    """And close it."""
+    """Unpack an archive and close it."""
     if file is not None:
         with file, tarfile.open(fileobj=file) as archive:
-            if hasattr(tarfile, "tar_filter"):  # not in every Python 3.11
+            if hasattr(tarfile, "tar_filter"):  # missing in early releases of Python 3.11
                 archive.extraction_filter = tarfile.tar_filter
             archive.extractall(
                 ".", [m for m in archive if m.isreg() or m.isdir() or m.issym() or m.islnk()]
@@ -40,7 +40,7 @@ def unpack(file: BinaryIO | None) -> None:
 
 
 def clear(name: str, number: int) -> None:
-    """Its name is free afterwards, though what is in it cannot be removed."""
+    """Free the name, even if its contents cannot be removed."""
     if os.path.lexists(name):
         aside = f".cleared-{os.getpid()}-{number}"
         os.rename(name, aside)
@@ -58,7 +58,7 @@ def run(order: dict) -> int:
     try:
         os.makedirs(order["folder"], exist_ok=True)
         started = start(order, order["folder"])
-    except OSError as error:  # a file has its place, or it is closed
+    except OSError as error:  # a file is in its place, or it is not accessible
         print(error, file=sys.stderr)
         started = start(order, ".")
     try:
@@ -74,10 +74,10 @@ def run(order: dict) -> int:
 def main() -> None:
     with open("order.json") as file:
         order = json.load(file)
-    state, more = taken("state.tar"), taken("more.tar")  # at once: the state may hold another more.tar
+    state, more = taken("state.tar"), taken("more.tar")  # both now: the state may contain another more.tar
     try:
         unpack(state)
-    except (tarfile.TarError, OSError, ValueError) as error:  # what a command left in its place
+    except (tarfile.TarError, OSError, ValueError) as error:  # a command has replaced it
         print(f"the files are lost: {error}", file=sys.stderr)
     for number, name in enumerate(order["clear"]):
         clear(name, number)
@@ -86,7 +86,7 @@ def main() -> None:
     try:
         with tarfile.open("state.tar", "w") as archive:
             for name in sorted(set(os.listdir(".")) - set(OWN)):
-                with contextlib.suppress(FileNotFoundError, PermissionError):  # it went meanwhile, or is closed
+                with contextlib.suppress(FileNotFoundError, PermissionError):  # removed meanwhile, or not readable
                     archive.add(name)
     except OSError as error:
         print(f"the files are lost: {error}", file=sys.stderr)

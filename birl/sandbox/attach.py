@@ -1,5 +1,5 @@
-"""A program that its caller talks to while it runs, over its standard input and output: confined as other programs are,
-for as long as it lives. It is code that the user chose, so it keeps the user's id; it reads what it is shown alone."""
+"""Confines a program that its caller talks to over standard input and output, like other programs in a sandbox, for its
+whole life. It is code that the user chose, so it keeps the user's id; it can read only the given places."""
 
 import asyncio
 import base64
@@ -19,14 +19,14 @@ from birl.sandbox.open import INSTALL, PROBE, seen
 from birl.sandbox.protocol import Ending, Limits, Result
 from birl.sandbox.worker import SIGNALS_STAY_INSIDE
 
-KINDS = ("bubblewrap", "landlock")  # real boundaries, the best first
+KINDS = ("bubblewrap", "landlock")  # real security boundaries, best first
 LIMITS = Limits(seconds=3600, cpu_seconds=3600, memory_mb=16384, processes=256, file_mb=256, open_files=1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """`kind`: one of KINDS; `places`: files and folders outside of the system's that the program can read, `python`:
-    the interpreter that confines it."""
+    """How a program is confined. `kind`: one of KINDS; `places`: files and folders outside of the system's that it can
+    read; `python`: the interpreter that confines it."""
 
     kind: str
     places: tuple[str, ...] = ()
@@ -36,8 +36,8 @@ class Confinement:
     def words(
         self, command: Sequence[str], environment: dict[str, str], scratch: str, opened: ExitStack
     ) -> tuple[list[str], list[int]]:
-        """The command line of a confined program, and the file descriptors that it is to inherit, which `opened`
-        closes. `scratch`: an empty folder, which is the only one that it can write to, where it has none of its own."""
+        """Command line of a confined program, and the file descriptors that it inherits, which `opened` closes.
+        `scratch`: an empty folder, the only one that it can write to, unless it has its own /tmp."""
         alone = self.kind == "bubblewrap"
         program = seccomp.assemble(
             namespaces=alone,
@@ -66,8 +66,8 @@ class Confinement:
 
 
 async def confinement(kind: str, places: Sequence[str], key: str) -> Confinement:
-    """One of this kind that was tried out; auto: the best that works. `key` names it in messages. Raises `BirlError`
-    where none works, with the reason."""
+    """A tested confinement of this kind; auto: the best one that works. `key`: its name in messages. Raises `BirlError`
+    with the reasons if none works."""
     failed = []
     for name in KINDS if kind == "auto" else (kind,):
         result = Confinement(kind=name, places=tuple(dict.fromkeys(places)))
@@ -78,7 +78,7 @@ async def confinement(kind: str, places: Sequence[str], key: str) -> Confinement
 
 
 async def problem(one: Confinement) -> str:
-    """Why a program cannot be confined in this way. Empty: one that was could compute, and reached nothing outside."""
+    """Why programs cannot be confined so. Empty: a trial program could compute, and reached nothing outside."""
     with ExitStack() as opened:
         scratch = opened.enter_context(tempfile.TemporaryDirectory(prefix="birl-sandbox-"))
         try:
@@ -90,6 +90,6 @@ async def problem(one: Confinement) -> str:
         except (BirlError, OSError, TimeoutError) as error:
             return str(error) or "the trial run did not end"
     result = Result(ending=Ending.OK, kind=one.kind, stdout=out, stderr=err, exit_code=process.returncode)
-    known = ["be root"] if one.kind == "landlock" and os.geteuid() == 0 else []  # without root's rights
-    known += ["read /root"] if any(Path("/root") in Path(p).parents for p in one.places) else []  # the way to these
+    known = ["be root"] if one.kind == "landlock" and os.geteuid() == 0 else []  # without root's capabilities
+    known += ["read /root"] if any(Path("/root") in Path(p).parents for p in one.places) else []  # parent of these
     return seen(result, one.kind, known)

@@ -1,7 +1,7 @@
-"""A bound on the memory of several processes together: a control group of Linux, version 1 or 2, where one can be made.
+"""Limits the total memory of several processes with a control group of Linux, version 1 or 2, if one can be created.
 
-Memory file systems count too, since their pages belong to who wrote them. Everything here may be refused by the system;
-then there is no group, and the processes are watched instead (`guest.py`).
+Memory file systems count too: their pages are charged to the writer. Any step may be refused by the system; then there
+is no group, and the processes are monitored instead (`guest.py`).
 """
 
 import contextlib
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class MemoryGroup:
-    """A group below this process's own, for one run at a time.
+    """A control group below this process's own, for one run at a time.
 
     Example: group = MemoryGroup.make("birl-1-0")
              if group is not None:
@@ -48,8 +48,8 @@ class MemoryGroup:
 
     @property
     def join(self) -> list[str]:
-        """Words before a command that put it into the group. A shell, because to do it between fork and exec of this
-        process would copy its page tables, which are gigabytes where a model trains."""
+        """Words before a command that put it into the group. A shell, because joining between fork and exec of this
+        process would copy its page tables, which are gigabytes if a model is in training."""
         return ["/bin/sh", "-c", f'echo 0 > {self.folder}/cgroup.procs && exec "$@"', "sh"]
 
     def limit(self, memory_mb: int) -> None:
@@ -61,7 +61,7 @@ class MemoryGroup:
             (self.folder / "memory.max").write_text(size)
             self._try("memory.swap.max", "0")
         else:
-            self._try("memory.memsw.limit_in_bytes", "-1")  # never below the other, so first up, then down
+            self._try("memory.memsw.limit_in_bytes", "-1")  # must not be below the other: first up
             (self.folder / "memory.limit_in_bytes").write_text(size)
             self._try("memory.memsw.limit_in_bytes", size)
         self._limit = memory_mb
@@ -70,7 +70,7 @@ class MemoryGroup:
         return self._count() > self._kills
 
     def kill(self) -> None:
-        """Everything in it, and what that starts meanwhile."""
+        """Kill all processes in the group, including those started meanwhile."""
         for _ in range(200):
             result: list[int] = []
             with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ class MemoryGroup:
             time.sleep(0.005)
 
     def remove(self) -> None:
-        for _ in range(50):  # a group can go when its last process is gone for good, a moment after it was killed
+        for _ in range(50):  # a group can be removed a moment after its last process was killed
             try:
                 self.folder.rmdir()
                 return
@@ -107,7 +107,7 @@ class MemoryGroup:
 
 
 def _sweep(parent: Path) -> None:
-    """Groups of launchers that were killed. One that has processes cannot be removed, so that nothing is lost."""
+    """Remove groups of killed launchers. A group with processes cannot be removed, so nothing is lost."""
     for folder in parent.glob("birl-sandbox-*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             if not Path(f"/proc/{int(folder.name.split('-')[2])}").exists():
@@ -115,14 +115,14 @@ def _sweep(parent: Path) -> None:
 
 
 def _places() -> list[tuple[int, Path]]:
-    """Where groups of memory could be made: below this process's own group, and else below the root."""
+    """Places for memory groups: below this process's own group, else below the root."""
     result = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if "memory" in controllers.split(","):
                 result += [(1, ROOT / "memory" / path.lstrip("/")), (1, ROOT / "memory")]
-            elif not controllers:  # version 2; a group that has processes may have no groups with limits below it
+            elif not controllers:  # version 2; a group with processes cannot have limited groups below it
                 own = ROOT / path.lstrip("/")
                 result += [(2, own), (2, own.parent), (2, ROOT)]
     return [(version, place) for version, place in result if place.is_dir() and place.is_relative_to(ROOT)]

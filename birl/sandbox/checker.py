@@ -1,13 +1,13 @@
-"""Runs in the sandbox and tries one test on one solution: two processes, so that the solution cannot forge the verdict.
+"""Runs in the sandbox and runs one test on one solution, in two processes, so that the solution cannot forge the
+verdict.
 
-The solution is loaded in a child, which has no way to this process but a socket: not its standard output, not its
-memory (it is not dumpable, and the sandbox refuses ptrace), and it was forked before the test and the nonce were read.
-This process runs the test; a call of the solution's function is a message to the child and plain data back. What
-decides is `==` of plain data on this side, so an object that is equal to everything is equal to nothing here. Who
-started the run gets the verdict alone: nothing that a solution made is ever read outside of the sandbox.
+The solution is loaded in a child that can reach this process only through a socket: not its standard output, not its
+memory (it is not dumpable, and the sandbox refuses ptrace), and it was forked before test and nonce were read. This
+process runs the test; a call of the solution's function is a message to the child, and plain data in return. The
+verdict depends on `==` of plain data in this process, so an object that claims to equal everything equals nothing here.
+The caller gets only the verdict: no object of a solution is ever read outside of the sandbox.
 
-Standard library only, beside `names.py` and `values.py`. Its standard output is one JSON object with the
-nonce.
+Standard library only, together with `names.py` and `values.py`. Its standard output is one JSON object with the nonce.
 """
 
 import builtins
@@ -28,10 +28,10 @@ from typing import Any
 from birl.sandbox.names import Unfit, names_of, run_suites
 from birl.sandbox.values import pack, same_value, short, shown, unpack
 
-LONGEST = 1 << 24  # bytes of one message
+LONGEST = 1 << 24  # largest message [bytes]
 PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, Decimal, Fraction, type(None))
 PR_SET_DUMPABLE = 4
-#: questions to text, sets and numbers that are answered by yes or no
+#: methods of text, sets and numbers that return yes or no
 PREDICATES = {"startswith", "endswith"} | {
     name for kind in (str, frozenset, float) for name in dir(kind) if name.startswith("is")
 }
@@ -39,7 +39,7 @@ NAMES = ("collections", "functools", "heapq", "itertools", "math", "random", "re
 
 
 class SolutionFailed(BaseException):
-    """The solution's process ended, or answers nonsense. No `except Exception` of a test hides it."""
+    """The solution's process ended or sends invalid messages. Not hidden by an `except Exception` of a test."""
 
 
 def write(pipe: io.BufferedWriter, message: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ def read(pipe: io.BufferedReader) -> dict[str, Any]:
 
 
 class Solution:
-    """Loads solution.py and does what the other side asks: call, get an attribute, the next item."""
+    """Loads solution.py and executes the requests of the other side: call, get an attribute, the next item."""
 
     def __init__(self, link: socket.socket) -> None:
         self.input, self.output = link.makefile("rb"), link.makefile("wb")
@@ -70,7 +70,7 @@ class Solution:
         self.names: dict[str, Any] = {}
 
     def serve(self) -> None:
-        read(self.input)  # "go": by now the other side has closed itself off
+        read(self.input)  # "go": the other side is no longer dumpable
         self.answer(self.load)
         while True:
             request = read(self.input)
@@ -93,7 +93,7 @@ class Solution:
             reply = action()
         except BaseException as error:
             reply = {"raised": [kind.__name__ for kind in type(error).__mro__], "args": []}
-            with contextlib.suppress(BaseException):  # they may be anything
+            with contextlib.suppress(BaseException):  # they may be any objects
                 reply["args"] = self.packed(list(error.args))
         write(self.output, reply)
 
@@ -133,7 +133,7 @@ class Solution:
         return unpack(value, find)
 
     def back(self, function: int, args: tuple[Any, ...]) -> Any:
-        """Call a function of the test, which was handed over as an argument."""
+        """Call a function of the test that was passed as an argument."""
         write(self.output, {"back": function, "args": [self.packed(value) for value in args]})
         return self.unpacked(read(self.input)["value"])
 
@@ -142,13 +142,13 @@ class Solution:
 
 
 class Ended(Exception):
-    """The solution raised StopIteration. Anywhere but in `next`, that would end a loop of the test without a word."""
+    """The solution raised StopIteration. Except in `next`, that would silently end a loop of the test."""
 
 
 class Remote:
-    """An object of the solution. It is equal to itself only, and its arithmetic is not forwarded. `made`: a class that
-    the test names has made it, or made what gave it. What a function gives has no methods of text: an object that
-    answers yes to whatever it is asked would pass."""
+    """Proxy of an object of the solution. It equals only itself, and arithmetic is not forwarded. `made`: created by a
+    class that the test names, or obtained from such an object. Results of functions have no methods of text: an object
+    that answers yes to every question would pass."""
 
     def __init__(self, link: "Link", number: int, made: bool) -> None:
         for name, value in (("_link", link), ("_number", number), ("_made", made)):
@@ -169,7 +169,7 @@ class Remote:
         try:
             return self.__getattr__("__len__")()
         except AttributeError as error:
-            raise TypeError(str(error)) from error  # list() asks for it, and goes on without
+            raise TypeError(str(error)) from error  # list() calls it, and continues without it
 
     def __bool__(self) -> bool:
         return True
@@ -194,7 +194,7 @@ class Remote:
 
 
 class Link:
-    """Asks the solution's process."""
+    """Sends requests to the solution's process."""
 
     def __init__(self, link: socket.socket) -> None:
         self.input, self.output = link.makefile("rb"), link.makefile("wb")
@@ -242,7 +242,7 @@ class Link:
 
 
 def _overwrite(value: Any, after: Any) -> None:
-    """A function may change its arguments: a copy went over, and comes back."""
+    """Copy changes of arguments back: the function got a copy."""
     if type(value) is not type(after):
         return
     if isinstance(value, list | bytearray):
@@ -256,17 +256,17 @@ def _overwrite(value: Any, after: Any) -> None:
 
 
 def _exception(names: list[str], args: list[Any]) -> BaseException:
-    """The nearest built-in exception. What would end this process is an error of the solution."""
+    """The nearest built-in exception. One that would end this process becomes an error of the solution."""
     for name in names:
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, Exception):
-            with contextlib.suppress(TypeError):  # it takes others
+            with contextlib.suppress(TypeError):  # it takes other arguments
                 return Ended() if kind is StopIteration else kind(*args)
     return SolutionFailed(f"{str(names[0])[:80]}: {shown.repr(args)}")
 
 
 def _agreeing(function: Any, own: Any) -> Any:
-    """A function of the library, where the solution's of the same name gives the same."""
+    """A library function that checks that the solution's function of the same name returns the same."""
 
     def both(*args: Any, **words: Any) -> Any:
         expected = function(*args, **words)
@@ -278,12 +278,12 @@ def _agreeing(function: Any, own: Any) -> Any:
 
 
 def _named(link: Link, name: str) -> Any:
-    """Raises `NameError`."""
+    """An object of the solution by name. Raises `NameError`."""
     return link.ask("find", name[0].isupper() and name != "Solution", name=name)
 
 
 def _module(link: Link) -> types.ModuleType:
-    """What a test imports as `solution`."""
+    """The module that a test imports as `solution`."""
 
     def get(name: str) -> Any:
         try:
@@ -297,7 +297,7 @@ def _module(link: Link) -> types.ModuleType:
 
 
 def attempt(job: dict[str, Any], link: Link) -> dict[str, Any]:
-    """What came of one test."""
+    """Run one test and return its result."""
     link.exchange({"go": True})  # the solution is loaded
     if "call" in job:
         function = link.exchange({"do": "find", "with": {"name": job["call"]}}).get("value")
@@ -322,14 +322,14 @@ def attempt(job: dict[str, Any], link: Link) -> dict[str, Any]:
     if not link.calls:
         run_suites(known)
     if not link.calls:
-        raise Unfit("it calls nothing of the solution")  # it would pass with any
+        raise Unfit("it calls nothing of the solution")  # any solution would pass
     return {"passed": True}
 
 
 def fork_solution(link: socket.socket) -> None:
-    """Never returns."""
+    """Serve the solution in this child. Never returns."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)  # the other side's input holds the test, and its output takes the verdict
+    os.dup2(nothing, 0)  # the other side's input has the test, and its output gets the verdict
     os.dup2(2, 1)
     kept = os.dup2(link.fileno(), 3)
     link.detach()
@@ -342,7 +342,7 @@ def fork_solution(link: socket.socket) -> None:
 
 
 def main() -> None:
-    sys.path.pop(0)  # the working folder: the solution could put a module there for this process
+    sys.path.pop(0)  # the working folder: the solution could place a module there for this process
     sys.set_int_max_str_digits(0)
     ours, theirs = socket.socketpair()
     if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Unit tests of untrusted code: each test is a run of its own, and what decides is outside of its reach."""
+"""Unit tests of untrusted code: each test is a separate run, and its verdict is out of the code's reach."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from birl.errors import BirlError
 from birl.sandbox import values
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
 
-CHECKER = {  # a zygote has imported its own
+CHECKER = {  # a zygote has imported it already
     "checker.py": b"import sys\nsys.dont_write_bytecode = True\nfrom birl.sandbox.checker import main\nmain()\n",
     **dict.fromkeys(("birl/__init__.py", "birl/sandbox/__init__.py"), b""),
     **{
@@ -28,14 +28,14 @@ BLOCK = re.compile(
     r"(?:^[ \t]*|(?=```py))(`{3,}+|~{3,}+)[ \t]*\{?(\w*)[^\n`]*\n(.*?)^[ \t]*\1", re.DOTALL | re.MULTILINE
 )
 PYTHON = ("python", "py", "python3")
-LONGEST = 1 << 16  # bytes of a verdict
+LONGEST = 1 << 16  # largest verdict [bytes]
 BLANK = " \t\r\f\v"
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,9})?|[+-]?inf(inity)?", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One test, of one of three forms: `stdin` and the `expected` standard output; a `call` of a function with `args`
+    """One test in one of three forms: `stdin` and the `expected` standard output; a `call` of a function with `args`
     and the `expected` value; or a `snippet` of assertions.
 
     Example: Case(call="add", args=(3, 4), expected=7)
@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What came of one test. `detail` says why it did not pass."""
+    """Result of one test. `detail`: why it did not pass."""
 
     passed: bool
     detail: str = ""
@@ -59,22 +59,22 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What came of all tests of one solution, in their order."""
+    """Results of all tests of one solution, in order."""
 
     verdicts: tuple[Verdict, ...]
 
     @property
     def share(self) -> float:
-        """Of the tests that passed: partial credit."""
+        """Fraction of the tests that passed: partial credit."""
         return sum(verdict.passed for verdict in self.verdicts) / len(self.verdicts)
 
 
 class SandboxFailed(Exception):
-    """The sandbox itself failed: this says nothing about the solution."""
+    """The sandbox itself failed, which says nothing about the solution."""
 
 
 def last_block(text: str) -> str:
-    """The last ```python block of an answer, or the last of no language where there is none. Empty without any.
+    """The last ```python block of an answer, else the last one without a language. Empty if there is none.
 
     Example: last_block("So:\\n```python\\nprint(7)\\n```") == "print(7)\\n"
     """
@@ -82,12 +82,12 @@ def last_block(text: str) -> str:
     for wanted in (PYTHON, ("",)):
         result = [content for language, content in blocks if language in wanted]
         if result:
-            return textwrap.dedent(result[-1])  # of an item of a list
+            return textwrap.dedent(result[-1])  # a block within a list item
     return ""
 
 
 def cases(tests: Any) -> list[Case]:
-    """A row's tests, in the forms of the common datasets (docs/sandbox.md). Raises `BirlError` for anything else."""
+    """Parse a row's tests in the formats of common datasets (docs/sandbox.md). Raises `BirlError` for anything else."""
     if isinstance(tests, str):
         tests = _parsed(tests)
     if isinstance(tests, dict):
@@ -107,7 +107,7 @@ def _parsed(text: str) -> Any:
 
 
 def _json(text: str) -> Any:
-    """With integers of any length: Python's own reader refuses those of more than 4300 digits."""
+    """Parse JSON with integers of any length: Python's parser refuses more than 4300 digits."""
     return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4300 else int(Decimal(digits)))
 
 
@@ -119,7 +119,7 @@ def _cases(test: Any) -> list[Case]:
     name = str(test.get("fn_name") or "")
     if "inputs" in test and "outputs" in test:
         inputs, outputs = test["inputs"], test["outputs"]
-        if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):  # texts have letters
+        if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):  # no texts
             raise BirlError(f"tests: inputs and outputs must be lists, not {str(inputs)[:80]!r}; one test has input.")
         if len(inputs) != len(outputs) or not inputs:
             raise BirlError(f"tests: {len(inputs)} inputs and {len(outputs)} outputs.")
@@ -132,7 +132,7 @@ def _cases(test: Any) -> list[Case]:
 
 
 def _called(name: str, given: Any, expected: Any) -> Case:
-    if isinstance(given, str):  # one JSON value a line, as LiveCodeBench has it
+    if isinstance(given, str):  # one JSON value per line, as in LiveCodeBench
         try:
             given = [_json(line) for line in given.split("\n") if line.strip()]
             expected = _json(expected) if isinstance(expected, str) else expected
@@ -157,8 +157,8 @@ async def run_tests(
     seconds: float = math.inf,
     at_once: int = 1,
 ) -> Report:
-    """Try a solution on every test. When `seconds` have passed, a test that runs is ended, and those that are not begun
-    count as not passed. Raises `SandboxFailed`, and `BirlError` for a test that tests nothing."""
+    """Run a solution on every test. After `seconds`, running tests are ended, and those not started count as failed.
+    Raises `SandboxFailed`, and `BirlError` for a test that tests nothing."""
     deadline = time.monotonic() + seconds
     turn = asyncio.Semaphore(at_once)
 
@@ -211,7 +211,7 @@ def _failure_of_output(result: Result, case: Case) -> str:
 
 
 def _failure_of_job(result: Result, case: Case, nonce: str) -> str:
-    """Empty where the checker itself says so: its message has the nonce, which the solution never sees."""
+    """Why a test failed; empty if the checker reports a pass: its message has the nonce, unknown to the solution."""
     try:
         verdict = json.loads(result.stdout[:LONGEST])
     except (ValueError, RecursionError):
@@ -228,8 +228,8 @@ def _no_object(value: Any) -> Any:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Equal but for spaces at the ends of lines and of the whole; or word for word, where numbers are compared as
-    numbers (`1.0` and `1`), and those that are no whole numbers may differ by 1e-9. Only "\\n" ends a line."""
+    """Whether two outputs are equal, except for spaces at the ends of lines and text; or word for word, with numbers
+    compared as numbers (`1.0` and `1`), non-integers up to 1e-9. Only "\\n" ends a line."""
     printed, expected = (text.strip(BLANK + "\n") for text in (printed, expected))
     if printed.count("\n") != expected.count("\n"):
         return False

@@ -1,4 +1,4 @@
-"""The command lines that start `guest.py`: within bubblewrap, or as it is."""
+"""Command lines that start `guest.py`: in bubblewrap, or directly."""
 
 import contextlib
 import os
@@ -13,25 +13,25 @@ from birl.sandbox.protocol import Limits
 HERE = Path(__file__).parent
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 NOBODY = "65534"
-GUEST = "/run/birl"  # where the guest's code is inside of bubblewrap
+GUEST = "/run/birl"  # folder of the guest's code inside of bubblewrap
 NAMES = ("confine", "folder", "guest", "program", "watch", "checker", "names", "values")
 SOURCES = {
     "birl/__init__.py": None,
     "birl/sandbox/__init__.py": None,
     **{f"birl/sandbox/{name}.py": HERE / f"{name}.py" for name in NAMES},
 }
-LINKS = ("app", "workspace", "logs", "tests", "solution")  # in the root, to folders of the run
-GUEST_MB = 32  # what the guest itself may need beside the run
-FIRST_UID, UIDS = 61200, 4000  # within the range that systemd sets apart for users that come and go
+LINKS = ("app", "workspace", "logs", "tests", "solution")  # in the root folder, to folders of the run
+GUEST_MB = 32  # memory of the guest itself beside the run
+FIRST_UID, UIDS = 61200, 4000  # within systemd's range of dynamic users
 
 
 def transient_uid(slot: int) -> int:
-    """An unused user id, for a run of root's: 0 where this process is an ordinary user already."""
+    """An unused user id for a run if this process is root; 0 if it is an ordinary user."""
     return FIRST_UID + (os.getpid() * 16 + slot) % UIDS if os.geteuid() == 0 else 0
 
 
 def program(name: str) -> str:
-    """The path of a program. Raises `BirlError` naming the package that has it."""
+    """Path of a program. Raises `BirlError` that names its package."""
     result = shutil.which(name, path=SYSTEM_PATH)
     if not result:
         package = {"bwrap": "bubblewrap", "setpriv": "util-linux"}[name]
@@ -42,8 +42,8 @@ def program(name: str) -> str:
 
 
 def interpreters() -> list[str]:
-    """Python interpreters to try, the best first. This process's own has the same version, but may lie in a home folder
-    that no other user can enter."""
+    """Python interpreters to try, best first. This process's own has the same version, but may be in a home folder that
+    no other user can read."""
     own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     names = dict.fromkeys((own, "/usr/local/bin/python3", "/usr/bin/python3"))
     return [name for name in names if os.access(name, os.X_OK)]
@@ -56,7 +56,7 @@ def readable(python: str) -> list[str]:
 
 
 def sources(opened: contextlib.ExitStack) -> list[tuple[int, str]]:
-    """The guest's code as open files, and their names inside."""
+    """The guest's code as open files, with their names inside of the sandbox."""
     result = []
     for name, path in SOURCES.items():
         fd = os.memfd_create(name)
@@ -68,7 +68,7 @@ def sources(opened: contextlib.ExitStack) -> list[tuple[int, str]]:
 
 
 def plain(python: str, control: int | str, main: str = "guest") -> list[str]:
-    """The guest outside of any namespace; it confines only what it starts, or becomes."""
+    """Command of the guest without namespaces; it confines only the program that it starts or becomes."""
     place = str(HERE.parent.parent)
     code = f"import sys; sys.path.insert(0, {place!r}); from birl.sandbox import {main}; {main}.main()"
     return [python, "-I", "-S", "-X", "utf8", "-c", code, str(control)]
@@ -85,13 +85,13 @@ def bubblewrap(
     main: str = "guest",
     places: Sequence[str] = (),
 ) -> list[str]:
-    """The guest as pid 1 of a sandbox. `sources`: open files with its code, and their names inside. `keep`: it makes
-    namespaces of its own for every run, so that this cannot be forbidden here (the filter of each run forbids it).
-    `main`: the module of the guest that runs; `places`: more that can be read.
+    """Command of the guest as pid 1 of a sandbox. `sources`: open files with its code, and their names inside. `keep`:
+    it creates namespaces for every run, so that this cannot be forbidden here (each run's filter forbids it). `main`:
+    the module of the guest that runs; `places`: other readable paths.
 
-    An unprivileged user comes first, where this process is root: for the kernel, root without capabilities in a user
-    namespace still is the owner of /proc/sys. bwrap is pid 1's parent, and its environment would be readable in /proc:
-    the caller passes an empty one.
+    If this process is root, it first becomes an unprivileged user: for the kernel, root without capabilities in a user
+    namespace still owns /proc/sys. bwrap is pid 1's parent, and its environment would be readable in /proc: the caller
+    passes an empty one.
     """
     words = []
     if uid:
@@ -109,15 +109,15 @@ def bubblewrap(
         words += ["--ro-bind-try", place, place]
     for place in readable(python):
         words += ["--ro-bind", place, place]
-    for name in LINKS:  # for programs that expect to be alone in a container
+    for name in LINKS:  # for programs made for a container
         if not any(place.startswith(f"/{name}/") for place in (*readable(python), *places)):
             words += ["--symlink", f"tmp/{name}", f"/{name}"]
     words += ["--proc", "/proc", "--dev", "/dev"]
-    if not keep:  # a zygote's runs mount their own
+    if not keep:  # runs of a zygote mount their own
         words += ["--ro-bind-try", "/proc/sys", "/proc/sys"]
     size = str(limits.file_mb << 20)
     words += ["--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", "/tmp"]
-    for place in places:  # which may lie in /tmp
+    for place in places:  # they may be in /tmp
         words += ["--ro-bind", place, place]
     words += ["--remount-ro", "/dev"]
     for fd, name in sources:

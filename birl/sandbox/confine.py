@@ -1,6 +1,6 @@
-"""How a process gives up what it may do: limits, namespaces, Landlock, seccomp, capabilities. Runs inside a sandbox.
+"""How a process gives up rights: limits, namespaces, Landlock, seccomp, capabilities. Runs inside a sandbox.
 
-Standard library only, and nothing of birl: an interpreter without packages imports it.
+Standard library only, no imports of birl: an interpreter without packages imports it.
 """
 
 import ctypes
@@ -39,13 +39,13 @@ def prctl(option: int, value: int = 0) -> None:
 
 
 def fork_into_namespaces() -> int:
-    """Like os.fork, and the child is pid 1 in new namespaces of users, mounts and processes.
+    """Like os.fork, but the child is pid 1 in new namespaces of users, mounts and processes.
 
-    Those of network and IPC are bubblewrap's, for all runs: both are empty, the filter refuses every call that could
-    leave something there, and to make and remove them for each run takes a third of its time.
+    Network and IPC namespaces are bubblewrap's, shared by all runs: both are empty, the filter refuses every call that
+    could leave something there, and creating and removing them for each run takes a third of its time.
 
-    os.unshare would need a second fork for the namespace of processes, and a fork of a Python is most of what a run
-    costs. The calls around it are what os.fork does.
+    os.unshare would need a second fork for the namespace of processes, and forking Python is most of the cost of a run.
+    The surrounding calls are those of os.fork.
     """
     python, numbers = ctypes.pythonapi, {"x86_64": 56, "aarch64": 220}  # clone
     flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | signal.SIGCHLD
@@ -59,7 +59,7 @@ def fork_into_namespaces() -> int:
 
 
 def map_user(uid: int, gid: int) -> None:
-    """The same ids in the new namespace of users as outside; all rights there are this process's."""
+    """Map the ids unchanged into the new user namespace; this process has all capabilities in it."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
         os.write(fd, text.encode())
@@ -72,7 +72,7 @@ def mount(kind: str, place: str, flags: int, options: str = "") -> None:
 
 
 def own_files(file_mb: int) -> None:
-    """Memory file systems of bounded size over everything that can be written to, and the own processes in /proc."""
+    """Mount size-limited memory file systems on all writable places, and a /proc with the run's own processes."""
     check(libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None), "mount private")
     size = f"size={file_mb}m,nr_inodes=16384,mode=0755"
     mount("tmpfs", "/tmp", MS_NOSUID | MS_NODEV, size)
@@ -82,16 +82,16 @@ def own_files(file_mb: int) -> None:
     check(libc.mount(settings, settings, None, ctypes.c_ulong(MS_BIND), None), "mount /proc/sys")
     places = [*((device, 0) for device in (*DEVICES, "/dev/tty")), ("/dev/pts", MS_NOEXEC)]
     for place, flags in [*places, ("/proc/sys", MS_NODEV | MS_NOEXEC)]:
-        flags |= MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID  # what is changed there would be so in the next run
+        flags |= MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID  # changes there would persist in the next run
         check(libc.mount(None, place.encode(), None, ctypes.c_ulong(flags), None), f"mount {place} read-only")
 
 
 def limit(limits: dict[str, Any], processes: int) -> None:
-    """`processes` 0: not limited here, because the kernel would count those of the whole user."""
+    """Set resource limits. `processes` 0: no limit here, because the kernel would count all of the user's processes."""
     cpu = limits["cpu_seconds"]
     bounds = [
         (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_CPU, cpu, cpu + 1),  # SIGXCPU, and SIGKILL for who ignores it
+        (resource.RLIMIT_CPU, cpu, cpu + 1),  # SIGXCPU, then SIGKILL if it is ignored
         (resource.RLIMIT_AS, limits["memory_mb"] * MIB, limits["memory_mb"] * MIB),
         (resource.RLIMIT_FSIZE, limits["file_mb"] * MIB, limits["file_mb"] * MIB),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
@@ -108,10 +108,10 @@ def limit(limits: dict[str, Any], processes: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """All of them, from every set. Those of the bounding set come first: to drop them needs one."""
+    """Drop all capabilities from every set; first from the bounding set, as this needs a capability."""
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
-            break  # beyond the last that this kernel knows, or not allowed: an own user has none anyway
+            break  # beyond the last known to this kernel, or not allowed: an own user has none anyway
     header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     check(libc.capset(header, bytes(24)), "capset")
 
@@ -123,13 +123,13 @@ def become(uid: int) -> None:
 
 
 def landlock_version() -> int:
-    """0 where the kernel has none, or has it switched off."""
+    """Version of Landlock; 0 if the kernel has none, or has it disabled."""
     return max(0, libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
 
 
 def landlock(folder: str, readable: list[str]) -> None:
-    """Only the system's programs can be read and only `folder` can be written. Signals and abstract sockets stay
-    inside, where the kernel can do that."""
+    """Allow reading only the system's programs and writing only `folder`. Signals and abstract sockets stay inside, if
+    the kernel supports that."""
     version = landlock_version()
     if not version:
         raise OSError("this kernel has no Landlock")
@@ -154,7 +154,7 @@ def landlock(folder: str, readable: list[str]) -> None:
 
 
 def seccomp(program: bytes) -> None:
-    """Install an assembled filter. It holds for this process and everything that it starts, for good."""
+    """Install an assembled filter, permanently, for this process and all that it starts."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     code = ctypes.create_string_buffer(program, len(program))
 

@@ -1,18 +1,17 @@
-"""Files of a run: put into its folder before it begins, and collected from there when it has ended. Standard library
-only, because an interpreter without packages runs it.
-"""
+"""Writes the files of a run before it starts, and collects files after it has ended. Standard library only, because an
+interpreter without packages runs it."""
 
 import base64
 import contextlib
 import os
 import stat
 
-DEEPEST = 64  # folders within folders while a program runs
+DEEPEST = 64  # depth of nested folders while a program runs
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def write(files: dict[str, str], owner: int) -> None:
-    """Before the program runs, so that nothing here can be a trap of its making. `owner` 0: this process's user."""
+    """Write the files before the program runs, so that it cannot set a trap here. `owner` 0: this process's user."""
     for name, content in files.items():
         if folder := os.path.dirname(name):
             os.makedirs(folder, exist_ok=True)
@@ -24,7 +23,8 @@ def write(files: dict[str, str], owner: int) -> None:
 
 
 def collect(names: list[str], limit: int) -> dict[str, str]:
-    """Regular files only. No link is followed on the way, none may have a second name, and no pipe is waited for."""
+    """Collect regular files. No links are followed, files with several hard links are skipped, and pipes are not waited
+    for."""
     result, left = {}, limit
     for name in names:
         content = _regular(name.split("/"), left)
@@ -57,9 +57,9 @@ def _regular(parts: list[str], limit: int) -> bytes | None:
 
 
 def size(folder: int, most: int, depth: int = 0) -> int:
-    """Bytes of all files below an open folder, links not followed; every entry counts as 4096 at least, as folders take
-    room too. It stops once they are more than `most`: who adds files meanwhile could keep it busy. Raises `OSError`
-    for a folder that cannot be read, or lies too deep."""
+    """Total size of the files below an open folder [bytes], without following links; every entry counts as at least
+    4096, as folders take space too. Stops above `most`: a program that adds files could keep it busy. Raises `OSError`
+    for a folder that cannot be read or is nested too deep."""
     if depth > DEEPEST:
         raise OSError(f"more than {DEEPEST} folders within each other")
     total = 0
@@ -80,8 +80,8 @@ def size(folder: int, most: int, depth: int = 0) -> int:
 
 
 def remove(place: str) -> None:
-    """The folder with everything below it, however deep: no path is longer than a name, and no call is nested. A folder
-    within a folder is moved to the top, and emptied there. What cannot be removed stays."""
+    """Remove a folder with its contents at any depth, without long paths or recursion: a nested folder is moved to the
+    top and emptied there. Entries that cannot be removed stay."""
     with contextlib.suppress(OSError):
         os.chmod(place, 0o700)
         top = os.open(place, FOLDER)
@@ -95,14 +95,14 @@ def remove(place: str) -> None:
 
 
 def _removed(name: str, folder: int, top: int) -> bool:
-    """Whether an entry of `folder` has been removed or, as a folder, moved to `top`."""
+    """Remove an entry of `folder` or move it, if it is a folder, to `top`. Returns whether that worked."""
     try:
         if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=folder)
             return True
-        os.chmod(name, 0o700, dir_fd=folder)  # an ordinary user cannot empty or move what it may not write to
+        os.chmod(name, 0o700, dir_fd=folder)  # an ordinary user cannot empty or move a folder without write permission
         if folder != top:
-            os.rename(name, os.urandom(8).hex(), src_dir_fd=folder, dst_dir_fd=top)  # rmdir looks at all below first
+            os.rename(name, os.urandom(8).hex(), src_dir_fd=folder, dst_dir_fd=top)  # rmdir first looks at all below
             return True
         inner = os.open(name, FOLDER, dir_fd=top)
         try:

@@ -1,10 +1,10 @@
-"""The program beside the program: takes runs from a socket, starts each one confined, and tells how it went.
+"""The guest: receives runs over a socket, starts each program confined, and reports how it ended.
 
-A request holds hidden tests. The process that becomes the program is forked before the request is read (`Prepared`),
-and gets only its order: the command, the limits and the folder. A zygote never reads a request, so that a fork of it
-holds nothing of an earlier one.
+A request contains hidden tests. The process that becomes the program is forked before the request is read (`Prepared`),
+and gets only its order: command, limits and folder. A zygote never reads a request, so that its forks contain nothing
+of earlier ones.
 
-It is pid 1 of the sandbox (bubblewrap, zygote) or the parent of the program (landlock, process), and started by
+It is pid 1 of the sandbox (bubblewrap, zygote) or the parent of the program (landlock, process), started by
 `birl/sandbox/worker.py`. Standard library only. A message is four bytes of length and JSON; bytes are base64.
 """
 
@@ -27,7 +27,7 @@ from birl.sandbox.watch import Watch
 
 
 def receive(control: int) -> Any:
-    """None where the other side is gone."""
+    """Receive a message; None if the other side has closed."""
     head = _exactly(control, 4)
     body = _exactly(control, struct.unpack(">I", head)[0]) if head else b""
     return json.loads(body) if body else None
@@ -51,14 +51,14 @@ def send(control: int, message: dict[str, Any]) -> None:
 
 
 class Prepared:
-    """A process that waits for its order to become the program, and this side's ends of its pipes."""
+    """A forked process that waits for its order to become the program, and the pipes to it."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.stdin = os.memfd_create("stdin")
         (self.out, out), (self.err, err), (self.status, status) = os.pipe(), os.pipe(), os.pipe()
         order, self.order = os.pipe()
-        confine.prctl(confine.PR_SET_DUMPABLE, 0)  # or the program reads this process's memory
+        confine.prctl(confine.PR_SET_DUMPABLE, 0)  # otherwise the program could read this process's memory
         self.pid = os.fork()
         if self.pid == 0:
             program.become(settings, (self.stdin, out, err), status, order)
@@ -66,11 +66,11 @@ class Prepared:
             os.close(fd)
 
     def begin(self, request: Request) -> None:
-        """Give it its input and its order."""
+        """Send it its input and order."""
         content = memoryview(base64.b64decode(request["stdin"]))
         place = 0
         while place < len(content):
-            place += os.pwrite(self.stdin, content[place:], place)  # the program reads from the same offset, 0
+            place += os.pwrite(self.stdin, content[place:], place)  # the program shares the file offset, 0
         order = {"command": request["command"], "limits": request["limits"], "folder": os.getcwd()}
         with open(self.order, "w") as pipe:
             json.dump(order, pipe)
@@ -81,7 +81,7 @@ class Prepared:
             os.close(fd)
 
     def dismiss(self) -> None:
-        """There is no run for it."""
+        """End it without a run."""
         os.close(self.order)
         os.close(self.stdin)
         self.close()
@@ -89,8 +89,8 @@ class Prepared:
 
 
 def run(prepared: Prepared, request: Request, control: int, began: Callable[[int], None]) -> dict[str, Any]:
-    """Have the program run in the current folder, and come back when nothing of it is left. `began` is called with its
-    process id: what goes wrong from then on is the program's doing. Raises `OSError` for what goes wrong before."""
+    """Run the program in the current folder; returns when all its processes have ended. `began` is called with its
+    process id: later errors are attributed to the program. Raises `OSError` for earlier ones."""
     settings = prepared.settings
     try:
         folder.write(request["files"], settings["uid"])
@@ -128,7 +128,7 @@ def failed(error: OSError) -> dict[str, Any]:
 
 
 def once(settings: Settings, control: int) -> None:
-    """One run, in a sandbox of its own."""
+    """Serve one run, in its own sandbox."""
     os.chdir("/tmp")
     prepared = Prepared(settings)
     request = receive(control)
@@ -137,7 +137,7 @@ def once(settings: Settings, control: int) -> None:
 
 
 def zygote(settings: Settings, control: int) -> None:
-    """Forks for every run into namespaces of its own. What is imported here needs no import there."""
+    """Fork into new namespaces for every run. Modules imported here are available in all forks."""
     for name in settings["preload"]:
         importlib.import_module(name)
     gc.collect()
@@ -151,11 +151,11 @@ def zygote(settings: Settings, control: int) -> None:
             _first(settings, control, ids)
         _, status = os.waitpid(first, 0)
         if status:
-            return  # it was killed, and may have left half a message
+            return  # it was killed, and may have sent half a message
 
 
 def _first(settings: Settings, control: int, ids: tuple[int, int]) -> None:
-    """Pid 1 of a run. Never returns."""
+    """Serve one run as pid 1 of its namespaces. Never returns."""
     try:
         confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
         confine.map_user(*ids)
@@ -176,8 +176,8 @@ def _first(settings: Settings, control: int, ids: tuple[int, int]) -> None:
 
 
 def folders(settings: Settings, control: int) -> None:
-    """Every run in a folder of its own, below one that this process removes at its end."""
-    confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)  # orphans come here, and are killed
+    """Serve runs, each in its own folder, below one that this process removes at its end."""
+    confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)  # orphans are reparented to this process, and killed
     try:
         while True:
             prepared = Prepared(settings)
@@ -197,7 +197,7 @@ def folders(settings: Settings, control: int) -> None:
 def main() -> None:
     control = int(sys.argv[1])
     os.set_inheritable(control, False)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a program can send pid 1 the signals that it has a handler for
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a program can send pid 1 only signals that have a handler
     send(control, {"pid": os.getpid(), "landlock": confine.landlock_version()})
     settings = receive(control)
     if settings is None:

@@ -1,4 +1,4 @@
-"""A sandbox on this machine: several workers of one kind."""
+"""A sandbox on this machine, with several workers of one kind."""
 
 import asyncio
 import itertools
@@ -9,11 +9,11 @@ from birl.allocator import cores
 from birl.sandbox.protocol import Ending, Limits, Result
 from birl.sandbox.worker import Worker
 
-_slots = itertools.count()  # of all sandboxes of this process: two programs at once never have one user id
+_slots = itertools.count()  # of all sandboxes of this process: concurrent programs must not share a user id
 
 
 class LocalSandbox:
-    """Runs at most `workers` programs at once; more wait their turn, and their limit counts from when they begin.
+    """Runs at most `workers` programs at once; others wait, and their time limit starts when they start.
 
     Example: async with LocalSandbox("zygote", python="/usr/bin/python3", workers=2) as sandbox:
                  result = await sandbox.run({"main.py": "print(7)"}, ["python", "main.py"], Limits())
@@ -46,7 +46,7 @@ class LocalSandbox:
                 self._free.append(worker)
 
     async def close(self) -> None:
-        """End all workers, and the programs that run in them."""
+        """End all workers and their programs."""
         self._closed = True
         for worker in self._workers:
             await worker.close()

@@ -1,6 +1,6 @@
-"""Runs programs in Modal's cloud, behind the same interface: each in a new container without a network.
+"""Runs programs in Modal's cloud with the interface of `Sandbox`: each in a new container without a network.
 
-It was tried with a stand-in that has the signatures of Modal's client 1.6, and never in the cloud itself.
+Tested with a stand-in that has the signatures of Modal's client 1.6, never in the cloud itself.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from birl.sandbox.worker import request_of, result_of
 
 APP = "birl-sandbox"
 PYTHON = "3.11"
-ROOM = 60  # seconds that a container may live beside its run
+ROOM = 60  # seconds that a container may live beyond its run
 WORKERS = 8
 
-# Puts the guest into the container and has it run the program, as another user than itself.
+# Puts the guest into the container and runs the program, as another user.
 START = """
 import json, os, sys, tempfile
 job = json.load(sys.stdin)
@@ -41,7 +41,7 @@ sys.stdout.write(json.dumps(reply))
 
 
 class ModalSandbox:
-    """A container for every run. `workers`: containers at once.
+    """A container for every run. `workers`: concurrent containers.
 
     Example: sandbox = await ModalSandbox.open(workers=8)
              result = await sandbox.run({"main.py": "print(7)"}, ["python", "main.py"], Limits())
@@ -58,7 +58,7 @@ class ModalSandbox:
 
     @classmethod
     async def open(cls, *, workers: int = 0) -> "ModalSandbox":
-        """Raises `BirlError` where the client is not installed, or Modal does not know who asks."""
+        """Connect to Modal. Raises `BirlError` if the client is not installed, or has no valid token."""
         try:
             client = importlib.import_module("modal")
         except ImportError as error:
@@ -110,10 +110,10 @@ class ModalSandbox:
         try:
             reply = json.loads(output)
         except (ValueError, RecursionError):
-            # by a signal, as where the container's memory is used up; with an error of its own the sandbox has failed
+            # ended by a signal, e.g. if the container is out of memory; with another exit code the sandbox has failed
             ending = Ending.KILLED if code < 0 or code > 128 else Ending.ERROR
             reply = {"ending": ending, "detail": f"the process that watches it ended with exit code {code}"}
         return result_of(reply, self.kind, limits.seconds)
 
     async def close(self) -> None:
-        """Every run ends its own container."""
+        """Nothing to do: every run ends its own container."""

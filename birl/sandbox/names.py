@@ -1,7 +1,7 @@
-"""Which names of a test come from the solution, and which from Python's library: the solution's own could say anything.
-And tests that nothing calls: functions test_... (pytest), and classes of unittest.
+"""Decides which names of a test are the solution's and which are of Python's library: the solution's own could return
+anything. Also runs tests that nothing calls: functions test_... (pytest), and unittest classes.
 
-Standard library only, and nothing of birl: it runs in the sandbox beside `checker.py`.
+Standard library only, no imports of birl: it runs in the sandbox together with `checker.py`.
 """
 
 import ast
@@ -17,30 +17,30 @@ from dataclasses import dataclass
 from typing import Any
 
 HELPERS = ("math", "collections", "itertools", "functools", "copy", "decimal", "fractions", "statistics")
-OTHERS = ("np", "numpy", "pd", "pandas", "scipy", "sympy", "torch", "pytest")  # modules that no solution stands in for
+OTHERS = ("np", "numpy", "pd", "pandas", "scipy", "sympy", "torch", "pytest")  # modules that a solution never replaces
 
 
 class Unfit(Exception):
-    """A test that says nothing about a solution."""
+    """A test that cannot judge a solution."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """What a test reads and neither makes nor imports."""
+    """Global names that a test reads and neither assigns nor imports."""
 
     wanted: set[str]
-    """Of the solution."""
+    """Names of the solution."""
     given: dict[str, Any]
-    """Of the library alone."""
+    """Names of the library."""
     either: dict[str, Any]
-    """Functions of the library. The solution may have its own, which then must give the same."""
+    """Functions of the library. If the solution has its own, it must return the same."""
 
 
 def names_of(source: str) -> Names:
-    """Names of modules that are only asked for what is in them, as in `math.isclose`, are the library's. So are names
-    of `HELPERS`, once there is another name that only the solution can have: else they are what is tested. Functions
-    that take what the solution gave, as in `isclose(f(1), 2)`, and classes are never the solution's then. Raises
-    `Unfit`."""
+    """Classify the global names of a test. Modules used only for their attributes, as in `math.isclose`, are the
+    library's. So are names in `HELPERS`, if another name can only be the solution's: otherwise they are tested
+    themselves. Functions that take results of the solution, as in `isclose(f(1), 2)`, and classes are then never the
+    solution's. Raises `Unfit`."""
     try:
         tree, table = ast.parse(source), symtable.symtable(source, "test", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -79,7 +79,7 @@ def names_of(source: str) -> Names:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """Modules that a test cannot do without."""
+    """Modules that a test imports at the top level."""
     for node in tree.body:
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:
@@ -88,7 +88,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _results(tree: ast.AST, functions: set[str]) -> set[str]:
-    """Names of what the solution may have given: its functions, what is assigned from them, and parameters."""
+    """Names of values that may come from the solution: its functions, assignments from them, and parameters."""
     result = functions | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     size = 0
     while len(result) > size:
@@ -115,8 +115,8 @@ def _globals(table: symtable.SymbolTable) -> Iterator[str]:
 
 
 def run_suites(names: dict[str, Any]) -> None:
-    """Call what a test has defined: each function test_..., and each TestCase. Raises what fails, and `Unfit` where a
-    function wants arguments, which a fixture would give."""
+    """Run the functions test_... and TestCases that a test defines. Raises their failures, and `Unfit` if a function
+    has parameters, which a fixture would provide."""
     framework: Any = sys.modules.get("unittest")
     for name, item in list(names.items()):
         if isinstance(item, types.FunctionType) and name.startswith("test"):

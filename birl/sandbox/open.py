@@ -1,4 +1,4 @@
-"""Which sandbox this machine can have: it is tried, and not looked up by the name of a program."""
+"""Opens the sandbox that works on this machine, found by trial runs and not by the names of programs."""
 
 import asyncio
 import json
@@ -16,11 +16,11 @@ from birl.sandbox.protocol import Limits, Result, Sandbox
 
 log = logging.getLogger(__name__)
 
-AUTO = ("zygote", "bubblewrap", "landlock")  # real boundaries, the best first
+AUTO = ("zygote", "bubblewrap", "landlock")  # real security boundaries, best first
 LOCAL = (*AUTO, "process")
 INSTALL = "apt-get install bubblewrap, or a kernel with Landlock (5.13 or newer)"
 
-# Tries what must not work, and says what did. Exit code 0 alone would prove nothing.
+# Tries forbidden actions and reports those that worked. Exit code 0 alone would prove nothing.
 PROBE = """
 import ctypes, json, os, socket
 worked = []
@@ -47,10 +47,10 @@ print(json.dumps({"worked": worked, "answer": 6 * 7}))
 
 
 async def open_sandbox(kind: str = "auto", *, workers: int = 0) -> Sandbox:
-    """A sandbox of this kind, tried out. Raises `BirlError` where it does not work, saying why and what to do.
+    """Open a sandbox of this kind after a trial run. Raises `BirlError` with reason and fix if it does not work.
 
-    `workers`: programs that run at once, 0: one for each core. auto takes the first of zygote, bubblewrap and landlock
-    that works; `process` is taken only when it is named.
+    `workers`: concurrent programs, 0: one per core. auto takes the first of zygote, bubblewrap and landlock that works;
+    `process` must be named.
     """
     if kind == "modal":
         from birl.sandbox.modal import ModalSandbox
@@ -58,7 +58,7 @@ async def open_sandbox(kind: str = "auto", *, workers: int = 0) -> Sandbox:
         return await ModalSandbox.open(workers=workers)
     if kind not in (*LOCAL, "auto"):
         raise BirlError(f"sandbox.kind={kind}: must be auto | {' | '.join(LOCAL)} | modal.")
-    failed: dict[str, list[str]] = {}  # kinds by the reason that they have in common
+    failed: dict[str, list[str]] = {}  # kinds by common reason
     for name in AUTO if kind == "auto" else (kind,):
         result = await tried(name)
         if result.python:
@@ -70,13 +70,13 @@ async def open_sandbox(kind: str = "auto", *, workers: int = 0) -> Sandbox:
 
 
 def _reasons(failed: dict[str, list[str]]) -> str:
-    """Each reason once."""
+    """The reasons, each once."""
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in failed.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The interpreter that a kind of sandbox works with, or why it works with none."""
+    """Result of trial runs: the interpreter that a kind of sandbox works with, or why none works."""
 
     python: str
     reason: str
@@ -105,8 +105,8 @@ async def problem(kind: str, python: str) -> str:
 
 
 def seen(result: Result, kind: str, known: Collection[str] = ()) -> str:
-    """What is wrong with a kind in which the probe came to this; that it could do what is `known` is not. Empty:
-    nothing."""
+    """What is wrong with a kind of sandbox by the result of its probe, except actions in `known`. Empty if nothing
+    is."""
     if not result.good:
         errors = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return result.detail or f"the trial run ended with exit code {result.exit_code}: {' '.join(errors)}"
@@ -123,7 +123,7 @@ def seen(result: Result, kind: str, known: Collection[str] = ()) -> str:
 
 
 def available() -> dict[str, Trial]:
-    """The result of a trial run of each kind that is a boundary."""
+    """Trial run of each kind that is a security boundary."""
 
     async def ask() -> dict[str, Trial]:
         return {kind: await tried(kind) for kind in AUTO}

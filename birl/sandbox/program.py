@@ -1,5 +1,5 @@
-"""The last thing that a child of the guest does of its own: it gives up its rights and becomes the program. So does the
-first thing in a sandbox whose program is talked to while it runs (`main`).
+"""The last code of birl in a child of the guest: it gives up its rights and becomes the program. `main` does the same
+for a program that is talked to while it runs.
 
 Standard library only, because an interpreter without packages runs it.
 """
@@ -19,18 +19,18 @@ NAMESPACES = ("bubblewrap", "zygote")
 
 Settings = dict[str, Any]
 Request = dict[str, Any]
-Order = dict[str, Any]  # of a request, what the program may know: command, limits, folder
+Order = dict[str, Any]  # the part of a request that the program may know: command, limits, folder
 
 
 def become(settings: Settings, ends: tuple[int, ...], status: int, order: int) -> None:
-    """Waits for its order, and becomes the program. Never returns."""
+    """Wait for the order and become the program. Never returns."""
     try:
         confine.prctl(confine.PR_SET_DUMPABLE, 1)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # when memory runs out, the program goes, and not who watches it
+            file.write("1000")  # if memory runs out, the kernel kills the program, not its monitor
         for place, fd in enumerate(ends):
             os.dup2(fd, place)
-        order = os.dup(order)  # not one of those that are replaced now
+        order = os.dup(order)  # not one of the descriptors replaced below
         os.dup2(status, 3, inheritable=False)
         os.dup2(order, 4, inheritable=False)
         os.closerange(5, 1 << 20)
@@ -38,7 +38,7 @@ def become(settings: Settings, ends: tuple[int, ...], status: int, order: int) -
         with open(4) as pipe:
             text = pipe.read()
         if not text:
-            os._exit(125)  # there is no run, or it failed before it began
+            os._exit(125)  # no run, or it failed before it started
         _run(json.loads(text), settings)
     except BaseException as error:
         os.write(3, f"{type(error).__name__}: {error}".encode()[:4096])
@@ -49,7 +49,7 @@ def become(settings: Settings, ends: tuple[int, ...], status: int, order: int) -
 def _run(order: Order, settings: Settings) -> None:
     os.chdir(order["folder"])
     confined(order["limits"], settings)
-    confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user has taken it away
+    confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user resets it
     command = order["command"]
     if command[0] == "python" and settings["kind"] == "zygote" and command[1:2] and command[1][0] != "-":
         os.close(3)
@@ -66,7 +66,7 @@ def _run(order: Order, settings: Settings) -> None:
 
 def confined(limits: dict[str, Any], settings: Settings) -> None:
     kind, uid = settings["kind"], settings["uid"]
-    counted = kind in NAMESPACES or uid  # else the kernel counts all of the user's processes
+    counted = kind in NAMESPACES or uid  # otherwise the kernel counts all of the user's processes
     confine.limit(limits, limits["processes"] + 2 if counted else 0)
     if uid:
         confine.become(uid)
@@ -79,14 +79,14 @@ def confined(limits: dict[str, Any], settings: Settings) -> None:
 
 
 def run_python(words: list[str]) -> None:
-    """What `python FILE WORDS` does, without a new interpreter."""
+    """Run `python FILE WORDS` without a new interpreter."""
     import atexit
     import builtins
     import threading
     import traceback
     import types
 
-    builtins.__dict__.update(exit=sys.exit, quit=sys.exit)  # of the module `site`, which -S leaves out
+    builtins.__dict__.update(exit=sys.exit, quit=sys.exit)  # from the module `site`, which -S leaves out
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
@@ -124,7 +124,7 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     os.chdir(order["folder"])
     if os.geteuid() == 0 and order["kind"] not in NAMESPACES:
-        confine.drop_capabilities()  # the user's own id is root's
+        confine.drop_capabilities()  # this process is root
     confined(order["limits"], order)
     command = order["command"]
     try:

@@ -1,4 +1,4 @@
-"""What a sandbox is: `Sandbox`, the `Limits` of a run and its `Result`. Standard library only."""
+"""Interface of sandboxes: `Sandbox`, the `Limits` of a run and its `Result`. Standard library only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,19 +10,19 @@ from birl.errors import BirlError
 
 
 class Ending(StrEnum):
-    """How a run ended. `ok` says that the program ended by itself, with whatever exit code."""
+    """How a run ended. `ok`: the program ended by itself, with any exit code."""
 
     OK = "ok"
-    TIMEOUT = "timeout"  # the wall clock or the processor time ran out
-    MEMORY = "memory"  # all processes together held more than allowed
-    OUTPUT = "output"  # too much on stdout and stderr, or in files
-    KILLED = "killed"  # by a signal that was not ours: a crash, or its own kill
-    ERROR = "error"  # the sandbox itself failed: says nothing about the program
+    TIMEOUT = "timeout"  # the wall clock or processor time limit
+    MEMORY = "memory"  # all processes together exceeded the limit
+    OUTPUT = "output"  # too much on stdout or stderr, or in files
+    KILLED = "killed"  # by a signal that is not the sandbox's: a crash, or its own kill
+    ERROR = "error"  # the sandbox itself failed; says nothing about the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a run may use. Every bound is enforced from outside of the program.
+    """Resource limits of a run. Each one is enforced from outside of the program.
 
     Example: Limits(seconds=2, memory_mb=256)
     """
@@ -50,8 +50,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run gave. `exit_code` is None where a signal ended it, and `signal` is 0 where none did. `warning` says
-    that `kind` is no boundary against hostile programs; it is empty where it is one.
+    """Result of a run. `exit_code`: None if a signal ended it; `signal`: 0 if none did. `warning`: says that `kind` is
+    no security boundary against hostile programs; empty if it is one.
 
     Example: Result(stdout=b"7\\n", exit_code=0, seconds=0.01, ending=Ending.OK, kind="bubblewrap")
     """
@@ -64,9 +64,9 @@ class Result:
     signal: int = 0
     seconds: float = 0.0
     truncated: bool = False
-    """Whether some of stdout or stderr was thrown away."""
+    """Whether a part of stdout or stderr was discarded."""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """The collected files: regular ones that were there and not too large."""
+    """The collected files: regular ones that exist and are not too large."""
     detail: str = ""
     """Why it did not end as `ok`."""
     warning: str = ""
@@ -77,17 +77,17 @@ class Result:
 
     @property
     def last(self) -> str:
-        """The last line that it printed, at most 300 characters; else why it ended."""
+        """The last line of its output, at most 300 characters; else why it ended."""
         text = self.stderr.decode(errors="replace").strip() or self.stdout.decode(errors="replace").strip()
         return text.rpartition("\n")[2].strip()[:300] or self.detail or f"exit code {self.exit_code}"
 
 
 class Sandbox(Protocol):
-    """Runs untrusted programs. Safe for many runs at once on one event loop.
+    """Runs untrusted programs; concurrent runs on one event loop are safe.
 
-    `files` are put into the working folder, which is new, empty and gone afterwards. The command `python` means a
-    Python interpreter, `["python", "main.py"]`; everything else is looked up in PATH. `collect` names files of the
-    working folder that are wanted back. The program sees no environment variable but PATH, HOME and LANG.
+    `files` are written to the working folder, which is new, empty and removed afterwards. The command `python` stands
+    for a Python interpreter, `["python", "main.py"]`; everything else is looked up in PATH. `collect`: files of the
+    working folder to return. The program sees no environment variables but PATH, HOME and LANG.
 
     Example: result = await sandbox.run({"main.py": "print(6 * 7)"}, ["python", "main.py"], Limits(seconds=2))
     """
@@ -108,7 +108,7 @@ class Sandbox(Protocol):
 
 
 def inside(name: str) -> str:
-    """The name of a file within the working folder. Raises `BirlError` for one that leads elsewhere."""
+    """Normalised name of a file in the working folder. Raises `BirlError` for one that leads elsewhere."""
     path = PurePosixPath(name)
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts or not path.parts:
         raise BirlError(f"file {name!r}: must be a path within the sandbox's working folder, such as src/main.py.")

@@ -1,7 +1,7 @@
-"""A seccomp filter, assembled by hand: which system calls a program in the sandbox is refused.
+"""A seccomp filter, assembled by hand: the system calls that a program in the sandbox is refused.
 
-By hand and not with libseccomp, because it is installed inside of the sandbox, by an interpreter without packages, and
-because a list of refused calls needs four instructions of BPF: load, compare, jump, return.
+Not with libseccomp, because it is installed inside of the sandbox, by an interpreter without packages, and because a
+list of refused calls needs only four instructions of BPF: load, compare, jump, return.
 """
 
 import platform
@@ -49,7 +49,7 @@ EVERYWHERE = {
 }  # fmt: skip
 MACHINES = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, ARM64)}  # AUDIT_ARCH_*
 
-# io_uring would do all of this past the filter; clone3 hides its flags behind a pointer, so libc must use clone.
+# io_uring would bypass the filter; clone3 passes its flags by pointer, so libc must use clone.
 REFUSED = (
     *("socket", "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "kcmp", "pidfd_getfd"),
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen", "fsconfig"),
@@ -57,33 +57,33 @@ REFUSED = (
     *("userfaultfd", "kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module", "reboot"),
     *("swapon", "swapoff", "syslog", "acct", "quotactl", "quotactl_fd", "name_to_handle_at", "open_by_handle_at"),
     *("iopl", "ioperm", "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_secret"),
-    *("connect", "bind", "listen"),  # what a pair of sockets has no need of, and could be reached or seen outside
-    *("inotify_init", "inotify_init1", "fanotify_init"),  # they tell what others do to files
-    *("io_setup", "sync", "syncfs"),  # they take what the whole machine shares
+    *("connect", "bind", "listen"),  # not needed by a pair of sockets, and reachable or visible outside
+    *("inotify_init", "inotify_init1", "fanotify_init"),  # they report file accesses of others
+    *("io_setup", "sync", "syncfs"),  # they use resources shared by the whole machine
 )
-# Where no namespace ends everything that was started: no process may leave the group or outlive it.
+# Without a namespace that ends all processes: no process may leave the group or outlive it.
 REFUSED_WITHOUT_NAMESPACES = ("setsid", "setpgid")
-SHARED_MEMORY = ("shmget", "semget", "msgget", "mq_open")  # stays when its makers have ended
-# Landlock does not cover these; a program of the user's own id could do them to the user's files.
+SHARED_MEMORY = ("shmget", "semget", "msgget", "mq_open")  # outlives its creators
+# Not covered by Landlock; a program with the user's id could apply them to the user's files.
 OF_OWNERS = (
     *("chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat", "setxattr", "lsetxattr", "setxattrat"),
     *("removexattr", "lremovexattr", "removexattrat", "utime", "utimes", "futimesat", "utimensat", "truncate"),
 )
 SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
-# Limits and priorities of other processes: that which watches the program has its user id. 0 is the caller itself.
+# Limits and priorities of other processes: the monitor has the program's user id. 0 is the caller itself.
 OF_THE_CALLER = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 PRIORITIES = ("setpriority", "ioprio_set")  # of a process, a group or a user
 
 NEW_NAMESPACES = 0x7E020080  # CLONE_NEW: USER PID NET IPC UTS CGROUP NS TIME
 CONTROLS = (0x5412, 0x541C, 0x8901, 0x8902)  # TIOCSTI and TIOCLINUX type into a terminal; FIOSETOWN, SIOCSPGRP
 DUTIES = (8, 10, 15, 1026)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to anybody; F_NOTIFY: what happens in a folder
-NO_STREAM = 0xE  # the bits of SOCK_DGRAM and its like, which can send to an address without being connected
+NO_STREAM = 0xE  # the bits of SOCK_DGRAM and similar types, which can send to an address without a connection
 
 EPERM, ENOSYS = 1, 38
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-UNLESS = -EQUAL  # of a comparison: refuse what is not equal
-NUMBER, ARCH, FIRST, SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data; of 64-bit arguments the low half
+UNLESS = -EQUAL  # of a comparison: refuse unequal values
+NUMBER, ARCH, FIRST, SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data; the low half of 64-bit arguments
 
 
 def assemble(
@@ -95,9 +95,9 @@ def assemble(
     counted: bool = True,
     machine: str = "",
 ) -> bytes:
-    """The filter as an array of struct sock_filter. `namespaces`: the run has its own, of processes above all. `ipc`:
-    one of IPC, too. `signals`: they, another user or Landlock keep signals inside. `own_user`: the program's user id
-    owns nothing. `counted`: a control group counts memory, that of files without a name too."""
+    """The filter as an array of struct sock_filter. `namespaces`: the run has its own, at least of processes. `ipc`:
+    also of IPC. `signals`: namespaces, another user or Landlock keep signals inside. `own_user`: the program's user id
+    owns nothing. `counted`: a control group counts memory, including unnamed files."""
     machine = machine or platform.machine()
     if machine not in MACHINES:
         raise BirlError(f"there is no seccomp filter for {machine}, only for {', '.join(MACHINES)}.")
@@ -108,7 +108,7 @@ def assemble(
     names += [*(() if own_user else OF_OWNERS), *(() if counted else ("memfd_create",))]
     program = [
         _op(LOAD, ARCH), _op(EQUAL, audit, skip=1), _op(RETURN, KILL),  # 32-bit calls have other numbers
-        _op(LOAD, NUMBER), *_refuse(AT_LEAST, 0x40000000, ENOSYS),  # so have those of x32
+        _op(LOAD, NUMBER), *_refuse(AT_LEAST, 0x40000000, ENOSYS),  # as have those of x32
         *_refuse(EQUAL, table["clone3"], ENOSYS),
     ]  # fmt: skip
     for name in names:
@@ -126,7 +126,7 @@ def assemble(
 
 
 def _op(code: int, value: int, skip: int = 0, other: int = 0) -> bytes:
-    """One instruction. Of a comparison, `skip` and `other` say how many to leave out where it holds, and where not."""
+    """One instruction. For a comparison, `skip` and `other`: instructions to skip if it is true, and if it is false."""
     return struct.pack("=HBBI", code, skip, other, value)
 
 
@@ -136,6 +136,6 @@ def _refuse(compare: int, value: int, errno: int) -> list[bytes]:
 
 
 def _argument(number: int, place: int, compare: int, values: tuple[int, ...]) -> list[bytes]:
-    """Refuse one call where its argument has such a value; then the call's number is loaded again."""
+    """Refuse a call if its argument has one of the values; then load the call's number again."""
     tests = [op for value in values for op in _refuse(compare, value, EPERM)]
     return [_op(EQUAL, number, other=len(tests) + 2), _op(LOAD, place), *tests, _op(LOAD, NUMBER)]

@@ -1,6 +1,6 @@
-"""Plain data of tests and solutions: as JSON that takes no more room or time than its bytes, and when two are the same.
+"""Plain data of tests and solutions: encoded as JSON that takes no more space or time than its bytes, and compared.
 
-Standard library only, and nothing of birl: it runs in the sandbox beside `checker.py`.
+Standard library only, no imports of birl: it runs in the sandbox together with `checker.py`.
 """
 
 import builtins
@@ -12,16 +12,16 @@ import re
 import reprlib
 from typing import Any
 
-DEEPEST = 200  # lists within lists
-LARGEST = 1 << 16  # bits of the numbers of a fraction, whose divisor has to be worked out
+DEEPEST = 200  # depth of nested lists
+LARGEST = 1 << 16  # bits of numerator and denominator of a fraction, whose gcd has to be computed
 DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?([eE][+-]?\d{1,6})?|Infinity|s?NaN\d{0,9})", re.ASCII)
 CLOSE = 1e-9  # relative difference at which two floats are the same
 MARKED = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}  # {"t": name, "v": items}
 
 
 def pack(value: Any, keep: Any) -> Any:
-    """Subclasses become their base, by the base's own methods: what they override has no say. `keep` takes what is no
-    plain data and gives what stands for it."""
+    """Encode a value as JSON data. Subclasses become their base class, with the base's methods: their overrides are
+    ignored. `keep` encodes values that are no plain data."""
     kind = type(value)
     if value is None or kind in (bool, float, str):
         return value
@@ -29,7 +29,7 @@ def pack(value: Any, keep: Any) -> Any:
         return str.__str__(value)
     if isinstance(value, int):
         value = int.__int__(value)
-        return value if -(1 << 63) <= value < 1 << 63 else {"t": "int", "v": f"{value:x}"}  # decimals take n^2 steps
+        return value if -(1 << 63) <= value < 1 << 63 else {"t": "int", "v": f"{value:x}"}  # decimals need n^2 steps
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, list):
@@ -53,8 +53,8 @@ def pack(value: Any, keep: Any) -> Any:
 
 
 def unpack(value: Any, find: Any, depth: int = 0) -> Any:
-    """The value again. Its size is at most that of the message: no text becomes a number that takes more room or time
-    than the text. Raises `ValueError`, `KeyError` or `TypeError` for what `pack` never makes."""
+    """Decode a value. Its size is at most that of the message: no text becomes a number that takes more space or time
+    than the text. Raises `ValueError`, `KeyError` or `TypeError` for data that `pack` never makes."""
     if depth > DEEPEST:
         raise ValueError("too deep")
     if isinstance(value, list):
@@ -88,15 +88,15 @@ def unpack(value: Any, find: Any, depth: int = 0) -> Any:
 
 
 def short(digits: str) -> int:
-    """Of a number in JSON: `pack` makes long ones hexadecimal."""
+    """Parse an integer of JSON; `pack` encodes long ones in hexadecimal."""
     if len(digits) > 20:
         raise ValueError("a number of many digits")
     return int(digits)
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Equal, where a tuple is as good as a list (JSON has none), a key that is a number as good as its text, and floats
-    may differ in the last digits. True is not 1, and a set is no list."""
+    """Whether values are equal; a tuple equals a list (JSON has none), a key that is a number equals its text, and
+    floats may differ in the last digits. True is not 1, and a set is no list."""
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
@@ -120,7 +120,7 @@ def same_value(value: Any, expected: Any) -> bool:
         pairs = ((value.real, expected.real), (value.imag, expected.imag))
         return all(same_value(a, b) for a, b in pairs)
     if isinstance(value, int | float) and isinstance(expected, int | float) and float in (type(value), type(expected)):
-        if value == expected or (value != value and expected != expected):  # not a number, and rightly so
+        if value == expected or (value != value and expected != expected):  # both are NaN
             return True
         return max(abs(value), abs(expected)) < 1e300 and math.isclose(value, expected, rel_tol=CLOSE)
     return value == expected
@@ -131,7 +131,7 @@ def _with_booleans(value: Any) -> set[Any]:
 
 
 class Shown(reprlib.Repr):
-    """What a verdict shows of a value: never all the digits of a long number."""
+    """Short text of a value for verdicts, without all digits of a long number."""
 
     def __init__(self) -> None:
         super().__init__()

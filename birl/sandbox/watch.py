@@ -1,4 +1,4 @@
-"""Watches a program that runs: reads what it writes, ends it when it goes too far, and with it all that it started.
+"""Monitors a running program: reads its output, and ends it with all its children if it exceeds a limit.
 
 Standard library only, because an interpreter without packages runs it.
 """
@@ -14,14 +14,14 @@ from typing import Any
 from birl.sandbox import folder
 from birl.sandbox.program import NAMESPACES, Request, Settings
 
-MEMORY_FILES = ("/tmp", "/dev/shm")  # in namespaces, all that can be written to
+MEMORY_FILES = ("/tmp", "/dev/shm")  # in namespaces, all writable places
 MOST_FILES = 1 << 14
-TICK = 0.02  # seconds between looks at memory, files and orphans
-DRAIN = 1.0  # seconds that reading what is left in the pipes may take
+TICK = 0.02  # seconds between checks of memory, files and orphans
+DRAIN = 1.0  # seconds for reading the rest of the pipes
 
 
 class Watch:
-    """One running program: what it wrote, whether it went too far, and how it ended."""
+    """One running program: its output, exceeded limits, and how it ended."""
 
     def __init__(
         self, program: int, request: Request, settings: Settings, control: int, pipes: dict[int, bytearray]
@@ -57,7 +57,7 @@ class Watch:
                 if fd == self.control:
                     self.stop("killed", "its caller stopped waiting")
                 elif fd in self.pipes and not self._read(fd):
-                    poll.unregister(fd)  # it closed its output, which does not mean that it ends
+                    poll.unregister(fd)  # it closed its output, but may still run
             self._reap()
             if time.monotonic() - looked > TICK:
                 self._look()
@@ -70,7 +70,7 @@ class Watch:
         self.ending, self.detail = self.ending or ending, self.detail or detail
 
     def _read(self, fd: int) -> bool:
-        """Whether there may be more."""
+        """Read a part of an output. Returns whether there may be more."""
         part = os.read(fd, 1 << 16)
         room = self.limits["output_bytes"] - len(self.pipes[fd])
         self.pipes[fd] += part[:room]
@@ -80,7 +80,7 @@ class Watch:
         return bool(part)
 
     def _reap(self) -> None:
-        """Orphans too: they come to this process."""
+        """Collect ended processes, including orphans, which are reparented to this process."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -90,7 +90,7 @@ class Watch:
                     self.status = status
 
     def _look(self) -> None:
-        """What no limit of the kernel bounds here."""
+        """Check limits that the kernel does not enforce here."""
         if self.watch_memory or (self.kind not in NAMESPACES and not self.own_user):
             members = self._members()
             if self.watch_memory and sum(map(_memory, members)) > self.limits["memory_mb"] << 20:
@@ -108,7 +108,7 @@ class Watch:
                 self.stop("output", f"files that cannot be counted: {error}")
 
     def _members(self) -> list[int]:
-        """All processes of the run: of the namespace, or the descendants of this process."""
+        """All processes of the run: those of the namespace, or the descendants of this process."""
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         if self.kind in NAMESPACES:
             return [pid for pid in pids if pid != os.getpid()]
@@ -121,11 +121,11 @@ class Watch:
         return list(result - {os.getpid()})
 
     def kill_everything(self) -> None:
-        """Whatever was started, daemons and orphans too. When this returns, none of it lives."""
+        """Kill all processes of the run, including daemons and orphans, and wait until none is left."""
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
             with contextlib.suppress(ProcessLookupError):
-                if self.kind in NAMESPACES and os.getpid() == 1:  # else these were all processes of the user
+                if self.kind in NAMESPACES and os.getpid() == 1:  # otherwise -1 would be all processes of the user
                     os.kill(-1, signal.SIGKILL)
                 else:
                     os.killpg(self.program, signal.SIGKILL)
@@ -146,7 +146,7 @@ class Watch:
         self.stop("killed", "processes of the run cannot be killed")
 
     def drain(self) -> None:
-        """What is still in the pipes. All writers are dead, so that it ends."""
+        """Read the rest of the pipes. It ends, as all writers are dead."""
         deadline = time.monotonic() + DRAIN
         for fd in self.pipes:
             while time.monotonic() < deadline and len(self.pipes[fd]) < self.limits["output_bytes"]:
@@ -179,7 +179,7 @@ def _parent(pid: int) -> int:
 
 
 def _memory(pid: int) -> int:
-    """What a process holds by itself [bytes]: its share of common pages where that may be read."""
+    """Memory of a process [bytes]: with its share of common pages, if that can be read."""
     wanted, file = (b"Pss:",), f"/proc/{pid}/smaps_rollup"
     for _ in range(2):
         try:

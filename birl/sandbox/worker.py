@@ -1,4 +1,4 @@
-"""One place where programs run, one at a time: starts a guest, talks to it, and ends it with everything in it."""
+"""A worker runs programs, one at a time: starts a guest, talks to it, and ends it with everything in it."""
 
 import asyncio
 import base64
@@ -21,8 +21,8 @@ from birl.sandbox.cgroup import MemoryGroup
 from birl.sandbox.program import NAMESPACES, Request
 from birl.sandbox.protocol import Ending, Limits, Result, as_bytes, inside
 
-START_TIMEOUT = 20.0  # seconds until a guest says that it is there
-GRACE = 5.0  # seconds after the limit at which a guest that has not ended the run is ended itself
+START_TIMEOUT = 20.0  # seconds until a guest must have started
+GRACE = 5.0  # seconds after the time limit until a guest that has not ended the run is killed
 KEPT = ("zygote", "landlock", "process")  # guests that serve many runs
 SIGNALS_STAY_INSIDE = 6  # version of Landlock
 NO_BOUNDARY = "sandbox.kind=process is no boundary: the program could do everything that you can do"
@@ -36,18 +36,18 @@ PRELOAD = (
 
 
 class GuestFailed(Exception):
-    """The guest did not start, does not answer, or talks nonsense."""
+    """The guest did not start, does not answer, or sends invalid messages."""
 
 
 class GuestSilent(GuestFailed):
-    """The guest does not answer within the program's time."""
+    """The guest did not answer within the program's time."""
 
 
 class Worker:
-    """Runs programs one after another. `zygote`, `landlock` and `process` keep their guest; `bubblewrap` starts one for
-    every run.
+    """Runs programs one after another. `zygote`, `landlock` and `process` keep their guest; `bubblewrap` starts a new
+    one for every run.
 
-    The kernel kills a guest in bubblewrap when the *thread* that started it ends: use a worker from one that lasts.
+    The kernel kills a guest in bubblewrap when the *thread* that started it ends: use a long-lived thread.
 
     Example: worker = Worker("bubblewrap", python="/usr/bin/python3", slot=0)
              result = await worker.run({"main.py": b"print(1)"}, ["python", "main.py"], Limits(), b"", ())
@@ -62,7 +62,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._scratch = ""
-        self._program = 0  # the process id of a program that has begun, as the guest sees it
+        self._program = 0  # process id of a started program, as seen by the guest
 
     async def run(
         self,
@@ -72,7 +72,7 @@ class Worker:
         stdin: bytes | str,
         collect: Sequence[str],
     ) -> Result:
-        """Raises `BirlError` for a command or a file's name that is none."""
+        """Run a program. Raises `BirlError` for an empty command or an invalid file name."""
         began, self._program = time.monotonic(), 0
         request = request_of(files, command, limits, stdin, collect, watch_memory=self.group is None)
         try:
@@ -88,17 +88,17 @@ class Worker:
             raise
         if self._out_of_memory() and reply["ending"] != "error":
             reply |= {"ending": "memory", "detail": f"all processes together needed more than {limits.memory_mb} MiB"}
-        self._program = 0  # nothing is left of it
+        self._program = 0  # it has ended completely
         if self.kind not in KEPT:
             await self._end()
         return result_of(reply, self.kind, time.monotonic() - began)
 
     def kill(self) -> None:
-        """End the guest and everything in it at once; returns when it has ended."""
+        """Kill the guest and everything in it; returns when it has ended."""
         process, self._process = self._process, None
         control, self._control = self._control, None
         if control is not None:
-            control.close()  # a guest without namespaces kills its run when it sees that, and goes
+            control.close()  # a guest without namespaces then kills its run and exits
         if process is not None:
             if self.kind in NAMESPACES:
                 process.kill()
@@ -113,8 +113,8 @@ class Worker:
             self._scratch = ""
 
     def _kill_what_is_left(self) -> None:
-        """Of a run whose guest was killed. In namespaces all has ended with pid 1; elsewhere the filter keeps every
-        process in the program's group."""
+        """Kill the rest of a run whose guest was killed. In namespaces all processes have ended with pid 1; elsewhere
+        the filter keeps every process in the program's group."""
         program, self._program = self._program, 0
         if self.group is not None:
             self.group.kill()
@@ -127,7 +127,7 @@ class Worker:
             self.group.remove()
 
     async def _end(self) -> None:
-        """A guest that sees the other side go ends by itself; one that does not is killed."""
+        """Close the connection, so that the guest exits; kill it if it does not."""
         control, self._control = self._control, None
         if control is not None:
             control.close()
@@ -137,7 +137,7 @@ class Worker:
         self.kill()
 
     def _ending_of(self, error: GuestFailed) -> Ending:
-        """What becomes of the guest once the program has begun is the program's doing, and no excuse for it."""
+        """Ending of a run whose guest failed: after the program has started, this is attributed to the program."""
         if self._out_of_memory():
             return Ending.MEMORY
         if not self._program:
@@ -149,7 +149,7 @@ class Worker:
 
     async def _ask(self, request: Request, limits: Limits) -> dict[str, Any]:
         if self._process is not None and self._process.poll() is not None:
-            self.kill()  # it ended while nothing ran: no fault of this program
+            self.kill()  # it ended while idle: not caused by this program
         if self._control is None:
             await self._start(limits)
         assert self._control is not None
@@ -177,7 +177,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,
-                env={"PATH": commands.SYSTEM_PATH},  # /proc/1/environ inside would show more
+                env={"PATH": commands.SYSTEM_PATH},  # otherwise visible inside in /proc/1/environ
                 pass_fds=(theirs.fileno(), *sources),
                 cwd="/",
                 start_new_session=self.kind not in NAMESPACES,  # it cleans up after a launcher whose group is killed
@@ -235,7 +235,7 @@ def request_of(
     *,
     watch_memory: bool,
 ) -> Request:
-    """What a guest is asked to run. Raises `BirlError`."""
+    """The request to a guest. Raises `BirlError`."""
     if not command:
         raise BirlError("command is empty: name a program, as in ['python', 'main.py'].")
     return {
@@ -249,7 +249,7 @@ def request_of(
 
 
 def result_of(reply: dict[str, Any], kind: str, seconds: float) -> Result:
-    """A guest's message. It comes from where hostile programs run, so that every part of it may be anything."""
+    """Parse a guest's reply. It is untrusted, as hostile programs run there."""
     try:
         return Result(
             ending=Ending(reply["ending"]),
@@ -281,7 +281,7 @@ async def _send(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 async def _receive(control: socket.socket, limits: Limits) -> dict[str, Any]:
-    """One message. It comes from where hostile programs run: its size is bounded, and it must be an object."""
+    """Receive one message. It is untrusted: its size is bounded, and it must be a JSON object."""
     most = 2 * limits.output_bytes * 4 // 3 + (limits.file_mb << 20) * 4 // 3 + (1 << 16)
     (size,) = struct.unpack(">I", await _exactly(control, 4))
     if size > most:
