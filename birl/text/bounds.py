@@ -1,4 +1,4 @@
-"""What cannot fit into a context, known before anything of it is rendered or encoded."""
+"""Detects conversations that cannot fit into a context before they are rendered or tokenized."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -7,9 +7,9 @@ from birl.types import Conversation, Message
 
 C = TypeVar("C", str, tuple[Message, ...])
 
-#: of a token, on average over a text; more are not possible in earnest
+#: largest plausible mean length of a token over a text
 CHARACTERS = 64
-#: characters of a prompt, or bytes of a request; one that has more is rendered beside the event loop
+#: characters of a prompt, or bytes of a request; longer ones are rendered outside of the event loop
 LONG = 1 << 16
 
 
@@ -21,13 +21,13 @@ def characters(conversation: Conversation) -> int:
 
 
 def cannot_fit(conversation: Conversation, tokens: int) -> bool:
-    """Whether a conversation has more characters than so many tokens hold, which is known before it is encoded."""
+    """Whether a conversation has more characters than so many tokens can hold; known without tokenizing it."""
     many = not isinstance(conversation, str) and len(conversation) > tokens
     return many or characters(conversation) > CHARACTERS * tokens
 
 
 def beginning(conversation: C, tokens: int) -> C:
-    """Of a conversation that cannot fit, its first characters: as many as so many tokens hold at most."""
+    """The beginning of a conversation that cannot fit: at most as many characters as so many tokens can hold."""
     room = CHARACTERS * tokens
     if isinstance(conversation, str):
         return conversation[:room]

@@ -1,5 +1,5 @@
-"""Tool calls in the text of a reply, one reader for each format: text and the declared tools -> the text beside the
-calls, and the calls. What is no valid call stays text."""
+"""Parsers of tool calls in replies, one for each format: text and declared tools -> the remaining text, and the calls.
+Invalid calls stay in the text."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from birl.types import ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
 Read = tuple[str, tuple[ToolCall, ...]]
-#: calls that begin at a place of the text, and where they end; None where none do
+#: parses calls at a position: the calls and their end; None if there are none
 At = Callable[[str, int], tuple[list[ToolCall], int] | None]
 
 SPACE = re.compile(r"\s*")
@@ -43,8 +43,8 @@ def hermes(text: str, tools: Tools) -> Read:
 
 
 def qwen_coder(text: str, tools: Tools) -> Read:
-    """<tool_call><function=add><parameter=a>3</parameter></function></tool_call>: a value is text where the tool's
-    schema says string, or says nothing; else JSON."""
+    """<tool_call><function=add><parameter=a>3</parameter></function></tool_call>: a value is text if the tool's schema
+    says string, or nothing; else JSON."""
     kinds = {name: of.get("properties", {}) for name, of in schemas(tools).items()}
 
     def at(text: str, place: int) -> tuple[list[ToolCall], int] | None:
@@ -63,8 +63,8 @@ def qwen_coder(text: str, tools: Tools) -> Read:
 
 
 def llama(text: str, tools: Tools) -> Read:
-    """{"name": "add", "parameters": {"a": 3}}, several with ; between. Such JSON is a call behind <|python_tag|>, and
-    where it is the whole reply and names a declared tool."""
+    """{"name": "add", "parameters": {"a": 3}}, several separated by ;. Such JSON is a call after <|python_tag|>, or if
+    it is the whole reply and names a declared tool."""
     before, tag, rest = text.partition("<|python_tag|>")
     calls = list(_objects(rest if tag else text))
     if not calls or None in calls:
@@ -74,7 +74,7 @@ def llama(text: str, tools: Tools) -> Read:
 
 
 def _objects(text: str) -> Iterator[ToolCall | None]:
-    """Each call of a text of nothing else; None for what is none."""
+    """Each call of a text that has only calls; None for an invalid one."""
     place = past(text, 0)
     while place < len(text):
         data, end = value(text, place)
@@ -140,7 +140,7 @@ def function_gemma(text: str, tools: Tools) -> Read:
 
 
 def _fields(text: str, place: int) -> tuple[dict[str, Any], int]:
-    """What is between braces, from behind the first of them. Raises `ValueError`."""
+    """Parse the fields after an opening brace. Raises `ValueError`."""
     result: dict[str, Any] = {}
     while not text.startswith("}", place):
         if not (key := GEMMA_KEY.match(text, place)):
@@ -169,7 +169,7 @@ def _gemma_value(text: str, place: int) -> tuple[Any, int]:
 
 
 def _comma(text: str, place: int, last: str) -> int:
-    """Behind the comma, or at the end."""
+    """Position after the comma, or at the closing bracket."""
     if text.startswith(",", place):
         return place + 1
     if text.startswith(last, place):
@@ -178,7 +178,7 @@ def _comma(text: str, place: int, last: str) -> int:
 
 
 def beside(text: str, opening: str, at: At) -> Read:
-    """`at` is tried wherever `opening` stands."""
+    """Parse calls with `at` at every occurrence of `opening`; returns the other text and the calls."""
     calls: list[ToolCall] = []
     rest, done, place = "", 0, text.find(opening)
     while place >= 0:
@@ -192,7 +192,7 @@ def beside(text: str, opening: str, at: At) -> Read:
 
 
 def value(text: str, place: int) -> tuple[Any, int]:
-    """The JSON value that begins there, blanks aside, and where it ends; None where there is none."""
+    """The JSON value at a position, after blanks, and its end; None if there is none."""
     try:
         return JSON.raw_decode(text, past(text, place))
     except (ValueError, RecursionError):
@@ -200,7 +200,7 @@ def value(text: str, place: int) -> tuple[Any, int]:
 
 
 def named(data: Any, arguments: str = "arguments") -> ToolCall | None:
-    """A call from an object with a name and arguments."""
+    """Make a call from an object with a name and arguments."""
     if not isinstance(data, dict):
         return None
     given = data.get("id", "")
@@ -208,7 +208,7 @@ def named(data: Any, arguments: str = "arguments") -> ToolCall | None:
 
 
 def made(name: Any, arguments: Any, id: str = "") -> ToolCall | None:
-    """None where it cannot be a call, or could not be rendered again: half a surrogate pair is no text."""
+    """Make a call; None if it is invalid or could not be rendered again: half a surrogate pair is no text."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     try:
@@ -220,7 +220,7 @@ def made(name: Any, arguments: Any, id: str = "") -> ToolCall | None:
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """A parameter as its schema wants it; text where that cannot be."""
+    """Parse a parameter by its schema; text if that fails."""
     if schema.get("type", "string") == "string" and "anyOf" not in schema:
         return text
     try:
@@ -230,13 +230,13 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def schemas(tools: Tools) -> dict[str, Mapping[str, Any]]:
-    """The parameters of each tool, by name."""
+    """Parameter schemas of the tools, by name."""
     result = [tool.get("function", tool) for tool in tools]
     return {f["name"]: f.get("parameters") or {} for f in result if isinstance(f, Mapping) and "name" in f}
 
 
 def past(text: str, place: int) -> int:
-    """Behind the blanks there."""
+    """Position after blanks."""
     match = SPACE.match(text, place)
     return match.end() if match else place
 
@@ -256,8 +256,8 @@ HARMONY = re.compile(
 
 
 def harmony(text: str, tools: Tools) -> ParsedReply:
-    """GPT-OSS's messages on channels: analysis is thinking, final is the answer, commentary to functions.NAME a call,
-    and other commentary is text for the user before a call. What is on no channel, or no valid call, is content."""
+    """Parse GPT-OSS's channels: analysis is thinking, final is the answer, commentary to functions.NAME a call, other
+    commentary is text for the user before a call. Text without a channel, and invalid calls, are content."""
     thinking: list[str] = []
     content: list[str] = []
     calls: list[ToolCall] = []

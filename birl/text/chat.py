@@ -1,13 +1,13 @@
-"""The only place where messages and tokens meet.
+"""The only module that converts between messages and tokens.
 
     render   messages -> ids of a first prompt
     extend   ids so far + the ids of a reply + new messages -> ids of the next prompt; earlier ids never change
     append   the same for a prompt of plain text
     parse    ids of a reply -> message
-    conversation   messages -> ids of all of it, and which of them are to be learned
+    conversation   messages -> ids of all of it, and which of them are trained
 
-Text becomes ids once. A reply is never encoded again from its text, as encode(decode(ids)) may differ from ids; what
-the template puts behind a reply is taken from the template itself, by comparing renderings of a made-up conversation.
+Text is tokenized once. A reply is never tokenized again from its text, as encode(decode(ids)) may differ from ids; the
+text that the template appends to a reply is taken from the template, by comparing renderings of a probe conversation.
 """
 
 import json
@@ -35,24 +35,24 @@ REWRITES = (
     "token. Use another template (model.chat_template=FILE.jinja) or an environment with one turn."
 )
 OTHER = "Take the model's own template, or another one (model.chat_template=FILE.jinja)."
-TAIL = 16  # tokens of a prompt that are looked at to see whether it began to think
+TAIL = 16  # tokens at the end of a prompt that are checked for an opened thinking block
 
 
 class Chat:
-    """A tokenizer and its chat template. `end_ids` holds the tokens that end an answer; a model may name more of them
-    than the tokenizer's. `pictures` finds the tokens that stand for a picture. `tool_format` is one of
-    `birl.text.formats.FORMATS`, or auto: detected from the template."""
+    """A tokenizer and its chat template. `end_ids`: tokens that end an answer; a model may have more than the
+    tokenizer. `pictures`: converts pictures to tokens. `tool_format`: one of `birl.text.formats.FORMATS`, or auto:
+    detected from the template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_format: str = "auto") -> None:
         self.tokenizer, self.tool_format = tokenizer, tool_format
-        self.pictures: Pictures | None = None  # of a model that sees
+        self.pictures: Pictures | None = None  # of a vision-language model
         self.end_ids = frozenset(i for i in (tokenizer.eos_token_id,) if isinstance(i, int))
-        self.noted = False  # that tools are written into messages
-        self.checked: set[Any] = set()  # shapes of conversations that the template renders whole
+        self.noted = False  # the note that tools are written into messages was printed
+        self.checked: set[Any] = set()  # shapes of conversations that the template renders completely
 
     @cached_property
     def without_tools(self) -> str:
-        """Where the template leaves out tools: the message, system or user, into which they are written instead
+        """If the template has no tools: the role of the message, system or user, that they are written into
         (`birl/text/tools.py`); else empty."""
         if not self.has_template or self.tool_format not in ("auto", "hermes"):
             return ""
@@ -60,7 +60,7 @@ class Chat:
 
     @cached_property
     def format(self) -> Format | None:
-        """How the model calls tools; None where that is not known."""
+        """The model's format of tool calls; None if unknown."""
         if self.without_tools:
             return FORMATS["hermes"]
         return templates.detect(self) if self.tool_format == "auto" else FORMATS[self.tool_format]
@@ -72,7 +72,7 @@ class Chat:
 
     @cached_property
     def tags(self) -> tuple[str, str] | None:
-        """What stands around the model's thinking, where its template sets that apart."""
+        """The tags around the model's thinking; None if its template has none."""
         return tags_of(templates.template_of(self))
 
     @property
@@ -81,22 +81,22 @@ class Chat:
 
     @property
     def end(self) -> int:
-        """The token that ends an answer without a template."""
+        """The end token of answers without a template."""
         if self.tokenizer.eos_token_id is None:
             raise BirlError("The tokenizer has no end token (eos_token), so a model cannot learn to stop.")
         return int(self.tokenizer.eos_token_id)  # pyright: ignore
 
     def render(self, prompt: Conversation, tools: Tools = ()) -> tuple[int, ...]:
-        """Ids of a prompt: messages through the template, up to where the assistant's answer starts; text as it is,
-        with the tokens that the tokenizer itself puts in front, unless the text holds them already. Raises `BirlError`
-        where the template would leave out `tools` (JSON schemas, as OpenAI has them)."""
+        """Ids of a prompt. Messages are rendered with the template, up to the start of the assistant's answer; text is
+        tokenized as it is, with the tokenizer's prefix tokens unless the text has them already. Raises `BirlError` if
+        the template would leave out `tools` (JSON schemas in OpenAI's format)."""
         if not isinstance(prompt, str):
             return templates.render(self, [templates.as_dict(m) for m in prompt], tools, seen(prompt))
         ids, front = self.encode(prompt), self._front
         return ids if ids[: len(front)] == front else (*front, *ids)
 
     def text(self, prompt: Conversation) -> str:
-        """What `render` encodes."""
+        """The text that `render` tokenizes."""
         return prompt if isinstance(prompt, str) else self._text(prompt, answer=True)
 
     def extend(
@@ -107,9 +107,9 @@ class Chat:
         tools: Tools = (),
         history: tuple[Message, ...] | None = None,
     ) -> tuple[int, ...]:
-        """Ids of the next prompt: `ids` (of `history`, a made-up question where it is not given), the reply, and
-        `messages`. A reply that did not end itself (a stop string, say) is ended as the template would. Raises
-        `HistoryRewritten` where the template changes what was there before, or the model's output."""
+        """Ids of the next prompt: `ids` (of `history`, by default a probe question), the reply, and `messages`. A reply
+        without an end token (after a stop string, for example) is ended as in the template. Raises `HistoryRewritten`
+        if the template changes earlier messages or the model's output."""
         if not self.has_template:
             return (*ids, *reply_tokens, *self.encode("".join(m.content for m in messages)))
         new = self._after_reply(ids, reply_tokens, messages, tools, history or PROBE[:1])
@@ -126,8 +126,8 @@ class Chat:
     def append(
         self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str, keep_end: bool = False
     ) -> tuple[int, ...]:
-        """Ids of a text that begins with a prompt and its reply, whose end token the text may hold, or leave out; with
-        `keep_end` it stays then, as it was sampled."""
+        """Ids of a text that begins with a prompt and its reply. The text may contain the reply's end token or not;
+        with `keep_end` the sampled end token is kept in the second case, too."""
         more = self.encode(text)
         if reply_tokens and reply_tokens[-1] in self.end_ids:
             if more[:1] == reply_tokens[-1:]:
@@ -139,13 +139,13 @@ class Chat:
     def conversation(
         self, messages: Sequence[Message], roles: Sequence[str] = ("assistant",), most: int | None = None
     ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Ids of a finished conversation, and for each whether a message of one of `roles` has it. What comes behind
-        the last such message is left out, and with `most` [tokens] what comes behind more than so many of them.
+        """Ids of a finished conversation, and for each whether it belongs to a message of one of `roles`. Text after
+        the last such message is left out and, with `most` [tokens], everything after so many tokens.
 
-        An assistant's tokens are those that an engine would have sampled: its text up to the token that ends it,
-        without the header before and the line break behind. For another role the whole message counts, its header
-        included. Each piece is encoded alone, as when the conversation happens. Roles ("all",): everything counts.
-        Raises `BirlError` where the template would leave out a message, `HistoryRewritten` where it changes one later.
+        The assistant's tokens are those that an engine would have sampled: the text and the end token, without the
+        header before and the line break after them. For other roles the whole message counts, including its header.
+        Each piece is tokenized separately, as in a live conversation. Roles ("all",): everything counts. Raises
+        `BirlError` if the template would leave out a message, `HistoryRewritten` if it changes one later.
         """
         templates.check_pictures(self, seen(messages))
         templates.check(self, [templates.as_dict(m) for m in messages], ())
@@ -175,34 +175,34 @@ class Chat:
         return tuple(ids), tuple(mask)
 
     def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message:
-        """The model's reply, without the end token; calls are looked for where there are `tools`. `prompt`: what it
-        saw, which may have begun its thinking; without it, what the template always puts there."""
+        """Parse the model's reply, without the end token; calls are parsed only if there are `tools`. `prompt`: its
+        ids, which may have opened the thinking; by default the end of the template's prompt."""
         return self.parts(self.reply_text(tokens), tools, self.thinks(prompt)).message()
 
     def parts(self, text: str, tools: Tools = (), opened: bool = False) -> ParsedReply:
-        """What a reply's text says. `opened`: it begins within the model's thinking."""
+        """Parse a reply's text. `opened`: it begins within the model's thinking."""
         return formats.parts(text, self.format if tools or self._channels else None, self.tags, tools, opened)
 
     def fences(self, tools: bool) -> tuple[str, ...]:
-        """Where something may begin that is not shown while it grows: a call, or what stands on channels."""
+        """Texts at which hidden parts of a reply may begin, which are not shown while it grows: calls, or channels."""
         return self.format.openings if self.format is not None and (tools or self._channels) else ()
 
     def reply_text(self, tokens: Sequence[int]) -> str:
-        """The text of a reply, all of it but the token that ends it."""
+        """The text of a reply without its end token."""
         tokens = list(tokens)
         while tokens and tokens[-1] in self.end_ids:
             tokens.pop()
         return self.decode(tokens)
 
     def thinks(self, prompt: Sequence[int] | None = None) -> bool:
-        """Does the model's answer to this prompt begin within its thinking?"""
+        """Whether the answer to this prompt begins within the model's thinking."""
         if self.tags is None:
             return False
         end = self._opening if prompt is None else self.decode(prompt[-TAIL:])
         return end.rstrip().endswith(self.tags[0])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text; one placeholder stands for a picture."""
+        """Text of tokens; each picture is one placeholder."""
         tokens = tokens if self.pictures is None else self.pictures.shown(tokens)
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
@@ -214,12 +214,12 @@ class Chat:
         return [span.picture.digest for span in self.pictures.spans(ids)]
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of text that already holds its special tokens."""
+        """Ids of text that already has its special tokens."""
         return self._piece(text, iter(()))
 
     def encode_with(self, text: str, pictures: Sequence[Picture]) -> tuple[int, ...]:
-        """The same of a template's text that shows these pictures. Raises `BirlError` where it shows fewer or more, or
-        the model sees none."""
+        """The same for a rendered text with these pictures. Raises `BirlError` if it has fewer or more, or if the model
+        takes none."""
         templates.check_pictures(self, pictures)
         left = iter(pictures)
         result = self._piece(text, left)
@@ -243,9 +243,9 @@ class Chat:
         tools: Tools,
         history: tuple[Message, ...],
     ) -> str:
-        """What stands between the end of a reply's own text and the next answer, new messages included: what the
-        template puts behind a mark in the reply's place. Checks that the template only appends, and says again what the
-        model generated."""
+        """The text between the end of a reply's own text and the next answer, including new messages: the text that the
+        template puts after a mark in place of the reply. Checks that the template only appends, and reproduces the
+        model's output."""
         opened = self.thinks(ids)
         reply = self.parts(self.reply_text(reply_tokens), tools, opened)
         before, after = ([templates.as_dict(m) for m in talk] for talk in (history, messages))
@@ -267,7 +267,7 @@ class Chat:
         cut = text.find(MARK)
         if cut < 0 or not called:
             return None if cut < 0 else text[cut + len(MARK) :]
-        assert self.format is not None  # else there are no calls
+        assert self.format is not None  # otherwise there are no calls
         closing = re.compile(self.format.closing).search(text, cut + len(MARK))
         return text[closing.end() :] if closing else None
 
@@ -283,12 +283,12 @@ class Chat:
 
     @cached_property
     def _opening(self) -> str:
-        """How the template begins an answer."""
+        """The template's text before an answer."""
         return self._text(PROBE[:1], answer=True) if self.has_template else ""
 
     @cached_property
     def _front(self) -> tuple[int, ...]:
-        """What the tokenizer puts before a text, such as a token for its beginning; never what it would put behind."""
+        """Tokens that the tokenizer puts before a text, such as a BOS token; never those that it appends."""
         probe = PROBE[0].content
         bare, ids = self.encode(probe), tuple(self.tokenizer(probe).input_ids)
         return next((ids[:n] for n in range(len(ids)) if ids[n : n + len(bare)] == bare), ())
@@ -299,7 +299,7 @@ def seen(messages: Sequence[Message]) -> tuple[Picture, ...]:
 
 
 def _marked(own: Dict) -> Dict:
-    """The reply with a mark at the end of what it says."""
+    """The reply with a mark at the end of its content or of its last call."""
     if not own.get("tool_calls"):
         return {**own, "content": MARK}
     *calls, last = own["tool_calls"]
@@ -307,7 +307,7 @@ def _marked(own: Dict) -> Dict:
 
 
 def _same(one: ParsedReply, other: ParsedReply) -> bool:
-    """Do both say the same? Blanks around it, and in JSON, do not count: the model's own tokens stay."""
+    """Whether both replies are equal, except for blanks around them and in JSON: the model's own tokens are kept."""
     return (
         (one.thinking is None) == (other.thinking is None)
         and one.closed == other.closed
@@ -319,8 +319,8 @@ def _same(one: ParsedReply, other: ParsedReply) -> bool:
 
 
 class StopChecker:
-    """Says when one of `stop` has appeared in the text of the tokens fed so far. A stop string may span tokens, and a
-    character may: what the newest tokens mean is only known from the decoded text, so a window of them is decoded
+    """Detects when one of `stop` appears in the text of the tokens fed so far. A stop string may span tokens, as may a
+    character: the meaning of the newest tokens is only known from decoded text, so a window of them is decoded
     again."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:

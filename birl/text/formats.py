@@ -1,4 +1,4 @@
-"""The formats in which models call tools: how each is detected from a chat template, parsed, and rendered."""
+"""Formats of tool calls: how each is detected from a chat template, parsed, and rendered."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from birl.text.calls import Read, Tools
 from birl.text.thinking import ParsedReply, split
 
 Dict = dict[str, Any]
-MARK = "birl-probe-reply"  # stands for the model's reply
+MARK = "birl-probe-reply"  # placeholder of the model's reply
 
 
 def unchanged(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
@@ -19,7 +19,7 @@ def unchanged(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
 
 
 def text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
-    """DeepSeek's templates want arguments as JSON text."""
+    """Arguments as JSON text, for DeepSeek's templates."""
     result = unchanged(messages)
     for message in result:
         if message.get("tool_calls"):
@@ -31,8 +31,8 @@ def text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
 
 
 def nine_characters(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
-    """Mistral's templates want an id of nine letters and digits for each call, and the same in its answer. A missing
-    one is counted, and answers go to the calls in their order; another is shortened, always in the same way."""
+    """Ids of nine letters and digits for calls and their results, for Mistral's templates. Missing ids are numbered,
+    and results are assigned to the calls in order; other ids are shortened by a hash."""
     result, open_ids, n = unchanged(messages), list[str](), 0
     for message in result:
         if message.get("tool_calls"):
@@ -51,7 +51,7 @@ def nine_characters(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
 
 
 def one_voice(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
-    """GPT-OSS's template takes either thinking or content beside a call."""
+    """Either thinking or content in a message with calls, for GPT-OSS's template."""
     result = unchanged(messages)
     for message in result:
         if message.get("tool_calls") and message.get("content") and message.get("reasoning_content"):
@@ -64,10 +64,10 @@ def one_voice(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """`read`: the calls of a reply without its thinking; `channels`, instead: all of a reply whose thinking, answer and
-    calls stand on channels. `marks`: what a chat template of this format holds, `openings`: where a call may begin,
-    `closing`: pattern of what is behind the last argument of the last call, `ends`: tokens that the template puts where
-    the model says another one, `fit`: messages as such templates want them."""
+    """A format of tool calls. `read`: parses the calls of a reply without its thinking; `channels`, instead: parses a
+    whole reply on channels. `marks`: texts in chat templates of this format; `openings`: texts at which a call may
+    begin; `closing`: pattern of the text after the last argument of the last call; `ends`: end tokens of the template
+    where the model samples another; `fit`: converts messages for such templates."""
 
     read: Callable[[str, Tools], Read] | None = None
     channels: Callable[[str, Tools], ParsedReply] | None = None
@@ -120,7 +120,7 @@ FORMATS: dict[str, Format] = {
 def parts(
     text: str, form: Format | None, tags: tuple[str, str] | None, tools: Tools, opened: bool = False
 ) -> ParsedReply:
-    """A reply's text, without the token that ended it."""
+    """Parse a reply's text, which has no end token."""
     if form is not None and form.channels is not None:
         return form.channels(text, tools)
     thinking, rest, closed = split(text, tags, opened)

@@ -1,5 +1,5 @@
-"""Answers that must have a form: JSON, one of some texts, or calls of tools. A grammar in Lark's words, as the library
-llguidance has it, says which tokens may come next (`Guide`)."""
+"""Constrained decoding: answers that must be JSON, one of some texts, or tool calls. A grammar in Lark's syntax for the
+library llguidance determines the tokens that may come next (`Guide`)."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ ANYTHING = r"/(.|\n)*/"
 
 
 class Guide:
-    """The tokens that a grammar allows, one place after the other."""
+    """The tokens that a grammar allows at each position."""
 
     def __init__(self, chat: "Chat", grammar: str) -> None:
         from llguidance import LLMatcher
@@ -27,19 +27,19 @@ class Guide:
         self.matcher = LLMatcher(chat.words_of_grammars, grammar, log_level=0)
 
     def allowed(self, words: int) -> NDArray[np.bool_]:
-        """Which of the first `words` tokens may come next, [words]; none where the library gave the grammar up."""
+        """Mask of the first `words` tokens that may come next, [words]; all False if the library gave up."""
         bits = np.unpackbits(np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little")[:words]
         result = np.zeros(words, dtype=np.bool_)
         result[: len(bits)] = bits
         return result
 
     def take(self, token: int) -> bool:
-        """Go on with this token; says whether the answer is complete and cannot grow."""
+        """Advance by this token; returns whether the answer is complete and cannot grow."""
         return not self.matcher.consume_token(token) or self.matcher.is_stopped()
 
 
 def words_of(chat: "Chat") -> Any:
-    """The tokenizer as llguidance has it."""
+    """The tokenizer in llguidance's form."""
     from llguidance.hf import from_tokenizer
 
     tokenizer: Any = chat.tokenizer
@@ -47,7 +47,7 @@ def words_of(chat: "Chat") -> Any:
 
 
 def problem(chat: "Chat", grammar: str) -> str:
-    """What is wrong with a grammar; empty where nothing is."""
+    """Error of a grammar; empty if it is valid."""
     from llguidance import LLMatcher
 
     result = LLMatcher.validate_grammar(grammar, chat.words_of_grammars)
@@ -55,12 +55,12 @@ def problem(chat: "Chat", grammar: str) -> str:
 
 
 def json_of(schema: Mapping[str, Any], strict: bool = True) -> str:
-    """JSON of this schema. Without `strict`, what the library does not know in a schema is left out."""
+    """JSON grammar of a schema. Without `strict`, features that the library does not know are ignored."""
     return "%json " + json.dumps({**schema, "x-guidance": {**SPACING, "lenient": not strict}})
 
 
 def whole(chat: "Chat", body: str, opened: bool) -> str:
-    """A grammar of an answer whose text is `body`, behind the model's thinking. `opened`: the prompt began it."""
+    """Grammar of an answer with the text `body`, after the model's thinking. `opened`: the prompt has opened it."""
     if chat.tags is None:
         return f"start: body\nbody: {body}\n"
     start, end = (token(chat, tag) for tag in chat.tags)
@@ -70,8 +70,8 @@ def whole(chat: "Chat", body: str, opened: bool) -> str:
 
 
 def calls_of(chat: "Chat", tools: Tools, *, many: bool, text: str = "") -> str | None:
-    """The body of an answer that calls `tools`, `many` or one. `text`: what else an answer may be; "any": text of any
-    kind, calls in it included. None for formats whose calls have no grammar here."""
+    """Grammar of an answer's text that calls `tools`, `many` or one. `text`: another answer that is allowed; "any": any
+    text, also with calls. None for formats whose calls have no grammar here."""
     functions = [tool["function"] for tool in tools]
     name = next((n for n, form in FORMATS.items() if form is chat.format), "")
     if name == "hermes":
@@ -101,7 +101,7 @@ def calls_of(chat: "Chat", tools: Tools, *, many: bool, text: str = "") -> str |
 
 
 def token(chat: "Chat", text: str) -> str:
-    """A piece of text, as the token that it is where it is one."""
+    """A text in a grammar: as a token if it is one, else as a string."""
     added = chat.tokenizer.get_added_vocab()  # pyright: ignore
     return f"<[{added[text]}]>" if text in added else json.dumps(text)
 

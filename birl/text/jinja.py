@@ -1,8 +1,8 @@
-"""Jinja within bounds of memory: a chat template comes with the model, and may be hostile.
+"""Jinja with memory limits: a chat template comes with the model, and may be hostile.
 
 `deadline` ends a template that computes for long, but a single call into C is not interrupted, and a template that
-doubles a string forty times, or asks for `'x' * 10**10`, has all memory before. So whatever can be larger than what it
-is made from is measured: before it is made where a factor says how large it will be, else when it is there."""
+doubles a string forty times, or computes `'x' * 10**10`, would first use up all memory. So every operation whose result
+can be larger than its inputs is checked: before it, if a factor tells the size, else after it."""
 
 import re
 from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Sized, ValuesView
@@ -15,11 +15,11 @@ from typing import Any
 from jinja2 import compiler, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-LARGEST = 2**23  # of one value [characters, everything that it holds written out]
-TOGETHER = 2**29  # all that one rendering makes [characters]
-WIDEST = 10**5  # a width, an indent or a repetition that is passed as a number
-BITS = 2**15  # of an integer
-ENTRY = 64  # what one more element of a list or of a dict counts [characters]
+LARGEST = 2**23  # largest value [characters, with everything that it contains written out]
+TOGETHER = 2**29  # largest total of all values of one rendering [characters]
+WIDEST = 10**5  # largest width, indent or repetition passed as a number
+BITS = 2**15  # largest integer [bits]
+ENTRY = 64  # cost of an element of a list or dict [characters]
 SIZED = re.compile("batch|center|expandtabs|indent|ljust|rjust|round|slice|to_bytes|tojson|wordwrap|zfill")
 HOLDERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 _WIDE = re.compile(r"%(?:\([^)]*\))?[^a-zA-Z%]*?(?:\*|\d{6})")
@@ -27,11 +27,11 @@ _spent = local()
 
 
 class TooLarge(Exception):
-    """A template makes more than fits into the bounds."""
+    """A template exceeds the limits."""
 
 
 def bounded() -> None:
-    """Has transformers compile templates with these bounds from here on; begins a rendering in this thread."""
+    """Make transformers compile templates with these limits from now on; starts a rendering in this thread."""
     from transformers.utils import chat_template_utils as foreign
 
     if foreign.ImmutableSandboxedEnvironment is not Bounded:
@@ -41,7 +41,7 @@ def bounded() -> None:
 
 
 def size(value: Any) -> int:
-    """Characters of a value, written out: what a list holds twice counts twice. Stops above `LARGEST`."""
+    """Characters of a value when written out: an element that a list has twice counts twice. Stops above `LARGEST`."""
     total, rest = -ENTRY, [iter((value,))]
     while rest and total <= LARGEST:
         for one in rest[-1]:
@@ -67,7 +67,7 @@ def _allow(characters: int) -> None:
 
 
 def checked(value: Any) -> Any:
-    """The value, unless it is too large, or all that was made so far is."""
+    """Return the value. Raises `TooLarge` if it, or the total of this rendering, is too large."""
     if isinstance(value, int):
         if value.bit_length() > BITS:
             raise TooLarge
@@ -108,7 +108,7 @@ def _numbers(name: str, given: Iterable[Any]) -> None:
 
 
 def _filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter within the bounds."""
+    """Wrap a filter with the limits."""
     skip = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context comes first, then the value
 
     @wraps(function)
@@ -127,7 +127,7 @@ def _filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Filters(dict[str, Callable[..., Any]]):
-    """transformers adds its own after the environment is made."""
+    """Filters with limits; transformers adds its own after the environment is made."""
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__({name: _filter(name, function) for name, function in filters.items()})
@@ -137,7 +137,7 @@ class _Filters(dict[str, Callable[..., Any]]):
 
 
 class _Generator(compiler.CodeGenerator):
-    """Joins and literals go through the environment."""
+    """Code generator that routes concatenations and literals through the environment's checks."""
 
     def _checked(self, visit: Callable[..., None], node: Any, frame: compiler.Frame, load: bool = True) -> None:
         self.write("environment.checked(" if load else "")
@@ -162,7 +162,7 @@ class _Generator(compiler.CodeGenerator):
 
 
 class Bounded(ImmutableSandboxedEnvironment):
-    """The sandbox that transformers compiles chat templates in, which raises `TooLarge`."""
+    """The sandboxed environment in which transformers compiles chat templates, with limits: raises `TooLarge`."""
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"*", "**", "%", "+"})
@@ -196,7 +196,7 @@ class Bounded(ImmutableSandboxedEnvironment):
         name, own = getattr(method, "__name__", ""), getattr(method, "__self__", None)
         if isinstance(own, str | bytes | int):
             _numbers(name, chain(args, kwargs.values()))
-        else:  # it may keep them, as a namespace does
+        else:  # it may store them, as a namespace does
             _allow(size((args, kwargs)))
         if isinstance(own, str):
             if name == "join" and len(args) == 1:

@@ -1,4 +1,4 @@
-"""The parts of a message's content -> its text and its pictures, in the words of OpenAI, Anthropic and transformers.
+"""Parse the parts of a message's content into text and pictures, in the formats of OpenAI, Anthropic and transformers.
 
     {"type": "text", "text": ...}                                        also input_text, output_text, and refusal
     {"type": "image_url", "image_url": {"url": ...}}                     also input_image
@@ -6,7 +6,7 @@
     {"type": "image", "image": ...}                                      or its bytes, base64, path or url; or nothing:
                                                                          the next of the pictures beside the message
 
-An address may hold the picture itself (data:image/png;base64,...), or name a file or a page where that is allowed.
+A URL may contain the picture itself (data:image/png;base64,...), or name a file or a web address, if that is allowed.
 """
 
 import base64
@@ -27,22 +27,22 @@ from birl.types import PLACE, Picture
 TEXTS = ("text", "input_text", "output_text")
 IMAGES = ("image", "image_url", "input_image")
 KEYS = ("image", "image_url", "bytes", "base64", "data", "url", "path", "source")
-MOST = 64 * 2**20  # bytes of a file, whatever a model's own bounds are
-SECONDS = 20.0  # for a download
+MOST = 64 * 2**20  # largest file [bytes], regardless of a model's own limits
+SECONDS = 20.0  # timeout of a download
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finder:
-    """Where pictures may come from, beside the message itself. `folder`: files, relative paths are within it; None: no
-    files. `hosts`: names of machines from which they may be downloaded; `offline`: later, not now."""
+    """Sources from which pictures may be loaded, beside the message itself. `folder`: of files, relative paths are
+    within it; None: no files. `hosts`: names of hosts for downloads; `offline`: download later, not now."""
 
     folder: Path | None = None
     hosts: tuple[str, ...] = ()
     offline: bool = False
 
     def picture(self, given: Any) -> Picture:
-        """Of bytes, a PIL image, text (data URL, address, path or base64), or an object with one of `KEYS`. Raises
-        `BirlError`."""
+        """Load a picture from bytes, a PIL image, text (data URL, address, path or base64), or an object with one of
+        `KEYS`. Raises `BirlError`."""
         if isinstance(given, Picture):
             return given
         if isinstance(given, bytes | bytearray):
@@ -105,7 +105,7 @@ class Finder:
 
 @lru_cache(64)
 def downloaded(url: str) -> bytes:
-    """Raises `BirlError`. A redirection, which could lead to another host, is an error."""
+    """Download a file. Raises `BirlError`, also for a redirection, which could lead to another host."""
     import httpx
 
     try:
@@ -120,15 +120,15 @@ def downloaded(url: str) -> bytes:
 
 
 def content(parts: Sequence[Any], finder: Finder, beside: Iterator[Picture] | None = None) -> tuple[str, list[Picture]]:
-    """Text with `PLACE` for each picture, and these; `beside`: what parts without a picture of their own show. Raises
-    `BirlError` whose words go on from the name of the field."""
+    """Text with `PLACE` for each picture, and the pictures. `beside`: pictures of parts that do not contain one. Raises
+    `BirlError` with a message that continues the name of the field."""
     texts: list[str] = []
     pictures: list[Picture] = []
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in TEXTS and isinstance(part.get("text"), str):
             texts.append(part["text"])
-        elif kind == "refusal" and isinstance(part.get("refusal"), str):  # what an assistant said before
+        elif kind == "refusal" and isinstance(part.get("refusal"), str):  # an earlier message of the assistant
             texts.append(part["refusal"])
         elif kind in IMAGES:
             texts.append(PLACE)
@@ -157,7 +157,7 @@ def _named(where: str, read: Callable[[], Picture]) -> Picture:
 
 
 def decoded(text: str) -> bytes:
-    """Raises `BirlError`."""
+    """Decode base64. Raises `BirlError`."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
@@ -171,7 +171,7 @@ def bounded(data: bytes) -> bytes:
 
 
 def png(image: Any) -> bytes:
-    """The file of a PIL image."""
+    """Encode a PIL image as a PNG file."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

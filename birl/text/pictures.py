@@ -1,15 +1,15 @@
-"""Pictures <-> the tokens that stand for them.
+"""Conversion between pictures and the tokens that stand for them.
 
-A model's image processor makes pixel values of a picture, and says which text stands for it in a prompt: placeholder
-tokens, one for each row that the vision tower gives, with marks around. All placeholders have one id in the vocabulary.
-In birl each has an id of its own, beyond every vocabulary, which is made of the picture's digest:
+A model's image processor computes pixel values of a picture, and the text that stands for it in a prompt: placeholder
+tokens, one for each row of the vision tower's output, between marks. In the vocabulary all placeholders have one id. In
+birl each has its own id, above every vocabulary, derived from the picture's digest:
 
     FIRST + the digest's hexadecimal digits 7 k to 7 k + 6, of its k-th placeholder (k counted modulo 9)
 
-So what compares tokens (the cache's pages, the trees of a group, turns of an episode) compares pictures, too, and
-samples, checkpoints and workers carry pictures as tokens. The files are kept here, by digest, and what the model
-computes from them is made when the tokens go through it (`models/vision.py`). SGLang's pad values are the same idea,
-with one id for a whole picture; of two ids, 56 bits of the digest, one finds the file.
+So code that compares tokens (pages of the KV cache, trees of a group, turns of an episode) also compares pictures, and
+samples, checkpoints and workers carry pictures as tokens. The files are stored here, by digest, and the model computes
+their embeddings when the tokens pass through it (`models/vision.py`). SGLang's pad values are similar, with one id for
+a whole picture; two ids, 56 bits of the digest, identify the file.
 """
 
 import io
@@ -29,10 +29,10 @@ from birl.regular import write_whole
 from birl.types import Picture
 
 FIRST = 2**30  # above every token id of a vocabulary, and below 2**31
-DIGITS, ROUND = 7, 9  # hexadecimal digits of an id, and ids until they begin again
+DIGITS, ROUND = 7, 9  # hexadecimal digits of an id, and number of ids before they repeat
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-FILES = 2**30  # bytes of files that are held in memory where a folder has them, too
-PIXELS = 2**29  # bytes of pixel values that are held to be used again
+FILES = 2**30  # bytes of files cached in memory if a folder has them, too
+PIXELS = 2**29  # bytes of cached pixel values
 
 
 #: ids -> the files of their pictures, by digest
@@ -41,8 +41,8 @@ Files = Callable[[Sequence[int]], dict[str, bytes]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a picture may be at most: `pixels` of it when it is decoded, `megabytes` of its file; how many, `count`, one
-    conversation may have; and the `hosts` from which they may be downloaded."""
+    """Limits of pictures: decoded `pixels`, `megabytes` of the file, `count` in one conversation, and the `hosts` for
+    downloads."""
 
     pixels: int = 2**24
     megabytes: float = 20.0
@@ -52,8 +52,8 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Processed:
-    """A picture as a model sees it. `text` stands for it in a prompt and has `count` placeholders; `inputs` are what
-    the vision tower takes, arrays by name; `grid` is the height and width of the placeholders' grid."""
+    """A preprocessed picture. `text` stands for it in a prompt and has `count` placeholders; `inputs`: arrays for the
+    vision tower, by name; `grid`: height and width of the placeholders' grid."""
 
     digest: str
     text: str
@@ -72,7 +72,7 @@ class Processed:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A picture in a sequence of ids: the places of its placeholders, in order."""
+    """A picture in a sequence of ids: positions of its placeholders, in order."""
 
     picture: Processed
     places: tuple[int, ...]
@@ -88,13 +88,13 @@ def is_picture(token: int) -> bool:
 
 
 class Pictures:
-    """What one model sees of pictures: its processor, and every picture that it was given, in memory and, once `keep`
-    names one, in a folder. Used by several threads. `deepcopy` gives the same object: copies of a model share it."""
+    """The pictures of one model: its processor, and every picture it was given, in memory and, after `keep`, in a
+    folder. Thread-safe. `deepcopy` returns the same object: copies of a model share it."""
 
     def __init__(self, processor: Any, tokenizer: Any, bounds: Bounds | None = None) -> None:
         self.processor, self.tokenizer, self.bounds = processor, tokenizer, bounds or Bounds()
         self.folder: Path | None = None
-        self.forgets = False  # files go when newer ones need their room, whether or not a folder has them
+        self.forgets = False  # files are evicted for newer ones, even if no folder has them
         self.files: OrderedDict[str, bytes] = OrderedDict()  # by digest
         self.size = 0  # of all of them [bytes]
         self.known: defaultdict[str, list[str]] = defaultdict(list)  # digests by their first digits
@@ -108,16 +108,16 @@ class Pictures:
 
     @cached_property
     def token(self) -> str:
-        """Stands for a picture in what the chat template writes."""
+        """The text that stands for a picture in the chat template's output."""
         return str(self.processor.image_token)
 
     @cached_property
     def id(self) -> int:
-        """Of every placeholder, in the model's vocabulary."""
+        """Id of all placeholders in the model's vocabulary."""
         return int(self.processor.image_token_ids[0])
 
     def keep(self, folder: Path | None) -> None:
-        """From now on files are in this folder, too; those of before are written into it."""
+        """Store files in this folder, too; existing ones are written to it."""
         with self.lock:
             self.folder = folder
             if folder is not None:
@@ -125,13 +125,13 @@ class Pictures:
                     self._write(digest, data)
 
     def held(self, picture: Picture) -> Picture:
-        """The one of its digest whose file stays here, whatever is forgotten, while a reference to it exists."""
+        """The shared picture with this digest; its file is not evicted while a reference to it exists."""
         with self.lock:
             return self.given.setdefault(picture.digest, picture)
 
     def add(self, picture: Picture) -> Processed:
-        """Raises `BirlError` for what is no picture, or one beyond the bounds. It is decoded outside of
-        `lock`, so that passes with other pictures go on."""
+        """Add a picture and preprocess it. Raises `BirlError` for an invalid picture, or one beyond the limits. It is
+        decoded outside of `lock`, so that passes with other pictures continue."""
         with self.decoding:
             fresh = self.processed.get(picture.digest) or processed(
                 self.processor, picture.digest, picture.data, self.bounds
@@ -147,7 +147,7 @@ class Pictures:
             return result
 
     def encode(self, text: str, pictures: Iterator[Picture]) -> tuple[int, ...]:
-        """Ids of a template's text, in which each `token` is the next of `pictures`. Raises `BirlError`."""
+        """Ids of a rendered text, in which each `token` is the next of `pictures`. Raises `BirlError`."""
         pieces = text.split(self.token)
         seen = [self.add(one) for _, one in zip(pieces[1:], pictures, strict=False)]
         if len(seen) < len(pieces) - 1:
@@ -169,7 +169,7 @@ class Pictures:
         return tuple(ids)
 
     def shown(self, ids: Sequence[int]) -> list[int]:
-        """Ids of the vocabulary, for people to read: one placeholder for each stretch of them."""
+        """Ids of the vocabulary, for readable text: one placeholder for each run of picture tokens."""
         return [
             self.id if token >= FIRST else token
             for i, token in enumerate(ids)
@@ -177,8 +177,8 @@ class Pictures:
         ]
 
     def spans(self, ids: Sequence[int]) -> list[Span]:
-        """The pictures in a sequence, or in a row of sequences, in order. Raises `BirlError` where one is missing, or
-        cut."""
+        """The pictures in a sequence, or in concatenated sequences, in order. Raises `BirlError` if one is missing or
+        truncated."""
         places = [i for i, token in enumerate(ids) if token >= FIRST]
         result: list[Span] = []
         while places:
@@ -257,12 +257,12 @@ class Pictures:
 
 
 def processed(processor: Any, digest: str, data: bytes, bounds: Bounds) -> Processed:
-    """What a model's processor makes of one picture, alone: so it is the same whatever is beside it."""
+    """Preprocess one picture alone, so that the result does not depend on other pictures."""
     image = decoded(data, bounds)
     options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="np")
     try:
         own, texts = processor._process_images([[image]] if nested(processor) else [image], **extra(processor, options))
-    except (ValueError, ZeroDivisionError) as error:  # of a shape that the model does not take
+    except (ValueError, ZeroDivisionError) as error:  # a shape that the model does not accept
         raise BirlError(f"A picture of {image.width} x {image.height} pixels: {first_line(error)}") from error
     inputs = {name: np.asarray(value) for name, value in own.items() if not isinstance(value, str)}
     token = processor.tokenizer.convert_ids_to_tokens(int(processor.image_token_ids[0]))
@@ -275,12 +275,12 @@ def processed(processor: Any, digest: str, data: bytes, bounds: Bounds) -> Proce
 
 
 def nested(processor: Any) -> bool:
-    """Does it want a list of pictures for each text?"""
+    """Whether the processor takes a list of pictures for each text."""
     return type(processor).__name__ in ("SmolVLMProcessor", "Idefics3Processor", "Lfm2VlProcessor", "Gemma3Processor")
 
 
 def extra(processor: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the processor's own call, what concerns pictures."""
+    """Options of the processor's call that concern pictures."""
     result = dict(options["images_kwargs"])
     if type(processor).__name__ == "Lfm2VlProcessor":
         result["use_image_special_tokens"] = options.get("use_image_special_tokens", True)
@@ -288,8 +288,8 @@ def extra(processor: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoded(data: bytes, bounds: Bounds) -> Any:
-    """A PIL image in RGB, upright. Its size is read from its head, and judged, before a pixel is decoded. Raises
-    `BirlError`."""
+    """Decode a file to a PIL image in RGB, upright. The size is read from the header and checked before any pixel is
+    decoded. Raises `BirlError`."""
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
@@ -310,7 +310,7 @@ def decoded(data: bytes, bounds: Bounds) -> Any:
             return ImageOps.exif_transpose(image).convert("RGB")
     except BirlError:
         raise
-    except Exception as error:  # Pillow raises whatever a file makes it raise, DecompressionBombError among it
+    except Exception as error:  # Pillow raises many types, DecompressionBombError among them
         why = "it is none" if isinstance(error, UnidentifiedImageError) else first_line(error)
         raise BirlError(
             f"A picture cannot be read ({why}). It must be a whole file of {', '.join(FORMATS)}."

@@ -13,8 +13,8 @@ ARGS = "Write its docstring as: what it does, an empty line, `Args:`, and `    n
 
 
 def tool(function: Callable[..., Any]) -> dict[str, Any]:
-    """The schema that `tools` of an environment and of OpenAI's API want. Raises `BirlError` for a function that does
-    not say what it takes.
+    """The tool's schema, as for `tools` of an environment and of OpenAI's API. Raises `BirlError` for a function
+    without descriptions of its arguments.
 
     Example: tool(add)["function"]["parameters"]["required"] == ["a", "b"]
     """
@@ -27,9 +27,9 @@ def tool(function: Callable[..., Any]) -> dict[str, Any]:
         raise BirlError(f"The tool {name}: {_line(error)} {ARGS}") from error
     except TypeHintParsingException as error:
         raise BirlError(f"The tool {name}: {_line(error)}") from error
-    except (NameError, TypeError, ValueError) as error:  # hints that name nothing, (choices: ...) that are no JSON
+    except (NameError, TypeError, ValueError) as error:  # undefined type hints, or (choices: ...) that are no JSON
         raise BirlError(f"The tool {name}: its type hints or choices cannot be read: {_line(error)}") from error
-    result["function"].pop("return", None)  # templates print it, and models were not trained with it
+    result["function"].pop("return", None)  # templates would print it, but models were not trained with it
     return result
 
 

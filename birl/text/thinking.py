@@ -1,18 +1,18 @@
-"""What a model says to itself before it answers, set apart from the answer."""
+"""Separates a model's thinking (reasoning) from its answer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from birl.types import Message, ToolCall
 
-#: how templates mark it: DeepSeek R1, Qwen 3 and most others; Magistral
+#: thinking tags: DeepSeek R1, Qwen 3 and most others; Magistral
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedReply:
-    """A reply. `thinking` is None where it has no thinking at all, which an empty block is not; `closed`: the thinking
-    came to its end."""
+    """A parsed reply. `thinking` is None without thinking, which an empty block is not; `closed`: the thinking has
+    ended."""
 
     thinking: str | None = None
     content: str = ""
@@ -24,13 +24,13 @@ class ParsedReply:
 
 
 def tags_of(template: str) -> tuple[str, str] | None:
-    """Those that a chat template knows."""
+    """The thinking tags of a chat template; None if it has none."""
     return next((tags for tags in TAGS if tags[1] in template), None)
 
 
 def split(text: str, tags: tuple[str, str] | None, opened: bool = False) -> tuple[str | None, str, bool]:
-    """Thinking, what comes behind it, and whether the thinking ended. `opened`: the prompt began it already. A tag
-    elsewhere is text."""
+    """Split a reply into the thinking, the rest, and whether the thinking ended. `opened`: the prompt has opened it. A
+    tag elsewhere is text."""
     if tags is None:
         return None, text, True
     start = text.lstrip()
@@ -41,8 +41,8 @@ def split(text: str, tags: tuple[str, str] | None, opened: bool = False) -> tupl
 
 
 class Growing:
-    """`split` of a text while it grows: `feed` gives what is certain of the thinking and of what comes behind it. All
-    that it gave is a beginning of what `split` gives of the whole."""
+    """Incremental `split` of a growing text: `feed` returns the new certain parts of thinking and rest. Their
+    concatenations are always prefixes of the result of `split` for the whole text."""
 
     def __init__(self, tags: tuple[str, str] | None, opened: bool = False) -> None:
         self.tags, self.opened = tags, opened
@@ -61,7 +61,7 @@ class Growing:
             return "", self.text
         start = self.text.lstrip()
         if not self.opened and self.tags[0].startswith(start):
-            return "", ""  # it may yet begin to think
+            return "", ""  # the thinking may still begin
         thinking, rest, closed = split(self.text, self.tags, self.opened)
         if thinking is None or closed:
             return thinking or "", rest
@@ -70,5 +70,5 @@ class Growing:
 
 
 def unfinished(text: str, wanted: Iterable[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of one of `wanted`."""
+    """Number of characters at the end of `text` that may begin one of `wanted`."""
     return max((n for s in wanted for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n])), default=0)

@@ -1,4 +1,4 @@
-"""Conversations rendered by the model's own chat template, and what a template leaves out."""
+"""Renders conversations with the model's chat template, and detects what a template leaves out."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Tools = Sequence[Mapping[str, Any]]
 TEMPLATE = "Take a model that was trained with tools, or another template (model.chat_template=hermes, or FILE.jinja)."
-SECONDS = 10.0  # for one rendering
+SECONDS = 10.0  # timeout of one rendering
 LAST = re.compile(r"\s*<[^<>\s]+>\s*\Z")
 NAME = "birl_probe"
 TOOL = {
@@ -52,10 +52,10 @@ def call(mark: str, name: str = NAME) -> Dict:
 
 
 def as_dict(message: Message) -> Dict:
-    """A message as chat templates know it."""
+    """Convert a message to a dict for chat templates."""
     result: Dict = {"role": message.role, "content": message.content}
     if message.pictures:
-        result["pictures"] = len(message.pictures)  # becomes parts where the template gets it
+        result["pictures"] = len(message.pictures)  # becomes parts before the template gets it
     if message.thinking:
         result["reasoning_content"] = message.thinking
     if message.tool_calls:
@@ -67,7 +67,7 @@ def as_dict(message: Message) -> Dict:
 
 
 def with_parts(message: Mapping[str, Any]) -> Dict:
-    """A message with pictures has a list of parts, as templates know them."""
+    """Convert a message with pictures to a list of parts, for templates."""
     result = dict(message)
     if result.pop("pictures", 0):
         first, *others = result["content"].split(PLACE)
@@ -79,7 +79,7 @@ def with_parts(message: Mapping[str, Any]) -> Dict:
 
 
 def as_openai(message: Message) -> Dict:
-    """The same as OpenAI's clients have it: the arguments of calls are text, and pictures hold their bytes."""
+    """Convert a message to OpenAI's format: arguments of calls are text, and pictures are data URLs."""
     result, shown = with_parts(as_dict(message)), iter(message.pictures)
     for part in result["content"] if message.pictures else ():
         if part["type"] == "image":
@@ -106,9 +106,9 @@ def _object(call: ToolCall) -> Dict:
 def render(
     chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = (), pictures: Sequence[Picture] = ()
 ) -> tuple[int, ...]:
-    """Ids of a prompt, up to where the assistant's answer starts. `messages` are dicts as chat templates know them: an
-    assistant's `tool_calls` have their arguments as a mapping; `pictures`: all that they show. Raises `BirlError` where
-    the template would leave out the tools, a call, a picture, or a message of a user, a tool or the system."""
+    """Ids of a prompt, up to the start of the assistant's answer. `messages`: dicts for chat templates: `tool_calls`
+    have their arguments as a mapping; `pictures`: all of the messages. Raises `BirlError` if the template would leave
+    out the tools, a call, a picture, or a message of a user, a tool or the system."""
     check_pictures(chat, pictures)
     made = text(chat, messages, tools)
     check(chat, messages, tools)
@@ -116,7 +116,7 @@ def render(
 
 
 def check_pictures(chat: "Chat", pictures: Sequence[Picture]) -> None:
-    """Raises `BirlError` where the model sees none, or not so many."""
+    """Raises `BirlError` if the model takes no pictures, or not so many."""
     if not pictures:
         return
     if chat.pictures is None:
@@ -132,7 +132,7 @@ def check_pictures(chat: "Chat", pictures: Sequence[Picture]) -> None:
 
 
 def text(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = (), answer: bool = True) -> str:
-    """What the template makes of messages, up to where an `answer` begins."""
+    """Render messages with the template, up to the start of an `answer`."""
     if not chat.has_template:
         raise BirlError(
             "The tokenizer has no chat template, so messages cannot be made into a prompt. Name one with "
@@ -161,7 +161,7 @@ def apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, ans
 
 
 def _apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, answer: bool) -> str:
-    from birl.text.jinja import LARGEST, TooLarge, bounded  # jinja2 is there where a tokenizer is
+    from birl.text.jinja import LARGEST, TooLarge, bounded  # jinja2 is installed with the tokenizer
 
     bounded()
     try:
@@ -187,16 +187,16 @@ def _apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, an
 
 
 def written(messages: Sequence[Mapping[str, Any]], tools: Tools, system: bool) -> list[Dict]:
-    """The same conversation in messages that have text alone, in the format of Hermes, for a template without tools:
-    the system message ends with the tools and with how to call one, a call is part of the assistant's text, and results
-    are user messages. `system`: the template takes a system message; else the first user message has all that."""
+    """Convert a conversation to text messages in the Hermes format, for a template without tools: the system message
+    ends with the tools and how to call them, a call is part of the assistant's text, and results are user messages.
+    `system`: the template takes a system message; else the first user message has this text."""
     result: list[Dict] = []
-    answers = False  # is the newest message made of results?
+    answers = False  # the last message consists of tool results
     for message in messages:
         role, content = message["role"], message.get("content") or ""
         if role == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
-        if answers and role in ("tool", "user"):  # some templates want user and assistant in turns
+        if answers and role in ("tool", "user"):  # some templates require alternating user and assistant
             result[-1]["content"] += f"\n{content}"
         else:
             own = {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
@@ -226,8 +226,8 @@ def _json(value: Any) -> str:
 
 
 def check(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools) -> None:
-    """Raises `BirlError` where the template leaves out what it must not. Whether it does depends on who spoke, not on
-    what is written, so each shape of a conversation is looked at once, with made-up words."""
+    """Raises `BirlError` if the template leaves out tools, calls or messages. This depends on roles, not on text, so
+    each shape of a conversation is checked once, with probe texts."""
     shape = tuple(
         (
             m["role"],
@@ -271,8 +271,8 @@ def _probe(message: Mapping[str, Any], place: int) -> Dict:
 
 
 def _left_out(probe: Sequence[Mapping[str, Any]], made: str) -> Iterator[str]:
-    """What is wrong, in words."""
-    made = made.lower()  # a template may change the case
+    """Messages about the parts of a probe that the template left out."""
+    made = made.lower()  # a template may change case
     for place, message in enumerate(probe):
         role = message["role"]
         if any(one["function"]["arguments"]["birl"] not in made for one in message.get("tool_calls") or ()):
@@ -288,8 +288,8 @@ def _left_out(probe: Sequence[Mapping[str, Any]], made: str) -> Iterator[str]:
 
 
 def without_tools(chat: "Chat") -> str:
-    """Which message the tools are written into, system or user, as the template has neither tools nor a place for
-    their results; empty where it has them, or where it cannot be told."""
+    """The message, system or user, into which the tools are written, if the template has neither tools nor tool
+    results; empty if it has them, or if that is unknown."""
     asked, system = {"role": "user", "content": "birl-probe-question"}, {"role": "system", "content": MARK}
     place = ""
     for name, talk in (("user", [asked]), ("system", [system, asked])):
@@ -306,7 +306,7 @@ def without_tools(chat: "Chat") -> str:
 
 
 def detect(chat: "Chat") -> Format | None:
-    """The format in which the chat template writes a call: the one that reads it back. None where there is none."""
+    """The tool-call format of the chat template: the one that parses a rendered call. None if there is none."""
     template = template_of(chat)
     for form in FORMATS.values():
         if all(mark in template for mark in form.marks) and _reads_back(chat, form):
@@ -315,7 +315,7 @@ def detect(chat: "Chat") -> Format | None:
 
 
 def template_of(chat: "Chat") -> str:
-    """The source of the chat template; of several, all."""
+    """The source of the chat template; if there are several, of all."""
     result = chat.tokenizer.chat_template
     return "\n".join(result.values()) if isinstance(result, dict) else str(result or "")
 
@@ -342,7 +342,7 @@ def _reads_back(chat: "Chat", form: Format) -> bool:
 
 
 def _endings(text: str) -> Iterator[str]:
-    """The text, then without the last thing in angle brackets, which may be an end token, and so on."""
+    """The text, then repeatedly without the last item in angle brackets, which may be an end token."""
     yield text
     while last := LAST.search(text):
         text = text[: last.start()]

@@ -1,5 +1,4 @@
-"""The text of an answer while it grows, as a reader may see it: whole characters, and nothing of a stop string or
-behind it."""
+"""The readable text of a growing answer: complete characters, without a stop string or text after it."""
 
 from collections.abc import Sequence
 
@@ -7,15 +6,15 @@ from transformers import PreTrainedTokenizerBase
 
 from birl.text.thinking import unfinished
 
-INCOMPLETE = "\ufffd"  # what a decoder makes of the first bytes of a character
+INCOMPLETE = "\ufffd"  # the decoder's output for an incomplete character
 
 
 class Visible:
-    """Text of one answer. Tokens come by `feed`, which gives what is certain of the text so far; `whole` is all of it
-    once no more tokens come. What `feed` gave is always a beginning of `whole`.
+    """Incremental decoding of one answer. `feed` takes tokens and returns the new text that is certain; `whole` returns
+    the text of the finished answer. All text from `feed` is always a prefix of `whole`.
 
-    Unlike the tokens, the text has neither the stop string nor the token (one of `hidden`) that ended the answer.
-    Nothing is given away from where one of `fences` begins, nor spaces before it.
+    Unlike the tokens, the text has neither the stop string nor the token (one of `hidden`) that ended the answer. Text
+    from one of `fences` on, and spaces before it, are not returned by `feed`.
     """
 
     def __init__(
@@ -28,8 +27,8 @@ class Visible:
         self.tokenizer, self.hidden, self.stop, self.fences = tokenizer, hidden, tuple(stop), tuple(fences)
         self.tokens: list[int] = []
         self.text = ""  # of the tokens before `read`
-        self.sent = 0  # characters of it that were given away
-        self.window = self.read = 0  # decoding needs a few tokens before the new ones: those from `window` on
+        self.sent = 0  # characters of it that were returned
+        self.window = self.read = 0  # decoding needs a few earlier tokens: those from `window` on
 
     def feed(self, tokens: Sequence[int]) -> str:
         self.tokens += tokens
@@ -46,7 +45,7 @@ class Visible:
         return self.text + self._decoded(self._shown()) if cut is None else everything[:cut]
 
     def _shown(self) -> int:
-        """Tokens without those at the end that would be hidden if it ended here."""
+        """Number of tokens without trailing ones that would be hidden if the answer ended here."""
         n = len(self.tokens)
         while n > self.read and self.tokens[n - 1] in self.hidden:
             n -= 1
@@ -61,11 +60,11 @@ class Visible:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _first(self, text: str) -> int | None:
-        """Where the first stop string begins: not before `sent`, as nothing of one is given away."""
+        """Position of the first stop string: not before `sent`, as no part of one is returned."""
         return min((at for s in self.stop if (at := text.find(s, self.sent)) >= 0), default=None)
 
     def _certain(self) -> str:
-        """What no later token can take back, as far as it was not given away."""
+        """New text that no later token can change."""
         end = self._first(self.text)
         if end is None:
             end = len(self.text) - unfinished(self.text, (*self.stop, *self.fences))
