@@ -1,5 +1,5 @@
-"""How many training steps old a version of the weights is. Versions count optimizer steps, of which a training step may
-have several, or none."""
+"""Age (staleness) of weights in training steps. Versions count optimizer steps, of which a training step may have
+several, or none."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,25 +9,25 @@ from birl.errors import BirlError
 from birl.track.units import counted
 from birl.types import Sample
 
-OLD = 8  # ages of this many steps or more are one class of the figures
+OLD = 8  # ages of this many steps or more are one class in the metrics
 
 
 @dataclass(slots=True)
 class Ages:
-    """`starts`: the version that each of the last training steps began with, oldest first."""
+    """Ages of versions. `starts`: first version of each of the last training steps, oldest first."""
 
     starts: list[int] = field(default_factory=list)
 
     def begin(self, version: int, remembered: int) -> None:
-        """A training step begins; `remembered` + 1 of them are kept."""
+        """Start a training step; `remembered` + 1 of them are kept."""
         self.starts = [*self.starts[-remembered:], version] if remembered else [version]
 
     def of(self, version: int) -> int:
-        """0: the step that began last began with these weights."""
+        """Age of a version [training steps]; 0: the last step started with these weights."""
         return sum(start > version for start in self.starts)
 
     def check(self, versions: Iterable[int], most: int) -> None:
-        """The bound that `rollout/pipeline.py` proves, for the versions that groups were begun with. Raises
+        """Check the bound that `rollout/pipeline.py` proves, for the versions at the start of groups. Raises
         `BirlError`."""
         if (oldest := max(map(self.of, versions), default=0)) > most:
             raise BirlError(
@@ -36,7 +36,7 @@ class Ages:
             )
 
     def histogram(self, samples: Iterable[Sample]) -> Counter[int]:
-        """Trained tokens by age."""
+        """Number of trained tokens by age."""
         result: Counter[int] = Counter()
         for sample in samples:
             for version, n in sample.by_version().items():
@@ -44,7 +44,7 @@ class Ages:
         return result
 
     def figures(self, samples: Sequence[Sample], bound: int) -> dict[str, float]:
-        """How old the trained tokens are [training steps]; with a `bound` above 0 also the share of each age."""
+        """Metrics of the trained tokens' ages [training steps]; if `bound` > 0, also the fraction of each age."""
         ages = self.histogram(samples)
         figures = {"staleness/mean": mean(ages), "staleness/max": float(max(ages, default=0))}
         if bound > 0:
@@ -56,13 +56,13 @@ class Ages:
 
 
 def mean(histogram: Counter[int]) -> float:
-    """NaN where nothing was trained."""
+    """Mean age; NaN if nothing was trained."""
     total = histogram.total()
     return sum(age * n for age, n in histogram.items()) / total if total else float("nan")
 
 
 def mixed(samples: Sequence[Sample]) -> float:
-    """Share of the samples whose tokens come from more than one version; NaN where there are none."""
+    """Fraction of the samples with tokens from more than one version; NaN if there are none."""
     if not samples:
         return float("nan")
     return sum(len(s.by_version()) > 1 for s in samples) / len(samples)

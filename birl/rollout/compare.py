@@ -1,4 +1,4 @@
-"""Two evaluations of the same questions: is one model better than the other?"""
+"""Compares two evaluations on the same questions: is one model better than the other?"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ Scores = Mapping[tuple[str, str], float]  # by source and id of a prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Mean score of the prompts that both have scored. `low`, `high`: 95 % interval of after - before, by bootstrap
-    over prompts; `p`: two-sided, of paired sign flips."""
+    """Mean scores of the prompts that both evaluations scored. `low`, `high`: 95 % interval of after - before, by
+    bootstrap over prompts; `p`: two-sided, by paired sign flips."""
 
     source: str
     before: float
@@ -39,7 +39,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What `birl eval output=FILE` wrote."""
+    """The output of `birl eval output=FILE`."""
 
     path: str
     data: str
@@ -47,7 +47,7 @@ class Baseline:
 
     @classmethod
     def read(cls, path: str) -> "Baseline":
-        """Raises `BirlError` for what is no such file."""
+        """Read a baseline. Raises `BirlError` if the file is none."""
         try:
             record = read_json(Path(path).expanduser())
             return cls(path=path, data=str(record["data"]), scores=scores(record["answers"]))
@@ -57,8 +57,8 @@ class Baseline:
             raise BirlError(f"baseline={path}: that is no file that `birl eval output=FILE` wrote.") from error
 
     def against(self, data: str, answers: Sequence[Mapping[str, Any]]) -> list[Difference]:
-        """Of each source, where there are several, and of all. Raises `BirlError` where the questions differ, or no
-        prompt is scored in both."""
+        """Differences of each source, if there are several, and of all. Raises `BirlError` if the questions differ, or
+        no prompt is scored in both."""
         if data != self.data:
             raise BirlError(
                 f"baseline={self.path} answers other questions: only the same rows of data.validation can be compared, "
@@ -88,7 +88,7 @@ class Baseline:
 
 
 def scores(answers: Sequence[Mapping[str, Any]]) -> Scores:
-    """The mean score of each prompt over its answers that have one."""
+    """Mean score of each prompt over its scored answers."""
     each: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for answer in answers:
         if answer["score"] is not None:

@@ -1,4 +1,4 @@
-"""When failed episodes stop a run: too many of a step, or all of the first ones alike."""
+"""Stops a run with failed episodes: too many in a step, or identical failures of all the first ones."""
 
 import re
 from collections import Counter
@@ -13,8 +13,8 @@ from birl.types import UNSCORED, Outcome, Task, Trajectory
 
 
 def check(step: Step, most: float, told: set[str]) -> str:
-    """A warning with the reasons of failures that no earlier step had; `told` remembers them. Raises `BirlError` where
-    more than this share of the episodes failed."""
+    """Warning about kinds of failures that no earlier step had; `told` stores them. Raises `BirlError` if more than
+    this fraction of the episodes failed."""
     episodes = [(g.task, t) for g in (*step.groups, *step.refused) for t in g.trajectories]
     failed = [(task, t) for task, t in episodes if not t.outcome.scored and t.detail != UNSCORED]
     if len(failed) <= most * len(episodes):
@@ -29,8 +29,8 @@ def check(step: Step, most: float, told: set[str]) -> str:
 
 
 def refill(step: Step, wanted: int, most: float) -> str:
-    """A warning where the pipeline gave up refilling a step of `wanted` groups, after `most` times so many refused
-    ones, and handed over what it had."""
+    """Warning if the pipeline stopped refilling a step of `wanted` groups after `most` times as many refused ones, and
+    trained it as it was."""
     asked = len(step.groups) + len(step.refused)
     if len(step.groups) >= wanted or len(step.refused) <= most * wanted:
         return ""
@@ -41,25 +41,25 @@ def refill(step: Step, wanted: int, most: float) -> str:
 
 
 ALIKE = 8  # episodes
-CHANCE = 0.01  # of so many failures in a row
-VARIES = re.compile(r"\S*\d\S*")  # numbers, addresses and temporary names in what went wrong
+CHANCE = 0.01  # probability of so many failures in a row
+VARIES = re.compile(r"\S*\d\S*")  # numbers, addresses and temporary names in error messages
 
 
 @dataclass(slots=True)
 class Start:
-    """Stops a run whose episodes all fail alike from the start (a command that is missing, say): after the first
-    `ALIKE`, or more where rollout.max_failure_rate allows so many failures that these may be chance. They are of
-    `tasks` tasks at least, those of `rows`, ids of tasks, among them: what fails at once may be a few bad rows, and the
-    others still be at work."""
+    """Stops a run in which all episodes fail identically from the start (a missing command, for example): after the
+    first `ALIKE`, or more if rollout.max_failure_rate allows so many failures that these may be chance. They must be of
+    at least `tasks` tasks, and include those of `rows`, ids of tasks: early failures may be those of a few bad rows
+    while others are still running."""
 
     most: float = 0.0  # rollout.max_failure_rate
     rows: frozenset[str] = frozenset()
     tasks: int = 2
     failed: list[tuple[Task, Trajectory]] = field(default_factory=list)
-    over: bool = False  # an episode ended otherwise
+    over: bool = False  # an episode ended differently
 
     def saw(self, task: Task, trajectory: Trajectory) -> None:
-        """Raises `BirlError` where no episode up to this one has ended otherwise, and there are enough."""
+        """Record an episode. Raises `BirlError` if enough episodes failed, all of them identically."""
         self.failed += [] if self.over else [(task, trajectory)]
         kinds = {(t.outcome, _kind(t)) for _, t in self.failed}
         self.over |= len(kinds) > 1 or any(o.scored or o is Outcome.ABORTED or why == UNSCORED for o, why in kinds)
@@ -77,13 +77,13 @@ def _kind(trajectory: Trajectory) -> str:
 
 
 def start(most: float, prompts: int, rows: int) -> Start:
-    """Of a training on so many rows: more of a step's `prompts` must fail than `most`, rollout.max_failure_rate,
-    allows, and two at least."""
+    """The `Start` for training on so many rows: failures must be of more of a step's `prompts` than
+    rollout.max_failure_rate, `most`, allows, and of at least two."""
     return Start(most, tasks=min(rows, prompts, max(2, int(most * prompts) + 1)))
 
 
 def reasons(failed: Sequence[tuple[Task, Trajectory]]) -> str:
-    """The three most frequent, each with the first row that it happened to."""
+    """The three most frequent reasons, each with the first row it occurred for."""
     first = {t.detail: task for task, t in reversed(failed)}
     common = Counter(t.detail for _, t in failed).most_common(3)
     return "\n".join(f"  {n} x {why} (first with {where(first[why])})" for why, n in common)

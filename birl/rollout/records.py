@@ -1,4 +1,4 @@
-"""What groups of episodes say about themselves: figures for metrics.jsonl, and every episode for rollouts.jsonl."""
+"""Records of groups of episodes: metrics for metrics.jsonl, and every episode for rollouts.jsonl."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from birl.types import PICTURES, Conversation, Group, Message, Outcome, Sample, 
 
 
 class Reading(Protocol):
-    """What records need of `birl.text.chat.Chat`."""
+    """The methods of `birl.text.chat.Chat` that records use."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
     def shown(self, ids: Sequence[int]) -> list[str]: ...
@@ -26,8 +26,8 @@ def episode_records(
     figures: Callable[[Sample], dict[str, Any]],
     run: Path,
 ) -> list[dict[str, Any]]:
-    """Every episode of the step as rollouts.jsonl holds it. `advantages`: by group and episode. `figures`: what is
-    known of a sample's tokens besides. The tokens come last, as readers look at the rest alone."""
+    """Records of all episodes of a step for rollouts.jsonl. `advantages`: by group and episode. `figures`: further
+    values of a sample's tokens. The tokens come last, as readers use only the other fields."""
     return [
         {
             "group": g.index,
@@ -72,20 +72,20 @@ def episode_records(
 
 
 def _seen(trajectory: Trajectory, chat: Reading, run: Path) -> dict[str, list[str]]:
-    """Files of what the environment showed, and of the pictures in prompts, each once."""
+    """Files of the environment's pictures, and of the pictures in prompts, each once."""
     digests = dict.fromkeys(digest for turn in trajectory.turns for digest in chat.shown(turn.prompt.tolist()))
     files = [*(_within(path, run) for path in trajectory.pictures), *(f"{PICTURES}/{digest}" for digest in digests)]
     return {"pictures": files} if files else {}
 
 
 def _within(path: str, run: Path) -> str:
-    """Relative to the run folder, if it is in there: a run may be moved."""
+    """Path relative to the run folder, if it is within it: a run may be moved."""
     whole = Path(path).resolve()
     return whole.relative_to(run.resolve()).as_posix() if whole.is_relative_to(run.resolve()) else path
 
 
 def outcome_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """How many episodes were asked for, and how each ended: the counts close, always."""
+    """Number of requested episodes and of each outcome; the outcomes always sum to the requests."""
     episodes = [t for g in groups for t in g.trajectories]
     counts = Counter(t.outcome for t in episodes)
     lengths = [len(turn.completion.tokens) for t in episodes for turn in t.turns]
@@ -99,8 +99,8 @@ def outcome_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Over the episodes that have a reward; those that failed are counted elsewhere. Where a step has tasks of several
-    sources, the score of each, too."""
+    """Metrics of the episodes that have a reward; failed ones are counted elsewhere. If a step has tasks of several
+    sources, also the score of each."""
     scored = [t for g in groups for t in g.trajectories if t.outcome.scored]
     several = len({g.task.source for g in groups}) > 1
     rewards, scores = [t.reward for t in scored] or [nan], [t.score for t in scored] or [nan]
@@ -111,15 +111,15 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **_means(
             "score/", ({g.task.source: t.score} for g in groups for t in g.trajectories if several and t.outcome.scored)
         ),
-        "reward/mean": fmean(rewards),  # behind the parts: a function may be called mean
+        "reward/mean": fmean(rewards),  # after the parts: a function may be called mean
         "reward/std": pstdev(rewards) if scored else nan,
         "score/mean": fmean(scores),
     }
 
 
 def said_by_policies(groups: Sequence[Group]) -> dict[str, float]:
-    """Of each policy by name, those of a league included: tokens that it sampled, and the mean of its score over the
-    episodes that it took part in and that have one."""
+    """For each policy by name, including earlier versions in a league: number of sampled tokens, and mean score over
+    the scored episodes in which it took part."""
     episodes = [t for g in groups for t in g.trajectories]
     tokens = Counter[str]()
     scores = defaultdict[str, list[float]](list)
@@ -135,7 +135,7 @@ def said_by_policies(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _means(prefix: str, columns: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each name over the mappings that have it."""
+    """Mean of each name over the mappings that have it."""
     values = defaultdict[str, list[float]](list)
     for row in columns:
         for name, value in row.items():
@@ -144,7 +144,7 @@ def _means(prefix: str, columns: Iterable[Mapping[str, float]]) -> dict[str, flo
 
 
 def answers(groups: Sequence[Group], rollout: Rollout, limit: int | None = None) -> list[dict]:
-    """First answer of each task, as text, for reports."""
+    """The first answer of each task as text, for reports."""
     result = []
     for group in groups[:limit]:
         trajectory = group.trajectories[0]
@@ -164,10 +164,10 @@ def answers(groups: Sequence[Group], rollout: Rollout, limit: int | None = None)
 
 
 def _asked(prompt: Conversation) -> list[str]:
-    """The files of a prompt's pictures."""
+    """Files of a prompt's pictures."""
     return [f"{PICTURES}/{p.digest}" for m in prompt for p in m.pictures] if isinstance(prompt, tuple) else []
 
 
 def prompt_text(prompt: tuple[Message, ...] | str) -> str:
-    """The user's message, for people to read; the model sees the template's rendering."""
+    """The prompt's text for people to read; the model gets the template's rendering."""
     return prompt if isinstance(prompt, str) else "\n".join(m.content for m in prompt if m.role != "system")

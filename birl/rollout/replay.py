@@ -1,9 +1,9 @@
-"""What a run trained on, written down exactly (`track.record`), and trained on again (`debug.replay`).
+"""Records exactly what a run trained on (`track.record`), and trains on it again (`debug.replay`).
 
-An asynchronous run depends on time: which weights sampled a token, which group was ready first. Its record holds all
-that time decided, so a replay is bit-identical on the same machine: a difference is a bug, and it stops at the
-step that has it. With `debug.resample` each answer is also sampled again, piece by piece, under the version of the
-weights that it names, as soon as the replay has these weights.
+An asynchronous run depends on timing: which weights sampled a token, which group was ready first. The record has
+everything that timing decided, so a replay is bit-identical on the same machine: a difference is a bug, and the replay
+stops at that step. With `debug.resample` each answer is also sampled again, piece by piece, under its recorded version
+of the weights, as soon as the replay has these weights.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from birl.types import (
 )
 
 FILE = "record.jsonl"
-PLAIN = (str, int, float, list, dict, type(None))  # values of a row's columns that JSON has; others are not recorded
+PLAIN = (str, int, float, list, dict, type(None))  # types of columns that JSON represents; others are not recorded
 COMPARED = (
     *("loss", "grad_norm", "entropy", "clip_fraction", "ratio/", "reward/", "kl", "lr"),
     *("updates/", "critic/", "order/"),
@@ -44,14 +44,14 @@ COMPARED = (
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A step, and the rewards of greedy answers to its groups' prompts, by the groups' numbers."""
+    """A step, and the rewards of greedy answers to its prompts, by group number."""
 
     step: Step
     greedy: dict[int, float]
 
 
 def row_of(step: Step, greedy: Mapping[int, float]) -> dict[str, Any]:
-    """One line of the record."""
+    """Make one line of the record."""
     return {
         "step": step.number,
         "position": step.position,
@@ -63,7 +63,7 @@ def row_of(step: Step, greedy: Mapping[int, float]) -> dict[str, Any]:
 
 
 def steps_of(run: Path) -> Iterator[Recorded]:
-    """The recorded steps. Raises `BirlError` where there are none, or one is damaged."""
+    """Read the recorded steps. Raises `BirlError` if there are none, or one is damaged."""
     path = run / FILE
     if not path.is_file():
         raise BirlError(f"debug.replay={run}: has no {FILE}. Record a run with track.record=true.")
@@ -84,13 +84,13 @@ def steps_of(run: Path) -> Iterator[Recorded]:
 
 
 def take_pictures(recorded: Path, run: Path) -> None:
-    """The files of what its prompts and environments showed; they are read by their tokens (`text/pictures.py`)."""
+    """Copy the picture files of prompts and environments; they are looked up by their tokens (`text/pictures.py`)."""
     if (recorded / PICTURES).is_dir():
         shutil.copytree(recorded / PICTURES, run / PICTURES, dirs_exist_ok=True)
 
 
 def differences(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Figures of a step that came out otherwise than they were recorded."""
+    """Metrics of a step that differ from the record."""
     result = []
     for name, value in now.items():
         if name.startswith(COMPARED) and name in before:
@@ -101,7 +101,7 @@ def differences(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 async def resample(steps: list[Step], version: int, engine: Engine, params: SamplingParams, seed: int) -> int:
-    """Sample again what `version` sampled. Returns the number of tokens; raises `BirlError` at the first difference."""
+    """Sample the tokens of `version` again. Returns their number; raises `BirlError` at the first difference."""
     pieces = [
         (group.index, episode, number, turn, first, last)
         for step in steps
@@ -150,11 +150,10 @@ async def replay(
     finished: int = 0,
     stop: asyncio.Event | None = None,
 ) -> tuple[int, int]:
-    """Train on every recorded step that has figures (one in which the run was killed has none), and compare. `greedy`
-    gets the rewards that `train` takes from there. `metrics`: those of the step that was just trained; `again`: samples
-    what a version sampled; `finished`: steps that the replay goes on behind; `stop`, once set, ends it after a step.
-    Returns steps and tokens that were compared. Raises `BirlError` where there are none, and at the first
-    difference."""
+    """Train on every recorded step that has metrics (one in which the run was killed has none), and compare. `greedy`
+    is filled with rewards that `train` reads. `metrics`: of the step just trained; `again`: samples the tokens of a
+    version again; `finished`: steps to skip; `stop`: if set, ends the replay after a step. Returns the numbers of
+    compared steps and tokens. Raises `BirlError` if there are none, and at the first difference."""
     recorded, figures = list(steps_of(run)), run / "metrics.jsonl"
     before = {row["step"]: row for row in read_jsonl(figures)} if figures.is_file() else {}
     known = [one for one in recorded if one.step.number in before]
@@ -178,7 +177,7 @@ async def replay(
 
 
 def _spans(versions: Sequence[int], version: int) -> Iterator[tuple[int, int]]:
-    """Stretches of tokens of one version: first and behind last."""
+    """Spans of consecutive tokens of one version: first, and one past the last."""
     start = None
     for place, own in enumerate((*versions, None)):
         if own == version and start is None:
@@ -246,12 +245,12 @@ def _group_from(row: Mapping[str, Any], run: Path) -> Group:
 
 
 def _support_to(support: Support | None) -> dict[str, Any]:
-    """Only where there is one: most records have none."""
+    """The support's fields, if there is one: most records have none."""
     return {} if support is None else {"support": {n: getattr(support, n).tolist() for n in ("counts", "ids")}}
 
 
 def _message_to(message: Message) -> dict[str, Any]:
-    """Of pictures the digests: the run's folder has the files."""
+    """The message as a dict, with digests of pictures: the run's folder has the files."""
     return asdict(replace(message, pictures=())) | {"pictures": [picture.digest for picture in message.pictures]}
 
 

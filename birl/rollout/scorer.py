@@ -1,4 +1,4 @@
-"""How reward functions see a group of replies."""
+"""Calls reward functions for a group of replies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from birl.types import Task
 
 @dataclass(slots=True)
 class Progress:
-    """How far the run is, for reward functions with a schedule: what TRL's `trainer_state` says. `steps`: finished;
-    `epoch`: passes through the data, a fraction; `total` steps of the run, 0 where that is not known."""
+    """Progress of the run, for reward functions with a schedule: TRL's `trainer_state`. `steps`: finished; `epoch`:
+    passes through the data, a fraction; `total`: steps of the run, 0 if unknown."""
 
     steps: int = 0
     total: int = 0
@@ -32,8 +32,8 @@ class Progress:
 
 
 def scorer(rewards: Rewards | None, progress: Progress | None = None) -> Scorer | None:
-    """Reward functions see the prompt as messages, or as text where there is no chat template; the row's columns, once
-    for each; and the completions as text, or each as a list of one message where the row's own prompt is messages."""
+    """The scorer of a group. Functions get the prompt as messages, or as text without a chat template; the row's columns
+    for each completion; and completions as text, or as lists of one message if the row's prompt is messages."""
     if rewards is None:
         return None
     progress = progress or Progress()

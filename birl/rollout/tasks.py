@@ -1,4 +1,4 @@
-"""The tasks of a run: from data files or from the environment, checked against what the model can hold."""
+"""Loads the tasks of a run from data files or the environment, and checks that they fit the model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a run trains and is validated on. `context`: longest sequence [tokens]; `asked`: the longest prompt and
-    answer of training, and of validation where there is one [tokens]."""
+    """Tasks of a run for training and validation. `context`: longest sequence [tokens]; `asked`: longest prompt and
+    answer of training, and of validation if there is one [tokens]."""
 
     context: int
     train: Sequence[Tasks]
@@ -32,7 +32,7 @@ class Loaded:
 
 
 def load_rows(config: schema.RL, world: "World", policy: "Policy", given: Given) -> Loaded:
-    """The rows, checked against the model and the environment, with warnings. Raises `BirlError`."""
+    """Load the rows and check them against the model and the environment, with warnings. Raises `BirlError`."""
     context = context_of(config, world, policy.context)
     train, validation = load_data(config, world, policy.chat, context, given.train, given.validation)
     if config.data.train or given.train is not None:
@@ -47,8 +47,8 @@ def load_rows(config: schema.RL, world: "World", policy: "Policy", given: Given)
 def load_data(
     config: schema.RL, world: "World", chat: "Chat", context: int, given: Any = None, given_validation: Any = None
 ) -> tuple[list[Tasks], list[Task]]:
-    """Training sources and validation tasks; prompts that leave no room for an answer are dropped, and counted. Rows
-    that are `given` take the place of data.train and data.validation."""
+    """Load training sources and validation tasks; prompts that leave no room for an answer are dropped and counted.
+    `given` rows replace data.train and data.validation."""
     data = config.data
     of = {"chat": chat.has_template, "hosts": config.model.picture_hosts, **reading(world)}
     train = load_tasks(data, "train", given=own_rows(config, world, "train", given), **of)
@@ -85,18 +85,18 @@ def load_data(
 
 
 def reading(world: "World") -> dict[str, Any]:
-    """How a world's rows become tasks: keys of `birl.data.tasks.Reader`."""
-    sources = SOURCES if world.section is None else (*SOURCES, "env")  # which names one of several environments
+    """Options for reading the rows of a world: keys of `birl.data.tasks.Reader`."""
+    sources = SOURCES if world.section is None else (*SOURCES, "env")  # names one of several environments
     return {"alone": world.kind == "single_turn", "sources": sources}
 
 
 def prompt_tokens(chat: "Chat", task: Task, limit: int) -> int:
-    """Length of the prompt [tokens]; one that cannot have so few as `limit` is not encoded."""
+    """Length of the prompt [tokens]; one that must exceed `limit` is not tokenized."""
     return limit + 1 if cannot_fit(task.prompt, limit) else len(chat.render(task.prompt))
 
 
 def longest_prompt(tasks: Sequence[Task], chat: "Chat", context: int) -> int:
-    """[tokens]; warns of prompts that leave no room for an answer."""
+    """Longest prompt [tokens]; warns of prompts that leave no room for an answer."""
     lengths = [prompt_tokens(chat, t, context) for t in tasks]
     if full := sum(n >= context for n in lengths):
         print(f"Warning: {full} of {len(lengths)} prompts fill the context of {context} tokens: no answers.")
@@ -104,7 +104,7 @@ def longest_prompt(tasks: Sequence[Task], chat: "Chat", context: int) -> int:
 
 
 def own_rows(config: schema.RL | schema.Eval, world: "World", which: str, given: Any = None) -> Any:
-    """The tasks that the environment brings along, where no data were named. None: those of the data."""
+    """The environment's own tasks, if no data is named. None: use those of the data."""
     data = config.data
     named = data.train if which == "train" else data.validation or data.validation_split
     if given is not None or named:
@@ -121,7 +121,7 @@ def own_rows(config: schema.RL | schema.Eval, world: "World", which: str, given:
 
 
 def tell_plain(chat: "Chat", tasks: Sequence[Task]) -> None:
-    """A base model without a template answers text, not questions: nothing else would tell."""
+    """Warn that a model without a template gets plain text: nothing else reports it."""
     if not chat.has_template and any(isinstance(task.prompt, str) for task in tasks):
         print(
             "Warning: the model has no chat template, so it gets prompts as they are written, without roles. "
@@ -131,8 +131,8 @@ def tell_plain(chat: "Chat", tasks: Sequence[Task]) -> None:
 
 
 def context_of(config: schema.RL, world: "World", limit: int) -> int:
-    """Longest sequence [tokens] of a run whose model has the context `limit`. By default, an episode
-    of several turns is at most as long as the learner takes: it would fill any context."""
+    """Longest sequence [tokens] of a run whose model has the context `limit`. By default, an episode of several turns
+    is limited to the learner's capacity: it would fill any context."""
     asked = config.model.max_length
     if world.turns and not asked and config.capacity < limit:
         print(
@@ -145,7 +145,7 @@ def context_of(config: schema.RL, world: "World", limit: int) -> int:
 
 
 def limits_in(world: "World", env: schema.Env, tokens: int) -> Limits | Callable[[Task], Limits]:
-    """Of an episode, or of one of a task; `tokens` of a conversation."""
+    """Limits of an episode, or a function of its task; `tokens` of a conversation."""
     section = world.section
     return limits_of(env, tokens) if section is None else lambda task: limits_of(section(task), tokens)
 
@@ -155,7 +155,7 @@ def limits_of(env: schema.Env, tokens: int) -> Limits:
 
 
 def check_lengths(config: schema.RL, world: "World", train: Sequence[Tasks], chat: "Chat") -> None:
-    """A sample must fit into one micro-batch; better to know now than at step 300."""
+    """Check that every sample fits into one micro-batch; better now than at step 300."""
     if world.turns:  # `context_of`
         return
     longest = max(len(chat.render(t[i].prompt)) for t in train for i in range(len(t)))
@@ -184,7 +184,7 @@ def lengths(
     validation: Sequence[Task],
     context: int,
 ) -> list[tuple[int, int]]:
-    """The longest prompt and answer of training, and of validation where there is one [tokens]."""
+    """Longest prompt and answer of training, and of validation if there is one [tokens]."""
     if world.turns:
         return [(context - config.rollout.max_tokens, config.rollout.max_tokens)]
     everything = [t[i] for t in train for i in range(len(t))]
