@@ -32,8 +32,8 @@ class Progress:
 
 
 def scorer(rewards: Rewards | None, progress: Progress | None = None) -> Scorer | None:
-    """The scorer of a group. Functions get the prompt as messages, or as text without a chat template; the row's columns
-    for each completion; and completions as text, or as lists of one message if the row's prompt is messages."""
+    """The scorer of a group. Functions get the prompt as messages, or as text without a chat template; the row's
+    columns for each completion; and completions as text, or as lists of one message if the row's prompt is messages."""
     if rewards is None:
         return None
     progress = progress or Progress()
