@@ -1,10 +1,10 @@
 """weights.method=nccl: the learner is rank 0 of a group and sends every tensor once, to all engines together.
 
-    Fleet.load -> expect: who will be given the update      round: join, where the group is another one; then
+    Fleet.load -> expect: the engines of the update         round: join, if the group has changed; then
                -> Joined.load of each, and they wait        rank 0 sends | every engine takes, swaps and proves
 
-An engine that is lost meanwhile leaves the others with half of the weights, which they drop: the group is closed, and a
-new one without it begins again. An engine that comes back later gets the same update alone, over HTTP; one of vLLM or
+If an engine is lost during the transfer, the others drop what they have received: the group is closed, and a new one
+without that engine starts over. An engine that comes back later gets the same update alone, over HTTP; one of vLLM or
 SGLang in a group of its own (`engines/transfer.py`).
 """
 
@@ -28,7 +28,7 @@ BLAMELESS = 2  # attempts in a row that fail although every engine is there
 
 
 class Joined:
-    """A `Remote` whose engine is given new weights together with the others. `part` is its end of the group."""
+    """A `Remote` whose engine receives new weights together with the others. `part`: its end of the group."""
 
     def __init__(self, remote: Client, broadcast: "Broadcast") -> None:
         self.alone, self._broadcast = remote, broadcast
@@ -43,14 +43,14 @@ class Joined:
 
 @dataclass(slots=True, eq=False)
 class Round:
-    """One update: `answers` is what the fleet waits for; one that is cancelled says that its engine is lost."""
+    """One update of all engines. `answers`: results that the fleet waits for; a cancelled one means a lost engine."""
 
     update: Update
-    pids: Mapping[Any, int]  # by Joined
+    pids: Mapping[Any, int]  # process ids, by Joined
     answers: dict[Any, "asyncio.Future[Held]"]
-    absent: set[Any]  # load was not called for them yet
+    absent: set[Any]  # engines for which load has not been called yet
     all_here: asyncio.Event = field(default_factory=asyncio.Event)
-    source: Live | None = None  # None: the newest
+    source: Live | None = None  # None: the newest weights
 
     def open(self) -> list[Joined]:
         return [remote for remote, answer in self.answers.items() if not answer.done()]
@@ -66,8 +66,8 @@ class Round:
 
 
 class Broadcast:
-    """`timeout` of one attempt [s]; buckets of `bucket_mb` [MiB]. `source`: the learner's tensors, which stay as they
-    are until the update has arrived; each attempt reads them anew. `group`: what rank 0 has to be for these engines."""
+    """Sends updates to all engines. `timeout` of an attempt [s]; buckets of `bucket_mb` [MiB]. `source`: the learner's
+    tensors, unchanged until the update has arrived; each attempt reads them. `group`: class of rank 0."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Broadcast:
         self.timeout, self.bucket_mb, self._kind = timeout, bucket_mb, group
         self.hosts = [urlsplit(address).hostname or "" for address in addresses]
         self.source: Live | None = None
-        self.groups = 0  # that were made
+        self.groups = 0  # number of groups made so far
         self._store: Any = None
         self._group: BroadcastGroup | None = None
         self._members: list[tuple[Joined, int]] = []
@@ -89,7 +89,7 @@ class Broadcast:
         self._turn = asyncio.Lock()  # one round at a time
 
     def expect(self, pids: Mapping[Any, int], update: Update) -> None:
-        """These engines, by their processes, are about to be given this update; each `load` waits for all of them."""
+        """Announce an update for these engines, given with their process ids; each `load` waits for all of them."""
         if self._running is not None:
             self._running.cancel()
         loop = asyncio.get_running_loop()
@@ -146,7 +146,7 @@ class Broadcast:
                 answer.cancel()
 
     async def _attempt(self, round: Round, remotes: list[Joined]) -> WeightsFailed | None:
-        """Settle the answers that are certain now. What stopped the others, if anything."""
+        """Set the answers that are certain after one attempt. Returns what stopped the others, or None."""
         members = [(remote, round.pids[remote]) for remote in remotes]
         source = round.source or self._source()
         if self._group is None or self._group.closed.is_set() or members != self._members:
@@ -166,7 +166,7 @@ class Broadcast:
         return await self._together(round, group.send(source), calls)
 
     async def _ranks(self, round: Round, remotes: Sequence[Joined]) -> list[int]:
-        """Of each engine; 0 where it does not say, and then it is lost."""
+        """Number of ranks of each engine; 0 if it does not answer, which counts as lost."""
         asked = await asyncio.gather(*(remote.part.ranks() for remote in remotes), return_exceptions=True)
         for remote, result in zip(remotes, asked, strict=True):
             if isinstance(result, EngineDown):
@@ -178,10 +178,10 @@ class Broadcast:
     async def _together(
         self, round: Round, own: Coroutine[Any, Any, None], calls: Mapping[Joined, Coroutine[Any, Any, Held | None]]
     ) -> WeightsFailed | None:
-        """Our part and that of each engine at once. As soon as one fails, the others are not waited for."""
+        """Run rank 0's part and those of the engines concurrently. When one fails, the others leave the group."""
         tasks = {remote: asyncio.create_task(call) for remote, call in calls.items()}
         mine = asyncio.create_task(own)
-        for remote, task in tasks.items():  # the fleet knows that it is gone: it does not wait, so we do not either
+        for remote, task in tasks.items():  # the fleet has noticed that this engine is lost and no longer waits for it
             round.answers[remote].add_done_callback(lambda _, task=task: task.cancel())
         pending, broken = {mine, *tasks.values()}, False
         try:
@@ -206,7 +206,7 @@ class Broadcast:
             elif isinstance(error, Exception):
                 round.fail(remote, error)
             elif why is not None and not self._kind.called_back:
-                pass  # what it was sent are not the weights
+                pass  # it received something that is not the weights
             elif not task.cancelled() and isinstance(held := task.result(), Held) and remote in round.open():
                 round.answers[remote].set_result(held)
         if isinstance(why, Exception) and not isinstance(why, WeightsFailed):
@@ -214,7 +214,7 @@ class Broadcast:
         return why if isinstance(why, WeightsFailed) else None
 
     async def _invitation(self, ranks: int, source: Live) -> Invitation:
-        """Rank 0's. The store listens on loopback, where all engines are on this machine."""
+        """Invitation for rank 0. The store listens on loopback if all engines are on this machine."""
         try:
             result = [await asyncio.to_thread(own_address, host) for host in self.hosts]
             outside = [address for address in result if address not in ("127.0.0.1", "::1")]
@@ -250,7 +250,7 @@ class Broadcast:
 
 
 async def _let_go(remote: Joined) -> None:
-    """It would wait for ranks that do not come. One that does not answer is noticed by an earlier request."""
+    """Let an engine leave the group: it would wait for missing ranks. A lost one is noticed by its other request."""
     try:
         await remote.part.leave()
     except (EngineDown, BirlError):

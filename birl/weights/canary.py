@@ -1,14 +1,14 @@
-"""A few prompts that engine and learner both give log-probs for: the proof that what samples is what is trained.
+"""Canary: log-probs of engine and learner on a few prompts prove that the engine samples from the trained weights.
 
-Digests show that the right bytes are there. The canary shows that they are used: no stale copy in another layout, no
-adapter left out, no other kernel, no tokens that were taken apart and put together differently.
+Digests show that the right bytes have arrived. The canary shows that they are used: no stale copy in another layout, no
+missing adapter, no other kernel, no different tokenization.
 
     scored     the engine's log-probs of given tokens, and the learner's          no further apart than usual
-    sampled    the engine's log-probs of what it draws, and of the same as given   no further apart than usual
+    sampled    the engine's log-probs of sampled tokens, and of the same as given  no further apart than usual
     stale      the engine's lie where the learner's were, some versions ago or     that is no rounding
                before the run began or was resumed
 
-What is usual is what the first proof of a run showed: then all have the same weights, and differ by rounding alone.
+The usual gap is that of the first check of a run, when all have the same weights and differ by rounding alone.
 """
 
 import asyncio
@@ -26,42 +26,42 @@ from birl.errors import Malformed, WeightsFailed
 from birl.learner.learner import Learner
 from birl.types import Completion, Engine, Sample, SamplingParams
 
-LONGEST = 12  # tokens of a prompt that are used, its last ones; all but the first are scored
+LONGEST = 12  # the last tokens of a prompt that are used; all but the first are scored
 DRAWN = 16  # tokens that are sampled after each prompt
-TIMES = 5.0  # the first proof's gap is what an engine may show later
-EXACT, ROUNDED = 5e-3, 0.03  # nats a token that are always allowed in float32, in types of 16 bits (what their rounding
-# moves log-probs by grows as a model sharpens: 0.0005 untrained and 0.005 three steps on was seen),
-SPARSE = 0.04  # or this by the root of the number of tokens: the mean of a few says little
-REMEMBERED = 4  # versions before the current one
-NOTHING = 1e-5  # nats that weights must have moved log-probs by to be distinguished
+TIMES = 5.0  # an engine may show this many times the gap of the first check
+EXACT, ROUNDED = 5e-3, 0.03  # nats per token that are always allowed in float32 and in 16 bits (the effect of
+# rounding on log-probs grows as a model sharpens: 0.0005 untrained and 0.005 after three steps was seen),
+SPARSE = 0.04  # or this divided by the root of the number of tokens: the mean of a few is noisy
+REMEMBERED = 4  # older versions that are recognised
+NOTHING = 1e-5  # nats that log-probs must have moved by for two versions to be distinguished
 SURE = 5.0  # standard errors at which a version counts as recognised
 
 
 @dataclass(slots=True)
 class Canary:
-    """`prompts`: token ids, at least two each."""
+    """The canary of a learner. `prompts`: token ids, at least two each."""
 
     learner: Learner
     prompts: Sequence[tuple[int, ...]]
     max_gap: float
     expected: list[list[float]] = field(default_factory=list)  # log-probs of the scored tokens
     together: Callable[[list[Batch]], list[list[float]]] | None = (
-        None  # `logprobs_of` of all ranks, where each has parts
+        None  # `logprobs_of` on all ranks, where each has only parts of the weights
     )
-    parts: int = 1  # shares of the ranks
+    parts: int = 1  # shares of the ranks (data parallel)
     past: deque[list[list[float]]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # `expected`, newest first
     began: list[list[float]] = field(default_factory=list)  # `expected` of the weights that engines start with
-    usual: float = 0.0  # largest gap of the first proof [nats a token]
+    usual: float = 0.0  # largest gap of the first check [nats per token]
 
     def __post_init__(self) -> None:
         self.prompts = [p[-LONGEST:] for p in self.prompts if len(p) > 1]
 
     def begin(self) -> None:
-        """Call before a checkpoint is read: an engine that is started anew has these weights until the first update."""
+        """Call before a checkpoint is loaded: a restarted engine has these weights until the first update."""
         self.began = self.learner_logprobs()
 
     def compute(self) -> None:
-        """What engines are compared with is what the learner says now (compute thread)."""
+        """Store the learner's current log-probs, which engines are compared with (compute thread)."""
         result = self.learner_logprobs()
         if self.expected:
             self.past.appendleft(self.expected)
@@ -69,7 +69,7 @@ class Canary:
         self.expected = result
 
     def learner_logprobs(self) -> list[list[float]]:
-        """The learner's log-probs of the scored tokens, at temperature 1: engines score given tokens at that."""
+        """The learner's log-probs of the scored tokens at temperature 1, at which engines score given tokens."""
         samples = [
             Sample(
                 tokens=np.array(ids, np.int32),
@@ -91,11 +91,11 @@ class Canary:
         return result
 
     async def check(self, engine: Engine, name: str) -> float:
-        """Mean |engine - learner| of one engine [nats a token], NaN without prompts. Raises `WeightsFailed` where it is
-        too large, where the engine computes with weights of before, or reports other log-probs of what it draws."""
+        """Mean |engine - learner| of one engine [nats per token], NaN without prompts. Raises `WeightsFailed` if it is
+        too large, or if the engine computes with older weights or reports other log-probs when sampling."""
         if not self.prompts:
             return nan
-        # all at once: one after the other, each would wait for the steps of a busy engine anew
+        # concurrently: one after the other, each request would wait for steps of a busy engine
         heard, drawn = await asyncio.gather(
             asyncio.gather(*(self.scored(engine, name, ids) for ids in self.prompts)),
             asyncio.gather(*(self.drawn(engine, name, ids) for ids in self.prompts)),
@@ -134,15 +134,15 @@ class Canary:
         return gap
 
     async def scored(self, engine: Engine, name: str, ids: tuple[int, ...]) -> list[float]:
-        """What the engine says of a prompt's scored tokens."""
+        """The engine's log-probs of a prompt's scored tokens."""
         return (await self.given(engine, name, ids[:1], ids[1:])).logprobs.tolist()
 
     async def drawn(self, engine: Engine, name: str, ids: tuple[int, ...]) -> list[tuple[float, float]] | None:
-        """Log-probs of tokens that the engine samples after a prompt: as it reports them then, and when they are given.
-        None where its weights change in between."""
+        """Log-probs of tokens that the engine samples after a prompt: as reported while sampling, and when they are
+        given. None if its weights change in between."""
         params = SamplingParams(max_tokens=DRAWN, ignore_eos=True, seed=0)
         answer = await answered(engine, name, ids, params)
-        # one that reaches the end of the context cannot be scored to its end by every engine
+        # not every engine can score an answer to its end if it reaches the end of the context
         tokens = answer.ids[: None if len(answer.tokens) == DRAWN else -1]
         if not tokens:
             return []
@@ -159,7 +159,7 @@ class Canary:
         return answer
 
     def allowed(self, count: int) -> float:
-        """Largest mean gap over so many tokens [nats]."""
+        """Largest allowed mean gap over `count` tokens [nats]."""
         if not self.past:
             return self.max_gap
         least = EXACT if self.learner.dtype == torch.float32 else ROUNDED
@@ -171,7 +171,7 @@ class Canary:
         return f"{most:.3g} by the first proof of this run, which showed {self.usual:.3g},"
 
     def stale(self, heard: list[float]) -> str:
-        """When the learner's log-probs were the engine's of now; empty where that is now, or cannot be told apart.
+        """The older version that the engine's log-probs match, in words; empty if it is up to date, or unclear.
 
         Of e = engine - now and p = past - now, the share of p in e is c = <e, p> / <p, p>: 0 for an engine that is up
         to date, 1 for one that is not. Rounding moves it by about |e - c p| / (|p| sqrt(N)), of N tokens.
@@ -194,7 +194,7 @@ class Canary:
 
 
 async def answered(engine: Engine, name: str, ids: tuple[int, ...], params: SamplingParams) -> Completion:
-    """Raises `WeightsFailed` where the answer is none: another would be no better, so nothing is waited for."""
+    """The engine's answer. Raises `WeightsFailed` if it is malformed: without a retry, which would be no better."""
     try:
         return (await engine.generate(ids, params)).possible()
     except Malformed as error:
@@ -208,7 +208,7 @@ def _mean(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def logprobs_of(learner: Learner, batches: list[Batch]) -> list[list[float]]:
-    """(every rank) Log-probs at temperature 1."""
+    """(every rank) Log-probs of the trained tokens of each batch at temperature 1."""
     before, learner.outputs.temperature = learner.outputs.temperature, 1.0
     try:
         return [values.tolist() for values in learner.ranks.each(batches, learner.forward)]

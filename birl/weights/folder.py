@@ -22,11 +22,11 @@ from birl.weights.gathered import Gathered
 
 LATEST = "latest.json"
 FOLDER = re.compile(r"v[0-9]{6,18}")
-KEPT = 2  # the current one, and the one before, which an engine may be reading
+KEPT = 2  # the current one and the one before, which an engine may still be reading
 
 
 def write(root: Path, version: int, tensors: Mapping[str, Tensor] | Gathered, beside: Path) -> Path:
-    """Raises `WeightsFailed` where the disk is full; then nothing of the new version is there."""
+    """Write a version. Raises `WeightsFailed` if the disk is full; then nothing of this version is left."""
     target = root / f"v{version:06d}"
     part = root / f".{target.name}.{os.getpid()}.part"
     try:
@@ -40,9 +40,9 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor] | Gathered, be
             tensors.write(part / "model.safetensors")
         else:
             save_file({n: t.contiguous() for n, t in tensors.items()}, part / "model.safetensors", {"format": "pt"})
-        clear(target)  # of a life before this one, with other weights of that number
+        clear(target)  # of an earlier process, with other weights of that number
         part.rename(target)
-    except Exception as error:  # safetensors has an error of its own for a full disk
+    except Exception as error:  # safetensors has its own error for a full disk
         clear(part)
         reason = getattr(error, "strerror", None) or first_line(error)
         raise WeightsFailed(
@@ -54,13 +54,13 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor] | Gathered, be
 
 
 def announce(root: Path, update: Update) -> None:
-    """Readers of `root` find this version from now on."""
+    """Make this version the newest one that readers of `root` find."""
     row = {"version": update.version, "folder": Path(update.folder).name, "anew": update.anew}
     write_whole(root / LATEST, json.dumps({**row, "digests": dict(update.digests)}).encode())
 
 
 def latest(root: Path) -> Update | None:
-    """What was announced last, if anything. Raises `WeightsFailed` where that file is damaged."""
+    """The version announced last, or None. Raises `WeightsFailed` if the file is damaged."""
     try:
         result = read_json(root / LATEST)
         version, digests, anew = result["version"], result["digests"], result["anew"]
@@ -77,7 +77,7 @@ def latest(root: Path) -> Update | None:
 
 
 def prune(root: Path, newest: int) -> None:
-    """Delete all but `KEPT` versions up to `newest`, and what an earlier process left of later or half-written ones."""
+    """Delete all but `KEPT` versions up to `newest`, and later or incomplete ones of an earlier process."""
     result = {path: int(path.name[1:]) for path in root.glob("v*") if path.name[1:].isdigit()}
     kept = sorted((v for v in result.values() if v <= newest), reverse=True)[:KEPT]
     for path, version in result.items():
@@ -89,7 +89,7 @@ def prune(root: Path, newest: int) -> None:
 
 
 def remove(root: Path) -> None:
-    """Everything that this file writes; the folder itself only where nothing else is in it."""
+    """Remove everything that this module writes; the folder itself only if nothing else is in it."""
     for path in (*root.glob("v[0-9]*"), *root.glob(".v*.part")):
         clear(path)
     with suppress(OSError):

@@ -1,6 +1,5 @@
-"""Weights of which every rank has parts, on their way to engines: gathered in buckets, written, and forgotten. No rank
-ever has more of the whole model than one bucket.
-"""
+"""Sharded weights for engines: gathered in buckets, written, and freed. No rank ever holds more of the full model than
+one bucket."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +18,8 @@ from birl.models.heads import HEADS
 from birl.models.released import Part, buffers, nbytes, parts, reverted, shapes_of
 from birl.parallel.layout import drop_gathered
 
-BUCKET = 2**28  # bytes that are gathered at once, unless one weight alone is larger
-NAMES = {  # as safetensors calls them
+BUCKET = 2**28  # bytes that are gathered at once, unless a single weight is larger
+NAMES = {  # dtype names of safetensors
     **{torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"},
 }
@@ -28,7 +27,7 @@ NAMES = {  # as safetensors calls them
 
 @torch.no_grad()
 def gathered(learner: Learner, names: Sequence[str], dtype: torch.dtype, leads: bool) -> list[Tensor]:
-    """(every rank) Weights as the engines have them, whole on the rank that `leads`, nothing elsewhere."""
+    """(every rank) Weights in the engines' dtype, full on the rank that `leads`, nothing on the others."""
     drop_gathered(learner.outputs)
     parameters, result = dict(learner.model.named_parameters()), []
     for name in names:
@@ -40,10 +39,9 @@ def gathered(learner: Learner, names: Sequence[str], dtype: torch.dtype, leads: 
 
 
 class Gathered:
-    """`gather(names)` gives these parameters in the engines' `dtype`, from all ranks, in the order asked for. Sent by
-    the module's names, or `originally` by those of the model's own files (`released.py`). `digests` are those of what
-    was written or measured last.
-    """
+    """The full weights of a sharded model. `gather(names)` returns these parameters in the engines' `dtype`, from all
+    ranks, in the given order. They are sent by the module's names, or `originally` by those of the model's own files
+    (`released.py`). `digests` are those of the weights written or measured last."""
 
     def __init__(
         self,
@@ -54,22 +52,22 @@ class Gathered:
     ) -> None:
         self.model, self.gather, self.originally, self.digests = model, gather, originally, {}
         shapes = {n: (tuple(p.shape), dtype) for n, p in model.named_parameters() if n.split(".")[0] not in HEADS}
-        self.buffers = buffers(model) if originally else {}  # every rank has them
+        self.buffers = buffers(model) if originally else {}  # on every rank
         shapes |= shapes_of(self.buffers)
         self.parts = parts(model, shapes) if originally else [Part([n], {n: one}) for n, one in shapes.items()]
         self.shapes = {name: one for part in self.parts for name, one in part.shapes.items()}
         self._part = {name: part for part in self.parts for name in part.shapes}
-        self._rest: dict[str, Tensor] = {}  # of what was gathered, still to be asked for
+        self._rest: dict[str, Tensor] = {}  # gathered tensors that were not taken yet
 
     def take(self, names: Sequence[str]) -> list[Tensor]:
-        """These, by the names that are sent. What else becomes of the same parameters is kept until it is asked for,
-        so that a layer's experts are gathered once for all of its buckets."""
+        """These weights, by the names that are sent. Other tensors made of the same parameters are kept until they are
+        taken, so that a layer's experts are gathered once for all of its buckets."""
         new = {id(part): part for name in names if name not in self._rest for part in (self._part[name],)}
         self._rest |= self._gathered(list(new.values()))
         return [self._rest.pop(name) for name in names]
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """All of them, name by name, as they are now."""
+        """All current weights, name by name."""
         self._rest = {}
         several: list[Part] = []
         size = 0
@@ -89,18 +87,18 @@ class Gathered:
                 yield name, tensors.pop(name)
 
     def _gathered(self, several: Sequence[Part]) -> dict[str, Tensor]:
-        """By the names that are sent."""
+        """Gathered weights of these parts, by the names that are sent."""
         names = [name for part in several for name in part.names if name not in self.buffers]
         result = dict(zip(names, self.gather(names), strict=True)) if names else {}
         result |= {n: self.buffers[n] for part in several for n in part.names if n in self.buffers}
         return reverted(self.model, result) if self.originally else result
 
     def measure(self) -> None:
-        """`digests` of the weights as they are now."""
+        """Set `digests` from the current weights."""
         self.digests = {name: digest(tensor) for name, tensor in self.pieces()}
 
     def write(self, file: Path) -> None:
-        """As one safetensors file: eight bytes with the length of a JSON header, the header, the numbers."""
+        """Write one safetensors file: eight bytes with the length of a JSON header, the header, the data."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         place = 0
         for name, (shape, dtype) in self.shapes.items():
@@ -119,7 +117,7 @@ class Gathered:
 
 
 class Stored(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, each read when it is asked for."""
+    """The tensors of a safetensors file, each read on access."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

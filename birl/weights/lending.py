@@ -1,4 +1,4 @@
-"""weights.method=ipc: each engine of this machine reads the learner's memory, one bucket at a time, and then loads all.
+"""weights.method=ipc: each engine on this machine reads the learner's memory, one bucket at a time, and then loads all.
 
 Lent.load -> for each bucket: lent (`handles.py`) -> POST /stage/{version} -> the engine has copied it
           -> POST /load, as after a bucket over HTTP
@@ -16,7 +16,7 @@ from birl.weights.live import Live
 
 
 class Lent:
-    """A `Remote` whose engine is lent new weights, in buckets of `bucket_mb` [MiB]."""
+    """A `Remote` whose engine reads new weights from this process's memory, in buckets of `bucket_mb` [MiB]."""
 
     def __init__(self, remote: Client, bucket_mb: float) -> None:
         self._remote, self.bucket_mb = remote, bucket_mb
@@ -26,7 +26,7 @@ class Lent:
         return getattr(self._remote, name)
 
     async def load(self, update: Update) -> Held:
-        """Raises `WeightsFailed`, and `BirlError` where the engine cannot read this process's memory."""
+        """Send the update. Raises `WeightsFailed`, and `BirlError` if the engine cannot read this process's memory."""
         live = cast(Live, update.tensors)
         try:
             for names in pieces(live.shapes, self.bucket_mb):

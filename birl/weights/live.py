@@ -1,4 +1,4 @@
-"""One version of the weights where they are: in the learner's own tensors, without a copy of the whole model."""
+"""One version of the weights in the learner's own tensors, without a copy of the whole model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -12,11 +12,11 @@ from birl.models.released import Shapes
 
 
 class Live(Mapping[str, Tensor]):
-    """`take(names)` gives these weights, on `device`; it is called on the compute thread `compute`, so that no
-    optimizer step runs meanwhile. `kept`: copies for engines that ask after the learner has trained on.
+    """Mapping of names to the learner's current weights. `take(names)` returns them on `device`; it is called on the
+    compute thread `compute`, so that no optimizer step runs meanwhile. `kept`: copies for later requests.
 
-    A tensor, or a bucket of them, is a copy. Raises `WeightsFailed` "stale" where the learner has trained on and there
-    is no copy: an engine that comes back then waits for the next version.
+    A returned tensor or bucket is a copy. Raises `WeightsFailed` "stale" if the learner has trained on and there is no
+    copy: an engine that comes back then waits for the next version.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Live(Mapping[str, Tensor]):
         self.compute, self.shapes, self.take, self.kept = compute, shapes, take, kept
 
     def flat(self, names: Sequence[str]) -> Tensor:
-        """Tensors of one type, one behind the other, 1-D. Not on the compute thread."""
+        """Tensors of one type, concatenated as 1-D. Not to be called on the compute thread."""
         return self.compute.submit(self._flat, names).result()
 
     def _flat(self, names: Sequence[str]) -> Tensor:
@@ -41,11 +41,11 @@ class Live(Mapping[str, Tensor]):
         else:
             assert self.kept is not None
             tensors = [self.kept[name] for name in names]
-        # copies, and what is quantised, are in CPU memory
+        # `kept` copies and quantised weights are in CPU memory
         return torch.cat([t.detach().reshape(-1).to(self.device) for t in tensors])
 
     def check(self) -> None:
-        """Raises `WeightsFailed` where they are gone."""
+        """Raise `WeightsFailed` if this version is no longer available."""
         if self.learner.version != self.version and self.kept is None:
             raise WeightsFailed(
                 "stale",

@@ -1,15 +1,15 @@
-"""Weights on their way from the learner to engines in other processes.
+"""Sends weights from the learner to engines in other processes.
 
     tensors in the engines' type -> digests -> folder or copies -> every engine loads and proves -> canary
 
-What differs between the methods is how an engine comes to the tensors:
+The methods differ in how an engine gets the tensors:
 
     reload, shared   it gets a folder (on a disk, or in shared memory) and reads it in place
-    volume           it looks into a folder by itself; we wait until it says that it has them
+    volume           it polls a folder by itself; birl waits until it reports the version
     direct           it is sent the tensors over HTTP, in buckets
     nccl             it is sent them together with all others, by a broadcast from the learner's device (`broadcast.py`)
     ipc              it reads them from the learner's memory, in buckets (`lending.py`)
-    checkpoint       its process is started anew from the folder
+    checkpoint       its process is restarted from the folder
 """
 
 import asyncio
@@ -49,17 +49,17 @@ SHARING = (
     "of its own; engine.sleep is for servers on the learner's GPU: leave it false where they have others."
 )
 LIVE = ("nccl", "ipc")  # methods that send the learner's own tensors
-LOOK = 0.2  # seconds between two looks at whether an engine is still there
+LOOK = 0.2  # interval of checks whether an engine is still alive [s]
 
 
 @dataclass(slots=True, kw_only=True)
 class Sender:
-    """Sends the learner's weights to a fleet. `root` holds the folders of the methods that write some, `beside` the
-    files of the model folder that go with them. `sleeping`: engines that give their memory back meanwhile."""
+    """Sends the learner's weights to a fleet. `root`: folder of the methods that write files; `beside`: the model
+    folder, whose other files go with them. `sleeping`: engines that free their memory while the learner trains."""
 
     learner: Learner
     fleet: Router
-    remotes: Callable[[], Sequence[Remote]]  # those that are ready
+    remotes: Callable[[], Sequence[Remote]]  # engines that are ready
     method: str
     root: Path
     beside: Path
@@ -67,25 +67,25 @@ class Sender:
     canary: Canary
     timeout: float
     sleeping: Collection[Remote] = ()
-    tensors: Callable[[nn.Module], dict[str, Tensor]] = published  # by the names that the engines know
+    tensors: Callable[[nn.Module], dict[str, Tensor]] = published  # by the names that engines use
     broadcast: "Broadcast | None" = None  # method=nccl
-    keeps: bool = False  # copies of what was sent: the learner trains on without sending, and an engine may come back
-    recreate: Callable[[str], Awaitable[None]] | None = None  # start every engine anew from this folder
-    gathered: Gathered | None = None  # where each rank has parts of the weights
-    digest: str = ""  # of what was sent last
-    version: int = -1  # that was sent last
-    proof: asyncio.Task[list[float]] | None = None  # of that version, still to come
-    gap: float = nan  # of the last proof
-    lost: str = ""  # why an engine's canary had no answer
-    resting: bool = False  # those of `sleeping` have no weights
-    owed: int = 0  # bytes of the learner's GPU that those of `sleeping` give back together, at least
+    keeps: bool = False  # keep copies of sent weights: the learner may train on before an engine comes back
+    recreate: Callable[[str], Awaitable[None]] | None = None  # restart every engine from this folder
+    gathered: Gathered | None = None  # set if the weights are sharded over ranks
+    digest: str = ""  # of the version sent last
+    version: int = -1  # of the weights sent last
+    proof: asyncio.Task[list[float]] | None = None  # pending canary check of that version
+    gap: float = nan  # of the last canary check
+    lost: str = ""  # why an engine did not answer its canary
+    resting: bool = False  # engines of `sleeping` have no weights
+    owed: int = 0  # minimum bytes of the learner's GPU that the engines of `sleeping` free together
 
     @property
     def sent_digest(self) -> str:
         return self.digest if self.gathered is not None else ""
 
     async def publish(self, wait: bool = True) -> Sent:
-        """Raises `WeightsFailed` with its cause: the run stops rather than go on with unproven weights."""
+        """Send the current weights. Raises `WeightsFailed` with its cause: the run stops if weights are unproven."""
         await self.proved()
         if self.version == self.learner.version and not self.resting:
             return Sent(version=self.version)
@@ -118,7 +118,7 @@ class Sender:
         )
 
     async def proved(self) -> float:
-        """Raises `WeightsFailed` where an engine computes something else, or none answers in time."""
+        """Wait for the canary. Raises `WeightsFailed` if an engine computes other log-probs, or none answers."""
         if self.proof is not None:
             with self.arriving(self.version):
                 async with asyncio.timeout(self.timeout):
@@ -129,7 +129,7 @@ class Sender:
 
     @contextmanager
     def arriving(self, version: int) -> Iterator[None]:
-        """Errors meanwhile, as `WeightsFailed`."""
+        """Convert errors of a transfer to `WeightsFailed`."""
         try:
             with waiting("learner", f"version {version} of the weights to arrive", "engines", self.timeout):
                 yield
@@ -144,10 +144,10 @@ class Sender:
             raise WeightsFailed("unreachable", f"Version {version} of the weights: {error}") from error
 
     def update(self) -> Update:
-        """A snapshot of the weights as they are now (compute thread)."""
+        """Snapshot of the current weights (compute thread)."""
         version, place, live = self.learner.version, "", self.method in LIVE
         sent: Mapping[str, Tensor] = {}
-        if self.gathered is not None:  # no rank has all of them
+        if self.gathered is not None:  # sharded over ranks
             if live and not self.keeps:
                 self.gathered.measure()
             else:
@@ -174,15 +174,15 @@ class Sender:
                 self.broadcast.source = sent
         self.canary.compute()
         if self.sleeping:
-            give_back(self.learner.device)  # what the step left is room for who wakes up
+            give_back(self.learner.device)  # frees the step's memory for engines that wake up
         update = Update(version=version, digests=result, folder=place, tensors=sent, anew=self.version < 0)
         if self.method == "volume":
             folder.announce(self.root, update)
         return update
 
     async def proofs(self) -> list[float]:
-        """The canaries of all engines that are ready, of one at least. An engine that is lost meanwhile stops nothing:
-        it gets weights, and proves them, when it is back. Raises `WeightsFailed` where one computes something else."""
+        """Canary gaps of all engines that are ready, at least one. A lost engine does not stop the run: it gets
+        weights, and is checked, when it is back. Raises `WeightsFailed` if an engine computes other log-probs."""
         self.lost = ""
         while True:
             await self.fleet.settle(self.timeout)
@@ -192,7 +192,7 @@ class Sender:
             await asyncio.sleep(LOOK)
 
     async def unless_lost(self, remote: Remote) -> float | None:
-        """The canary of one engine; None where it does not answer, or others have noticed that it does not."""
+        """Canary gap of one engine; None if it does not answer, or the fleet has noticed that it is lost."""
         work = asyncio.create_task(self.prove(remote))
         try:
             while not work.done() and remote in self.remotes():
@@ -206,22 +206,22 @@ class Sender:
             await asyncio.gather(work, return_exceptions=True)
 
     async def prove(self, remote: Remote) -> float:
-        """The canary of one engine. Raises `WeightsFailed`."""
+        """Canary gap of one engine. Raises `WeightsFailed`."""
         return await self.canary.check(remote, remote.address)
 
     async def rest(self) -> None:
-        """Raises `BirlError` where the learner's GPU has not the memory that it was to get."""
+        """Let engines sleep. Raises `BirlError` if the learner's GPU does not get the expected memory back."""
         self.resting, device = bool(self.sleeping), self.learner.device
         before = free_memory(device) if self.owed else 0
         everyone = await self.each(lambda remote: remote.sleep())
         if self.owed and everyone:
-            owed, self.owed = self.owed, 0  # once: later, other processes may come and go
+            owed, self.owed = self.owed, 0  # checked once: later, other processes may come and go
             check_returned(
                 free_memory(device) - before, owed, device, "Servers that sleep (engine.sleep=true)", SHARING
             )
 
     async def each(self, call: Callable[[Remote], Awaitable[None]]) -> bool:
-        """Of `sleeping`; did all answer? One that does not stops nothing: it is brought up to date when it is back."""
+        """Call each engine of `sleeping`. Returns whether all answered; the others are updated when they are back."""
         answered = 0
         for remote in list(self.sleeping):
             with suppress(EngineDown):
@@ -230,7 +230,7 @@ class Sender:
         return answered == len(self.sleeping)
 
     async def close(self) -> None:
-        """What is in shared memory goes; folders on a disk stay where they are."""
+        """Remove weights from shared memory; folders on disk are kept."""
         if self.proof is not None:
             self.proof.cancel()
             await asyncio.gather(self.proof, return_exceptions=True)
@@ -241,7 +241,7 @@ class Sender:
 
 
 class Volume:
-    """A `Remote` whose engine looks for new weights by itself: `load` waits until it says that it has them."""
+    """A `Remote` whose engine polls for new weights by itself: `load` waits until it reports the version."""
 
     def __init__(self, remote: Remote, timeout: float, interval: float = 0.03) -> None:
         self._remote, self.timeout, self.interval = remote, timeout, interval
@@ -268,7 +268,7 @@ class Volume:
 
 
 def shared_memory() -> Path:
-    """A place in shared memory for this process; those of processes that are gone are swept away."""
+    """A folder in shared memory for this process; removes those of processes that have ended."""
     root = Path("/dev/shm")
     for old in root.glob("birl-weights-*"):
         pid = old.name.rpartition("-")[2]

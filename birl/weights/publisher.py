@@ -1,5 +1,5 @@
-"""How the learner's weights come to what samples from them, as the loop sees it; and the case of an embedded engine.
-Engines in other processes have `publish.Sender`."""
+"""How the learner's weights are published to the engine, as the training loop sees it, and the embedded engine's case.
+For engines in other processes see `publish.Sender`."""
 
 import asyncio
 import time
@@ -18,8 +18,8 @@ from birl.models.released import buffers, reverted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What an update cost: `seconds` in all, of which generation stood still for `paused` in the slowest engine.
-    `gap`: mean |engine log-prob - learner log-prob| of the canary [nats a token]."""
+    """Cost of an update: `seconds` in all, of which generation was paused for `paused` in the slowest engine. `gap`:
+    mean |engine log-prob - learner log-prob| of the canary [nats per token]."""
 
     version: int = 0
     digest: str = ""
@@ -32,28 +32,28 @@ class Sent:
 class Publisher(Protocol):
     @property
     def sent_digest(self) -> str:
-        """Of the weights that engines elsewhere have, where no rank has all of them; else empty."""
+        """Digest of the weights that engines in other processes have, if these are sharded over ranks; else empty."""
         ...
 
     async def close(self) -> None:
-        """Call before the engines are closed: when this returns, nothing is asked of them any more."""
+        """Call before the engines are closed: after it returns, no further requests are sent to them."""
         ...
 
     async def publish(self, wait: bool = True) -> Sent:
-        """The engines get the weights as they are now. Without `wait` their proof may come later: ask `proved`."""
+        """Send the current weights to the engines. Without `wait` the canary may be pending: see `proved`."""
         ...
 
     async def proved(self) -> float:
-        """Waits for what the engines still have to prove; mean |engine - learner| of the last canary, NaN without one.
-        Call before training on tokens of the newest weights."""
+        """Wait for the pending canary; returns its mean |engine - learner|, NaN without one. Call before training on
+        tokens of the newest weights."""
         ...
 
     async def rest(self) -> None:
-        """Before the learner computes: engines that share its device give their memory back."""
+        """Call before the learner computes: engines that share its device free their memory."""
 
 
 class Memory:
-    """The engine samples from the learner's own weights: there is nothing to send."""
+    """The engine samples from the learner's own weights: nothing is sent."""
 
     sent_digest = ""
 
@@ -72,7 +72,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Refresh(Memory):
-    """The embedded engine has weights of its own, because the learner's are split over several ranks."""
+    """The embedded engine has a copy of the weights, because the learner's are sharded over several ranks."""
 
     refresh: Callable[[], None]
     compute: Executor
@@ -84,8 +84,8 @@ class Refresh(Memory):
 
 
 def published(model: nn.Module) -> dict[str, Tensor]:
-    """What an engine needs of a learner's module: parameters in the type that it computes in, tied ones once, without
-    heads that only training reads. Of what is quantised the matrix that training multiplies by, in CPU memory."""
+    """Weights that an engine needs of a learner's module: parameters in the dtype of computation, tied ones once,
+    without heads that only training uses. Of quantised layers the matrix that training multiplies by, in CPU memory."""
     quantized = quantized_layers(model)
     return {
         name: quantized[name].matrix().cpu() if name in quantized else p.data
@@ -95,6 +95,6 @@ def published(model: nn.Module) -> dict[str, Tensor]:
 
 
 def released(model: nn.Module) -> dict[str, Tensor]:
-    """What an engine of another project needs of a learner's module. No copies where the module has the same tensors;
-    views of one copy where it holds several together."""
+    """Weights of a learner's module by the names of its released files, for engines of other projects. No copies if the
+    module has the same tensors; views of one copy if it holds several joined."""
     return reverted(model, published(model) | buffers(model))
