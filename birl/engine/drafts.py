@@ -1,10 +1,10 @@
-"""Guesses of what a request will sample next, looked up in its prompt, its answer so far, and the other answers to the
-same prompt. Pure Python.
+"""Draft tokens for speculative decoding, looked up in a request's prompt, its answer so far, and the other answers to
+the same prompt (prompt lookup). Pure Python.
 
 When only a few long answers are left, a step spends its time reading the weights, and computing 16 rows takes as long
-as computing one. So the spare rows compute guessed tokens. Token t of a request is what its t-th random number picks
-from the distribution after t - 1 tokens, whether that was computed one step at a time or several at once: a guess is
-right or wrong, and nothing that is sampled changes (`Steps.step` compares).
+as computing one. So the spare rows compute draft tokens. Token t of a request is what its t-th random number picks from
+the distribution after t - 1 tokens, whether that was computed one step at a time or several at once: a draft is right
+or wrong, and never changes what is sampled (`Steps.step` compares).
 """
 
 from collections import OrderedDict
@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 from birl.engine.request import Request
 
-LONGEST, SHORTEST = 4, 2  # tokens of context that must be the same
-REST = 8  # tokens without guesses after a wrong one: a step with guesses costs a tenth more
+LONGEST, SHORTEST = 4, 2  # length of the n-grams of context that must match
+REST = 8  # tokens without drafts after a wrong one: a step with drafts costs a tenth more
 REMEMBERED = 100_000  # tokens of prompts and answers, about 60 MB
 
 
 @dataclass(slots=True)
 class Lookup:
-    """What came last after each n-gram, in one prompt and the answers to it."""
+    """What followed the last occurrence of each n-gram in a prompt and its answers."""
 
     follows: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)
-    texts: list[tuple[Request, list[int]]] = field(default_factory=list)  # answers, and how much of them is indexed
+    texts: list[tuple[Request, list[int]]] = field(default_factory=list)  # running answers, and their indexed tokens
     indexed: int = 0
 
     def join(self, request: Request) -> None:
@@ -32,7 +32,7 @@ class Lookup:
         self.texts.append((request, text))
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return self.indexed + sum(len(request) - len(text) for request, text in self.texts)
 
     @property
@@ -46,16 +46,16 @@ class Lookup:
         self.indexed += len(text) - start
 
     def read(self) -> None:
-        """Index what has been sampled since the last time."""
+        """Index the tokens sampled since the last call."""
         for request, text in self.texts:
             start = len(text)
             if len(request) > start:
                 text += request.tokens[start - len(request.prompt) :]
                 self.index(text, start)
-        self.texts = [(r, t) for r, t in self.texts if r.stop is None]  # the others will not grow
+        self.texts = [(r, t) for r, t in self.texts if r.stop is None]  # finished requests do not grow
 
     def guess(self, text: list[int], count: int) -> list[int]:
-        """Up to `count` tokens: what followed the longest n-gram that ends `text`, and so on from there."""
+        """Up to `count` draft tokens: those that followed the longest n-gram that ends `text`, and so on from there."""
         context, guessed = text[-LONGEST:], 0
         while guessed < count:
             grams = (tuple(context[-n:]) for n in range(min(LONGEST, len(context)), SHORTEST - 1, -1))
@@ -71,8 +71,8 @@ class Lookup:
 
 @dataclass(slots=True)
 class Drafts:
-    """Lookups by prompt, the least recently used forgotten first. `rows`: what a step can compute in the time of one
-    row; 0 switches guessing off."""
+    """Lookups by prompt, evicted in LRU order. `rows`: number of rows that a step can compute in the time of one; 0
+    disables drafts."""
 
     rows: int = 16
     lookups: OrderedDict[tuple[int, ...], Lookup] = field(default_factory=OrderedDict)
@@ -85,8 +85,8 @@ class Drafts:
         self.lookups.move_to_end(request.prompt)
 
     def guess(self, request: Request, most: int) -> list[int]:
-        """Up to `most` tokens that may follow. How many are tried depends on how many were right the last time: text
-        repeats itself in stretches."""
+        """Up to `most` draft tokens. Their number depends on how many were right the last time, as text repeats itself
+        in stretches."""
         if len(request.tokens) < request.guess_from:
             return []
         count = min(most, request.daring, request.left - 1)
@@ -97,12 +97,12 @@ class Drafts:
         return lookup.guess([*request.prompt[-LONGEST:], *request.tokens[-LONGEST:]], count)
 
     def judge(self, request: Request, right: int) -> None:
-        """So many of its guesses were right."""
+        """Record that `right` drafts of a request were accepted."""
         request.daring = 2 * right + 2
         request.guess_from = len(request.tokens) + (0 if right else REST)
 
     def trim(self, most: int) -> None:
-        """Forget the oldest prompts until at most `most` tokens are left; not those that are still being answered."""
+        """Forget the oldest prompts until at most `most` tokens are left, except those with running requests."""
         size = sum(map(len, self.lookups.values()))
         for prompt, lookup in tuple(self.lookups.items()):
             if size <= most:

@@ -1,16 +1,16 @@
 """The embedded engine: continuous batching over the module that the learner trains, without a second copy of the
-weights; or, in a process of its own (`birl serve`), over one that takes new weights at a token boundary.
+weights; or, in a process of its own (`birl serve`), over a module that takes new weights at a token boundary.
 
     generate() --adds--> Scheduler.waiting --plan--> running --run, sample--> finished --resolves--> generate()
     (event loop)                            (compute thread, one for the whole process)           (event loop)
 
-A token depends on its request's weights, context and random number alone. Whatever makes it faster (batches, shared
-prompts, guessed tokens, preemption) is not allowed to change it.
+A token depends on its request's weights, context and random number alone. Optimisations (batching, shared prompts,
+draft tokens, preemption) must not change it.
 
-Everything that computes runs on one thread, the learner's: the two never run at once, and CPU threads are not shared
-out twice. When the weights change in the middle of an answer, the answer goes on with the new ones:
-its next token comes from them and says so (`versions`). With `recompute_kv` its keys and values are computed anew, so
-that the log-prob of a token of version v is exactly what version v gives it; without, those of the older tokens stay.
+Everything that computes runs on the learner's thread: engine and learner never run at the same time, and CPU threads
+are not oversubscribed. When the weights change in the middle of an answer, it continues with the new ones: each token
+records its version (`versions`). With `recompute_kv` its KV cache is recomputed, so that the log-prob of a token of
+version v is exactly what version v gives it; without, the KV cache of older tokens is kept.
 """
 
 import asyncio
@@ -47,9 +47,9 @@ from birl.waits import alive
 class EmbeddedEngine:
     """Implements `birl.types.Engine`.
 
-    `version` is asked for at every step, and stamped on the tokens of that step; without it the engine has weights of
-    its own, which `load` replaces. `context` is the longest sequence [tokens], `kv_cache_gb` the memory for keys and
-    values [GiB]. With `routes` completions say which experts computed their tokens.
+    `version` is called at every step and recorded with the tokens of that step; without it the engine has its own copy
+    of the weights, which `load` replaces. `context`: longest sequence [tokens]; `kv_cache_gb`: memory of the KV cache
+    [GiB]. With `routes` completions contain the experts that computed their tokens.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class EmbeddedEngine:
         self._version = version or (lambda: self.weights.version if self.weights else 0)
         self.paused = self.asleep = False
         self.runner = Runner(model, routes, sequences=max_batch)
-        keeps = state_bytes(model)  # what pages do not hold can be neither reused by tokens nor taken back
+        keeps = state_bytes(model)  # recurrent state is not in pages: no prefix reuse, and drafts cannot be undone
         room = max(0, int(kv_cache_gb * 2**30) - max_batch * keeps)
         pages = min(room // page_bytes(model), max_batch * pages_for(context))
-        on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU launches captured graphs instead of guessing
+        on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU uses CUDA graphs instead of drafts
         drafts = Drafts(draft_rows if on_cpu and not keeps else 0)
         self.scheduler = Scheduler(
             max_batch=max_batch, pages=Pages(pages), cache=not keeps, early=not (routes or keeps), drafts=drafts
@@ -84,7 +84,7 @@ class EmbeddedEngine:
         self.steps = Steps(context, self.runner, self.scheduler, self._version())
         self.counters = self.steps.counters
         self._arrivals: list[Request] = []
-        self._open: set[Request] = set()  # requests that wait for a completion
+        self._open: set[Request] = set()  # requests without a completion yet
         self._pump: asyncio.Task[None] | None = None
         self._closed: EngineDown | None = None
 
@@ -103,14 +103,11 @@ class EmbeddedEngine:
         best: TopLogprobs | None = None,
         adapter: AdapterWeights | None = None,
     ) -> Completion:
-        """Sample one answer. A prompt that fills the context gives an empty completion that ended for its length.
-
-        `watch` is called with the request whenever it has new tokens. Cancelling the caller aborts the request; `abort`
-        ends it with what it has. With a `guide` only tokens that it allows are drawn, and log-probs are those of the
-        distribution over these. `best` is filled. `adapter` is added to the weights. While the
-        engine is paused it waits. Raises `BirlError` when the KV cache could not hold it, and `EngineDown` when the
-        engine was closed.
-        """
+        """Sample one answer. A prompt that fills the context gives an empty completion with Stop.LENGTH. `watch` is
+        called with the request whenever it has new tokens. Cancelling the caller aborts the request; `abort` ends it
+        with the tokens it has. With a `guide` only allowed tokens are sampled, and log-probs are those of the
+        distribution over these. `best` is filled. `adapter` is added to the weights. Waits while the engine is paused.
+        Raises `BirlError` if the KV cache could not hold the request, and `EngineDown` if the engine was closed."""
         room = min(params.max_tokens, self.context - len(prompt_ids))
         if not prompt_ids:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
@@ -153,8 +150,8 @@ class EmbeddedEngine:
             self._pump = asyncio.create_task(self._run())
 
     async def pause(self, abort: bool = False) -> None:
-        """Stop at the next token boundary. What is running is kept and goes on at `resume`; with `abort` it ends with
-        what it has. What is asked from now on waits."""
+        """Stop at the next token boundary. Running requests are kept and continue after `resume`; with `abort` they end
+        with the tokens they have. New requests wait."""
         if abort:
             await self.abort()
         self.paused = True
@@ -169,7 +166,7 @@ class EmbeddedEngine:
             self._start()
 
     async def abort(self, sessions: Collection[str] | None = None) -> int:
-        """End the requests of these sessions, or all, with what they have; says how many."""
+        """End the requests of these sessions, or all, with the tokens they have; returns their number."""
         chosen = [r for r in self._open if sessions is None or r.session in sessions]
         for request in chosen:
             request.aborted = True
@@ -184,8 +181,8 @@ class EmbeddedEngine:
         return len(chosen)
 
     async def load(self, update: Update) -> Held:
-        """Take new weights: read and compared beside generation, then swapped in at a token boundary. Raises
-        `WeightsFailed`, and then the old ones are still there."""
+        """Load new weights: read and compared during generation, then swapped in at a token boundary. Raises
+        `WeightsFailed`; the old weights are then kept."""
         weights = self._own_weights()
         loop = asyncio.get_running_loop()
         staged = await asyncio.to_thread(weights.stage, update)
@@ -199,12 +196,12 @@ class EmbeddedEngine:
         return await loop.run_in_executor(self.compute, swap)
 
     async def digests(self) -> dict[str, str]:
-        """Of every weight that the engine holds now, by name."""
+        """Digests of all current weights, by name."""
         return await asyncio.get_running_loop().run_in_executor(self.compute, self._own_weights().digests)
 
     async def sleep(self) -> None:
-        """Give the memory of weights and cache back. Running requests stay; they go on after `wake` and a `load`.
-        Raises `BirlError` where a GPU did not get it: the engine sleeps nevertheless."""
+        """Free the memory of weights and KV cache. Running requests are kept; they continue after `wake` and a `load`.
+        Raises `BirlError` if a GPU did not get the memory back: the engine sleeps nevertheless."""
         weights = self._own_weights()
         await self.pause()
         self.asleep = True
@@ -224,7 +221,7 @@ class EmbeddedEngine:
         await asyncio.get_running_loop().run_in_executor(self.compute, drop)
 
     async def wake(self) -> None:
-        """Have room for weights again. There are none until `load`; then `resume`."""
+        """Allocate memory for weights again; they are undefined until `load`. Then call `resume`."""
         if self.asleep:
             await asyncio.get_running_loop().run_in_executor(self.compute, self._own_weights().allocate)
             self.asleep = False
@@ -235,14 +232,14 @@ class EmbeddedEngine:
         return self.weights
 
     def rest(self) -> None:
-        """(compute thread) Before training, which may have the memory of the cache unless requests run, or graphs know
-        its address: capturing them again would take longer than a step."""
+        """(compute thread) Called before training, which may use the memory of the KV cache unless requests run, or
+        CUDA graphs contain its address: capturing them again would take longer than a step."""
         if not self.scheduler.running and self.runner.graphs is None:
             self.scheduler.pages.forget()
             self.runner.release(cache=True)
 
     async def close(self) -> None:
-        """For good: waiting and later callers get `EngineDown`."""
+        """Close the engine: waiting and later callers get `EngineDown`."""
         self._closed = EngineDown("the engine was closed")
         for request in self._open:
             request.aborted = True
@@ -254,7 +251,7 @@ class EmbeddedEngine:
         self.runner.release(cache=True)
 
     async def _run(self) -> None:
-        """Compute until no request waits, or the engine is paused. One task at a time owns the scheduler."""
+        """Compute until no request waits or the engine is paused. One task at a time owns the scheduler."""
         loop = asyncio.get_running_loop()
         try:
             while not self.paused:
@@ -263,10 +260,10 @@ class EmbeddedEngine:
                     for request in self._arrivals:
                         self._accept(request)
                     self._arrivals.clear()
-                    self.scheduler.drafts.trim(REMEMBERED)  # it may never be idle
+                    self.scheduler.drafts.trim(REMEMBERED)  # the engine may never be idle
                 if not self.scheduler.busy:
                     self.runner.release()
-                    # where bits depend on a step's rows, these must not depend on what a resumed run has not seen
+                    # if results depend on a step's rows, they must not depend on state that a resumed run does not have
                     self.scheduler.drafts.trim(REMEMBERED if self.runner.same_bits else 0)
                     if self.runner.repeats:
                         self.scheduler.pages.forget()
@@ -291,9 +288,9 @@ class EmbeddedEngine:
             request.told = len(request.tokens)
 
     async def _settle(self) -> None:
-        """Let all callers that are about to ask do so. A batch then holds the same requests in every run of the same
-        program, however fast the machine is: floating-point sums depend on the batch, and a resumed run must be
-        bit-identical."""
+        """Let all callers that are about to send a request do so. A batch then has the same requests in every run of
+        the same program, however fast the machine is: floating-point sums depend on the batch, and a resumed run must
+        be bit-identical."""
         quiet, known = 0, -1
         while quiet < 8:
             quiet = quiet + 1 if len(self._arrivals) == known else 0
@@ -304,7 +301,7 @@ class EmbeddedEngine:
         try:
             self.scheduler.add(request)
         except BirlError as error:
-            if not request.future.done():  # the caller may have gone
+            if not request.future.done():  # the caller may have been cancelled
                 request.future.set_exception(error)
 
     def _fail(self, error: Exception) -> None:
@@ -315,10 +312,10 @@ class EmbeddedEngine:
                 request.future.set_exception(error)
 
     def _compute(self) -> list[Request]:
-        """Steps until a request has finished, or a new one came, or an eighth of a second is over (for those who
-        watch)."""
+        """Run steps until a request finishes, a new one arrives, or an eighth of a second has passed (for watched
+        requests)."""
         start, before = time.perf_counter(), self.counters.tokens
-        watched = any(r.watch for r in tuple(self._open))  # the event loop adds to it meanwhile
+        watched = any(r.watch for r in tuple(self._open))  # the event loop may add to it meanwhile
         if self.version != self.steps.version:
             self.steps.renew(self.version, self.recompute_kv)
         finished = self.scheduler.retire()

@@ -1,12 +1,12 @@
-"""CUDA graphs for decoding: the next tokens of all running sequences, several in a row, without the host.
+"""CUDA graphs for decoding: several next tokens of all running sequences in a row, without the host.
 
-A step of decoding is some hundred kernels of a few microseconds; launching them from Python takes ten times as long as
-they run. Captured once, they are launched together. The step is captured for a few sizes (rows and pages a row, powers
-of two); rows that only fill up write to a scratch page, and their results are dropped. The graph also draws the tokens
-and moves on to the next position itself, so that up to `AHEAD` replays need one upload before and one download after.
+A decode step is some hundred kernels of a few microseconds; launching them from Python takes ten times as long as
+running them. Captured once, they are launched together. The step is captured for a few sizes (rows and pages a row,
+powers of two); padding rows write to a scratch page, and their results are dropped. The graph also samples the tokens
+and advances to the next position itself, so that up to `AHEAD` replays need one upload before and one download after.
 
-Any forward pass can be captured that never brings a value to the host: birl's fused layers and transformers' own
-modules alike. `Graphs.problem` runs a step once and says what cannot be captured in it.
+Any forward pass can be captured that never copies a value to the host: birl's fused layers and transformers' own
+modules alike. `Graphs.problem` runs a step once and returns what cannot be captured in it.
 
 A graph works on addresses: inputs and results live in tensors that are made once, weights and cache must not move
 (`Runner.use_graphs` compares). Whatever the step allocates comes from a pool that all graphs share.
@@ -33,12 +33,12 @@ from birl.models.paged import Cache, Paged
 from birl.models.states import Stretch
 from birl.types import SamplingParams
 
-AHEAD = 16  # tokens in a row; a sequence that ends earlier wastes the rest of its row
-NARROWEST = 8  # pages of a row
+AHEAD = 16  # tokens per burst; a sequence that ends earlier wastes the rest of its row
+NARROWEST = 8  # smallest number of pages per row
 
-#: tokens [B] int64, lengths [B] int32, table [B, width] int32, places of layers' states [B] int32 -> logits [B, V]
+#: tokens [B] int64, lengths [B] int32, table [B, width] int32, slots of layers' states [B] int32 -> logits [B, V]
 Step = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-#: [B][count] each: tokens, log-probs, and the support that each was drawn from, where that is asked for
+#: [B][count] each: tokens, log-probs, and the support that each was sampled from, if requested
 Burst = tuple[list[list[int]], list[list[float]], list[list[Any]]]
 #: a function without arguments -> one that does the same on the same tensors
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -46,9 +46,9 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 @dataclass(slots=True)
 class Graph:
-    """The tensors of one size. `host` is uploaded as one piece into `device`, of which the inputs are views:
-    [rows, width] pages, [rows] tokens, [rows] lengths, [rows] places of states, and as float32 [rows] temperatures,
-    [rows, 3] limits (top-k, top-p and min-p, which only `limited` graphs look at), [AHEAD, rows] uniforms."""
+    """The tensors of one size. `host` is uploaded in one copy to `device`, of which the inputs are views: [rows, width]
+    pages, [rows] tokens, [rows] lengths, [rows] slots of states, and as float32 [rows] temperatures, [rows, 3] limits
+    (top-k, top-p and min-p, only used by `limited` graphs), [AHEAD, rows] uniforms."""
 
     host: Tensor
     device: Tensor
@@ -60,9 +60,9 @@ class Graph:
     limits: Tensor
     uniforms: Tensor
     limited: bool
-    place: Tensor  # [1] int64: which token of the burst comes next
+    place: Tensor  # [1] int64: index of the next token of the burst
     results: Tensor  # [AHEAD, 2, rows] float32: tokens (exact up to 2^24) and log-probs
-    kept: Tensor | None  # [AHEAD, rows, 1 + room] int32: supports that tokens were drawn from, where one is asked for
+    kept: Tensor | None  # [AHEAD, rows, 1 + room] int32: supports that tokens were sampled from, if one is requested
     replay: Callable[[], None] = lambda: None
 
     @classmethod
@@ -91,7 +91,7 @@ class Graph:
 
 @dataclass(slots=True)
 class Graphs:
-    """All graphs over one model and cache. `scratch`, `free`: the page and the place of states that no request owns."""
+    """All graphs of one model and KV cache. `scratch`, `free`: page and state slot that no request owns."""
 
     step: Step
     where: torch.device
@@ -115,8 +115,8 @@ class Graphs:
         count: int,
         states: Sequence[int] = (),
     ) -> Burst:
-        """`count` tokens for each of B sequences, whose last tokens and lengths (these included) are given, and the
-        places of their layers' states, where they have such."""
+        """Sample `count` tokens for each of B sequences, given their last tokens, lengths (these included), and the
+        slots of their layers' states if they have any."""
         limits = limits_of(params)
         rows = len(tokens)
         last = (max(lengths) + count - 2) // PAGE  # a sequence that ends within the burst writes on, to `scratch`
@@ -129,23 +129,23 @@ class Graphs:
         graph.place.zero_()
         for _ in range(count):
             graph.replay()
-        result = graph.results[:count, :, :rows].permute(1, 2, 0).cpu()  # waits, so `host` may be written again
+        result = graph.results[:count, :, :rows].permute(1, 2, 0).cpu()  # synchronises, so `host` may be written again
         each = [supports(None if graph.kept is None else graph.kept[i, :rows], params) for i in range(count)]
         return result[0].long().tolist(), result[1].tolist(), list(map(list, zip(*each, strict=True)))
 
     def graph(self, rows: int, width: int, limited: bool, room: int = 0) -> Graph:
-        """`room`: of the longest support that a row tells."""
+        """The graph of this size, captured if needed. `room`: size of the largest support that a row reports."""
         if (rows, width, limited, room) not in self.made:
             assert self.capture is not None
             graph = Graph.make(rows, width, limited, self.where, room)
-            fill(graph, self.scratch, (), (), (), (), (), free=self.free)  # captured on the scratch page alone
+            fill(graph, self.scratch, (), (), (), (), (), free=self.free)  # captured on the scratch page only
             graph.device.copy_(graph.host)
             graph.replay = self.capture(lambda: self.once(graph))
             self.made[rows, width, limited, room] = graph
         return self.made[rows, width, limited, room]
 
     def problem(self) -> str:
-        """What keeps a step from being captured, or nothing."""
+        """Reason why a step cannot be captured, or an empty text."""
         graph = Graph.make(1, NARROWEST, False, self.where)
         fill(graph, self.scratch, (), (), (), (), (), free=self.free)
         graph.device.copy_(graph.host)
@@ -154,7 +154,7 @@ class Graphs:
         return watch.problem or (str(syncs[0].message) if syncs else "")
 
     def once(self, graph: Graph) -> None:
-        """One token for each row, and everything ready for the next."""
+        """Sample one token for each row and advance to the next position."""
         logits = self.step(graph.tokens.long(), graph.lengths, graph.table, graph.states)
         uniforms = graph.uniforms.index_select(0, graph.place)[0]
         room = 0 if graph.kept is None else graph.kept.shape[2] - 1
@@ -168,7 +168,7 @@ class Graphs:
 
 
 def begin_states(model: nn.Module, cache: Cache, place: int, page: int) -> None:
-    """One token of no request, on this page: from now on the states of all layers are where they are."""
+    """Run one token of no request on this page, which allocates the states of all layers at their final addresses."""
     device = cache.keys[0].device
     table = torch.full((1, 1), page, dtype=torch.int32, device=device)
     layout = Paged.plain(cache, table, torch.ones(1, dtype=torch.int32, device=device))
@@ -178,8 +178,8 @@ def begin_states(model: nn.Module, cache: Cache, place: int, page: int) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Notes the first operation that a graph cannot hold: one that brings a value to the host, or something from it to
-    the device, or whose result has as many elements as values say."""
+    """Notes the first operation that a graph cannot contain: one that copies a value to the host, or from it to the
+    device, or whose result's size depends on values."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -193,11 +193,11 @@ class Watch(TorchDispatchMode):
 
     def reads(self, func: Any, args: Any, given: list[Any], made: list[Any]) -> bool:
         given, made = ([t for t in tensors if isinstance(t, Tensor)] for tensors in (given, made))
-        if "index" in func.__name__:  # by a mask: its places are counted first
+        if "index" in func.__name__:  # index by a mask: counts its elements first
             return any(t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1]) if isinstance(t, Tensor))
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             return True
-        if func.namespace not in ("aten", "prim", "prims", "mkldnn"):  # what it does inside cannot be seen
+        if func.namespace not in ("aten", "prim", "prims", "mkldnn"):  # opaque to this check
             return True
         if "grouped_mm" in func.__name__ and given[0].dtype != torch.bfloat16 and self.device.type == "cuda":
             return True  # a loop over the experts
@@ -208,7 +208,7 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def watched_syncs(device: torch.device) -> Iterator[list[warnings.WarningMessage]]:
-    """What CUDA itself notes of waiting within."""
+    """Record the synchronisation warnings of CUDA within the block."""
     with warnings.catch_warnings(record=True) as noted:
         if device.type != "cuda" or not torch.cuda.is_available():
             yield []
@@ -221,7 +221,7 @@ def watched_syncs(device: torch.device) -> Iterator[list[warnings.WarningMessage
             yield syncs
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            # asking for the warnings is itself worth a warning, that "synchronizing operations" may be missed
+            # enabling the warnings itself warns that "synchronizing operations" may be missed
             syncs += [w for w in noted if "called a synchronizing" in str(w.message)]
 
 
@@ -230,8 +230,8 @@ def fill(
     temperatures: Sequence[float], uniforms: Sequence[Sequence[float]], limits: Tensor | None = None,
     states: Sequence[int] = (), free: int = 0,
 ) -> None:  # fmt: skip
-    """Write the inputs of B sequences and of the rows that fill up: greedy, one token long, on the scratch page, with
-    the states at `free`."""
+    """Write the inputs of B sequences and of the padding rows: greedy, one token long, on the scratch page, with the
+    states at `free`."""
     rows, width = graph.table.shape
     table, numbers, floats = np.split(graph.host.numpy(), [rows * width, rows * (width + 3)])
     table, numbers, floats = table.reshape(rows, width), numbers.reshape(3, rows), floats.view(np.float32)
@@ -247,7 +247,7 @@ def fill(
     floats.fill(0.0)
     floats[: len(temperatures)] = temperatures
     own = floats[rows : 4 * rows].reshape(rows, 3)
-    own[:] = 0.0, 1.0, -np.inf  # off
+    own[:] = 0.0, 1.0, -np.inf  # disabled
     if limits is not None:
         own[: len(limits)] = limits
     later = floats[4 * rows :].reshape(AHEAD, rows)
@@ -256,13 +256,13 @@ def fill(
 
 
 def captured(device: torch.device) -> Capture:
-    """Capturing on this device, with one pool of memory for all graphs."""
+    """Returns a function that captures graphs on this device, all with one memory pool."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(work: Callable[[], None]) -> Callable[[], None]:
         aside = torch.cuda.Stream(device)
         aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):  # Triton compiles, cuBLAS takes its workspace
+        with torch.cuda.stream(aside):  # warm-up: Triton compiles, cuBLAS allocates its workspace
             for _ in range(2):
                 work()
         torch.cuda.current_stream(device).wait_stream(aside)

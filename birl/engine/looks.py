@@ -1,4 +1,4 @@
-"""Pictures of running requests: what the vision tower makes of each is kept while the weights are the same."""
+"""Images of running requests: their vision features are cached while the weights are the same."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ KEPT = 2**28  # bytes of features
 
 
 class Looks:
-    """Features by the digest of their picture, the newest `KEPT` bytes of them."""
+    """Vision features by the digest of their image; keeps the newest `KEPT` bytes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -24,7 +24,7 @@ class Looks:
         self.frozen = bool(still(model))
 
     def at(self, version: int) -> None:
-        """From now on with the weights of this version."""
+        """Set the version of the weights; features of another version are dropped."""
         if version != self.version and not self.frozen:
             self.known.clear()
         self.version = version
@@ -40,7 +40,7 @@ class Looks:
     def row(
         self, plan: Sequence[ScheduledTokens], tokens: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Seen | None]:
-        """Tokens [T] of a step, positions [T] -> those of the vocabulary, positions [T] or [3, T], what is seen."""
+        """Tokens [T] of a step, positions [T] -> vocabulary tokens, positions [T] or [3, T], vision features."""
         if all(work.request.sight is None for work in plan):
             return tokens, positions, None
         parts: list[Features] = []

@@ -1,5 +1,5 @@
-"""An embedded engine for a policy, with a cache that fits, and the weights that it samples from; or for several: one
-base, and the adapter of the policy that replies."""
+"""Opens an embedded engine for a policy, with a KV cache that fits, and manages the weights that it samples from; or for
+several policies: one base model, and an adapter for each policy."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,10 +30,10 @@ from birl.models.vision import give, language_model, pictures_of, still
 from birl.parallel.machine import free_memory
 from birl.types import PAST, Completion, Engine, SamplingParams
 
-if TYPE_CHECKING:  # loaded by the runs that have them
+if TYPE_CHECKING:  # only imported by runs that use it
     from birl.learner.policies import Policies
 
-SHARE = 0.5  # of the free memory, for keys and values
+SHARE = 0.5  # share of the free memory for the KV cache
 
 
 def open_engine(
@@ -45,9 +45,9 @@ def open_engine(
     routes: bool = False,
     among: int = 1,
 ) -> EmbeddedEngine:
-    """An engine that samples from the policy's module. `version` None: the engine has weights of its own. `longest`: no
-    sequence will be longer [tokens]; `context` where it is not known. `routes`: it says which experts computed a token.
-    `among`: so many share the memory. With engine.weights=int8 the module must be the engine's own."""
+    """An engine that samples from the policy's module. `version` None: the engine has its own weights. `longest`:
+    maximum length of a sequence [tokens]; `context` if unknown. `routes`: return the experts that computed each token.
+    `among`: number of engines that share the memory. engine.weights=int8 needs a module of the engine's own."""
     if config.weights == "int8":
         round_weights(policy.model)
     return EmbeddedEngine(
@@ -69,9 +69,9 @@ def open_engine(
 def cache_bytes(
     model: nn.Module, sequences: int, longest: int, among: int = 1, device: torch.device | None = None
 ) -> int:
-    """engine.kv_cache_gb=0: room for so many sequences of `longest` tokens, but at most `SHARE` of what is free now,
-    with the weights and the optimizer in memory, and on a GPU beside the copies of what is quantised. While something
-    is trained there is no cache, so the activations may have the same memory."""
+    """Size of the KV cache for engine.kv_cache_gb=0: room for `sequences` of `longest` tokens, but at most `SHARE` of
+    the memory that is free now, with the weights and the optimizer in memory, and on a GPU with copies of the quantised
+    layers. While training there is no cache, so the activations may use the same memory."""
     need = sequences * (pages_for(longest) * page_bytes(model) + state_bytes(model))
     device = device or head(model).weight.device
     free = free_memory(device)
@@ -81,7 +81,7 @@ def cache_bytes(
 
 
 def check_cache(config: schema.Generation, engine: EmbeddedEngine, prompt: int, answer: int) -> None:
-    """The engine must be able to hold the longest possible sequence alone; better to know before sampling."""
+    """Check that the KV cache can hold the longest possible sequence alone. Raises `BirlError` before sampling."""
     longest = min(prompt + answer, engine.context)
     pages, have = pages_for(longest), engine.scheduler.pages.total
     if pages > have:
@@ -98,11 +98,11 @@ def check_cache(config: schema.Generation, engine: EmbeddedEngine, prompt: int, 
 
 @dataclass(slots=True, kw_only=True)
 class Sampled:
-    """The weights that the embedded engine samples from: the learner's own module; or, where its weights are split over
-    ranks, or the engine has them in int8, a whole copy, brought up to date after each step.
+    """The weights that the embedded engine samples from: the learner's own module; or a full copy, updated after each
+    step, if the learner's weights are sharded or the engine has them in int8.
 
-    `copy`: None where the engine has the learner's module; `version`: of the learner, that the copy is of; `int8`:
-    the copy is rounded to that; `own`: the engine of this process."""
+    `copy`: None if the engine has the learner's module; `version`: learner version of the copy; `int8`: it is in int8;
+    `own`: the engine of this process."""
 
     policy: Policy
     learner: Learner
@@ -117,7 +117,7 @@ class Sampled:
         return self.copy or self.learner.model
 
     def engine(self, keys: schema.Engine, context: int, longest: int, routes: bool) -> EmbeddedEngine:
-        """An engine that samples from these weights; arguments as those of `open_engine`."""
+        """An engine that samples from these weights; arguments as in `open_engine`."""
         policy, learner = self.policy, self.learner
         ranks, device = learner.ranks, learner.device
         among = ranks.shares if device.type == "cpu" else 1
@@ -135,7 +135,7 @@ class Sampled:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """(every rank) The copies become the learner's weights, one tensor after the other."""
+        """(every rank) Copy the learner's weights to the copies, one tensor at a time."""
         copies = {} if self.copy is None else dict(self.copy.named_parameters())
         for name, parameter in self.learner.model.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -148,15 +148,15 @@ class Sampled:
         self.version = self.learner.version
 
     def rest(self) -> None:
-        """(every rank) This process' engine makes room for what is trained."""
+        """(every rank) Let this process' engine free memory for training."""
         if self.own is not None:
             self.own.rest()
 
 
 @torch.no_grad()
 def round_weights(model: nn.Module) -> None:
-    """To what int8 holds of all linear layers of the body, in place, but routers; kernels may read codes of them
-    (`Decoder`) from now on."""
+    """Round all linear layers of the body, except routers, to int8 values, in place; from now on kernels may read their
+    codes (`Decoder`)."""
     for linear in quantizable(model).values():
         linear.weight.data.copy_(rounded(linear.weight))
     if getattr(model, "in_int8", False):
@@ -168,7 +168,7 @@ def round_weights(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PolicyEngine:
-    """Implements `birl.types.Engine` for one policy. `adapter`: what it adds to the base at the time of a question."""
+    """Implements `birl.types.Engine` for one policy. `adapter`: returns its current adapter at each request."""
 
     engine: EmbeddedEngine
     adapter: Callable[[], AdapterWeights]
@@ -181,12 +181,12 @@ class PolicyEngine:
         return await self.engine.generate(prompt_ids, params, session, adapter=self.adapter())
 
     async def close(self) -> None:
-        """The engine is the others', too."""
+        """Does nothing: the engine is shared with the other policies."""
 
 
 def engines_of(names: Sequence[str], engine: Engine, policies: "Policies | None", draw: int) -> Mapping[str, Engine]:
-    """An engine for each policy by name and, where a league keeps earlier versions, for the one of them that a group
-    draws. `policies` None: the engine's weights are those of the only one."""
+    """An engine for each policy by name and, if a league keeps earlier versions, for the earlier version that a group
+    draws. `policies` None: a single policy, whose weights the engine has."""
     if policies is None:
         return dict.fromkeys(names, engine)
     assert isinstance(engine, EmbeddedEngine), "no other has adapters"

@@ -1,9 +1,9 @@
-"""Pages of the KV cache: which are free, how many sequences use each of the others, and which are reused by their
-tokens. Numbers only.
+"""Page allocator of the KV cache: free pages, reference counts, and prefix caching. Numbers only, no tensors.
 
-A full page is known by its tokens and the page before it, and so by every token up to its end: tokens are compared, not
-hashes of them. It stays known when its last user has gone, until its room is needed: the least recently used goes
-first, and of a sequence the last page. So the page before a known one is known, too, and a number names one beginning.
+A full page is identified by its tokens and the page before it, and so by every token up to its end: tokens are
+compared, not hashes of them. It stays known after its last user has ended, until it is evicted: least recently used
+first, and of a sequence the last page first. So the page before a known one is known too, and a page number identifies
+one prefix.
 """
 
 import heapq
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from birl.kernels.tensors import PAGE
 
-FIRST = -1  # in place of the page before the first
+FIRST = -1  # stands for the page before the first
 
-#: the page before, and a page's tokens
+#: (page before, tokens of a page)
 Key = tuple[int, tuple[int, ...]]
 
 
@@ -23,15 +23,15 @@ def pages_for(positions: int) -> int:
 
 @dataclass(slots=True)
 class Pages:
-    """`total` pages. The lowest free one is given first, so that memory which was never written stays untouched."""
+    """The allocator of `total` pages. The lowest free page is given first: memory never written stays untouched."""
 
     total: int
     free: list[int] = field(default_factory=list)
     users: list[int] = field(default_factory=list)
     known: dict[Key, int] = field(default_factory=dict)
     keys: dict[int, Key] = field(default_factory=dict)  # of each known page
-    idle: dict[int, None] = field(default_factory=dict)  # known ones that are not in use, the least recently used first
-    routes: dict[int, list[bytes]] = field(default_factory=dict)  # of known pages, where they are recorded
+    idle: dict[int, None] = field(default_factory=dict)  # known pages without users, least recently used first
+    routes: dict[int, list[bytes]] = field(default_factory=dict)  # of known pages, if routes are recorded
 
     def __post_init__(self) -> None:
         self.free = list(range(self.total))  # sorted, so a heap
@@ -39,7 +39,7 @@ class Pages:
 
     @property
     def room(self) -> int:
-        """How many can be taken."""
+        """Number of pages that can be allocated."""
         return len(self.free) + len(self.idle)
 
     def take(self) -> int:
@@ -58,7 +58,7 @@ class Pages:
         return page
 
     def release(self, page: int) -> None:
-        """Of a sequence the last page first."""
+        """Drop one reference. Call for the last page of a sequence first."""
         self.users[page] -= 1
         if self.users[page]:
             return
@@ -68,14 +68,14 @@ class Pages:
             heapq.heappush(self.free, page)
 
     def keep(self, key: Key, page: int) -> int:
-        """The known page of these tokens: from now on `page`, unless there is one."""
+        """Make `page` the known page of these tokens unless there is one; returns the known page."""
         result = self.known.setdefault(key, page)
         if result == page:
             self.keys[page] = key
         return result
 
     def find(self, ids: tuple[int, ...], first: int = FIRST) -> list[int]:
-        """The known pages that `ids` begin with. `first`: in place of the page before the first, of one adapter."""
+        """The known pages that are a prefix of `ids`. `first`: stands for the page before them, one per adapter."""
         result: list[int] = []
         for end in range(PAGE, len(ids) + 1, PAGE):
             page = self.known.get((result[-1] if result else first, ids[end - PAGE : end]))
@@ -85,7 +85,7 @@ class Pages:
         return result
 
     def forget(self) -> None:
-        """No page is known any more."""
+        """Forget all known pages."""
         for page in self.idle:
             heapq.heappush(self.free, page)
         for each in (self.known, self.keys, self.idle, self.routes):
@@ -93,7 +93,7 @@ class Pages:
 
 
 def sharing(tables: list[list[int]], lengths: list[int], most: int = 8) -> tuple[list[int], list[int]]:
-    """Neighbouring rows with common first pages, as (rows of each group, pages they share): full pages only."""
+    """Groups of neighbouring rows with common first pages, as (rows of each group, shared pages): full pages only."""
     groups: list[int] = []
     shared: list[int] = []
     first: list[int] = []

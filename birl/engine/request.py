@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine."""
+"""One request of the engine."""
 
 import asyncio
 import secrets
@@ -23,8 +23,8 @@ Place = tuple[list[tuple[int, float]], int]  # tokens with their log-probs, the 
 
 @dataclass(slots=True)
 class TopLogprobs:
-    """The `count` most likely tokens in the place of each token, with their log-probs, and the token's own rank, from
-    1. Of given tokens at temperature 1, of drawn ones as they were drawn from. `places` is filled."""
+    """The `count` most likely tokens at the position of each token, with their log-probs, and the token's own rank,
+    from 1; at temperature 1 for given tokens, from the sampling distribution for sampled ones. `places` is filled."""
 
     count: int = 1
     places: list[Place] = field(default_factory=list)
@@ -32,38 +32,38 @@ class TopLogprobs:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Prompt, what was sampled so far, and how to go on.
+    """A sequence: prompt, sampled tokens, and sampling state.
 
-    Randomness is counted, not consumed: token t of a request always uses number t of the stream that its seed names. So
-    a result depends neither on what else is in the batch nor on being preempted or run again.
+    Random numbers are indexed, not consumed: token t of a request always uses number t of the stream of its seed. So a
+    result depends neither on the rest of the batch nor on preemption or repetition.
     """
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    max_tokens: int  # params.max_tokens, or what the context leaves
+    max_tokens: int  # params.max_tokens, or the room left in the context
     end_ids: frozenset[int]
     checker: StopChecker | None
     future: "asyncio.Future[Completion]"
     session: str = ""
-    sight: Sight | None = None  # the pictures in the prompt
-    guide: Guide | None = None  # what the answer may be
-    adapter: AdapterWeights | None = None  # what is added to the model's weights
-    best: TopLogprobs | None = None  # what is wanted of the places of its tokens
-    watch: "Callable[[Request], None] | None" = None  # called after every step that gave it tokens
-    told: int = 0  # tokens that `watch` has heard of
+    sight: Sight | None = None  # images in the prompt
+    guide: Guide | None = None  # constrains the answer
+    adapter: AdapterWeights | None = None  # LoRA adapter, added to the model's weights
+    best: TopLogprobs | None = None  # requested top log-probs
+    watch: "Callable[[Request], None] | None" = None  # called after every step with new tokens
+    told: int = 0  # tokens that `watch` has been called for
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    supports: list[Any] = field(default_factory=list)  # of each token, an array, or None for all tokens
+    supports: list[Any] = field(default_factory=list)  # for each token an array, or None for all tokens
     pages: list[int] = field(default_factory=list)  # of the KV cache, in order of position
-    known: int = 0  # so many of them are reused by their tokens
-    cached: int = -1  # positions of the prompt that were computed before it first ran
-    place: int = -1  # of its layers' states, where they keep such, among those of running requests
-    computed: int = 0  # positions whose keys and values are there,
-    older: bool = False  # some of them with weights that were replaced since
-    daring: int = 2  # tokens to guess ahead (`Drafts`),
-    guess_from: int = 0  # once so many are sampled
-    routes: list[bytes] = field(default_factory=list)  # which experts computed each position, where that is recorded
+    known: int = 0  # number of pages that are known (prefix cache)
+    cached: int = -1  # positions of the prompt that were cached when it first ran
+    place: int = -1  # slot of its layers' recurrent states, if any, among those of running requests
+    computed: int = 0  # positions in the KV cache,
+    older: bool = False  # some of them computed with replaced weights
+    daring: int = 2  # number of draft tokens to try (`Drafts`),
+    guess_from: int = 0  # after this many sampled tokens
+    routes: list[bytes] = field(default_factory=list)  # experts that computed each position, if recorded
     stop: Stop | None = None
     aborted: bool = False
     _uniforms: list[float] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Request:
 
     @property
     def first(self) -> int:
-        """In place of the page before the first: pages are shared by requests of one adapter."""
+        """Stands for the page before the first: pages are shared by requests of one adapter."""
         return FIRST if self.adapter is None else FIRST - self.adapter.number
 
     @property
@@ -85,41 +85,41 @@ class Request:
         return (*self.prompt, *self.tokens)
 
     def span(self, start: int, end: int) -> tuple[int, ...]:
-        """`ids[start:end]`, without the rest."""
+        """`ids[start:end]`, without building all ids."""
         n = len(self.prompt)
         return (*self.prompt[start:end], *self.tokens[max(start - n, 0) : max(end - n, 0)])
 
     def pending(self) -> list[int]:
-        """Tokens whose keys and values are not there yet; the last one's logits give the next token."""
+        """Tokens that are not in the KV cache yet; the last one's logits give the next token."""
         start = self.computed - len(self.prompt)
         return self.tokens[start:] if start >= 0 else [*self.prompt[start:], *self.tokens]
 
     def piece(self, budget: int) -> list[int]:
-        """The next of them, about `budget`: no token is computed without those that it sees."""
+        """The next pending tokens, about `budget`; an image's tokens are not split."""
         count = max(budget, 0)
         return self.pending()[: count if self.sight is None else self.sight.whole(self.computed, count)]
 
     @property
     def left(self) -> int:
-        """Tokens that it may still be given."""
+        """Tokens that may still be generated."""
         return self.max_tokens - len(self.tokens)
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """The next tokens, where they are given."""
+        """The next tokens, if they are given."""
         return self.params.forced and self.params.forced[len(self.tokens) : self.max_tokens]
 
     @property
     def only_scored(self) -> bool:
-        """Is every token of its answer given?"""
+        """Whether all tokens of the answer are given."""
         return len(self.params.forced) >= self.max_tokens
 
     def uniforms(self, n: int) -> list[float]:
-        """The random numbers of the next n tokens, in [0, 1); fewer at the end."""
+        """Uniform random numbers of the next n tokens, in [0, 1); fewer at the end."""
         return self._uniforms[len(self.tokens) : len(self.tokens) + n]
 
     def append(self, token: int, logprob: float, version: int, support: Any = None) -> None:
-        """Raises `BirlError` where the log-prob is NaN."""
+        """Append a token. Raises `BirlError` if the log-prob is NaN."""
         if isnan(logprob):
             raise BirlError("The model's logits are not numbers any more: its weights are not finite, or too large.")
         self.tokens.append(token)
@@ -133,7 +133,7 @@ class Request:
             self.stop = Stop.LENGTH
 
     def known_routes(self) -> bytes:
-        """Of all positions but the last; all ones where one was never computed."""
+        """Routes of all positions but the last; all bits set for a position that was never computed."""
         if not self.routes:
             return b""
         known = self.routes[: len(self) - 1]

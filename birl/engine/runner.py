@@ -1,4 +1,4 @@
-"""One forward pass of generation, over the very module that is trained."""
+"""Forward passes of generation, over the module that is trained."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,22 +32,22 @@ from birl.types import SamplingParams
 
 
 class Runner:
-    """Prompts and single tokens go through the model together, as rows over a paged cache."""
+    """Runs prefill and decode tokens through the model together, as rows over a paged KV cache."""
 
     def __init__(self, model: nn.Module, routes: bool = False, sequences: int = 1) -> None:
-        """`routes`: record in each request which experts computed its tokens. `sequences`: whose states are kept, where
-        layers keep such."""
+        """`routes`: record the experts that computed each request's tokens. `sequences`: number of recurrent states, if
+        layers have any."""
         self.model, self.sequences = model, sequences
         self.routing = routing_for(model) if routes else None
         self.packed = PackedLinears(model)
         self.cache: Cache | None = None
         self.graphs: Graphs | None = None  # on CUDA
-        self.eager = ""  # what keeps this model's steps from being captured
+        self.eager = ""  # why this model's steps cannot be captured
         self.looks = Looks(model)
 
     def run(self, plan: Sequence[ScheduledTokens]) -> Tensor:
-        """Hidden states [samplers + guesses, H] for the next token of each sampler of each complete work, and for one
-        more behind each guess, in order. Where another row follows, no guesses are made."""
+        """Hidden states [samplers + drafts, H] for the next token of each sampler of each complete work, and for one
+        more after each draft, in order. Work with followers has no drafts."""
         assert self.cache is not None, "only within steady()"
         device = self.cache.keys[0].device
         counts = [len(w.tokens) + len(w.drafts) for w in plan]
@@ -74,7 +74,7 @@ class Runner:
         for work, end in zip(plan, ends, strict=True):
             for _ in work.samplers:
                 rows += range(end - len(work.drafts) - 1, end)
-            for follower in work.followers:  # a page that is not full yet becomes its own
+            for follower in work.followers:  # a partial page is copied for each follower
                 if len(follower) % PAGE:
                     copies.append((work.request.pages[len(follower) // PAGE], follower.pages[-1]))
         self.cache.copy_pages(copies)
@@ -84,7 +84,7 @@ class Runner:
         return hidden
 
     def sample(self, hidden: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
-        """Hidden states [B, H] -> tokens and log-probs, as `sampler.sample` draws them."""
+        """Sample from hidden states [B, H]; tokens and log-probs as in `sampler.sample`."""
         decoder = decoder_for(self.model)
         if decoder is None or not all(p.plain for p in params):
             return sample(logits(self.model, hidden), params, uniforms, self.kernels)
@@ -92,20 +92,20 @@ class Runner:
         return Drawn(*decoder.head.sample(hidden, temperatures, torch.tensor(uniforms, dtype=torch.float32)))
 
     def logits(self, plan: Sequence[ScheduledTokens], hidden: Tensor) -> Tensor:
-        """[samplers + guesses, V] float32, of what `run` gave."""
+        """Logits [samplers + drafts, V] float32 of the hidden states of `run`."""
         adapters = [w.request.adapter for w in plan for _ in w.samplers for _ in range(len(w.drafts) + 1)]
         return adapted_logits(self.model, hidden, row_groups(adapters))
 
     def captures(self, work: ScheduledTokens) -> bool:
-        """Is it for captured graphs: a single next token, which nothing but its distribution decides?"""
+        """Whether captured graphs can run it: a single next token that only depends on its distribution."""
         request = work.request
         alone = len(work.tokens) == 1 and work.complete and not work.followers
-        alone = alone and (work.start > 0 or not state_bytes(self.model))  # without a state, one begins
+        alone = alone and (work.start > 0 or not state_bytes(self.model))  # without a state, it is initialised
         special = request.forced or request.guide or request.adapter or request.best
         return self.graphs is not None and alone and not special
 
     def burst(self, plan: Sequence[ScheduledTokens], count: int) -> Burst:
-        """The next `count` tokens of each request, their log-probs and supports, one list each. The host waits for the
+        """The next `count` tokens of each request, their log-probs and supports, one list each. Synchronises with the
         device once."""
         assert self.graphs is not None, "`captures` says no"
         requests = [w.request for w in plan]
@@ -121,23 +121,23 @@ class Runner:
 
     @contextmanager
     def steady(self, version: int, pages: Pages) -> Iterator[None]:
-        """Within, the weights do not change: products use copies laid out for them."""
+        """Context in which the weights do not change: matrix products use repacked copies of them."""
         decoder, fused = decoder_for(self.model), fused_for(self.model)
         device = head(self.model).weight.device
         self.looks.at(version)
         if self.cache is None:
-            # one page and state more than the scheduler knows, which rows that only fill a graph up are written to
+            # one page and state more than the scheduler knows, for the padding rows of graphs
             extra = int(graphed(device))
             kind, sequences = head(self.model).weight.dtype, self.sequences + extra
             self.cache = Cache.make(pages.total + extra, slots_of(self.model), kind, device, sequences)
         with decoder.steady(self.cache) if decoder is not None else self.packed.active(version):
-            if graphed(device) and self.routing is None and not self.eager:  # routes are recorded by single steps
+            if graphed(device) and self.routing is None and not self.eager:  # routes are recorded by single steps only
                 own = fused.addresses() if fused else places(self.model)
                 self.use_graphs((*own, *self.packed.addresses()), scratch=pages.total)
             yield
 
     def use_graphs(self, addresses: tuple[int, ...], scratch: int) -> None:
-        """A graph reads and writes where it did when it was captured; when anything has moved, all are thrown away."""
+        """Create the graphs, or drop them if an address has changed: captured graphs use fixed addresses."""
         assert self.cache is not None
         if self.graphs is not None and self.graphs.addresses == addresses:
             return
@@ -154,7 +154,7 @@ class Runner:
             print(f"birl: {name} decodes without CUDA graphs, which is slower: {self.eager}.", file=sys.stderr)
 
     def step_of_graph(self, tokens: Tensor, lengths: Tensor, table: Tensor, states: Tensor | None = None) -> Tensor:
-        """Logits [B, V] of the next tokens; nothing here looks at a value. `states`: places of layers' states [B]."""
+        """Logits [B, V] of the next tokens, without host reads. `states`: slots of layers' states [B]."""
         assert self.cache is not None
         layout = Paged.plain(self.cache, table, lengths)
         if states is not None and state_bytes(self.model):
@@ -162,20 +162,20 @@ class Runner:
         return logits(self.model, hidden_states(self.model, tokens, lengths.long() - 1, layout))
 
     def release(self, cache: bool = False) -> None:
-        """Give back what is laid out again for the next step; with `cache` also that and what knows its address."""
+        """Free the repacked weights, which the next step makes again; with `cache` also KV cache and graphs."""
         self.packed.release()
         if cache:
             self.graphs = self.cache = None
 
     @property
     def same_bits(self) -> bool:
-        """Is a row bit-identical in every batch?"""
+        """Whether a row is bit-identical in every batch."""
         decoder = decoder_for(self.model)
         return decoder is not None and decoder.kernels.dtype == torch.bfloat16
 
     @property
     def repeats(self) -> bool:
-        """Is a step that is repeated bit-identical as long as its rows are the same, and only then?"""
+        """Whether a repeated step is bit-identical if its rows are the same, and only then."""
         return not self.same_bits and head(self.model).weight.device.type == "cpu"
 
     @property
@@ -184,7 +184,7 @@ class Runner:
 
 
 def graphed(device: torch.device) -> bool:
-    """Are steps of decoding captured there?"""
+    """Whether decode steps are captured on this device."""
     return device.type == "cuda"
 
 
@@ -194,7 +194,7 @@ def places(model: nn.Module) -> tuple[int, ...]:
 
 
 def record(plan: Sequence[ScheduledTokens], routes: Tensor) -> None:
-    """Routes [T, bytes] of everything in `plan`, guesses included, to the requests that it was computed for."""
+    """Assign routes [T, bytes] of all tokens in `plan`, drafts included, to the requests of these tokens."""
     size, data, place = routes.shape[1], routes.numpy().tobytes(), 0
     for work in plan:
         request, count = work.request, len(work.tokens) + len(work.drafts)

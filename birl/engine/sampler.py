@@ -17,7 +17,8 @@ from birl.types import SamplingParams
 
 
 class Drawn(NamedTuple):
-    """tokens [B] int64, logprobs [B] float32; `kept`: as `truncation.kept` says it, where a row wants to know."""
+    """Sampled tokens [B] int64, logprobs [B] float32; `kept`: as returned by `truncation.kept`, if a row requests
+    it."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -27,7 +28,7 @@ class Drawn(NamedTuple):
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], kernels: Kernels | None = None
 ) -> Drawn:
-    """logits [B, V] float32 (overwritten) -> tokens, log-probs, and the tokens that were kept.
+    """logits [B, V] float32 (overwritten) -> sampled tokens, log-probs, and the kept tokens.
 
     A row with temperature 0 is greedy; its log-prob is that of the model itself (temperature 1), since greedy choice
     has none.
@@ -47,8 +48,8 @@ def sample(
 
 
 def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels: Kernels | None = None) -> Tensor:
-    """logits [B, V] float32, tokens [B] -> log-probs [B] float32 of these tokens under what `sample` draws from,
-    bit-identical where there are kernels."""
+    """logits [B, V] float32, tokens [B] -> log-probs [B] float32 of these tokens under the distribution of `sample`,
+    bit-identical on the CPU kernels."""
     targets = torch.tensor(tokens, device=logits.device, dtype=torch.int64)
     temperature = params.temperature or 1.0
     limits = limits_of([params])
@@ -65,7 +66,7 @@ def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels
 
 
 def shaped(logits: Tensor, params: SamplingParams) -> Tensor:
-    """logits [B, V] -> those that tokens are drawn from, at temperature 1 [B, V] float32; a copy."""
+    """logits [B, V] -> logits of the sampling distribution at temperature 1 [B, V] float32; a copy."""
     limits = limits_of([params])
     result = logits.float() / (params.temperature or 1.0)
     return result if limits is None else restrict(result, limits.to(logits.device))
@@ -74,8 +75,8 @@ def shaped(logits: Tensor, params: SamplingParams) -> Tensor:
 def top_logprobs(
     logits: Tensor, drawn: Sequence[tuple[int, float]], count: int
 ) -> list[tuple[list[tuple[int, float]], int]]:
-    """logits [B, V], B tokens with their log-probs -> `count` most likely tokens of each row, with their log-probs at
-    temperature 1, that of the token itself where it is among them; and its rank, from 1."""
+    """logits [B, V], B tokens with their log-probs -> the `count` most likely tokens of each row with their log-probs
+    at temperature 1, or the given one for the token itself; and the token's rank, from 1."""
     logits = logits.float()
     own = torch.tensor([token for token, _ in drawn], dtype=torch.int64, device=logits.device)
     ranks = (logits > logits.gather(1, own[:, None])).sum(-1) + 1
@@ -87,9 +88,8 @@ def top_logprobs(
 
 
 def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, limits: Tensor | None = None, room: int = 0) -> Drawn:
-    """logits [B, V], temperatures and uniforms float32 [B], limits as `limits_of` gives them -> tokens, log-probs; and
-    with `room`, as `room_of` gives it, the tokens that were kept. Never waits for the device. Logits may be
-    overwritten."""
+    """logits [B, V], temperatures and uniforms float32 [B], limits as in `limits_of` -> tokens, log-probs; with `room`,
+    as in `room_of`, also the kept tokens. Never synchronises with the device. Logits may be overwritten."""
     if on_gpu(logits):
         return Drawn(*launch_sample(logits, temperatures, uniforms, limits, room=room))
     greedy = temperatures == 0

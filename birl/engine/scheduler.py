@@ -1,10 +1,10 @@
-"""Who computes what next. Pure Python: no tensors, no time, no threads, so that it can be tested with numbers alone.
+"""Scheduler of continuous batching. Pure Python: no tensors, no time, no threads, so that tests need numbers alone.
 
-A running request owns the pages of its positions; full pages belong to all requests that begin with the same tokens,
-whether these run, have ended, or come later: turns, groups, prompts with one system text (`pages.py`). New weights make
-all of them unknown. Requests are admitted in order of arrival, those that are only scored first, while there are pages
-for what they have. When a next token finds no page, the youngest is preempted: it goes back to the head of the queue
-with what it has sampled, and is computed again later, with the same result.
+A running request owns the pages of its positions; full pages are shared by all requests with the same prefix, running,
+finished or later: turns, groups, prompts with one system text (`pages.py`). New weights invalidate all of them.
+Requests are admitted in order of arrival, those that are only scored first, while there are pages for their tokens. If
+there is no page for a next token, the youngest request is preempted: it goes back to the head of the queue with its
+sampled tokens, and is recomputed later, with the same result.
 """
 
 from collections import deque
@@ -19,16 +19,16 @@ from birl.kernels.tensors import PAGE
 from birl.text.pictures import is_picture
 from birl.types import Stop
 
-PREFILL = 2048  # prompt tokens in one step, about
-SOON = 4  # tokens in a row while others wait: new ones for theirs, or for the place of a sequence that ends
-FORCED = 128  # given tokens in one step: each needs logits of its own
+PREFILL = 2048  # prompt tokens per step, about
+SOON = 4  # tokens in a row while others wait: for new requests, or for the slot of a sequence that ends
+FORCED = 128  # given tokens per step: each needs its own logits
 
 
 @dataclass(slots=True, kw_only=True)
 class ScheduledTokens:
-    """Compute `tokens`, the next positions of `request`. When that makes its context `complete`, `followers` wait for
-    the same logits: requests with the same tokens so far, which then go their own ways. `drafts` are guesses at what
-    comes behind, computed as if they were right."""
+    """Compute `tokens`, the next positions of `request`. If that makes its context `complete`, `followers` use the same
+    logits: requests with the same tokens so far, which then diverge. `drafts`: draft tokens after these, computed as if
+    they were right."""
 
     request: Request
     start: int
@@ -47,10 +47,10 @@ class ScheduledTokens:
 
 @dataclass(slots=True)
 class Scheduler:
-    """At most `max_batch` running requests, and about `prefill` prompt tokens in one step. `cache`: pages are reused by
-    their tokens; `early`: those of a prompt already in the step that computes it, where every layer writes all keys and
-    values before it reads any, and nothing else of a position is kept. Both are False where layers keep
-    states, which pages do not hold."""
+    """At most `max_batch` running requests, and about `prefill` prompt tokens per step. `cache`: prefix caching;
+    `early`: also within the step that computes a prompt, which requires that every layer writes all keys and values
+    before it reads any, and that nothing else of a position is kept. Both are False if layers have recurrent states,
+    which are not in pages."""
 
     max_batch: int
     pages: Pages
@@ -60,16 +60,16 @@ class Scheduler:
     drafts: Drafts = field(default_factory=lambda: Drafts(0))
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in order of admission
-    places: list[int] = field(default_factory=list)  # free ones for layers' states
+    places: list[int] = field(default_factory=list)  # free slots for layers' states
     preempted: int = 0
-    reused: int = 0  # positions that an admitted request had for nothing
-    prompts: int = 0  # tokens of prompts in the newest plan
+    reused: int = 0  # positions reused from the prefix cache
+    prompts: int = 0  # prompt tokens in the newest plan
 
     def __post_init__(self) -> None:
         self.places = list(reversed(range(self.max_batch)))
 
     def add(self, request: Request) -> None:
-        """Raises `BirlError` when the request could not run even alone."""
+        """Queue a request. Raises `BirlError` if it could not run even alone."""
         need = len(request.prompt) + request.max_tokens
         if pages_for(need) > self.pages.total:
             raise BirlError(
@@ -77,8 +77,8 @@ class Scheduler:
                 f"({len(request.prompt)} of prompt and {request.max_tokens} of answer). Raise engine.kv_cache_gb or "
                 "lower rollout.max_tokens."
             )
-        if request.only_scored:  # soon over, and after an update the learner waits for it (the canary): not behind
-            self.waiting.appendleft(request)  # requests whose keys and values are computed anew
+        if request.only_scored:  # short, and after an update the learner waits for it (the canary): not after
+            self.waiting.appendleft(request)  # requests whose KV cache is recomputed
         else:
             self.waiting.append(request)
         self.drafts.add(request)
@@ -88,7 +88,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def plan(self) -> list[ScheduledTokens]:
-        """What to compute in this step, with pages for all of it."""
+        """The work of this step, with pages allocated for all of it."""
         self.make_room()
         budget = self.prefill
         plan: list[ScheduledTokens] = []
@@ -122,14 +122,14 @@ class Scheduler:
         return plan
 
     def scheduled(self, request: Request, tokens: list[int]) -> ScheduledTokens:
-        """A prompt's pages are known to those that are admitted behind it."""
+        """Schedule tokens; with `early` a prompt's pages are known to requests admitted after it."""
         if self.early and len(tokens) > 1:
             self.keep(request, request.computed + len(tokens))
         return ScheduledTokens(request=request, start=request.computed, tokens=tokens)
 
     def keep(self, request: Request, end: int) -> None:
-        """Full pages before position `end` are reused by others from now on. Where there is another with the same
-        tokens, it takes the place of the request's own, if that is computed."""
+        """Make full pages before position `end` known for reuse. If another page has the same tokens, it replaces the
+        request's own, provided that it is computed."""
         if request.older or not self.cache:
             return
         for place in range(request.known, end // PAGE):
@@ -145,7 +145,7 @@ class Scheduler:
             request.known = place + 1
 
     def force(self, work: ScheduledTokens) -> None:
-        """Given tokens are computed like guesses, as many at once as there are pages for."""
+        """Schedule given tokens like drafts, as many at once as there are pages for."""
         request = work.request
         if request.forced and work.complete:
             work.drafts = list(request.forced[:FORCED])[:-1]
@@ -154,8 +154,8 @@ class Scheduler:
             del work.drafts[len(request.pages) * PAGE - len(request) :]
 
     def guess(self, plan: list[ScheduledTokens]) -> None:
-        """Of the last few sequences, rows that cost no time are used for guesses, as evenly as possible; none is
-        preempted for them. With more sequences a right guess rarely ends the batch earlier."""
+        """Use rows that cost no time for drafts of the last few sequences, as evenly as possible; nothing is preempted
+        for them. With more sequences a right draft rarely ends the batch earlier."""
         spare = self.drafts.rows - len(plan) if 4 * len(plan) <= self.drafts.rows else 0
         for place, work in enumerate(plan):
             if spare <= 0:
@@ -171,9 +171,9 @@ class Scheduler:
             spare -= len(work.drafts)
 
     def look_ahead(self, plan: list[ScheduledTokens], most: int) -> int:
-        """How many tokens in a row each request in `plan`, all of it next tokens, can be given without a decision of
-        ours, at most `most`: pages for them are taken here. 1 where pages are too few, or more prompts are left than
-        one step computes; few while others wait."""
+        """Number of tokens in a row, at most `most`, that all requests in `plan` (decode only) can run without the
+        scheduler; allocates their pages. 1 if there are too few pages, or more prompts are left than one step computes;
+        few while others wait."""
         if self.prompts or self.waiting:
             most = min(most, SOON if self.prompts < self.prefill else 1)
         most = min(most, max((w.request.left for w in plan), default=1))
@@ -187,7 +187,7 @@ class Scheduler:
         return most
 
     def make_room(self) -> None:
-        """A page for each next token that needs one; the youngest are preempted."""
+        """Allocate a page for each next token that needs one; the youngest requests are preempted."""
         place = 0
         while place < len(self.running):
             request = self.running[place]
@@ -202,15 +202,15 @@ class Scheduler:
                 self.preempted += 1
 
     def admit(self, request: Request, leader: ScheduledTokens | None) -> bool:
-        """Pages for what the request has, of which some may be there; at least one token is left to compute, but where
-        a leader computes all."""
+        """Allocate pages for a request's tokens, reusing known ones; at least one token is left to compute, unless a
+        leader computes all."""
         if leader is not None:
             known, computed = leader.request.pages[: len(request) // PAGE], len(request)
         else:
             known = self.pages.find(request.ids[:-1], request.first)
             computed = len(known) * PAGE
         need = pages_for(len(request)) - len(known)
-        spare = min(len(self.running), self.pages.total // 8)  # so that it is not preempted at once
+        spare = min(len(self.running), self.pages.total // 8)  # so that it is not preempted immediately
         if need + spare > self.pages.room - sum(page in self.pages.idle for page in known):
             return False
         request.pages = [*map(self.pages.share, known), *(self.pages.take() for _ in range(need))]
@@ -222,7 +222,7 @@ class Scheduler:
         return True
 
     def retire(self) -> list[Request]:
-        """Take out finished and aborted requests."""
+        """Remove finished and aborted requests and return them."""
         waiting = [r for r in self.waiting if r.aborted]
         for request in waiting:
             self.waiting.remove(request)
@@ -235,7 +235,7 @@ class Scheduler:
         return waiting + running
 
     def restart(self) -> None:
-        """All keys and values are computed anew, with the weights as they are then; what was sampled stays."""
+        """Recompute the whole KV cache with the weights at that time; sampled tokens are kept."""
         for request in reversed(self.running):
             self.give_back(request)
             self.waiting.appendleft(request)
@@ -243,7 +243,7 @@ class Scheduler:
         self.pages.forget()
 
     def outdate(self) -> None:
-        """The weights have changed, and requests keep their keys and values: no new request may share them."""
+        """Called when the weights change and requests keep their KV cache: no new request may share it."""
         for request in self.running:
             request.older = True
         self.pages.forget()
@@ -266,6 +266,6 @@ class Scheduler:
 
 
 def leads(work: ScheduledTokens, request: Request) -> bool:
-    """Does `request` go on from the very tokens whose logits `work` gives?"""
+    """Whether `request` continues from exactly the tokens whose logits `work` computes."""
     same = work.request.ids == request.ids and work.request.adapter is request.adapter
     return work.complete and not (work.request.forced or work.request.older) and same

@@ -1,5 +1,5 @@
-"""The steps of the embedded engine, on the compute thread: the next token of every request that the scheduler has
-planned, with its log-prob, and the guessed tokens behind it that were right."""
+"""Steps of the embedded engine, on the compute thread: the next token of every planned request, with its log-prob, and
+the accepted draft tokens after it."""
 
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
@@ -21,17 +21,17 @@ from birl.types import SamplingParams
 @dataclass(slots=True)
 class Counters:
     tokens: int = 0  # sampled
-    scored: int = 0  # given ones that only got their log-prob
-    dropped: int = 0  # sampled in vain: the caller was cancelled
-    prefilled: int = 0  # prompt tokens that were computed: those of a group once,
-    reused: int = 0  # and tokens that were not, as their pages were there
-    drafted: int = 0  # tokens that were guessed (`engine/drafts.py`),
-    accepted: int = 0  # and those of them that were right
+    scored: int = 0  # given tokens that only got their log-prob
+    dropped: int = 0  # sampled for callers that were cancelled
+    prefilled: int = 0  # computed prompt tokens: those of a group once,
+    reused: int = 0  # and prompt tokens from the prefix cache
+    drafted: int = 0  # draft tokens (`engine/drafts.py`),
+    accepted: int = 0  # and the accepted ones
     seconds: float = 0.0  # spent computing
     running: int = 0
     waiting: int = 0
     finished: int = 0
-    restarts: int = 0  # times that keys and values were computed anew because the weights had changed
+    restarts: int = 0  # times that the KV cache was recomputed because the weights had changed
 
     def since(self, before: "Counters") -> "Counters":
         return Counters(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(Counters)))
@@ -39,8 +39,8 @@ class Counters:
 
 @dataclass
 class Steps:
-    """What an engine computes. `context`: the longest sequence [tokens]; `version`: of the weights that keys and values
-    in the cache are of; tokens say it."""
+    """Runs the steps of an engine. `context`: longest sequence [tokens]; `version`: of the weights that the KV cache
+    was computed with, recorded with each token."""
 
     context: int
     runner: Runner
@@ -49,7 +49,7 @@ class Steps:
     counters: Counters = field(default_factory=Counters)
 
     def renew(self, version: int, recompute: bool) -> None:
-        """From now on with these weights: what running requests have is computed anew, or stays and is not shared."""
+        """Switch to new weights: the KV cache of running requests is recomputed, or kept and not shared."""
         self.version = version
         if recompute:
             self.counters.restarts += bool(self.scheduler.running)
@@ -58,8 +58,8 @@ class Steps:
             self.scheduler.outdate()
 
     def step(self) -> list[Request]:
-        """One token for every running request; more where guesses were right, or where that needs no decision of ours.
-        What cannot be captured, prompts above all, runs before the graphed rows, not instead. Returns those that
+        """Sample one token for every running request; more if drafts are right, or if graphs run several. Work that
+        cannot be captured, mainly prompts, runs before the graphed rows in the same step. Returns the requests that
         ended."""
         plan = self.scheduler.plan()
         graphed = [self.runner.captures(work) for work in plan]
@@ -72,7 +72,7 @@ class Steps:
         return finished
 
     def single(self, plan: list[ScheduledTokens]) -> None:
-        """One forward pass; rows of one adapter lie together."""
+        """One forward pass; rows of one adapter are adjacent."""
         plan.sort(key=lambda work: -work.request.first)
         hidden = self.runner.run(plan)
         params: list[SamplingParams] = []
@@ -103,9 +103,9 @@ class Steps:
             for request in work.samplers:
                 result = [next(pairs) for _ in range(len(work.drafts) + 1)]
                 own = zip(scored.get(request, result), islice(kept, len(result)), strict=True)
-                # a given token outside of its support counts as drawn from all tokens
+                # a given token outside of its support counts as sampled from all tokens
                 each = [(*pair, self.version, k if k is None or pair[0] in k else None) for pair, k in own]
-                if not (request.guide and request.aborted):  # else it allows none
+                if not (request.guide and request.aborted):  # else the guide allows no token
                     before = len(request.tokens)
                     self.append(request, each, work.drafts)
                     if request.best is not None and request in likely:
@@ -113,7 +113,7 @@ class Steps:
                         request.best.places += tops[: len(request.tokens) - before]
 
     def score(self, plan: list[ScheduledTokens], logits: Tensor) -> dict[Request, list[tuple[int, float]]]:
-        """For requests whose next tokens are given: these, with their log-probs."""
+        """For requests whose next tokens are given: these tokens with their log-probs."""
         result: dict[Request, list[tuple[int, float]]] = {}
         end = 0
         for work in plan:
@@ -133,7 +133,7 @@ class Steps:
         return result
 
     def restrict(self, plan: list[ScheduledTokens], logits: Tensor) -> dict[Request, Tensor]:
-        """Only what guides allow keeps its probability. The logits that requests with `best` are drawn from."""
+        """Mask the tokens that guides do not allow. Returns the sampling logits of requests with `best`."""
         row, result = 0, {}
         for work in plan:
             for request in work.samplers:
@@ -148,7 +148,7 @@ class Steps:
         return result
 
     def append(self, request: Request, drawn: list[tuple[int, float, int, Any]], drafts: list[int]) -> None:
-        """What was drawn for a request: its next token, and the ones behind as far as the guesses were right."""
+        """Append the sampled tokens of a request: the next one, and those after it as far as the drafts were right."""
         given, right = bool(request.forced), 0
         request.append(*drawn[0])
         while right < len(drafts) and request.tokens[-1] == drafts[right] and request.stop is None:
@@ -165,8 +165,8 @@ class Steps:
         self.counters.accepted += right
 
     def burst(self, plan: list[ScheduledTokens]) -> None:
-        """Some tokens for each, by captured graphs; what was sampled behind an end is dropped."""
-        # rows that have ended go on within a burst: not behind the context, where a table of positions ends
+        """Sample several tokens for each request with captured graphs; tokens after an end are dropped."""
+        # finished rows run on within a burst: not past the context, where a table of positions ends
         most = min(AHEAD, self.context + 1 - max(len(work.request) for work in plan))
         made = self.runner.burst(plan, self.scheduler.look_ahead(plan, most))
         for work, *drawn in zip(plan, *made, strict=True):

@@ -21,7 +21,7 @@ from birl.types import Held, Update
 
 
 class Weights:
-    """All parameters of a module by name; tied ones once. `version` names what is in them now."""
+    """All parameters of a module by name; tied ones once. `version`: of the current weights."""
 
     def __init__(self, model: nn.Module, version: int = 0) -> None:
         self.model, self.version = model, version
@@ -35,13 +35,13 @@ class Weights:
         return digests(self.tensors)
 
     def stage(self, update: Update) -> dict[str, Tensor]:
-        """The new tensors in this module's type. Raises `WeightsFailed`."""
+        """The new tensors, compared and checked. Raises `WeightsFailed`."""
         if getattr(self.model, "in_int8", False):
             raise WeightsFailed(
                 "mismatch", "This engine was started with engine.weights=int8 and takes no new weights."
             )
         check_age(update, self.version)
-        use(device_of(self.model))  # in a thread of its own, which would launch the kernel of digests on the first GPU
+        use(device_of(self.model))  # runs in another thread, which would launch the digest kernel on the first GPU
         result = dict(update.tensors) or read(Path(update.folder))
         check_layouts(
             f"Version {update.version} of the weights",
@@ -61,7 +61,7 @@ class Weights:
         return result
 
     def swap(self, staged: Mapping[str, Tensor], update: Update) -> Held:
-        """Put what `stage` gave in place, in place."""
+        """Copy the tensors of `stage` over the parameters, in place. Raises `WeightsFailed`."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.data.copy_(staged[name])
@@ -78,20 +78,20 @@ class Weights:
         return sum(t.nbytes for t in self.tensors.values())
 
     def drop(self) -> None:
-        """Let go of the weights and of every laid-out or joined copy of them."""
+        """Free the weights and every repacked or joined copy of them."""
         forget(self.model)
         for parameter in self.model.parameters():
             parameter.data = parameter.data.new_empty(0)
 
     def allocate(self) -> None:
-        """Room for weights, with nothing in it."""
+        """Allocate the weights, filled with NaN."""
         for name, parameter in self.model.named_parameters():
             shape, dtype = self.shapes[name]
             parameter.data = torch.full(shape, float("nan"), dtype=dtype, device=parameter.device)
 
 
 def check_age(update: Update, held: int) -> None:
-    """Raises `WeightsFailed` for an update that is older than the version that an engine holds."""
+    """Raise `WeightsFailed` if an update is older than the version that an engine holds."""
     if update.version < held and not update.anew:
         raise WeightsFailed("stale", f"The engine has version {held} of the weights and was given {update.version}.")
 
@@ -118,8 +118,8 @@ def layout(shape: Sequence[int], dtype: torch.dtype | str) -> str:
 
 
 def check_layouts(what: str, layouts: Mapping[str, str], own: Mapping[str, str]) -> None:
-    """Layouts by name, of tensors that are to take the place of a model's own. Raises `WeightsFailed` that names the
-    first that differ."""
+    """Compare layouts by name of new tensors with a model's own. Raises `WeightsFailed` that names the first that
+    differ."""
     problems = [f"{name} is missing" for name in sorted(own.keys() - layouts.keys())]
     problems += [f"{name} is not in the model" for name in sorted(layouts.keys() - own.keys())]
     if problems:
