@@ -103,11 +103,13 @@ class EmbeddedEngine:
         best: TopLogprobs | None = None,
         adapter: AdapterWeights | None = None,
     ) -> Completion:
-        """Sample one answer. A prompt that fills the context gives an empty completion with Stop.LENGTH. `watch` is
-        called with the request whenever it has new tokens. Cancelling the caller aborts the request; `abort` ends it
-        with the tokens it has. With a `guide` only allowed tokens are sampled, and log-probs are those of the
+        """Sample one answer. A prompt that fills the context gives an empty completion with Stop.LENGTH.
+
+        `watch` is called with the request whenever it has new tokens. Cancelling the caller aborts the request; `abort`
+        ends it with the tokens it has. With a `guide` only allowed tokens are sampled, and log-probs are those of the
         distribution over these. `best` is filled. `adapter` is added to the weights. Waits while the engine is paused.
-        Raises `BirlError` if the KV cache could not hold the request, and `EngineDown` if the engine was closed."""
+        Raises `BirlError` if the KV cache could not hold the request, and `EngineDown` if the engine was closed.
+        """
         room = min(params.max_tokens, self.context - len(prompt_ids))
         if not prompt_ids:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")

@@ -1,4 +1,4 @@
-"""Engines that run already: `engine.attach` waits for those that have a name, and follows them as they come and go."""
+"""Running engines: `engine.attach` waits for servers registered under a name, and follows their changes."""
 
 import asyncio
 import contextlib
@@ -19,12 +19,12 @@ from birl.engines.remote import Remote, TooLarge, fetch
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown
 
-LOOK = 1.0  # seconds between two looks at who has a name
-WAIT = 0.2  # the same before the first has it
+LOOK = 1.0  # interval of look-ups of registered servers [s]
+WAIT = 0.2  # the same before the first is registered
 
 
 async def look_up(engine: schema.Engine, wanted: Wanted, token: str) -> list[Remote]:
-    """Those behind the words of `engine.attach`. Raises `BirlError` where no server has a name in time."""
+    """The servers of `engine.attach`. Raises `BirlError` if no server of a name registers in time."""
     remotes: dict[str, Remote] = {}
     for word in engine.attach:
         more = await awaited(word, engine, wanted, token) if NAME.fullmatch(word) else [None]
@@ -35,7 +35,7 @@ async def look_up(engine: schema.Engine, wanted: Wanted, token: str) -> list[Rem
 
 
 async def awaited(name: str, engine: schema.Engine, wanted: Wanted, token: str) -> list[Remote]:
-    """Those that have the name and answer, as soon as there are enough; after engine.start_timeout one will do."""
+    """Registered servers that answer, as soon as there are enough; after engine.start_timeout one is enough."""
     enough = engine.count if name.startswith(LAUNCHED) else 1
     until, known, told = time.monotonic() + engine.start_timeout, dict[str, Remote](), False
     there: list[str] = []
@@ -68,7 +68,7 @@ async def awaited(name: str, engine: schema.Engine, wanted: Wanted, token: str) 
 
 
 async def answers(remote: Remote) -> bool:
-    """One that was killed has its name for half a minute."""
+    """Whether a server answers: a killed one stays registered for half a minute."""
     with contextlib.suppress(EngineDown):
         await remote.info()
         return True
@@ -76,7 +76,7 @@ async def answers(remote: Remote) -> bool:
 
 
 async def other_kind(engine: schema.Engine, remotes: Sequence[Remote], token: str) -> str:
-    """A sentence about an address where a server of another kind answers; empty where none does."""
+    """A sentence about an address at which a server of another kind answers; empty if there is none."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     for remote in remotes:
         with contextlib.suppress(httpx.HTTPError, TooLarge, ValueError, LookupError, TypeError):
@@ -91,8 +91,8 @@ async def other_kind(engine: schema.Engine, remotes: Sequence[Remote], token: st
 
 @dataclass(slots=True, kw_only=True)
 class Following:
-    """Keeps a fleet to the servers that have the names. `remotes` by address, as they are without what `wrap` puts
-    around them; `heard` is called with each that joins or leaves."""
+    """Keeps a fleet up to date with the registered servers. `remotes` by address, not wrapped; `wrap`: wraps one for
+    the method of the weights; `heard`: called for each server that joins or leaves."""
 
     engine: schema.Engine
     wanted: Wanted
@@ -101,17 +101,17 @@ class Following:
     remotes: dict[str, Remote]
     wrap: Callable[[Remote], Remote]
     heard: Callable[..., None]
-    told: set[str] = field(default_factory=set)  # why one was not taken
+    told: set[str] = field(default_factory=set)  # reasons already reported for rejected servers
     leaving: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Poll until cancelled."""
         try:
             while True:
                 await asyncio.sleep(LOOK)
                 try:
                     await self.look()
-                except OSError:  # of the folder with the names: the next look may find it
+                except OSError:  # of the registry folder: the next look-up may find it
                     pass
                 except Exception as error:
                     if (why := f"{type(error).__name__}: {error}") not in self.told:
@@ -124,7 +124,7 @@ class Following:
     async def look(self) -> None:
         words = [word for word in self.engine.attach if NAME.fullmatch(word)]
         there = await asyncio.to_thread(lambda: {address for word in words for address in names.find(word)})
-        if not there:  # rather the folder with the names is out of reach than all of them gone
+        if not there:  # the registry folder is more likely unreachable than all servers gone
             return
         for address in sorted(there - self.remotes.keys()):
             await self.join(address)
@@ -132,7 +132,7 @@ class Following:
             self.leaving[address] = asyncio.create_task(self.leave(address))
 
     async def join(self, address: str) -> None:
-        """It gets the weights from the fleet before its first request."""
+        """Add a server; the fleet gives it the weights before its first request."""
         remote = speak(self.engine, self.wanted, address, self.token)
         try:
             info = await remote.info()
@@ -160,7 +160,7 @@ class Following:
 
 
 async def take(engine: schema.Engine, wanted: Wanted, remotes: Sequence[Remote], infos: Sequence[Info]) -> None:
-    """Raises `BirlError` where servers that run already do not fit this model, or belong to another run."""
+    """Check and claim running servers. Raises `BirlError` if one does not fit this model, or belongs to another run."""
     for remote, info in zip(remotes, infos, strict=True):
         if result := unfit(engine, wanted, remote.address, info):
             raise BirlError(f"engine.attach: {remote.address} has the model {info.model}, which does not fit: {result}")
@@ -172,7 +172,7 @@ async def take(engine: schema.Engine, wanted: Wanted, remotes: Sequence[Remote],
 
 
 def unfit(engine: schema.Engine, wanted: Wanted, address: str, info: Info) -> str:
-    """Why a server can not stand in for the model, and what to do; empty where it can."""
+    """Why a server does not fit the model, and what to do; empty if it does."""
     own = ENGINES[kind_of(engine)].own
     if info.vocabulary_digest and wanted.vocabulary_digest and info.vocabulary_digest != wanted.vocabulary_digest:
         return (
@@ -185,7 +185,7 @@ def unfit(engine: schema.Engine, wanted: Wanted, address: str, info: Info) -> st
             f"its context is {info.context} tokens, and prompt and answer may have {wanted.longest}. Start it with a "
             f"larger model.max_length or engine.kv_cache_gb, or lower rollout.max_tokens or data.max_prompt_tokens."
         )
-    here = urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1")  # else it may see it at another place
+    here = urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1")  # a remote path may differ
     elsewhere = info.volume != wanted.volume if here else not info.volume
     if own and wanted.volume and elsewhere:
         return (

@@ -16,14 +16,14 @@ def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Re
 
 
 def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str], Mapping[str, str]]:
-    """The command and the environment of a server."""
+    """Command and environment of a server."""
     words = [*serve_words(engine, wanted), f"port={one.port}", *engine.arguments]
     return [one.python, "-m", "birl", "serve", *words], {"BIRL_TOKEN": one.token, "OMP_NUM_THREADS": str(one.threads)}
 
 
 def serve_words(engine: schema.Engine, wanted: Wanted) -> list[str]:
-    """The arguments of `birl serve`, except its address."""
-    device = wanted.device.partition(":")[0]  # it sees its own GPUs alone, from 0 on
+    """Arguments of `birl serve`, except its address."""
+    device = wanted.device.partition(":")[0]  # it only sees its own GPUs, numbered from 0
     words = [f"model.path={wanted.folder}", f"model.dtype={wanted.dtype}", f"model.device={device}"]
     words += [f"model.max_length={wanted.context}", f"engine.max_batch={engine.max_batch}"]
     words += [f"engine.kv_cache_gb={wanted.kv_cache_gb:.4f}", f"engine.draft_rows={engine.draft_rows}"]

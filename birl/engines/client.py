@@ -1,4 +1,4 @@
-"""Speaks to one `birl serve` in its own dialect (`wire.py`). Nothing is tried twice here: that is the router's."""
+"""Client of one `birl serve` in birl's native protocol (`wire.py`). Without retries: the router does these."""
 
 import asyncio
 import contextlib
@@ -28,21 +28,21 @@ from birl.models.low_rank import AdapterWeights
 from birl.text.pictures import Files, is_picture
 from birl.types import Completion, Held, SamplingParams, Update
 
-SENT = 4096  # adapters of which it is known that the engine was sent them
-CONTROL = 16  # connections beside those of `generate`: a full engine can still be asked how it is
-RELEASE = 5.0  # s in which a server should have heard that it is free
-IDLE = 2.0  # s; less than the 5 s after which uvicorn closes a quiet connection, perhaps while a request is on its way
+SENT = 4096  # number of adapters remembered as sent to the engine
+CONTROL = 16  # connections beside those of `generate`: a full engine still answers control requests
+RELEASE = 5.0  # deadline of a release request [s]
+IDLE = 2.0  # [s]; less than the 5 s after which uvicorn closes an idle connection, perhaps during a request
 
 
 class MissingAdapter(BirlError):
-    """The engine does not have the adapter, or no longer."""
+    """The engine does not have the adapter, or not any more."""
 
 
 class Client:
     """Implements `Remote`. Times in seconds: `timeout` for an answer, `load_timeout` for new weights, sleep and wake,
-    `control_timeout` for everything else. At most `connections` answers are waited for at a time (each takes a file
-    descriptor), further ones queue here. Weights that come as tensors are sent in buckets of `bucket_mb` [MiB].
-    `run` says for which run it asks, and may `claim` the engine.
+    `control_timeout` for everything else. At most `connections` requests are open at a time (each takes a file
+    descriptor), further ones queue here. Weights given as tensors are sent in buckets of `bucket_mb` [MiB]. `run`
+    identifies the run of the client, which may `claim` the engine.
 
     Example: Client("http://127.0.0.1:8000", token=os.environ.get("BIRL_TOKEN", ""))
     """
@@ -60,8 +60,8 @@ class Client:
         run: str = "",
     ) -> None:
         self.address, self.version = checked_address(address), -1
-        self.pictures: Files | None = None  # of the prompts' pictures, where the model sees
-        self.adapters: Mapping[str, AdapterWeights] = {}  # those that `AdapterParams` name
+        self.pictures: Files | None = None  # files of the prompts' images, for a vision model
+        self.adapters: Mapping[str, AdapterWeights] = {}  # adapters that `AdapterParams` refer to, by name
         self._sent: dict[str, asyncio.Task[None]] = {}
         self.timeout, self.control_timeout, self.load_timeout = timeout, control_timeout, load_timeout
         self.bucket_mb, self._run, self._claimed = bucket_mb, run, False
@@ -75,7 +75,7 @@ class Client:
                 max_keepalive_connections=connections + CONTROL,
                 keepalive_expiry=IDLE,
             ),
-            trust_env=False,  # the proxy of the environment is for the world outside
+            trust_env=False,  # a proxy of the environment is not for engines
         )
 
     async def info(self) -> Info:
@@ -88,7 +88,7 @@ class Client:
         return info
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
-        """Raises `EngineDown`, also after `timeout`, and `BirlError` where the engine finds the request wrong."""
+        """Sample an answer. Raises `EngineDown`, also after `timeout`, and `BirlError` for a rejected request."""
         body = {"prompt_ids": prompt_ids, "params": params_to(params), "session": session}
         if is_picture(max(prompt_ids, default=0)) and self.pictures is not None:
             files = await asyncio.to_thread(self.pictures, prompt_ids)
@@ -107,7 +107,7 @@ class Client:
             raise Malformed(f"{self.address} gave no completion: {_first(result)} ({error})") from error
 
     async def _answer(self, how: Mapping[str, Any], adapter: str) -> dict[str, Any]:
-        """An adapter is sent once, and again to an engine that has lost it."""
+        """Send a request; an adapter is sent once, and again if the engine has lost it."""
         sent = await self._send(adapter, None)
         try:
             return await self._json("POST", "/generate", **how)
@@ -140,33 +140,33 @@ class Client:
         body: dict[str, Any] = {"version": update.version, "digests": dict(update.digests), "anew": update.anew}
         try:
             sent = buckets(update.tensors, self.bucket_mb)
-            while bucket := await asyncio.to_thread(next, sent, None):  # it may wait for the learner
+            while bucket := await asyncio.to_thread(next, sent, None):  # may wait for the learner
                 data = await asyncio.to_thread(packed, bucket)
                 await self._json("PUT", f"/stage/{update.version}", content=data, seconds=self.load_timeout)
             if not update.tensors:
                 body["folder"] = update.folder
             return await self._loaded(body)
-        except Malformed as error:  # another try would be answered alike
+        except Malformed as error:  # a retry would give the same answer
             raise WeightsFailed("mismatch", f"Version {update.version} of the weights: {error}") from error
         except EngineDown as error:
             raise WeightsFailed("unreachable", f"Version {update.version} of the weights: {error}") from error
 
     async def ranks(self) -> int:
-        """That it needs in a group (`Transfer.ranks`)."""
+        """Number of ranks that it needs in a group (`Transfer.ranks`)."""
         return 1
 
     async def join(self, invitation: Invitation) -> None:
-        """Returns when every rank has come. Raises `EngineDown`, `WeightsFailed`, `BirlError`."""
+        """Join a group; returns when every rank has joined. Raises `EngineDown`, `WeightsFailed`, `BirlError`."""
         await self._json("POST", "/join", json=asdict(invitation), seconds=self.load_timeout)
 
     async def lend(self, version: int, memory: Mapping[str, Any], tensors: list[list[Any]]) -> None:
-        """Returns when the engine has copied a bucket (`handles.py`). Raises `EngineDown`, `BirlError`."""
+        """Offer a bucket in shared memory; returns when the engine has copied it. Raises `EngineDown`, `BirlError`."""
         body = {"memory": memory, "tensors": tensors}
         await self._json("POST", f"/stage/{version}", json=body, seconds=self.load_timeout)
 
     async def receive(self, update: Update, group: str = "") -> Held:
-        """As `load`, of what was staged, or from rank 0 of a group that was joined. Raises `EngineDown` where the
-        engine is gone itself, and `WeightsFailed` "unreachable" where it says that others are."""
+        """As `load`, for staged weights, or from rank 0 of a joined group. Raises `EngineDown` if the engine itself is
+        lost, and `WeightsFailed` "unreachable" if it reports that others are."""
         body = {"version": update.version, "digests": dict(update.digests), "anew": update.anew}
         return await self._loaded(body | ({"group": group} if group else {}))
 
@@ -200,27 +200,27 @@ class Client:
         await self._json("POST", "/wake", json={}, seconds=self.load_timeout)
 
     async def claim(self) -> None:
-        """No other run may use it until this is closed. Raises `BirlError` where one does."""
-        self._claimed = True  # it may be heard although its answer is not
+        """Reserve the engine for this run until `close`. Raises `BirlError` if another run has it."""
+        self._claimed = True  # it may succeed although its response is lost
         await self._json("POST", "/claim", json={}, seconds=self.control_timeout)
 
     async def close(self) -> None:
         if self._claimed:
             self._claimed = False
-            with contextlib.suppress(EngineDown, BirlError):  # then it is free after a while
+            with contextlib.suppress(EngineDown, BirlError):  # then the claim expires after a while
                 await self._json("POST", "/release", json={}, seconds=min(RELEASE, self.control_timeout))
         await self._http.aclose()
 
     async def _json(
         self, method: str, path: str, *, seconds: float, what: str = "", most: int = MOST, **body: Any
     ) -> dict[str, Any]:
-        """The object that a call gives. Raises `EngineDown`, `BirlError` (a refused request), `WeightsFailed`."""
+        """JSON object of a response. Raises `EngineDown`, `BirlError` (a rejected request), `WeightsFailed`."""
         what = what or f"{method} {path} on {self.address}"
         if self._http.is_closed:
             raise EngineDown(f"{what}: the client was closed")
         limits = httpx.Timeout(seconds, connect=min(5.0, seconds))
         try:
-            async with asyncio.timeout(seconds):  # httpx's own deadlines are for each read, not for the answer
+            async with asyncio.timeout(seconds):  # httpx's own timeouts are for each read, not for the whole response
                 response = await fetch(self._http, method, path, most=most, timeout=limits, **body)
         except (TimeoutError, httpx.TimeoutException) as error:
             kind = "could not be reached" if isinstance(error, httpx.ConnectTimeout) else "had no answer"
@@ -238,12 +238,12 @@ class Client:
 
 
 def told(params: SamplingParams) -> int:
-    """The most bytes that supports take in an answer."""
+    """Maximum size of the supports in an answer [bytes]."""
     return 12 * params.top_k * params.max_tokens if params.support else 0
 
 
 def refusal(what: str, response: httpx.Response, body: Any) -> EngineDown | BirlError:
-    """What an answer that is none means: the engine is not well, or the request was not."""
+    """The error of an unsuccessful response: the engine is not well, or the request was wrong."""
     status, told = response.status_code, body.get("error") if isinstance(body, dict) else None
     error: Mapping[str, Any] = told if isinstance(told, dict) else {}
     why = _first(error["message"], 1000) if "message" in error else _first(response.text)
@@ -274,7 +274,7 @@ def checked_address(address: str) -> str:
 
 
 def checked_completion(completion: Completion, params: SamplingParams) -> Completion:
-    """Raises `ValueError` where that can not be an answer to this question."""
+    """The completion, if it can be an answer to this request. Raises `ValueError` otherwise."""
     tokens, forced = completion.tokens, params.forced[: params.max_tokens]
     if len(tokens) > params.max_tokens:
         raise ValueError(f"{len(tokens)} tokens where {params.max_tokens} were asked for")
@@ -284,7 +284,7 @@ def checked_completion(completion: Completion, params: SamplingParams) -> Comple
 
 
 def info_from(data: Mapping[str, Any]) -> Info:
-    """Keys that are not known are left out: a newer engine may tell more. Raises `KeyError` and `TypeError`."""
+    """Info of a response. Unknown keys are ignored: a newer engine may have more. Raises `KeyError` and `TypeError`."""
     result = {f.name: data[f.name] for f in fields(Info) if f.name in data or f.name != "counters"}
     for key in ("version", "pid", "running", "waiting"):
         if not isinstance(result[key], int):
@@ -293,7 +293,7 @@ def info_from(data: Mapping[str, Any]) -> Info:
 
 
 def buckets(tensors: Mapping[str, Tensor], bucket_mb: float) -> Iterator[dict[str, Tensor]]:
-    """In order, at most `bucket_mb` each, unless one tensor alone is larger."""
+    """The tensors in order, in buckets of at most `bucket_mb`, unless a single tensor is larger."""
     bucket: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if bucket and sum(t.nbytes for t in bucket.values()) + tensor.nbytes > bucket_mb * 2**20:
@@ -305,7 +305,7 @@ def buckets(tensors: Mapping[str, Tensor], bucket_mb: float) -> Iterator[dict[st
 
 
 def packed(bucket: Mapping[str, Tensor]) -> bytes:
-    """As a safetensors file. safetensors refuses tensors that are views of the same memory: an update has none."""
+    """A bucket as a safetensors file, which cannot have tensors that share memory: an update has none."""
     return save({name: t.detach().cpu().contiguous() for name, t in bucket.items()})
 
 

@@ -1,8 +1,8 @@
-"""Tensors from one process to several at once: rank 0 has them, the others get them (weights.method=nccl).
+"""Broadcast of tensors from one process to several: rank 0 sends, the others receive (weights.method=nccl).
 
-torch.distributed without its global state: a process group of our own on a store that rank 0's process hosts. NCCL
-where the weights are on CUDA, else Gloo. Only bytes cross it. A store and a group have no password: every process that
-reaches their ports can disturb them, and what arrives is compared with digests that came by another way.
+Uses torch.distributed without its global state: a separate process group on a store that rank 0's process hosts. NCCL
+if the weights are on CUDA, else Gloo. Only bytes cross it. A store and a group have no password: every process that
+reaches their ports can disturb them, so received weights are compared with digests sent separately.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ GLOO, NCCL = "gloo", "nccl"
 
 
 class Source(Protocol):
-    """What rank 0 sends. `flat`: tensors of one type, one behind the other, 1-D; it may block, and is called in the
-    group's thread."""
+    """The tensors that rank 0 sends. `flat`: tensors of one type, concatenated as 1-D; it may block, and is called in
+    the group's thread."""
 
     @property
     def shapes(self) -> Shapes: ...
@@ -41,15 +41,15 @@ class Source(Protocol):
 
 
 class BroadcastGroup:
-    """One rank of a group. `device`: where its buckets are.
+    """One rank of a broadcast group. `device`: of its buckets.
 
-    Torch's calls block and cannot be interrupted (Gloo's `abort` does not), so they run in a thread of its own. A
-    caller that waits for it waits no longer when it is closed, or after the invitation's timeout; the thread itself may
-    need that long once more. Gloo broadcasts along a tree: where one rank hangs, those below it hang too.
-    Every failure is `WeightsFailed` "unreachable", and the group is of no use after it: close it.
+    Torch's calls block and cannot be interrupted (Gloo's `abort` does not), so they run in a separate thread. A waiting
+    caller returns when the group is closed, or after the invitation's timeout; the thread itself may need that long
+    once more. Gloo broadcasts along a tree: if one rank hangs, those below it hang too. Every failure is
+    `WeightsFailed` "unreachable", and the group cannot be used after it: close it.
 
-    `called_back`: the other ranks stop waiting for a broadcast when they are told to (`leave`). Those that do not get
-    all buckets, whatever is in them, before `send` raises.
+    `called_back`: the other ranks can be told to stop waiting for a broadcast (`leave`). Ranks that cannot are sent all
+    buckets, with any contents, before `send` raises.
     """
 
     called_back = True
@@ -59,13 +59,13 @@ class BroadcastGroup:
         self.closed = threading.Event()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[..., None]] | None] = queue.SimpleQueue()
         self._waits: set[asyncio.Future[Any]] = set()
-        self._group: Any = None  # the thread's alone: taking it down waits for its operations
+        self._group: Any = None  # only for the thread: destroying it waits for its operations
         self._thread = threading.Thread(target=self._work, name=f"broadcast {invitation.group}", daemon=True)
         self._thread.start()
 
     @staticmethod
     def host(address: str, timeout: float) -> tuple[Any, str]:
-        """Where ranks meet: what has to stay alive for it, and the `store` of an invitation."""
+        """Host the meeting point of the ranks. Returns an object to keep alive, and the `store` of an invitation."""
         return host_store(address, timeout)
 
     @property
@@ -73,11 +73,11 @@ class BroadcastGroup:
         return self.invitation.group
 
     async def open(self) -> None:
-        """Returns when all ranks are there."""
+        """Connect; returns when all ranks have joined."""
         await self._do(self._open)
 
     async def send(self, source: Source) -> None:
-        """Rank 0. One bucket at a time is there beside the source's own tensors."""
+        """Send the weights (rank 0). Takes memory for one bucket at a time beside the source's own tensors."""
 
         def work() -> None:
             failure = None
@@ -96,7 +96,7 @@ class BroadcastGroup:
         await self._do(work)
 
     async def receive(self, shapes: Shapes) -> dict[str, Tensor]:
-        """The other ranks."""
+        """Receive the weights (other ranks)."""
 
         def work() -> dict[str, Tensor]:
             result: dict[str, Tensor] = {}
@@ -111,7 +111,7 @@ class BroadcastGroup:
         return await self._do(work)
 
     def close(self) -> None:
-        """Event loop's thread. The other ranks see it at their next operation, or by their timeouts."""
+        """Close the group (event loop's thread). Other ranks notice at their next operation or by timeout."""
         if not self.closed.is_set():
             self.closed.set()
             self._jobs.put(None)
@@ -138,7 +138,7 @@ class BroadcastGroup:
                 return await future
         except TimeoutError as error:
             raise self._failed(f"it took longer than {self.invitation.timeout:g} s") from error
-        except (RuntimeError, OSError) as error:  # all of torch's own are the former
+        except (RuntimeError, OSError) as error:  # torch's own errors are all RuntimeError
             raise self._failed(first_line(error)) from error
         finally:
             self._waits.discard(future)
@@ -157,9 +157,9 @@ class BroadcastGroup:
                 error = failure
             try:
                 tell(result, error)
-            except RuntimeError:  # the event loop is gone
+            except RuntimeError:  # the event loop is closed
                 break
-            del job, work, tell, result, error  # while it waits for the next one it holds no weights
+            del job, work, tell, result, error  # holds no weights while it waits for the next job
         self._group = None
 
     def _open(self) -> None:
@@ -171,7 +171,7 @@ class BroadcastGroup:
         self._greet()
 
     def _named(self, store: Any) -> Any:
-        """The group's own part of a store."""
+        """The group's namespace in a store."""
         return dist.PrefixStore(self.name, store)
 
     def _greet(self) -> None:
@@ -182,7 +182,7 @@ class BroadcastGroup:
         if self.invitation.backend != NCCL:
             work.wait()
             return
-        deadline = time.monotonic() + self.invitation.timeout  # of NCCL's own the watchdog ends the process
+        deadline = time.monotonic() + self.invitation.timeout  # NCCL's own would end the process
         while not work.is_completed():
             if self.closed.is_set() or time.monotonic() > deadline:
                 self._group.abort()
@@ -195,7 +195,7 @@ def _gloo(store: Any, given: Invitation, device: torch.device, address: str) -> 
     options = c10d.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=given.timeout)
     options._threads = 1
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]  # listens there and nowhere else
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]  # only listens there
     return c10d.ProcessGroupGloo(store, given.rank, given.size, options)
 
 
@@ -204,7 +204,7 @@ _environment = threading.Lock()
 
 
 def _nccl(store: Any, given: Invitation, device: torch.device, address: str) -> Any:
-    """By default a rank that is lost ends the processes of all others; this group must only fail."""
+    """A NCCL group whose failure does not end the process: by default, a lost rank ends the processes of all others."""
     torch.cuda.set_device(device)
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * given.timeout)
@@ -219,7 +219,7 @@ def _nccl(store: Any, given: Invitation, device: torch.device, address: str) -> 
 
 
 def backend(device: torch.device) -> str:
-    """Raises `BirlError` where there is none."""
+    """Backend for a device. Raises `BirlError` if it is not available."""
     name = NCCL if device.type == "cuda" else GLOO
     if not dist.is_available() or not (dist.is_nccl_available() if name == NCCL else dist.is_gloo_available()):
         raise BirlError(f"weights.method=nccl: this build of PyTorch has no {name}; use weights.method=direct.")
@@ -227,13 +227,13 @@ def backend(device: torch.device) -> str:
 
 
 def shapes_in(invitation: Invitation) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Of what rank 0 will send."""
+    """Shapes and dtypes of the tensors that rank 0 will send."""
     return {name: (shape, getattr(torch, kind)) for name, shape, kind in invitation.tensors}
 
 
 def pieces(shapes: Shapes, bucket_mb: float) -> list[list[str]]:
     """Names of the tensors of each bucket, the same on every rank: of one type, sorted, at most `bucket_mb` [MiB],
-    unless one tensor alone is larger."""
+    unless a single tensor is larger."""
     result: list[list[str]] = []
     room, last = 0.0, None
     for name in sorted(shapes, key=lambda n: (str(shapes[n][1]), n)):
@@ -248,8 +248,8 @@ def pieces(shapes: Shapes, bucket_mb: float) -> list[list[str]]:
 
 
 def host_store(address: str, timeout: float) -> tuple[Any, str]:
-    """A store that listens at this address of ours, at a free port, and its host:port. It lives as long as what is
-    returned."""
+    """A store that listens at this local address, at a free port, and its host:port. It lives as long as the returned
+    object."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as listens:  # torch's own would listen at every address of the machine
         listens.bind((address, 0))
@@ -263,7 +263,7 @@ def host_store(address: str, timeout: float) -> tuple[Any, str]:
 
 
 def store_address(text: str) -> tuple[str, int]:
-    """host:port. Raises `ValueError`."""
+    """Split host:port. Raises `ValueError`."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -272,7 +272,7 @@ def store_address(text: str) -> tuple[str, int]:
 
 
 def own_address(host: str) -> str:
-    """By which of our addresses that host reaches us. Raises `OSError` where there is no way to it."""
+    """The local address at which `host` reaches this process. Raises `OSError` if there is no route."""
     if is_loopback(host):
         return "::1" if ":" in host else "127.0.0.1"
     family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

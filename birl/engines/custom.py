@@ -1,7 +1,7 @@
-"""An engine of the user's: a class that `engine.kind` names. Its objects are in the process of the run.
+"""A user-defined engine: a class that `engine.kind` names. Its objects live in the process of the run.
 
     generate(prompt_ids, params, session)   -> Completion       needed
-    load(update)                            new weights         needed for training; None, or what it holds (`Held`)
+    load(update)                            new weights         needed for training; returns None or `Held`
     sleep(), wake()                         memory of weights   needed for engine.sleep=true
     close()                                 at the end of the run
 
@@ -22,13 +22,13 @@ from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.named import load
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
-THREADS = Threads(64, "birl-engine")  # for methods that are plain functions
+THREADS = Threads(64, "birl-engine")  # for methods that are not coroutines
 OFFERED = ("model", "address", "number", "dtype", "device", "context", "end_ids", "arguments")
 
 
 class Custom:
-    """Implements `Remote` with an object of the class. `offered`: values for `OFFERED`; `timeout` is that of one
-    answer, `load_timeout` that of new weights, sleep and wake [s]."""
+    """Implements `Remote` with an object of the class. `offered`: values for `OFFERED`; `timeout` of an answer,
+    `load_timeout` of new weights, sleep and wake [s]."""
 
     def __init__(self, engine: Any, kind: str, offered: Mapping[str, Any], timeout: float, load_timeout: float) -> None:
         self.engine, self.kind, self.offered = engine, kind, offered
@@ -95,8 +95,8 @@ class Custom:
             await self._call("close", self.load_timeout)
 
     async def _call(self, name: str, timeout: float, *words: Any) -> Any:
-        """Raises `EngineDown` where it is late. What else goes wrong in `generate` may go well another time, so that is
-        one, too; anywhere else it is a `BirlError`."""
+        """Call a method. Raises `EngineDown` after the timeout. Other errors of `generate` may be temporary, so they
+        are `EngineDown` too; those of other methods are `BirlError`."""
         try:
             async with asyncio.timeout(timeout) as limit:
                 return await called(getattr(self.engine, name), *words, threads=THREADS)
@@ -110,8 +110,8 @@ class Custom:
 
 
 def named(kind: str, known: Mapping[str, Any], needed: Collection[str]) -> type:
-    """The class that `engine.kind` names. Raises `BirlError` where there is none with the methods that are `needed`.
-    `known`: kinds that have a name."""
+    """The class that `engine.kind` names. Raises `BirlError` if there is none with the `needed` methods. `known`: kinds
+    that have a name."""
     result = load("engine.kind", kind, known)
     if not inspect.isclass(result):
         raise BirlError(f"engine.kind={kind}: is a function, and must be a class with {' and '.join(needed)}.")
@@ -128,7 +128,7 @@ def named(kind: str, known: Mapping[str, Any], needed: Collection[str]) -> type:
 
 
 def custom(kind: str, known: Mapping[str, Any], offered: Mapping[str, Any], **timeouts: float) -> Custom:
-    """One engine of this kind. Raises `BirlError`."""
+    """An engine of this kind. Raises `BirlError`."""
     made = named(kind, known, ("generate",))
     takes = [name for name in inspect.signature(made).parameters if name in OFFERED]
     try:

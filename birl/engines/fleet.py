@@ -1,5 +1,5 @@
-"""The engines of a router and what they hold: a watch for each looks at it, brings it up to date, has it started again.
-No engine counts as ready whose weights are not proven."""
+"""The engines of a router and their weights: a watch task for each polls it, updates it, and restarts it. An engine
+without proven weights is never ready."""
 
 import asyncio
 import contextlib
@@ -16,12 +16,12 @@ from birl.models.digests import whole
 from birl.spans import done, engine_name
 from birl.types import Held, Update
 
-STRIKES = 2  # looks in a row that fail before an engine is down
-DRAIN = 0.1  # s between two looks at whether an engine that leaves has answered everything
+STRIKES = 2  # failed polls in a row before an engine counts as down
+DRAIN = 0.1  # interval of checks whether a leaving engine has answered everything [s]
 
 
 class Fleet:
-    """For the parameters see `Router`. `version` is what the engines should hold, `arriving` what is being loaded."""
+    """Members of a router (see there for parameters). `version`: what they should have; `arriving`: being loaded."""
 
     def __init__(
         self,
@@ -44,26 +44,26 @@ class Fleet:
         self.on_event: Callable[..., None] = on_event or (lambda name, **fields: None)
         self.on_ready: Callable[[Member], None] = lambda member: None
         self.expect: Callable[[Mapping[Remote, int], Update], None] | None = (
-            None  # hears whom a load goes to (with pid)
+            None  # called with the engines of a load (and their pids)
         )
         self.paused = self.closed = False
         self.version = self.arriving = update.version if update else version
-        self.changed = asyncio.Event()  # a new one after each change
-        self._digest = whole(update.digests) if update and update.digests else ""  # empty: what the first one says
-        self.refused: list[WeightsFailed] = []  # of the last load: by engines that answer
-        self._commands = 0  # pauses and resumes so far: a look that one of them overtook says nothing
+        self.changed = asyncio.Event()  # replaced after each change
+        self._digest = whole(update.digests) if update and update.digests else ""  # empty: the first one reported
+        self.refused: list[WeightsFailed] = []  # refusals of the last load, by engines that answer
+        self._commands = 0  # number of pauses and resumes so far: a poll that one of them overtook is ignored
         self._loading = asyncio.Lock()
         self._watches: dict[Member, asyncio.Task[None]] = {}
 
     def watch(self) -> None:
-        """Begin, once."""
+        """Start the watch tasks, once."""
         if self.closed:
             raise EngineDown("the router was closed")
         if not self._watches:
             self._watches = {m: asyncio.create_task(self._watch(m)) for m in self.members}
 
     def add(self, remote: Remote) -> Member:
-        """One more engine. It gets requests as soon as it holds the weights of the others and has proven them."""
+        """Add an engine. It gets requests as soon as it has the current weights and has proven them."""
         member = Member(remote=remote)
         self.members.append(member)
         if self._watches and not self.closed:
@@ -71,7 +71,7 @@ class Fleet:
         return member
 
     async def remove(self, member: Member, why: str) -> None:
-        """It gets no more requests; returns when it has answered those that it has, or is down, and is forgotten."""
+        """Remove an engine: it gets no more requests; returns when it has answered its open ones, or is down."""
         member.leaving = True
         if member.state is State.READY:
             self.become(member, State.DRAINING, why)
@@ -84,12 +84,12 @@ class Fleet:
         if watch is not None:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-        member.become(State.DOWN, why)  # no event: nothing is wrong
+        member.become(State.DOWN, why)  # no event: this is no failure
         self.notify()
         await member.remote.close()
 
     async def wait(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Until `done`, which is asked after every change. False when it is late."""
+        """Wait until `done()`, evaluated after every change. Returns False after the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not done():
@@ -102,12 +102,12 @@ class Fleet:
             watch.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
         for member in self.members:
-            member.become(State.DOWN, "the router was closed")  # no event: nothing is wrong
+            member.become(State.DOWN, "the router was closed")  # no event: this is no failure
         self.notify()
         await asyncio.gather(*(m.remote.close() for m in self.members))
 
     def describe(self) -> str:
-        """Every engine, for messages."""
+        """State of every engine, for messages."""
         lines: list[str] = []
         for m in self.members:
             why = m.error or ("" if m.state is State.READY else "it has not answered yet")
@@ -131,7 +131,7 @@ class Fleet:
         told.set()
 
     async def command(self, what: str, call: Callable[[Member], Awaitable[Any]], among: Iterable[Member]) -> None:
-        """On each of these engines; one that does not answer in time is down."""
+        """Call each of these engines; one that does not answer in time counts as down."""
 
         async def one(member: Member) -> None:
             try:
@@ -140,7 +140,7 @@ class Fleet:
             except (EngineDown, TimeoutError) as error:
                 why = str(error) or f"no answer within {self.poll_timeout:g} s"
                 self.become(member, State.DOWN, f"{what}: {why}")
-            except BirlError as error:  # it answers, and can not: the next look says how it is
+            except BirlError as error:  # it answers, but rejects: the next poll shows its state
                 member.error = f"{what}: {error}"
             member.poke.set()
 
@@ -157,7 +157,7 @@ class Fleet:
                 )
             now = asyncio.get_running_loop().time
             deadline, result = now() + self.load_timeout, await self._give_all(update, self.load_timeout)
-            while all(gone(x) for x in result) and (left := deadline - now()) > 0:  # the last one: it may come back
+            while all(gone(x) for x in result) and (left := deadline - now()) > 0:  # a lost engine may come back
                 result = await self._give_all(update, left)
         held = [x for x in result if isinstance(x, Held)]
         if strange := [x for x in result if isinstance(x, BaseException) and not isinstance(x, WeightsFailed)]:
@@ -171,14 +171,14 @@ class Fleet:
         return Held(version=update.version, digest=digest, seconds=seconds, bytes=size)
 
     async def _give_all(self, update: Update, timeout: float) -> list[Held | BaseException]:
-        """To every engine that answers, as soon as one does."""
+        """Send an update to every engine that answers, as soon as one does."""
         await self.wait(lambda: any(m.state is not State.DOWN for m in self.members), timeout)
         chosen = [m for m in self.members if m.state is not State.DOWN]
         if not chosen:
             message = f"Version {update.version} of the weights: no engine answers. {self.describe()}"
             return [WeightsFailed("unreachable", message)]
         self.arriving = update.version
-        if self.expect is not None:  # not whom a lock may keep waiting
+        if self.expect is not None:  # except those that a lock may delay
             self.expect({m.remote: m.pid for m in chosen if not m.lock.locked()}, update)
         gifts = [asyncio.create_task(self._give(m, update)) for m in chosen]
         try:
@@ -188,7 +188,7 @@ class Fleet:
             self._settle(update, taken)
 
     def _settle(self, update: Update, taken: bool) -> None:
-        """After a load: the new version counts where one engine took it, even if that is lost already."""
+        """After a load: the new version is current if one engine took it, even if that engine is lost already."""
         if taken:
             self.version, self.update = update.version, update
             self._digest = whole(update.digests) if update.digests else ""
@@ -211,7 +211,7 @@ class Fleet:
                     me = asyncio.current_task()
                     if me is not None and me.cancelling():
                         raise
-                    raise EngineDown(member.error) from None  # it got down meanwhile
+                    raise EngineDown(member.error) from None  # it went down meanwhile
                 finally:
                     member.load = None
                     member.loads += 1
@@ -242,7 +242,7 @@ class Fleet:
         return held
 
     async def _watch(self, member: Member) -> None:
-        """Look, again and again. An exception in here is reported as the engine's error, and the watch goes on."""
+        """Poll an engine forever. An exception in here is reported as the engine's error, and the watch continues."""
         while True:
             member.poke.clear()
             try:
@@ -257,7 +257,7 @@ class Fleet:
                         await member.poke.wait()
 
     async def _look(self, member: Member) -> bool:
-        """One look, and what follows from it. Says whether to look again at once."""
+        """Poll once and act on the result. Returns whether to poll again immediately."""
         commands, loads = self._commands, member.loads
         try:
             async with asyncio.timeout(self.poll_timeout):
@@ -269,7 +269,7 @@ class Fleet:
                 self.become(member, State.DOWN, why)
             return member.state is State.DOWN and await self._restarted(member)
         member.strikes = 0
-        if member.load is not None:  # what it says now may be over when it is heard
+        if member.load is not None:  # the answer may be out of date when it arrives
             return False
         if commands != self._commands or loads != member.loads:
             return True
@@ -294,8 +294,8 @@ class Fleet:
             self.become(member, State.READY)
 
     def _as_it_is(self, member: Member, info: Info, fresh: bool) -> bool:
-        """Whether it can be taken without a load: at the start, with the weights that are expected, and where a load
-        failed, but its digest says that what it had is still there."""
+        """Whether an engine can be used without a load: at the start if it has the expected weights, and after a failed
+        load if its digest shows that it still has the previous ones."""
         if info.asleep or info.version != self.version:
             return False
         if self.update is None and info.digest in ("", self._digest or info.digest):
@@ -304,19 +304,19 @@ class Fleet:
 
     async def _mend(self, member: Member, info: Info) -> bool:
         if info.paused and not info.asleep and member.held and not self.paused:
-            await member.remote.resume()  # it did not hear the first one
+            await member.remote.resume()  # it missed the first one
             member.held = False
             return True
         due = asyncio.get_running_loop().time() >= member.load_after
         update = None if member.leaving or self._loading.locked() else self.update
         if member.state is State.STALE and update is not None and due:
-            with contextlib.suppress(WeightsFailed):  # shown by its state, and tried again later
-                await self._give(member, replace(update, anew=True))  # whatever it has
+            with contextlib.suppress(WeightsFailed):  # shown in its state, and retried later
+                await self._give(member, replace(update, anew=True))  # whatever version it has
                 return True
         return False
 
     async def _restarted(self, member: Member) -> bool:
-        """Whether it was started again."""
+        """Restart an engine; returns whether it was restarted."""
         if self.restart is None:
             return False
         try:
@@ -333,5 +333,5 @@ class Fleet:
 
 
 def gone(error: object) -> bool:
-    """Whether it is the failure of an engine that does not answer."""
+    """Whether the error is that of an engine that does not answer."""
     return isinstance(error, WeightsFailed) and error.cause == "unreachable"

@@ -1,4 +1,4 @@
-"""Which GPUs the servers of a run get."""
+"""Assigns GPUs to the servers of a run."""
 
 import os
 
@@ -11,16 +11,16 @@ from birl.models.device import choose, visible
 
 
 def shares(engine: schema.Engine, device: str, learner: int) -> list[tuple[str, ...]]:
-    """The GPUs of each server, as CUDA_VISIBLE_DEVICES names them: tensor_parallel x pipeline_parallel for each, behind
-    the first `learner` of those that this process sees; with engine.sleep the learner's own, too. Nothing for each
-    where nothing is started or computes on a GPU. Raises `BirlError` where there are too few.
+    """The GPUs of each server, as in CUDA_VISIBLE_DEVICES: tensor_parallel x pipeline_parallel for each, after the
+    first `learner` ones that this process sees; with engine.sleep including the learner's. Empty for each if no server
+    is started or computes on a GPU. Raises `BirlError` if there are too few.
 
     Example: shares(Engine(kind="vllm", count=2), "auto", 1) == [("1",), ("2",)]
     """
     if engine.attach or engine.kind not in SERVERS or device == "cpu" or not torch.cuda.is_available():
         return [()] * engine.count
     names, size = named(), engine.tensor_parallel * engine.pipeline_parallel
-    if ":" in device:  # the learner's own comes first
+    if ":" in device:  # the learner's GPU comes first
         names.insert(0, names.pop(choose(device).index))
     first = 0 if engine.sleep else learner
     needed = first + engine.count * size
@@ -36,7 +36,7 @@ def shares(engine: schema.Engine, device: str, learner: int) -> list[tuple[str, 
 
 
 def named() -> list[str]:
-    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them: by index or by UUID."""
+    """The GPUs that this process sees, as in CUDA_VISIBLE_DEVICES: by index or by UUID."""
     given, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
     names = map(str, range(count)) if given is None else map(str.strip, given.split(","))
     return list(names)[:count]

@@ -1,4 +1,4 @@
-"""A bucket of tensors that another process of this machine reads: lent by its owner, described in JSON, copied there.
+"""A bucket of tensors in shared memory: offered by its owner, described in JSON, copied by another local process.
 
 On a GPU the description is a handle of CUDA's inter-process communication, which works for processes on one GPU; on a
 CPU it names a file in shared memory. Nothing is unpickled.
@@ -35,8 +35,8 @@ CUDA |= {"counter": str, "counter_offset": int, "event": str, "wait": bool}
 
 @asynccontextmanager
 async def lent(flat: Tensor) -> AsyncIterator[dict[str, Any]]:
-    """The description of a contiguous 1-D tensor that begins its storage; other processes may read it until the end.
-    Raises `OSError` where shared memory is full."""
+    """Share a contiguous 1-D tensor that begins its storage; yields its description. Other processes may read it until
+    the block ends. Raises `OSError` if shared memory is full."""
     if flat.device.type == "cuda":
         _, handle, size, offset, counter, counter_offset, event, wait = flat.untyped_storage()._share_cuda_()
         texts = {"handle": handle, "counter": counter, "event": event}
@@ -44,7 +44,7 @@ async def lent(flat: Tensor) -> AsyncIterator[dict[str, Any]]:
         same = {"bytes": flat.nbytes, "gpu": gpu(flat.device)}
         try:
             yield same | numbers | {key: b64encode(value).decode() for key, value in texts.items()}
-        except BaseException:  # who did not read it will not count down either: it would stay for ever
+        except BaseException:  # a process that did not read it will not decrement the counter: it would stay forever
             torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)  # pyright: ignore
             raise
         return
@@ -59,7 +59,7 @@ async def lent(flat: Tensor) -> AsyncIterator[dict[str, Any]]:
 def _write(path: Path, flat: Tensor) -> None:
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.posix_fallocate(opened, 0, flat.nbytes)  # a full /dev/shm is an `OSError` here, and SIGBUS later
+        os.posix_fallocate(opened, 0, flat.nbytes)  # a full /dev/shm is an `OSError` here, but a SIGBUS later
         with mmap.mmap(opened, flat.nbytes) as shared:
             shared[:] = flat.view(torch.uint8).numpy().data
     finally:
@@ -67,7 +67,7 @@ def _write(path: Path, flat: Tensor) -> None:
 
 
 def sweep() -> None:
-    """Remove the buckets of processes that are gone."""
+    """Remove the buckets of processes that have ended."""
     for path in ROOT.glob("birl-bucket-*"):
         if FILE.fullmatch(path.name) and not Path(f"/proc/{path.name.split('-')[2]}").exists():
             with suppress(OSError):  # of another user
@@ -75,8 +75,8 @@ def sweep() -> None:
 
 
 def borrowed(memory: Mapping[str, Any], device: torch.device, most: int) -> Tensor:
-    """The bytes [n], as they are now, `most` at most, of what a description stands for: of memory of `device`, or of a
-    CPU. Raises `ValueError` where it stands for nothing that can be read here."""
+    """A copy of the current bytes [n], at most `most`, that a description refers to, on `device` or on the CPU. Raises
+    `ValueError` if they cannot be read here."""
     count = memory.get("bytes")
     if type(count) is not int or not 0 < count <= most:
         raise ValueError(f"memory.bytes must be a whole number above 0, the model's {most} at most")
@@ -125,7 +125,7 @@ def _file(name: Any, count: int) -> Tensor:
 
 
 def parts(flat: Tensor, layouts: Any) -> dict[str, Tensor]:
-    """`flat`, bytes [n], as the tensors [name, shape, type, offset in bytes] that are in it. Raises `ValueError`."""
+    """Split `flat`, bytes [n], into tensors by [name, shape, type, offset in bytes]. Raises `ValueError`."""
     if not isinstance(layouts, list):
         raise ValueError("tensors must be a list of [name, shape, type, offset]")
     result: dict[str, Tensor] = {}
@@ -144,7 +144,7 @@ def parts(flat: Tensor, layouts: Any) -> dict[str, Tensor]:
 
 
 def layouts(names: Sequence[str], shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[list[Any]]:
-    """What `parts` takes, of tensors one behind the other."""
+    """Layouts for `parts` of concatenated tensors."""
     result, offset = [], 0
     for name in names:
         shape, dtype = shapes[name]

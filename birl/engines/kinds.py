@@ -1,4 +1,4 @@
-"""One engine in another process: what it is started with, and how one speaks to it."""
+"""Starts one engine in another process, and makes the client for it."""
 
 import sys
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from birl.process import Process, answers
 from birl.text.pictures import Files
 
 MOST = 1024  # vLLM's own default on large GPUs
-#: our place among the learner's ranks, which a server would take for its own
+#: this process's rank among the learner's, which a server would use as its own
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 KINDS = dict.fromkeys(documentation(schema.RL)["engine.kind"].choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What servers are started for. `longest`: no sequence has more tokens; `kv_cache_gb` [GiB] holds what `max_batch`
-    of them need. `volume`: where they look for new weights by themselves; empty: nowhere. `vocabulary_digest`: of
-    tokens and end tokens; `run`: who asks, and keeps other runs out; empty for an evaluation, which changes no weights.
-    `vocabulary`: tokens of the model; 0: not known. `fraction`: of the GPU that they share with the learner, what it
-    leaves them; 0: they share none. `sequences`: what is asked of each at once; 0: not known. `pictures`: the files of
-    the pictures in a prompt, by digest, of a model that sees."""
+    """Requirements on servers. `longest`: maximum length of a sequence [tokens]; `kv_cache_gb` [GiB]: enough for
+    `max_batch` of them. `volume`: folder that servers poll for new weights; empty: none. `vocabulary_digest`: of tokens
+    and end tokens; `run`: identifies the run, which excludes other runs; empty for an evaluation, which changes no
+    weights. `vocabulary`: tokens of the model; 0: unknown. `fraction`: of a GPU shared with the learner that is left to
+    the server; 0: not shared. `sequences`: concurrent requests of each server; 0: unknown. `pictures`: returns the
+    image files of a prompt, by digest, for a vision model."""
 
     folder: Path
     dtype: str
@@ -55,7 +55,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One server that is started: its place among them, and what it has of the machine."""
+    """One server to start: its number, and its share of the machine."""
 
     port: int
     token: str
@@ -66,7 +66,7 @@ class Start:
 
 
 def common(engine: schema.Engine, wanted: Wanted, one: Start) -> dict[str, Any]:
-    """What the commands of vLLM and SGLang have in common."""
+    """Common arguments of the commands of vLLM and SGLang."""
     return {
         "model": str(wanted.folder),
         "port": one.port,
@@ -83,14 +83,14 @@ def common(engine: schema.Engine, wanted: Wanted, one: Start) -> dict[str, Any]:
 
 
 def most_at_once(engine: schema.Engine, asked: int) -> int:
-    """Sequences that a server of vLLM or SGLang decodes at once: engine.max_batch, which, left at its default, does not
-    keep what is `asked` of it waiting."""
+    """Maximum batch of a vLLM or SGLang server: engine.max_batch or, if that is left at its default, enough for the
+    `asked` concurrent requests."""
     default = engine.max_batch == schema.Engine().max_batch
     return max(engine.max_batch, min(asked, MOST)) if default else engine.max_batch
 
 
 def spoken(engine: schema.Engine, wanted: Wanted) -> dict[str, Any]:
-    """What the adapters of vLLM and SGLang have in common (`peer.Adapter`)."""
+    """Common arguments of the adapters of vLLM and SGLang (`peer.Adapter`)."""
     return {"recompute_kv": engine.recompute_kv, "end_ids": wanted.end_ids, "timeout": engine.request_timeout}
 
 
@@ -99,14 +99,14 @@ def server_threads(engine: schema.Engine) -> int:
 
 
 def check_engine(engine: schema.Engine, trains: bool) -> None:
-    """Raises `BirlError` where `engine.kind` names no engine, or a class that cannot do what the run needs of it."""
+    """Raise `BirlError` if `engine.kind` names no engine, or a class without the methods that the run needs."""
     if engine.kind not in KINDS:
         needed = ("generate", *(("load",) if trains else ()), *(("sleep", "wake") if engine.sleep else ()))
         custom.named(engine.kind, KINDS, needed)
 
 
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str, number: int = 0) -> Remote:
-    """The adapter for one address. A class of the user's has none where it is not attached to."""
+    """The client for one address. A user-defined class has no address unless it is attached to."""
     if engine.kind in SERVERS:
         return module(f"engine.kind={engine.kind}", ENGINES[engine.kind].module).speak(engine, wanted, address, token)
     offered = {"model": wanted.folder, "address": address, "number": number, "arguments": engine.arguments}
@@ -116,9 +116,8 @@ def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str, numbe
 
 
 def cores_of(number: int, threads: int, among: Sequence[int]) -> Sequence[int]:
-    """Of server `number`: the last cores for the first one, those before them for the second, and the last ones again
-    where no others are left. Example: cores_of(1, 2, [0, 1, 2, 3, 4]) == [1, 2]
-    """
+    """Cores of server `number`: the last ones for the first server, those before them for the second, and the last ones
+    again if no others are left. Example: cores_of(1, 2, [0, 1, 2, 3, 4]) == [1, 2]"""
     end = len(among) - number % max(len(among) // threads, 1) * threads
     return among[max(end - threads, 0) : end]
 
@@ -132,7 +131,7 @@ def child(
     number: int | str,
     gpus: Sequence[str] = (),
 ) -> Process:
-    """How one server is started. `gpus`: those that it sees; all that this process sees where there are none."""
+    """The process of one server. `gpus`: those that it sees; empty: all that this process sees."""
     one = Start(
         port=port,
         token=token,

@@ -1,5 +1,5 @@
-"""One engine as the router sees it: its state, what it is known to hold, and what it does; and one request on its way,
-which goes on elsewhere where its answer was cut short."""
+"""An engine as a member of a router: its state, its weights, and its load; and a request, which continues on another
+engine if its answer was cut short."""
 
 import asyncio
 import heapq
@@ -20,16 +20,16 @@ from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 
 class State(StrEnum):
-    READY = "ready"  # holds the router's weights, and that is proven
-    STALE = "stale"  # answers, but holds other weights, or unknown ones: gets no request
+    READY = "ready"  # has the router's weights, proven
+    STALE = "stale"  # answers, but has other or unknown weights: gets no request
     DOWN = "down"  # does not answer
-    DRAINING = "draining"  # answers, and takes no new request: it was paused, or sleeps
+    DRAINING = "draining"  # answers, but takes no new request: paused, or asleep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What `Router.table` says of an engine. `in_flight`, `served` and `failures` count requests, `since` is the time
-    of the last change of state [s, Unix], `error` the last failure, also of an engine that is well again.
+    """A row of `Router.table` for one engine. `in_flight`, `served` and `failures` count requests, `since` is the time
+    of the last change of state [s, Unix], `error` the last failure, also of an engine that has recovered.
 
     Example: Row(address="http://127.0.0.1:8000", state="ready", version=12, in_flight=31, served=4096, failures=0,
                  error="", since=1760000000.0)
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """`version` and `digest` are what the engine was last proven to hold; they say nothing unless `proven`."""
+    """An engine of a router. `version` and `digest`: last proven weights; only valid if `proven`."""
 
     remote: Remote
     state: State = State.DOWN
@@ -62,19 +62,19 @@ class Member:
     sent: int = 0
     served: int = 0
     failures: int = 0
-    strikes: int = 0  # looks in a row that failed
-    row: int = 0  # requests in a row that failed
-    suspect: bool = False  # a request failed or was cut short, and it has not been checked since
-    rest_until: float = 0.0  # no request before (the event loop's clock),
-    load_after: float = 0.0  # nor another attempt to bring it up to date
+    strikes: int = 0  # failed polls in a row
+    row: int = 0  # failed requests in a row
+    suspect: bool = False  # a request failed or was cut short, and the engine has not been polled since
+    rest_until: float = 0.0  # no request before this time (event loop's clock),
+    load_after: float = 0.0  # nor another attempt to update it
     loads_failed: int = 0  # in a row
-    held: bool = False  # the router paused it
-    leaving: bool = False  # it answers what it has, and is forgotten then
-    gone: "asyncio.Future[None] | None" = None  # done when it stops being one whose answers count
+    held: bool = False  # paused by the router
+    leaving: bool = False  # finishes its open requests, then is removed
+    gone: "asyncio.Future[None] | None" = None  # done when its answers stop being valid
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one load at a time
     load: "asyncio.Task[Held] | None" = None
-    loads: int = 0  # begun and ended
-    poke: asyncio.Event = field(default_factory=asyncio.Event)  # look now
+    loads: int = 0  # number of loads begun and ended
+    poke: asyncio.Event = field(default_factory=asyncio.Event)  # poll now
 
     def line(self) -> Row:
         return Row(
@@ -92,8 +92,8 @@ class Member:
         return self.state is State.READY and not self.suspect and now >= self.rest_until
 
     def become(self, state: State, error: str = "") -> bool:
-        """Says whether that is a change. Callers of an engine that gets down or stale stop waiting: an answer
-        from weights that are in doubt is none."""
+        """Set the state; returns whether it changed. Callers of an engine that becomes down or stale stop waiting: an
+        answer from doubtful weights is not used."""
         counts = state in (State.READY, State.DRAINING)
         if counts and (self.gone is None or self.gone.done()):
             self.gone = asyncio.get_running_loop().create_future()
@@ -108,21 +108,21 @@ class Member:
         return True
 
     def failed(self, error: EngineDown, counts: bool = True) -> None:
-        """A request failed: no other one before a check, and later each time. Not `counts`: its state tells
-        already why."""
+        """Record a failed request: no other one before a poll, with exponential back-off. Not `counts`: the state
+        already has the reason."""
         now = asyncio.get_running_loop().time()
         if error.retry_after:
             self.rest_until = max(self.rest_until, now + error.retry_after)
             return
         self.failures += 1
-        if not counts or now < self.rest_until:  # many fail together: once is enough
+        if not counts or now < self.rest_until:  # many fail together: counted once
             return
         self.row, self.suspect, self.error = self.row + 1, True, str(error)
         self.rest_until = max(self.rest_until, now + min(0.05 * 2 ** min(self.row, 10), 30.0))
         self.poke.set()
 
     def seen(self, info: Info) -> str:
-        """Take in what it says of itself. Why what was proven does not hold any more; empty where it does."""
+        """Take in the info of a poll. Returns why the proven weights are no longer valid, or an empty text."""
         why = ""
         if self.pid and info.pid != self.pid:
             why = f"it was started again (process {info.pid}, before {self.pid})"
@@ -148,22 +148,22 @@ NOTHING = Completion.of((), (), (), Stop.ABORT)
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """One request on its way. `part` is what engines that cut it short have answered so far."""
+    """One open request. `part`: partial answer of engines that cut it short."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     session: str
-    cut: "asyncio.Future[None]"  # done: give back what there is, now
+    cut: "asyncio.Future[None]"  # done: return the partial answer now
     part: Completion = NOTHING
-    aborted: bool = False  # the router was asked to
+    aborted: bool = False  # aborted through the router
     failures: list[str] = field(default_factory=list)
-    avoid: set[Member] = field(default_factory=set)  # where it failed
+    avoid: set[Member] = field(default_factory=set)  # engines on which it failed
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     def rest(self, engine: str) -> tuple[tuple[int, ...], SamplingParams]:
-        """Prompt and parameters for what is missing. birl's engines take the part as `forced`, so that each later place
-        keeps its random number; others get it as prompt, and another seed: the same would draw the same numbers. They
-        would not see a stop string that begins in a prompt: an answer that has one begins again, with its own seed."""
+        """Prompt and parameters for the rest of the answer. birl's engines get the part as `forced`, so that each later
+        position keeps its random number; others get it as prompt, with another seed: the same would repeat the numbers.
+        They miss a stop string that begins in a prompt: a request with stop strings starts over with its seed."""
         if engine != "birl" and self.params.stop:
             self.part = NOTHING
         done = self.part.ids
@@ -176,8 +176,8 @@ class Asked:
         return self.prompt + done, replace(self.params, max_tokens=left, forced=forced, seed=seed)
 
     def join(self, engine: str, completion: Completion) -> Completion:
-        """The part with its own log-probs and versions, then what is new. Raises `EngineDown` where the engine did not
-        go on from the part."""
+        """The part with its own log-probs and versions, then the new tokens. Raises `EngineDown` if the engine did not
+        continue from the part."""
         n = len(self.part.tokens)
         skip = n if engine == "birl" else 0
         if skip and not np.array_equal(completion.tokens[:n], self.part.tokens[: len(completion.tokens)]):
@@ -195,7 +195,7 @@ class Asked:
 
 
 def check_held(held: Held, update: Update) -> bool:
-    """Whether the digest proves that the engine holds the update; False where there is none to compare. Raises
+    """Whether the digest proves that the engine has the update; False if there is none to compare. Raises
     `WeightsFailed`."""
     if held.version != update.version:
         raise WeightsFailed("stale", f"Version {update.version} was given, and it says that it has {held.version}.")
@@ -207,19 +207,19 @@ def check_held(held: Held, update: Update) -> bool:
 
 
 def check_versions(completion: Completion, lowest: int, highest: int) -> None:
-    """Raises `EngineDown` where tokens come from weights that the router has not given."""
+    """Raise `EngineDown` if tokens come from weights that the router has not sent."""
     versions = completion.versions
     wrong = versions[(versions < lowest) | (versions > highest)]
     if len(wrong):
         raise EngineDown(f"it answered with version {wrong.min()} of the weights, and has {lowest}")
 
 
-SLACK = 1024  # places that do not hold any more and may stay, beside three for each engine
+SLACK = 1024  # outdated heap entries that may stay, beside three for each engine
 
 
 class Loads:
-    """Engines by (requests in flight, requests sent): `put` one after each change of these, and when it gets ready. Its
-    older places stay until they come up, or until there are too many."""
+    """A heap of engines by (requests in flight, requests sent): call `put` after each change of these, and when an
+    engine becomes ready. Outdated entries stay until they reach the top, or until there are too many."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, Member]] = []
@@ -230,12 +230,12 @@ class Loads:
         self._members.add(member)
         heapq.heappush(self._heap, (member.in_flight, member.sent, next(self._number), member))
         if len(self._heap) > 3 * len(self._members) + SLACK:
-            self._members = {m for m in self._members if m.state is State.READY}  # others come back when they are ready
+            self._members = {m for m in self._members if m.state is State.READY}  # others return when they are ready
             self._heap = [(m.in_flight, m.sent, next(self._number), m) for m in self._members]
             heapq.heapify(self._heap)
 
     def least(self, now: float, avoid: Collection[Member] = ()) -> Member | None:
-        """One that is free, rather none of `avoid`; None where none is."""
+        """The least loaded free engine, if possible none of `avoid`; None if none is free."""
         aside: list[tuple[int, int, int, Member]] = []
         result: Member | None = None
         while self._heap and (result is None or result in avoid):

@@ -1,7 +1,7 @@
-"""Addresses of servers by name: "experiment/trial" -> addresses, by files in the cache folder of this user.
+"""Registry of server addresses: "experiment/trial" -> addresses, in files in this user's cache folder.
 
-Each server writes one file and touches it every few seconds. One that was not touched for `LIFE` seconds belongs to a
-server that was killed: it is not listed, and is removed. Tokens are never written here.
+Each server writes one file and touches it every few seconds. A file not touched for `LIFE` seconds belongs to a killed
+server: it is not listed, and is removed. Tokens are never written here.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ BEAT = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One server, there since `since` [s of the clock].
+    """A registered server. `since`: time of its registration [s of the clock].
 
     Example: Entry(name="arithmetic/0", address="http://127.0.0.1:8000", pid=17, model="smollm2", since=1.7e9,
                    file=Path(...))
@@ -39,7 +39,7 @@ class Entry:
 
 
 def folder(name: str) -> Path:
-    """Raises `BirlError` for a name that is none."""
+    """Folder of a name. Raises `BirlError` if the name is invalid."""
     parts = name.split("/")
     if len(parts) != 2 or not all(re.fullmatch(r"[A-Za-z0-9_+=,@-][A-Za-z0-9_.+=,@-]{0,99}", part) for part in parts):
         raise BirlError(
@@ -72,12 +72,12 @@ def _write(entry: Entry) -> None:
 
 
 def find(name: str) -> list[str]:
-    """Addresses of the servers that live, the oldest first."""
+    """Addresses of the live servers, the oldest first."""
     return [entry.address for entry in entries(name)]
 
 
 def entries(name: str) -> list[Entry]:
-    """The servers that live, the oldest first; what is left of others is removed."""
+    """The live servers, the oldest first; removes the files of others."""
     result: list[Entry] = []
     now = _now(folder(name))
     for file in folder(name).glob("*"):
@@ -88,14 +88,14 @@ def entries(name: str) -> list[Entry]:
                 data = read_json(file)
                 known = {key: data[key] for key in ("address", "pid", "model", "since")}
                 result.append(Entry(name=name, file=file, **known))
-        except (OSError, ValueError, KeyError, TypeError):  # swept by another, or not ours
+        except (OSError, ValueError, KeyError, TypeError):  # removed by another process, or not ours
             continue
     return sorted(result, key=lambda entry: (entry.since, entry.file.name))
 
 
 def _now(place: Path) -> float:
-    """The time by the clock that gives the files in `place` theirs: this machine's may be ahead of it, and every server
-    would seem dead. Where nothing can be written there, this machine's."""
+    """Time of the clock that stamps files in `place`: if this machine's were ahead of it, every server would seem dead.
+    This machine's if nothing can be written there."""
     probe = place / f".now-{secrets.token_hex(4)}"
     try:
         probe.touch(exist_ok=False)
@@ -108,7 +108,7 @@ def _now(place: Path) -> float:
 
 
 def touch(entry: Entry) -> None:
-    """Renew the registration. A file that was removed is written anew."""
+    """Renew the registration. A removed file is written again."""
     try:
         os.utime(entry.file)
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def touch(entry: Entry) -> None:
 
 
 async def beat(entry: Entry) -> None:
-    """Until cancelled."""
+    """Renew the registration until cancelled."""
     while True:
         with contextlib.suppress(OSError):
             touch(entry)
@@ -125,7 +125,7 @@ async def beat(entry: Entry) -> None:
 
 
 def forget(entry: Entry) -> None:
-    """The server has ended. Folders stay as long as another server has the name."""
+    """Remove the registration. Folders stay as long as another server has the name."""
     with contextlib.suppress(OSError):
         entry.file.unlink(missing_ok=True)
         entry.file.parent.rmdir()

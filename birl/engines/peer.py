@@ -1,5 +1,5 @@
-"""A server of another project (vLLM, SGLang): JSON over HTTP with deadlines, a list of what is open there, and the
-proof of a folder of weights before such a server reads it."""
+"""A server of another project (vLLM, SGLang): JSON over HTTP with deadlines, a list of its open requests, and the check
+of a weights folder before such a server reads it."""
 
 import asyncio
 import json
@@ -24,29 +24,29 @@ from birl.support import Support
 from birl.text.pictures import is_picture
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
-CONNECTIONS = 2048  # requests at the same time; more wait for their turn
-QUICK = 60.0  # deadline of a question that needs no computing [s]
+CONNECTIONS = 2048  # concurrent requests; more are queued
+QUICK = 60.0  # deadline of a request that needs no computation [s]
 
 
 class Peer:
-    """One client for one server. `timeout` is the deadline of an answer, a pause of the server included [s]."""
+    """HTTP client of one server. `timeout`: deadline of an answer, including pauses of the server [s]."""
 
     def __init__(self, address: str, *, token: str = "", timeout: float = 1800.0) -> None:
         self.address, self.timeout = address.rstrip("/"), timeout
         self.client = httpx.AsyncClient(
             base_url=self.address,
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            # These servers drop a connection that was idle for 5 s, maybe while the next request is on its way.
+            # These servers drop a connection that was idle for 5 s, maybe while the next request is being sent.
             limits=httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=256, keepalive_expiry=2.0),
-            trust_env=False,  # a proxy in between would cut long answers
+            trust_env=False,  # a proxy would cut long answers
         )
         self.open: dict[str, str] = {}  # id -> session
 
     async def call(self, method: str, path: str, *, timeout: float | None = None, **keys: Any) -> httpx.Response:
-        """Raises `EngineDown` when there is no answer, or one of 500 or more; `BirlError` when it refuses (400-499)."""
+        """Send a request. Raises `EngineDown` without an answer or for 408, 429, 500 or more; else `BirlError`."""
         seconds = self.timeout if timeout is None else timeout
         try:
-            async with asyncio.timeout(seconds):  # httpx's own deadlines are for each read, not for the answer
+            async with asyncio.timeout(seconds):  # httpx's own timeouts are for each read, not for the whole response
                 limits = httpx.Timeout(seconds, connect=min(10.0, seconds))
                 response = await fetch(self.client, method, path, timeout=limits, **keys)
         except (TimeoutError, httpx.TimeoutException) as error:
@@ -71,7 +71,7 @@ class Peer:
 
     @contextmanager
     def request(self, session: str) -> Iterator[str]:
-        """An id that no other begins with (SGLang aborts by the beginning), listed while it is open."""
+        """A request id that is no prefix of another (SGLang aborts by prefix), listed in `open` within the block."""
         name = uuid.uuid4().hex
         self.open[name] = session
         try:
@@ -80,8 +80,8 @@ class Peer:
             del self.open[name]
 
     async def end(self, sessions: Collection[str] | None, tell: Callable[[list[str]], Awaitable[Any]]) -> int:
-        """Let `tell` abort the open requests of these sessions, or all, until they have come back; says how many. Told
-        once more where it did not help: a request may still be on its way to the server."""
+        """Let `tell` abort the open requests of these sessions, or all, until they have returned; returns their number.
+        Repeated as needed: a request may still be on its way to the server."""
         chosen = [name for name, session in self.open.items() if sessions is None or session in sessions]
         deadline = time.monotonic() + QUICK
         while left := [name for name in chosen if name in self.open]:
@@ -98,11 +98,11 @@ class Peer:
 
 
 class Adapter:
-    """Implements `birl.types.Engine` by the requests of one project. `end_ids` are those of the model, for given
-    answers (`SamplingParams.forced`); the server knows its own. `timeout`: of one answer, pauses included [s]."""
+    """Implements `birl.types.Engine` with the requests of one project. `end_ids` are those of the model, for given
+    answers (`SamplingParams.forced`); the server has its own. `timeout` of an answer, including pauses [s]."""
 
-    name = ""  # of the project
-    anew = False  # all of an answer is computed anew when the weights change meanwhile
+    name = ""  # name of the project
+    anew = False  # a whole answer is recomputed if the weights change meanwhile
 
     def __init__(
         self,
@@ -117,29 +117,29 @@ class Adapter:
         self.address, self.version = self.peer.address, 0
         self.recompute_kv, self.end_ids, self.timeout = recompute_kv, end_ids, timeout
         self.paused = self.asleep = False
-        self.empty = False  # slept, and still without weights
-        self.cacheless = False  # slept, and still without a cache
-        self.broken = ""  # why its weights are not to be trusted
-        self.context = 0  # [tokens], once that is known
-        self.takes = 0  # how often its weights were changed
+        self.empty = False  # slept, and has no weights yet
+        self.cacheless = False  # slept, and has no KV cache yet
+        self.broken = ""  # why its weights are invalid
+        self.context = 0  # [tokens], once known
+        self.takes = 0  # number of weight updates
         self._control, self._asking = asyncio.Lock(), asyncio.Lock()
 
     async def info(self) -> Info:
-        """Raises `EngineDown`."""
+        """Info of the server. Raises `EngineDown`."""
         raise NotImplementedError
 
     async def let_in(self, params: SamplingParams, session: str) -> bool:
-        """Wait until it may be asked. False: it was aborted. Raises `BirlError` for what it cannot do."""
+        """Wait until a request may be sent; False if it was aborted. Raises `BirlError` for unsupported parameters."""
         return True
 
     async def ask(
         self, token_ids: tuple[int, ...], params: SamplingParams, count: int, session: str, scored: int = 0
     ) -> Any:
-        """Its own answer; `scored`: so many of the last tokens get log-probs, too."""
+        """The server's response; `scored`: number of last tokens that also get log-probs."""
         raise NotImplementedError
 
     def parse(self, answer: Any, count: int) -> Completion:
-        """The tokens that it sampled."""
+        """The sampled tokens."""
         raise NotImplementedError
 
     def scores(self, answer: Any, given: tuple[int, ...]) -> tuple[float, ...]:
@@ -147,26 +147,26 @@ class Adapter:
         raise NotImplementedError
 
     async def halt(self) -> None:
-        """Between two tokens, unless it is paused."""
+        """Stop between two tokens, unless paused already."""
         raise NotImplementedError
 
     async def relabelled(self, label: str) -> str:
-        """What it calls its weights once they are new and `label` was given to them."""
+        """Set the label of the new weights; returns the label that the server reports."""
         raise NotImplementedError
 
     async def go_on(self) -> None:
         raise NotImplementedError
 
     async def release(self) -> None:
-        """Callers of a broken engine wait no longer."""
+        """Release the callers of a broken engine."""
         raise NotImplementedError
 
     async def occupy(self, what: str) -> None:
-        """Have memory for it again: weights | kv_cache."""
+        """Allocate its memory again: weights | kv_cache."""
         raise NotImplementedError
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
-        """One answer. Raises `EngineDown`, and `BirlError` for what the engine refuses or would report wrongly."""
+        """Sample an answer. Raises `EngineDown`, and `BirlError` for requests that are rejected or unsupported."""
         if not prompt_ids:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
         if is_picture(max(prompt_ids)):
@@ -187,12 +187,12 @@ class Adapter:
         return replace(result, support=self.kept(answer)) if params.told else result
 
     def kept(self, answer: Any) -> Support:
-        """The tokens that each was drawn from."""
+        """The support that each token was sampled from."""
         raise NotImplementedError
 
     async def _given(self, prompt_ids: tuple[int, ...], params: SamplingParams, room: int, session: str) -> Completion:
-        """An answer that begins with `params.forced`, of at most `room` tokens: the given ones are scored as a part of
-        the prompt, under the model itself. Raises `BirlError` where that is not the distribution that is asked for."""
+        """An answer that begins with `params.forced`, of at most `room` tokens: the given ones are scored as part of
+        the prompt, under the model itself. Raises `BirlError` if that is not the requested distribution."""
         if params.temperature not in (0.0, 1.0) or params.top_p < 1 or params.top_k or params.min_p:
             raise BirlError(
                 f"{self.name} scores given tokens under the model itself, not under temperature "
@@ -210,12 +210,12 @@ class Adapter:
             known = self.takes
             answer = await self.ask(prompt_ids + given, params, max(more, 1), session, scored=len(given))
             rest = self.parse(answer, max(more, 1))
-            # Scores are of one version, and its label is that of the first token after them.
+            # Scores are of one version, whose label is that of the first token after them.
             if self.takes == known or self.anew or not len(rest.versions):
                 break
         else:
             raise EngineDown(f"{self.address}: its weights changed three times while it scored one answer.")
-        if not len(rest.versions):  # aborted before there was anything
+        if not len(rest.versions):  # aborted before the first token
             return rest
         keep = len(rest.tokens) if more else 0
         return Completion(
@@ -226,8 +226,8 @@ class Adapter:
         )
 
     async def take(self, update: Update, change: Callable[[], Awaitable[Any]]) -> None:
-        """Put the new weights in place by `change`, between two tokens. Raises `WeightsFailed`; then it is broken, and
-        has neither the old nor the new ones."""
+        """Load new weights with `change`, between two tokens. Raises `WeightsFailed`; then the engine is broken, with
+        neither the old nor the new weights."""
         label = str(update.version)
         self.takes += 1
         try:
@@ -251,7 +251,7 @@ class Adapter:
             ) from error
 
     async def replaced(self, update: Update, change: Callable[[], Awaitable[Any]], size: int) -> Held:
-        """`take`, and nothing else meanwhile. `size` [bytes]. Raises `WeightsFailed`."""
+        """`take`, exclusively. `size` [bytes]. Raises `WeightsFailed`."""
         async with self._control:
             check_age(update, self.version)
             return await self._replaced(update, change, size)
@@ -262,7 +262,7 @@ class Adapter:
         return Held(version=update.version, seconds=time.perf_counter() - began, bytes=size)
 
     async def longest(self) -> int:
-        """The context [tokens], asked for once."""
+        """The context [tokens], requested once."""
         async with self._asking:
             return self.context or (await self.info()).context
 
@@ -277,20 +277,20 @@ class Adapter:
             self.paused = False
 
     async def wake(self) -> None:
-        """Have room for weights again: then `load`, then `resume`, which brings the cache back: engines go on computing
-        as soon as they have both."""
+        """Allocate memory for weights again: then call `load`, then `resume`, which allocates the KV cache, as engines
+        compute as soon as they have both."""
         async with self._control:
             if self.asleep:
                 await self.occupy("weights")
                 self.asleep = False
 
     async def close(self) -> None:
-        """Of this client: the server goes on."""
+        """Close this client; the server keeps running."""
         await self.peer.close()
 
 
 def message(response: httpx.Response) -> str:
-    """What the body of an error says."""
+    """Message in the body of an error."""
     try:
         result = response.json()
     except (ValueError, RecursionError):
@@ -303,7 +303,7 @@ def message(response: httpx.Response) -> str:
 
 
 def number(label: str) -> int:
-    """The version that an engine's label of its weights means; "default" are those that it was started with."""
+    """Version number of an engine's weight label; "default" is that of the weights it was started with."""
     if label == "default":
         return 0
     if not label.isdecimal():
@@ -315,7 +315,7 @@ def number(label: str) -> int:
 
 
 def versions(spans: Collection[Any], count: int) -> tuple[int, ...]:
-    """[{version, start, end}, ...] without gaps -> one for each token. Raises `ValueError` where that is not so."""
+    """[{version, start, end}, ...] without gaps -> version of each token. Raises `ValueError` if there are gaps."""
     result: list[int] = []
     for span in spans:
         if span["start"] != len(result):
@@ -327,7 +327,7 @@ def versions(spans: Collection[Any], count: int) -> tuple[int, ...]:
 
 
 def cut(params: SamplingParams, end_ids: Collection[int], room: int) -> tuple[tuple[int, ...], bool]:
-    """The given tokens as far as an answer with them would have gone, and whether an end token is their last."""
+    """The given tokens up to the end of the answer that they make, and whether it ends with an end token."""
     ends = {*params.stop_ids, *(() if params.ignore_eos else end_ids)}
     given = params.forced[:room]
     first = next((i for i, token in enumerate(given) if token in ends), None)
@@ -335,7 +335,7 @@ def cut(params: SamplingParams, end_ids: Collection[int], room: int) -> tuple[tu
 
 
 def refusal(update: Update, error: Exception) -> WeightsFailed:
-    """With the cause, where it is known."""
+    """The error as `WeightsFailed`, with its cause if known."""
     cause = error.cause if isinstance(error, WeightsFailed) else "unreachable"
     return WeightsFailed(cause, f"Version {update.version} of the weights: {error}.")
 
@@ -356,7 +356,7 @@ def check_folder(update: Update, current: int) -> dict[str, Tensor]:
 
 
 def fresh(update: Update, current: int) -> None:
-    """Raises `WeightsFailed` for an update that is older than what the engine has, or has no folder."""
+    """Raise `WeightsFailed` if an update is older than the engine's weights, or has no folder."""
     check_age(update, current)
     if not update.folder:
         raise WeightsFailed(
@@ -365,12 +365,12 @@ def fresh(update: Update, current: int) -> None:
 
 
 def size(folder: str) -> int:
-    """Of the weights in a folder [bytes]; 0 where it is not on this machine."""
+    """Size of the weights in a folder [bytes]; 0 if it is not on this machine."""
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
 
 
 def config(model: str) -> dict[str, Any]:
-    """Of a model folder; empty where it is not on this machine."""
+    """The config of a model folder; empty if it is not on this machine."""
     try:
         return json.loads((Path(model) / "config.json").read_text())
     except (OSError, ValueError):
@@ -378,10 +378,10 @@ def config(model: str) -> dict[str, Any]:
 
 
 def vocabulary(model: str) -> int:
-    """[tokens]; 0 where it is not known."""
+    """Size of the vocabulary [tokens]; 0 if unknown."""
     return int(config(model).get("vocab_size", 0))
 
 
 def tied(model: str) -> bool:
-    """Are its embeddings its output layer as well?"""
+    """Whether embeddings and output layer are tied."""
     return bool(config(model).get("tie_word_embeddings", False))

@@ -1,5 +1,5 @@
-"""An engine in another process, as everything that uses one sees it: `client.Client` speaks to `birl serve`, and the
-adapters of vLLM and SGLang have the same methods."""
+"""Interface of an engine in another process: `client.Client` for `birl serve`; the adapters of vLLM and SGLang have the
+same methods."""
 
 from collections.abc import Collection
 from typing import Any, Protocol
@@ -11,10 +11,10 @@ from birl.types import Completion, Held, SamplingParams, Update
 
 
 class Remote(Protocol):
-    """`version` is the last that is known. Every method ends within a deadline of its own.
+    """An engine in another process. `version`: last known one. Every method has its own deadline.
 
-    `EngineDown`: the engine does not answer, or not as it should; another one may. `BirlError` from `generate`: the
-    request itself is wrong, and would be anywhere. Cancelling `generate` ends the request in the engine too.
+    `EngineDown`: the engine does not answer, or wrongly; another one may. `BirlError` from `generate`: the request
+    itself is wrong, on any engine. Cancelling `generate` ends the request in the engine too.
     """
 
     address: str
@@ -28,20 +28,20 @@ class Remote(Protocol):
     async def abort(self, sessions: Collection[str] | None = None) -> int: ...
     async def sleep(self) -> None: ...
     async def wake(self) -> None: ...
-    async def close(self) -> None: ...  # of the connection; the engine goes on
+    async def close(self) -> None: ...  # closes the connection; the engine keeps running
 
 
-MOST = 64 << 20  # bytes of an answer whose size does not depend on the question
-A_TOKEN = 8 << 10  # bytes for each token of question and answer: its numbers, and which experts computed it
+MOST = 64 << 20  # maximum bytes of a response whose size does not depend on the request
+A_TOKEN = 8 << 10  # bytes for each token of prompt and answer: its numbers, and the experts that computed it
 FRAMING = ("content-encoding", "content-length", "transfer-encoding")
 
 
 class TooLarge(httpx.StreamError):
-    """The answer does not end."""
+    """The response exceeds its size limit."""
 
 
 async def fetch(client: httpx.AsyncClient, method: str, path: str, *, most: int = MOST, **keys: Any) -> httpx.Response:
-    """The whole answer. Raises `TooLarge` beyond `most` bytes, and what httpx raises."""
+    """The whole response. Raises `TooLarge` beyond `most` bytes, and httpx's errors."""
     async with client.stream(method, path, **keys) as response:
         content = bytearray()
         async for part in response.aiter_bytes():

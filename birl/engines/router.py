@@ -1,13 +1,12 @@
-"""Many engines as one: every request is answered once, by an engine whose weights are proven, as long as there is one.
+"""Router over several engines: every request is answered once, by an engine with proven weights, if there is one.
 
-    generate -> pick -> attempt -> joined with what was there -> answer
-                  ^        | failed, gone, or cut short: again, elsewhere
-    a watch per engine: look every `interval`, bring it up to date, start it again
+    generate -> pick -> attempt -> joined with the partial answer -> answer
+                  ^        | failed, lost, or cut short: retry elsewhere
+    a watch per engine: poll every `interval`, update its weights, restart it
 
-A session stays with its engine. Otherwise a request goes to an engine that has computed the beginning of its prompt, if
-that is about as loaded as the least loaded one, else to that one. Load is counted in requests: a step costs about the
-same for each of its running requests, so that is what they compete for. How long one still takes is unknown, as
-`max_tokens` is a bound that most answers do not reach.
+A session stays with its engine. Otherwise a request goes to an engine that has its prompt's prefix in the cache, if
+that is about as loaded as the least loaded one, else to the latter. Load is the number of requests: a step costs about
+the same for each running request. The remaining length of answers is unknown, as most do not reach `max_tokens`.
 """
 
 import asyncio
@@ -25,20 +24,20 @@ from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.spans import answered, engine_name
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
-UNEVEN = 0.25  # more requests than the least loaded engine has, and one, where a prompt's beginning is computed already
+UNEVEN = 0.25  # an engine with a cached prefix may have this share more requests, and one, than the least loaded engine
 
 
 class Router:
-    """Implements `birl.types.Engine`, and what a learner needs besides: `load`, `pause`, `resume`, `abort`.
+    """Implements `birl.types.Engine`, and the learner's calls `load`, `pause`, `resume`, `abort`.
 
-    The engines are taken to hold `version` at the start, or `update`, which those that do not hold it are given. A
-    request may take `timeout` [s] in all and `attempt_timeout` on one engine, and is tried again `retries` times. An
-    engine is looked at every `interval` and has `poll_timeout` to answer, `load_timeout` for new weights.
+    The engines should have `version` at the start, or `update`, which is sent to those that do not have it. A request
+    may take `timeout` [s] in all and `attempt_timeout` on one engine, and is retried `retries` times. An engine is
+    polled every `interval` and has `poll_timeout` to answer, `load_timeout` for new weights.
 
-    `prove(remote)` raises `WeightsFailed` where an engine that cannot tell a digest computes something else than it
-    should. `restart(remote)` is called for an engine that does not answer, and gives the one to speak to from now on:
-    the same one where its process still lives. `on_event(name, **fields)` hears of every change: engine_ready,
-    engine_stale, engine_down, engine_draining (address, was, version, error), retry (address, session, error).
+    `prove(remote)` raises `WeightsFailed` if an engine that reports no digest computes other log-probs than it should.
+    `restart(remote)` is called for an engine that does not answer, and returns its new remote: the same one if its
+    process still lives. `on_event(name, **fields)` is called for every change: engine_ready, engine_stale, engine_down,
+    engine_draining (address, was, version, error), retry (address, session, error).
 
     Example: router = Router([Client("http://127.0.0.1:8000"), Client("http://127.0.0.1:8001")])
              await router.start()
@@ -90,28 +89,29 @@ class Router:
 
     @property
     def refused(self) -> list[WeightsFailed]:
-        """Why engines that answer did not take the last update, though others did. An engine that is gone comes back
-        and is brought up to date; one that answers and has something else may point to a mistake."""
+        """Why engines that answer did not take the last update, although others did. A lost engine comes back and is
+        updated; one that answers and has other weights may point to a mistake."""
         return self.fleet.refused
 
     def table(self) -> list[Row]:
         return [member.line() for member in self.fleet.members]
 
     def describe(self) -> str:
-        """Every engine with its state, since when, and why."""
+        """State of every engine, since when, and why."""
         return self.fleet.describe()
 
     async def start(self, timeout: float = 60.0) -> None:
-        """Returns when every engine is ready. Raises `EngineDown` that lists them where one is not in time."""
+        """Start watching; returns when every engine is ready. Raises `EngineDown` with their states after the
+        timeout."""
         self.fleet.watch()
         if not await self.fleet.wait(lambda: all(m.state is State.READY for m in self.fleet.members), timeout):
             raise EngineDown(f"Not every engine was ready within {timeout:g} s: {self.fleet.describe()}")
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
-        """Answered by one engine, or by several one after the other. Raises `EngineDown` that lists the engines when
-        its time or its retries are over, and `BirlError` where the request itself is wrong."""
+        """Sample an answer on one engine, or on several in sequence. Raises `EngineDown` with the engines' states after
+        the timeout or the last retry, and `BirlError` if the request itself is wrong."""
         self.fleet.watch()
-        if params.seed is None:  # the same for every attempt: a new draw would favour answers that are soon over
+        if params.seed is None:  # the same for every attempt: new seeds would favour short answers
             params = replace(params, seed=secrets.randbits(31))
         asked = Asked(prompt_ids, params, session, asyncio.get_running_loop().create_future())
         self._open.add(asked)
@@ -125,16 +125,16 @@ class Router:
             asked.over.set()
 
     async def load(self, update: Update) -> Held:
-        """Give new weights to every engine that answers; those that do not take them are stale from then on. Says the
-        longest of their times and the sum of what they read. Raises the first `WeightsFailed` where none takes them;
-        then the version is the old one. What is being answered goes on."""
+        """Send new weights to every engine that answers; those that do not take them become stale. Returns the longest
+        time and the total bytes. Raises the first `WeightsFailed` if none takes them; the version is then the old one.
+        Open requests continue."""
         self.fleet.watch()
         self._prefixes.forget()
         return await self.fleet.load(update)
 
     async def settle(self, timeout: float) -> None:
-        """Look at every engine now; returns when all that answer and whose weights are proven are ready, and one is.
-        Raises `EngineDown` where that is not so in time."""
+        """Poll every engine now; returns when all proven engines that answer are ready, at least one. Raises
+        `EngineDown` after the timeout."""
         for member in self.fleet.members:
             member.poke.set()
 
@@ -147,8 +147,8 @@ class Router:
             raise EngineDown(f"No engine was ready within {timeout:g} s: {self.fleet.describe()}")
 
     async def pause(self, abort: bool = False) -> None:
-        """What is being answered is kept and goes on at `resume`, or ends with what it has; what is asked from now on
-        waits here. Deadlines go on."""
+        """Pause generation: open requests are kept and continue after `resume`, or end with the tokens they have
+        (`abort`); new ones wait here. Their timeouts continue."""
         self.fleet.paused = True
         if abort:
             await self.abort()
@@ -160,7 +160,7 @@ class Router:
         await self.fleet.command("pause", pause, self._counting())
 
     async def resume(self) -> None:
-        """An engine that does not hear it is resumed when it is back."""
+        """Resume the engines. One that is not reached is resumed when it is back."""
 
         async def resume(member: Member) -> None:
             await member.remote.resume()
@@ -171,7 +171,7 @@ class Router:
         self.fleet.notify()
 
     async def abort(self, sessions: Collection[str] | None = None) -> int:
-        """End the requests of these sessions, or all, with what they have; says how many."""
+        """End the requests of these sessions, or all, with the tokens they have; returns their number."""
         chosen = [a for a in self._open if sessions is None or a.session in sessions]
         for asked in chosen:
             asked.aborted = True
@@ -183,13 +183,13 @@ class Router:
                 async with asyncio.timeout(self.poll_timeout):
                     for asked in chosen:
                         await asked.over.wait()
-        for asked in chosen:  # one whose request reached the engine after the abort
+        for asked in chosen:  # a request that reached the engine after the abort
             if not asked.cut.done():
                 asked.cut.set_result(None)
         return len(chosen)
 
     async def close(self) -> None:
-        """Waiting callers get `EngineDown`. The engines go on; their connections are closed."""
+        """Close the connections: waiting callers get `EngineDown`. The engines keep running."""
         await self.fleet.close()
 
     def _counting(self) -> list[Member]:
@@ -213,7 +213,7 @@ class Router:
                 continue
             if asked.part.stop is not Stop.ABORT or asked.aborted:
                 return asked.part
-            member.suspect = True  # another client has paused it, or aborted this: check before it is asked again
+            member.suspect = True  # paused or aborted by another client: poll it before the next request
             member.poke.set()
             if len(asked.part.tokens) <= before:
                 error = EngineDown("it aborted the request without being asked to")
@@ -221,7 +221,7 @@ class Router:
                 self._failed(member, asked, error)
 
     def _failed(self, member: Member, asked: Asked, error: EngineDown) -> None:
-        """Raises where it was tried often enough."""
+        """Record a failed attempt. Raises `EngineDown` after the last retry."""
         if self.fleet.closed:
             raise EngineDown("the router was closed") from error
         if error.retry_after:
@@ -233,7 +233,7 @@ class Router:
         self.fleet.on_event("retry", address=member.remote.address, session=asked.session, error=str(error))
 
     async def _pick(self, asked: Asked) -> Member | None:
-        """Wait for an engine. None: the request is to end."""
+        """Wait for an engine. None if the request is aborted."""
         while not asked.aborted:
             if self.fleet.closed:
                 raise EngineDown("the router was closed")
@@ -258,7 +258,7 @@ class Router:
         return known
 
     def _with_beginning(self, asked: Asked, now: float, most: float) -> Member | None:
-        """An engine that has computed at least half of the prompt, with at most so many requests in flight."""
+        """An engine with a cached prefix of at least half of the prompt, and at most `most` requests in flight."""
 
         def cost(member: Member) -> int | None:
             free = member.free(now) and member.in_flight <= most and member not in asked.avoid
@@ -267,11 +267,11 @@ class Router:
         return self._prefixes.best(asked.prompt, cost)
 
     def _computes(self, ids: tuple[int, ...], member: Member) -> None:
-        if len(self.fleet.members) > 1:  # one engine is no choice
+        if len(self.fleet.members) > 1:  # not needed for a single engine
             self._prefixes.add(ids, member)
 
     async def _attempt(self, member: Member, asked: Asked) -> Completion:
-        """The answer so far, with what this engine adds to it."""
+        """One attempt on an engine: the partial answer, extended by its answer."""
         prompt, params = asked.rest(member.engine)
         lowest, gone, engine = member.version, member.gone, member.engine
         assert gone is not None
@@ -281,7 +281,7 @@ class Router:
         self._computes(prompt, member)
         began = time.perf_counter()
         task = asyncio.ensure_future(member.remote.generate(prompt, params, asked.session))
-        task.add_done_callback(lambda t: t.cancelled() or t.exception())  # retrieved, even without a caller
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())  # retrieves the exception, if nobody waits
         try:
             ends = {task, gone, asked.cut}
             await asyncio.wait(ends, timeout=self.attempt_timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -307,7 +307,7 @@ class Router:
             task.cancel()
 
     async def _admit(self, member: Member, gone: "asyncio.Future[None]", completion: Completion, lowest: int) -> None:
-        """Only tokens of weights that were given and are proven; where a load is not over yet, after its end."""
+        """Check that all tokens are of sent and proven weights; during a load, waits for its end."""
         try:
             check_versions(completion, lowest, max(self.fleet.arriving, member.version))
         except EngineDown as error:

@@ -1,6 +1,6 @@
-"""Engines in other processes, for `birl rl` and `birl eval`: started with the run and ended with it, or attached to.
+"""Engines in other processes, for `birl rl` and `birl eval`: started and stopped with the run, or attached to.
 
-engine.kind=birl | vllm | sglang   what they speak; each has an adapter here, and there is one for classes of the user's
+engine.kind=birl | vllm | sglang   their protocol; each has an adapter here, as have user-defined classes
 engine.attach                      addresses, or a name under which `birl serve` was started
 """
 
@@ -39,22 +39,22 @@ from birl.weights.canary import Canary
 from birl.weights.publish import Sender, Volume, shared_memory
 from birl.weights.publisher import published, released
 
-if TYPE_CHECKING:  # weights.method=nccl loads it
+if TYPE_CHECKING:  # only imported for weights.method=nccl
     from birl.weights.broadcast import Broadcast
 
 
 @dataclass(slots=True, kw_only=True)
 class Servers(Counting):
-    """Many engines as one: implements `birl.types.Engine`."""
+    """Engines in other processes behind a router; implements `birl.types.Engine`."""
 
     router: Router
     children: list[Process]
-    remotes: dict[str, Remote]  # by address, without what the method of the weights puts around them
+    remotes: dict[str, Remote]  # by address, not wrapped for the method of the weights
     broadcast: "Broadcast | None" = None
-    following: asyncio.Task[None] | None = None  # of a name
+    following: asyncio.Task[None] | None = None  # follows a registered name
     say: Callable[[str], None] = lambda text: None
-    renewed: bool = False  # they are just being started from other weights
-    vocabulary: int = 0  # tokens of the model; 0: not known
+    renewed: bool = False  # being restarted with other weights
+    vocabulary: int = 0  # tokens of the model; 0: unknown
 
     @property
     def version(self) -> int:
@@ -70,7 +70,7 @@ class Servers(Counting):
         return [m.remote for m in self.router.fleet.members if m.state == "ready"]
 
     def heard(self, name: str, **fields: object) -> None:
-        """Something has changed with an engine."""
+        """Log a change of an engine's state."""
         text = f"{name.replace('_', ' ')}: {fields.get('address', '')} {fields.get('error', '')}".strip()
         if name == "engine_down" and not self.children:
             where = "under the same name" if self.following is not None else "at the same address"
@@ -80,15 +80,14 @@ class Servers(Counting):
             self.say(text)
 
     async def restart(self, remote: Remote) -> Remote:
-        """What the router calls for an engine that does not answer."""
+        """Restart an engine that does not answer (called by the router)."""
         process = self.children[list(self.remotes).index(remote.address)]
         if not process.alive and not self.renewed:
             await process.restart()
         return remote
 
     async def renew(self, folder: str) -> None:
-        """weights.method=checkpoint: end every server and start it from another folder. Answers that were under way
-        are sampled anew."""
+        """weights.method=checkpoint: restart every server from another folder. Open requests are sampled again."""
 
         async def one(process: Process) -> None:
             await process.terminate()
@@ -109,14 +108,14 @@ class Servers(Counting):
         if self.following is not None:
             self.following.cancel()
             await asyncio.gather(self.following, return_exceptions=True)
-        with suppress(Exception):  # whatever is wrong with them, the processes must end
+        with suppress(Exception):  # whatever happens, the processes must end
             await self.router.close()
         await asyncio.gather(*(child.terminate() for child in self.children))
 
 
 async def open_servers(engine: schema.Engine, wanted: Wanted, learner: int = 0) -> Servers:
-    """Start or find them; returns when each answers. `learner`: GPUs of this machine that it has. Raises `BirlError`,
-    and then none is left running."""
+    """Start or find the servers; returns when each answers. `learner`: number of GPUs of this machine that it uses.
+    Raises `BirlError`, with no server left running."""
     if wanted.method == "nccl" and engine.kind == "vllm" and choose(wanted.device).type != "cuda":
         raise BirlError("weights.method=nccl: vLLM's workers know NCCL alone, and the learner is on a CPU; use reload.")
     if engine.attach:
@@ -175,13 +174,13 @@ async def open_servers(engine: schema.Engine, wanted: Wanted, learner: int = 0) 
 
 def broadcast_to(remotes: Sequence[Remote], wanted: Wanted) -> "Broadcast":
     transport = module("weights.method=nccl", "birl.weights.broadcast")
-    own = getattr(remotes[0], "transfer", None)  # of vLLM or SGLang
+    own = getattr(remotes[0], "transfer", None)  # for vLLM or SGLang
     limits = {"timeout": wanted.timeout, "bucket_mb": wanted.bucket_mb} | ({"group": own.group} if own else {})
     return transport.Broadcast([remote.address for remote in remotes], **limits)
 
 
 def wrapped(remote: Remote, wanted: Wanted, broadcast: "Broadcast | None") -> Remote:
-    """With what the method of the weights needs around it."""
+    """Wrap a remote for the method of the weights."""
     if broadcast is not None:
         return broadcast.joined(remote)  # pyright: ignore[reportArgumentType, reportReturnType]
     if wanted.method == "ipc":
@@ -190,7 +189,7 @@ def wrapped(remote: Remote, wanted: Wanted, broadcast: "Broadcast | None") -> Re
 
 
 async def start(engine: schema.Engine, children: Sequence[Process]) -> None:
-    """Raises `BirlError` with the end of the log of the first that does not get ready."""
+    """Start the processes. Raises `BirlError` with the end of the log of the first that fails."""
     try:
         await asyncio.gather(*(c.start() for c in children))
     except BirlError as error:
@@ -201,7 +200,7 @@ async def start(engine: schema.Engine, children: Sequence[Process]) -> None:
 def wanted(
     config: schema.RL, policy: Policy, context: int, asked: Sequence[tuple[int, int]], run: Path, fraction: float = 0.0
 ) -> Wanted:
-    """`fraction`: see `Wanted`."""
+    """Requirements of a run on its servers. `fraction`: see `Wanted`."""
     longest = min(max(map(sum, asked)), context)
     size = config.engine.kv_cache_gb or (
         cache_bytes(policy.model, config.engine.max_batch, longest, device=choose(config.model.device)) / 2**30
@@ -232,14 +231,14 @@ def wanted(
 
 
 def owner(config: schema.RL, run: Path) -> str:
-    """What attached servers are told about their user. A launcher may start the run on another machine again,
-    and its engines have no other user."""
+    """Identifies the run to attached servers. A launcher may restart the run on another machine, and its engines have
+    no other user."""
     launched = [word for word in config.engine.attach if word.startswith(LAUNCHED)]
     return next(iter(launched), f"{socket.gethostname()}:{run.resolve()}" if config.engine.attach else "")
 
 
 def check_writable(folder: Path) -> None:
-    """Better to know before servers are started."""
+    """Raise `BirlError` before servers are started if a folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -250,17 +249,17 @@ def check_writable(folder: Path) -> None:
 
 
 def weights_folder(config: schema.RL, run: Path) -> Path:
-    """Where the versions of the weights are written."""
+    """Folder of the weight versions."""
     if weights_method(config) == "shared":
         return shared_memory()
     return Path(config.weights.folder).expanduser().resolve() if config.weights.folder else run.resolve() / "weights"
 
 
 def owed(engine: schema.Engine, learner: Learner) -> int:
-    """What a server on the learner's GPU has there at least, its share of the weights [bytes]; 0 on a CPU."""
+    """Minimum memory of a server on the learner's GPU: its share of the weights [bytes]; 0 on a CPU."""
     if learner.device.type != "cuda":
         return 0
-    size = learner.dtype.itemsize * sum(p.numel() for p in learner.model.parameters())  # parts of ranks are float32
+    size = learner.dtype.itemsize * sum(p.numel() for p in learner.model.parameters())  # sharded parameters are float32
     return size // (engine.tensor_parallel * engine.pipeline_parallel)
 
 
@@ -273,7 +272,7 @@ def sender(
     run: Path,
     say: Callable[[str], None],
 ) -> Sender:
-    """How the learner's weights come to the servers, and what they are compared with."""
+    """The publisher that sends the learner's weights to the servers, with its canary."""
     prompts = [policy.chat.render(t[i].prompt) for t in train for i in range(min(len(t), config.weights.canary))]
     result = Sender(
         learner=learner,
@@ -288,7 +287,7 @@ def sender(
         tensors=published if ENGINES[kind_of(config.engine)].own else released,
         broadcast=servers.broadcast,
         keeps=config.weights.sync_every > 1,
-        sleeping=servers.remotes.values() if config.engine.sleep else (),  # as they are then
+        sleeping=servers.remotes.values() if config.engine.sleep else (),  # evaluated when used
         owed=owed(config.engine, learner) if config.engine.sleep else 0,
         recreate=servers.renew if weights_method(config) == "checkpoint" else None,
     )

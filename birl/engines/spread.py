@@ -1,9 +1,9 @@
-"""Engines on several ranks of one learner as one: each gets its weights from the learner's part beside it.
+"""The engines of a learner's ranks as one: each gets its weights from the rank in its process.
 
     generate -> the engine of its session, else of its prompt, else the least loaded one -> answer
 
-A group's answers have one prompt, whose keys and values are then computed once. Nothing is tried again: a rank that is
-gone ends the run (`parallel/crew.py`).
+A group's answers have one prompt, whose KV cache is then computed once. There are no retries: a lost rank ends the run
+(`parallel/crew.py`).
 """
 
 import time
@@ -22,7 +22,7 @@ from birl.waits import alive
 
 @dataclass(slots=True, kw_only=True)
 class Counting:
-    """Counts what engines elsewhere answer; `counters.seconds` is the time in which anything was asked for."""
+    """Counts the answers of engines in other processes; `counters.seconds`: time with at least one open request."""
 
     done: Counters = field(default_factory=Counters)  # as of the last answer
     _open: int = 0
@@ -51,7 +51,7 @@ class Counting:
 
 @dataclass(slots=True, kw_only=True)
 class Spread(Counting):
-    """Implements `birl.types.Engine`. `own`: that of this process."""
+    """Implements `birl.types.Engine` over several ranks. `own`: engine of this process."""
 
     own: EmbeddedEngine
     others: Sequence[Client]
@@ -64,7 +64,7 @@ class Spread(Counting):
         return self.own.version
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
-        """As the engines do."""
+        """See `Engine.generate`."""
         engines: list[Engine] = [self.own, *self.others]
         chosen = self._choose(prompt_ids, session, len(engines))
         self._load[chosen] += 1
@@ -72,7 +72,7 @@ class Spread(Counting):
         began = time.perf_counter()
         try:
             result = await self.counted(engines[chosen].generate(prompt_ids, params, session))
-            if chosen:  # our own tells of itself
+            if chosen:  # the embedded engine reports its own
                 answered(result, began, session, engine_name(self.others[chosen - 1].address))
             return result
         finally:

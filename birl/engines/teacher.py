@@ -1,4 +1,4 @@
-"""Teachers of on-policy distillation that are served: behind the OpenAI endpoint of vLLM or `birl serve`."""
+"""Served teachers of on-policy distillation: OpenAI endpoints of vLLM or `birl serve`."""
 
 import json
 import os
@@ -20,15 +20,15 @@ from birl.errors import BirlError
 from birl.rewards.requests import AGAIN, ATTEMPTS, pause, seconds
 from birl.types import Sample
 
-AT_ONCE = 8  # requests
+AT_ONCE = 8  # concurrent requests
 SILENT: dict[str, Any] = {"echo": True, "max_tokens": 0}  # no answer: the sample may be as long as the context
-LEAST = 1e-9  # probability of the tokens that are not named: their log-probs are rounded
-TIMEOUT = 300.0  # seconds a request may take
-LONGEST = 30.0  # seconds between two attempts, whatever the server asks for
+LEAST = 1e-9  # minimum probability of the unlisted tokens: listed log-probs are rounded
+TIMEOUT = 300.0  # timeout of a request [s]
+LONGEST = 30.0  # maximum wait between two attempts, whatever the server requests [s]
 
 
 class ServedTeachers:
-    """Those of a run by name; each is asked of its own samples."""
+    """Teachers of a run by name; each scores its own samples."""
 
     def __init__(self, addresses: Mapping[str, str], vocab: int, text: Callable[[int], str] | None = None) -> None:
         self.each = {name: ServedTeacher(address, vocab, text) for name, address in addresses.items()}
@@ -38,26 +38,26 @@ class ServedTeachers:
             return list(pool.map(lambda s: self.each[s.teacher].logprobs(s), samples))
 
     def top_logprobs(self, samples: Sequence[Sample], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each sample what `Sample.likely` holds, at temperature 1."""
+        """`Sample.likely` of each sample, at temperature 1."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(lambda s: self.each[s.teacher].top_logprobs(s, k), samples))
 
 
 class ServedTeacher:
-    """`algorithm.teacher=http://host:port/v1/completions`, with the model's name behind a `#` where the server has
-    several. Tokens go and log-probs come; the server must read the policy's own vocabulary.
+    """`algorithm.teacher=http://host:port/v1/completions`, with the model's name after a `#` if the server has several.
+    Sends tokens and receives log-probs; the server must have the policy's own vocabulary.
 
-    Asks for `prompt_logprobs`, with BIRL_TOKEN where it is set; `vocab`: size of the learner's vocabulary, which the
-    server's must not exceed; `text`: of a token, which the server must read alike. Raises `BirlError` with the server's
-    words where several attempts have failed, or another cannot help.
+    Requests `prompt_logprobs`, with BIRL_TOKEN if it is set; `vocab`: size of the learner's vocabulary, which the
+    server's must not exceed; `text`: text of a token, which must be the same on the server. Raises `BirlError` with the
+    server's message after several failed attempts, or if another cannot help.
     """
 
     def __init__(self, address: str, vocab: int, text: Callable[[int], str] | None = None) -> None:
         (self.address, _, self.model), self.vocab, self.text = address.partition("#"), vocab, text
-        self.alike: set[str] = set()  # tokens that both read as the same text
+        self.alike: set[str] = set()  # tokens with the same text on both sides
 
     def logprobs(self, sample: Sample) -> Tensor:
-        """Of its trained tokens, at temperature 1."""
+        """Log-probs of the trained tokens, at temperature 1."""
         each = [entry[token]["logprob"] for token, entry in self._places(sample, 0)]
         return torch.tensor(each, dtype=torch.float32)
 
@@ -74,7 +74,7 @@ class ServedTeacher:
         return ids, np.concatenate([named, rest], 1).astype(np.float32)
 
     def _places(self, sample: Sample, k: int) -> list[tuple[str, dict[str, Any]]]:
-        """Of each trained token: itself, and what the server says of it and of its k most likely tokens."""
+        """Each trained token, with the server's entry for it and for its k most likely tokens."""
         result = self._ask({"prompt": sample.tokens.tolist(), **SILENT, "prompt_logprobs": k})
         try:
             told = zip(result["choices"][0]["prompt_logprobs"], sample.tokens.tolist(), sample.mask, strict=True)
@@ -91,8 +91,8 @@ class ServedTeacher:
             ) from error
 
     def _compare(self, token: str, entry: Mapping[str, Any]) -> None:
-        """Raises `BirlError` for a token that is another word there. Words of ASCII letters and digits are compared, as
-        of others servers tell pieces in ways of their own."""
+        """Raise `BirlError` for a token with another text on the server. Only ASCII letters and digits are compared, as
+        servers decode other pieces differently."""
         if self.text is None or token in self.alike:
             return
         own, theirs = self.text(int(token)).strip(), entry.get("decoded_token")

@@ -1,9 +1,9 @@
-"""New weights to a server of another project through its own endpoints, without a folder: bucket by bucket from the
+"""Sends new weights to a server of another project through its own endpoints, without a folder: in buckets from the
 learner's memory into the model, while the server is paused.
 
-    nccl   join: its ranks enter the learner's group     receive: a request for each bucket, which waits for a broadcast
+    nccl   join: its ranks join the learner's group      receive: a request for each bucket, which waits for a broadcast
 
-Such a server tells no digest of what it holds, so the canary proves it. What fails half-way leaves it broken, without
+Such a server reports no digest of its weights, so the canary proves them. A failure half-way leaves it broken, without
 the old or the new weights, until an update succeeds.
 """
 
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 class Transfer(ABC):
-    """What is common; a server's own requests are in its folder. `group`: rank 0 as its ranks want it. `seconds`: the
-    deadline of each request."""
+    """Common part of the transfers; a server's own requests are in its folder. `group`: class of rank 0 for its ranks.
+    `seconds`: deadline of each request."""
 
     group: ClassVar[type[BroadcastGroup]]
 
@@ -32,11 +32,11 @@ class Transfer(ABC):
         self.adapter, self.peer = adapter, adapter.peer
         self.seconds = adapter.timeout
         self._invited: Invitation | None = None
-        self._left: asyncio.Future[None] | None = None  # done when nothing comes any more
+        self._left: asyncio.Future[None] | None = None  # done when the group was left
 
     @abstractmethod
     async def ranks(self) -> int:
-        """GPUs that have parts of its model. Raises `EngineDown`, and `BirlError` where it takes no weights so."""
+        """Number of GPUs with parts of its model. Raises `EngineDown`, and `BirlError` if it is unsupported."""
 
     @abstractmethod
     async def enter(self, invitation: Invitation) -> None: ...
@@ -44,14 +44,14 @@ class Transfer(ABC):
     async def begin(self) -> None: ...
     @abstractmethod
     async def bucket(self, rows: dict[str, Any], last: str) -> None:
-        """Returns when it is in the model. `rows`: lists of names, dtypes and shapes; `last`: with the last one the
-        label of the weights, else empty."""
+        """Load one bucket; returns when it is in the model. `rows`: lists of names, dtypes and shapes; `last`: label of
+        the weights for the last bucket, else empty."""
 
     @abstractmethod
     async def finish(self) -> None: ...
 
     async def join(self, invitation: Invitation) -> None:
-        """Returns when all its ranks have come. Raises `EngineDown`, `BirlError`."""
+        """Join a group; returns when all its ranks have joined. Raises `EngineDown`, `BirlError`."""
         self._invited, self.seconds = invitation, invitation.timeout
         try:
             await self._unless_left(self.enter(invitation))
@@ -63,7 +63,7 @@ class Transfer(ABC):
             ) from error
 
     async def receive(self, update: Update, group: str = "") -> Held:
-        """Raises `EngineDown` where it does not go on, `WeightsFailed` "unreachable" where the group was left."""
+        """Receive an update. Raises `EngineDown` if the server fails, `WeightsFailed` "unreachable" after `leave`."""
         invited = self._invited
         if invited is None or invited.group != group:
             raise WeightsFailed("unreachable", f"{self.adapter.address} is not in the group {group!r}.")
@@ -89,7 +89,7 @@ class Transfer(ABC):
             if isinstance(failed.__cause__, EngineDown):
                 raise lost(failed.__cause__, str(failed)) from failed
             if isinstance(failed.__cause__, BirlError) and not isinstance(failed.__cause__, WeightsFailed):
-                raise WeightsFailed("mismatch", str(failed)) from failed  # it refuses, and would again
+                raise WeightsFailed("mismatch", str(failed)) from failed  # rejected, as a retry would be
             raise
 
     async def _unless_left(self, work: Coroutine[Any, Any, T]) -> T:
@@ -105,11 +105,11 @@ class Transfer(ABC):
 
 
 def lost(error: EngineDown, why: str) -> Exception:
-    """`EngineDown` where the engine gave no answer. One that answers with an error may tell of another rank."""
+    """`EngineDown` if the engine gave no answer; an error that it answers with may be due to another rank."""
     return WeightsFailed("unreachable", why) if error.__cause__ is None else EngineDown(why)
 
 
 def rows(names: Sequence[str], shapes: Shapes) -> dict[str, Any]:
-    """What a bucket has, in its order."""
+    """Names, dtypes and shapes of a bucket, in order."""
     kinds = [str(shapes[name][1]).removeprefix("torch.") for name in names]
     return {"names": list(names), "dtypes": kinds, "shapes": [list(shapes[name][0]) for name in names]}

@@ -1,17 +1,17 @@
-"""How an engine in another process is spoken to: birl's own dialect, JSON over HTTP. Token ids and log-probs cross it
-exactly (a float is written with all its digits). Answers of /generate come as arrays in the format of safetensors
-(`BINARY`) to those that accept it: 12 bytes a token instead of 31, and a hundredth of the time.
+"""birl's native protocol of an engine in another process: JSON over HTTP. Token ids and log-probs are exact (a float is
+written with all its digits). Answers of /generate come as arrays in the format of safetensors (`BINARY`) to those that
+accept it: 12 bytes per token instead of 31, and a hundredth of the time.
 
     POST /generate   {prompt_ids, params, session}          -> {tokens, logprobs, versions, stop}, and routes (base64)
-                                                               of an engine that says which experts computed them;
-                                                               support {counts, ids} where params.support asks for it
+                                                               of an engine that records the experts of tokens;
+                                                               support {counts, ids} if params.support is set
     POST /load       {version, digests, folder, anew}       -> {version, digest, seconds, bytes}
     PUT  /stage/{version}   safetensors bytes, a bucket of tensors; then /load without a folder
     PUT  /adapters/{name}   safetensors bytes, LAYER.A [R, K] and LAYER.B [N, R]; then params.adapter of /generate
-    POST /stage/{version}   {memory, tensors}   the same, read from memory that is lent (`handles.py`)
-    POST /join      {store, group, rank, size, ...}         -> {group, rank}   when all are there (`Invitation`)
+    POST /stage/{version}   {memory, tensors}   the same, read from shared memory (`handles.py`)
+    POST /join      {store, group, rank, size, ...}         -> {group, rank}   when all have joined (`Invitation`)
     POST /load      {version, digests, anew, group}         the tensors come from rank 0 of that group
-    POST /leave     {}                                      -> {}              who waits for the group fails
+    POST /leave     {}                                      -> {}              calls that wait for the group fail
     POST /claim   /release   of the run in the header birl-run (`server/service.py`)
     POST /pause {mode: keep | abort}   /resume   /abort {sessions}   /sleep   /wake
     GET  /health   /ready   /info   /digests   /metrics
@@ -34,26 +34,26 @@ from birl.support import Support
 from birl.types import Completion, Held, SamplingParams, Stop
 
 BINARY = "application/vnd.birl.safetensors"
-HEADER = "birl-run"  # host:folder of the run that asks
+HEADER = "birl-run"  # host:folder of the client's run
 
 
 def header(run: str) -> dict[str, str]:
-    """What a request says about the run that asks."""
+    """Header that identifies the client's run."""
     return {HEADER: quote(run)} if run else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterParams(SamplingParams):
-    """`adapter`: of PUT /adapters/{name}, whose low-rank matrices are added to the weights; empty: none."""
+    """`adapter`: name of PUT /adapters/{name}, whose low-rank matrices are added to the weights; empty: none."""
 
     adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Info:
-    """GET /info. `digest` is `whole` of the weights that are held; `context` and `vocabulary` in tokens; `counters` are
-    those of the engine since its start. Only of `birl serve`: `vocabulary_digest`, of tokens and end tokens; `volume`,
-    the folder that it looks into for new weights; `run`, whose weights it holds."""
+    """Response of GET /info. `digest`: `whole` of the current weights; `context` and `vocabulary` in tokens; `counters`
+    since the engine's start. Only of `birl serve`: `vocabulary_digest`, of tokens and end tokens; `volume`, the folder
+    that it polls for new weights; `run`, whose weights it has."""
 
     engine: str
     model: str
@@ -75,10 +75,10 @@ class Info:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """POST /join: become `rank` of `size` in a group that meets at the store host:port under the name `group`; rank 0
-    is the learner, and hosts the store. `backend`: gloo | nccl; `gpu`: which one the learner is on. To join, or an
-    update, may take `timeout` [s]. `tensors`: (name, shape, type) of what rank 0 will send, sorted, in buckets of
-    `bucket_mb` [MiB]."""
+    """Body of POST /join: become `rank` of `size` in a group that meets at the store host:port under the name `group`;
+    rank 0 is the learner, and hosts the store. `backend`: gloo | nccl; `gpu`: the learner's. `timeout` of joining and
+    of an update [s]. `tensors`: (name, shape, type) of what rank 0 will send, sorted, in buckets of `bucket_mb`
+    [MiB]."""
 
     store: str
     group: str
@@ -92,7 +92,7 @@ class Invitation:
 
 
 def invitation_from(data: Mapping[str, Any]) -> Invitation:
-    """Raises `ValueError` naming the key that is unknown, missing or wrong."""
+    """Parse an invitation. Raises `ValueError` naming the key that is unknown, missing or wrong."""
     kinds = {
         **{"store": str, "group": str, "backend": str, "gpu": str, "rank": int, "size": int, "tensors": list},
         **{"timeout": float, "bucket_mb": float},
@@ -122,14 +122,14 @@ def invitation_from(data: Mapping[str, Any]) -> Invitation:
 
 
 def params_to(params: SamplingParams) -> dict[str, Any]:
-    """Only what differs from the defaults."""
+    """Parameters as JSON, only those that differ from the defaults."""
     default = type(params)(max_tokens=params.max_tokens)
     result = {f.name: getattr(params, f.name) for f in fields(params)}
     return {k: v for k, v in result.items() if k == "max_tokens" or v != getattr(default, k)}
 
 
 def params_from(data: Mapping[str, Any]) -> SamplingParams:
-    """Raises `ValueError` naming the key that is unknown, missing or of a wrong type."""
+    """Parse parameters. Raises `ValueError` naming the key that is unknown, missing or of a wrong type."""
     kinds = {
         **{"max_tokens": int, "top_k": int, "seed": int, "ignore_eos": bool, "support": bool, "adapter": str},
         **{"temperature": float, "top_p": float, "min_p": float, "stop": str, "stop_ids": int, "forced": int},
@@ -167,7 +167,7 @@ def completion_to(completion: Completion) -> dict[str, Any]:
 
 
 def packed(completion: Completion) -> bytes:
-    """The same in the binary form."""
+    """A completion in the binary format."""
     columns = {name: getattr(completion, name) for name in ("tokens", "logprobs", "versions")}
     if (support := completion.support) is not None:
         columns |= {"support_counts": support.counts, "support_ids": support.ids}
@@ -176,7 +176,7 @@ def packed(completion: Completion) -> bytes:
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
-    """What `completion_from` reads. Raises `ValueError`."""
+    """Columns of the binary format, for `completion_from`. Raises `ValueError`."""
     try:
         columns = load(data)
         texts = {name: bytes(columns[name]) for name in ("stop", "routes", "cached")}
@@ -187,7 +187,7 @@ def unpacked(data: bytes) -> dict[str, Any]:
 
 
 def completion_from(data: Mapping[str, Any]) -> Completion:
-    """Raises `ValueError` or `KeyError` where that is no completion."""
+    """Parse a completion. Raises `ValueError` or `KeyError` if it is malformed."""
     routes, support = data.get("routes", ""), data.get("support")
     return Completion(
         tokens=data["tokens"],

@@ -1,4 +1,4 @@
-"""`engine.kind=sglang`: how birl speaks to SGLang and starts it."""
+"""`engine.kind=sglang`: starts SGLang and makes its client."""
 
 import os
 import sys
@@ -26,9 +26,8 @@ def command(
     sleep: bool = False,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """How birl starts SGLang, with `environment`. `python` is an interpreter that has SGLang, `context` is in tokens.
-    Only with `sleep`, on a GPU and with the package torch_memory_saver, does it give memory back when it is told to
-    sleep."""
+    """Command that starts SGLang, with `environment`. `python`: interpreter that has SGLang; `context` [tokens]. It
+    only frees memory when asleep with `sleep`, on a GPU and with the package torch_memory_saver."""
     result = [python, "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
     result += ["--dtype", dtype, "--skip-server-warmup", "--log-level-http", "warning"]
     result += ["--enable-memory-saver"] if sleep else []
@@ -42,7 +41,7 @@ def command(
         "--admin-api-key": token or None,
     }
     result += flags(options)
-    if cpu:  # what the build from PyPI can do there
+    if cpu:  # supported by the CPU build from PyPI
         result += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         result += ["--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"]
         result += ["--disable-radix-cache"]
@@ -50,10 +49,10 @@ def command(
 
 
 def environment(*, cpu: bool = False, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What SGLang's process needs in its environment, over `base` (this process's own)."""
+    """Environment of SGLang's process, over `base` (default: this process's own)."""
     result = dict(os.environ if base is None else base) | {"HF_HUB_OFFLINE": "1"}
     if result.get("SGLANG_RETURN_ORIGINAL_LOGPROB"):
-        del result["SGLANG_RETURN_ORIGINAL_LOGPROB"]  # log-probs would not be under the temperature
+        del result["SGLANG_RETURN_ORIGINAL_LOGPROB"]  # log-probs would ignore the temperature
     if cpu:
         result |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         result.setdefault("OMP_NUM_THREADS", "1")
@@ -67,6 +66,6 @@ def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Re
 
 
 def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str], Mapping[str, str]]:
-    """The command and the environment of a server."""
+    """Command and environment of a server."""
     env = environment(cpu=not one.gpu) | {"OMP_NUM_THREADS": str(one.threads)}
     return command(**common(engine, wanted, one), token=one.token, cpu=not one.gpu), env

@@ -1,12 +1,12 @@
 """SGLang as an engine: tokens in, tokens, log-probs and versions out, and new weights in the middle of an answer.
 
     generate   POST /generate with input_ids; SGLang refuses keys of sampling_params that it does not know
-    load       POST /update_weights_from_disk while it is paused; birl compares the folder first
+    load       POST /update_weights_from_disk while it is paused; birl checks the folder first
     transfer   without a folder (`transfer.py`)
-    pause      "retract" puts what runs back into the queue, without keys and values; "in_place" keeps them
+    pause      "retract" requeues running requests without their KV cache; "in_place" keeps it
 
 With `recompute_kv` a pause retracts: the log-prob of a token of version v is exactly what version v gives it. Without,
-the keys and values of the older tokens stay.
+the KV cache of the older tokens is kept.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ class SGLang(Adapter):
     name = "SGLang"
 
     def __init__(self, address: str, **options: Any) -> None:
-        """`options`: those of `Adapter`."""
+        """Options of `Adapter`."""
         super().__init__(address, **options)
         self.transfer = SGLangTransfer(self)
-        self._going = asyncio.Event()  # SGLang can not abort what came while it was paused: it is held back here
+        self._going = asyncio.Event()  # SGLang cannot abort requests that arrive during a pause: they are held here
         self._going.set()
         self._held: dict[asyncio.Future[None], str] = {}  # -> session
 
     async def info(self) -> Info:
-        """Raises `EngineDown`."""
+        """Info of the server. Raises `EngineDown`."""
         known = None if self._control.locked() else self.takes
         try:
-            # not /health: it samples a token, and so waits for the end of a pause
+            # not /health: it samples a token, and so waits until a pause ends
             model = await self.peer.json("GET", "/model_info", timeout=QUICK)
             server = await self.peer.json("GET", "/server_info", timeout=QUICK)
             card = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
@@ -49,7 +49,7 @@ class SGLang(Adapter):
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self.peer.strange("", repr(error), error)
         self.context = context
-        if known == self.takes and not self._control.locked():  # else a load has overtaken the answer
+        if known == self.takes and not self._control.locked():  # else a load overtook the response
             self.version = number(label)
         return Info(
             engine="sglang",
@@ -95,11 +95,11 @@ class SGLang(Adapter):
             "no_stop_trim": True,
         }
         if params.seed is not None:
-            sampling["sampling_seed"] = params.seed  # SGLang heeds it under --enable-deterministic-inference
+            sampling["sampling_seed"] = params.seed  # only used by SGLang with --enable-deterministic-inference
         with self.peer.request(session) as name:
             body: dict[str, Any] = {"rid": name, "input_ids": token_ids, "sampling_params": sampling}
             body |= {"return_logprob": True, "logprob_start_len": len(token_ids) - scored - 1 if scored else -1}
-            # The key keeps what the prefix cache holds of one version from answers of another one.
+            # The key separates prefix cache entries of different versions of the weights.
             body["extra_key"] = f"weights-{self.version}"
             return await self.peer.json("POST", "/generate", json=body)
 
@@ -136,8 +136,8 @@ class SGLang(Adapter):
         return "retract" if self.recompute_kv else "in_place"
 
     async def load(self, update: Update) -> Held:
-        """New weights from `update.folder`. What runs goes on with them. Raises `WeightsFailed`: the old ones are still
-        there, unless the message says that the engine is broken; then it refuses to generate until a load succeeds."""
+        """Load new weights from `update.folder`; running requests continue. Raises `WeightsFailed`: the old ones are
+        kept, unless the message says that the engine is broken; then `generate` fails until a load succeeds."""
         async with self._control:
             await asyncio.to_thread(check_folder, update, self.version)
             return await self._replaced(update, lambda: self.put(update), size(update.folder))
@@ -170,7 +170,7 @@ class SGLang(Adapter):
         self._going.set()
 
     async def pause(self, abort: bool = False) -> None:
-        """Stop between two tokens. What runs is kept; with `abort` it ends with what it has. New requests wait."""
+        """Stop between two tokens. Running requests are kept, or ended as they are with `abort`. New ones wait."""
         async with self._control:
             self._going.clear()
             mode = "abort" if abort else self.mode
@@ -181,7 +181,7 @@ class SGLang(Adapter):
         await self.peer.call("POST", "/resume_memory_occupation", json={"tags": [what]}, timeout=QUICK)
 
     async def abort(self, sessions: Collection[str] | None = None) -> int:
-        """End the requests of these sessions, or all of this client, with what they have; says how many."""
+        """End the requests of these sessions, or all of this client, as they are; returns their number."""
         waiting = [future for future, session in self._held.items() if sessions is None or session in sessions]
         for future in waiting:
             if not future.done():
@@ -194,8 +194,8 @@ class SGLang(Adapter):
         return len(waiting) + await self.peer.end(sessions, tell)
 
     async def sleep(self) -> None:
-        """Give the memory of weights and cache back, where SGLang runs with --enable-memory-saver. What runs is kept,
-        and computed anew after `resume`."""
+        """Free the memory of weights and KV cache, if SGLang runs with --enable-memory-saver. Running requests are
+        kept, and recomputed after `resume`."""
         async with self._control:
             self._going.clear()
             await self.peer.call("POST", "/pause_generation", json={"mode": "retract"}, timeout=QUICK)

@@ -1,4 +1,4 @@
-"""SGLang's own endpoints for new weights: its ranks enter a group of torch.distributed, and take each bucket as one
+"""SGLang's own endpoints for new weights: its ranks join a group of torch.distributed, and receive each bucket as one
 flat buffer (load_format=flattened_bucket)."""
 
 from contextlib import suppress
@@ -14,7 +14,7 @@ from birl.errors import BirlError, EngineDown
 
 
 class Group(BroadcastGroup):
-    """As SGLang's `init_custom_process_group` makes it with torch's `_new_process_group_helper`."""
+    """Group as made by SGLang's `init_custom_process_group` with torch's `_new_process_group_helper`."""
 
     called_back = False  # a rank waits inside a broadcast
 
@@ -25,12 +25,12 @@ class Group(BroadcastGroup):
         return store
 
     def _greet(self) -> None:
-        return  # its ranks broadcast weights alone
+        return  # its ranks only broadcast weights
 
 
 class SGLangTransfer(Transfer):
     group = Group
-    entered = ""  # the name of a group
+    entered = ""  # name of the joined group
 
     async def ranks(self) -> int:
         server = await self.peer.json("GET", "/server_info", timeout=QUICK)
@@ -59,7 +59,7 @@ class SGLangTransfer(Transfer):
     async def begin(self) -> None:
         try:
             await self.call("/begin_weight_update", {})
-        except BirlError:  # an update that was cut off is open
+        except BirlError:  # an interrupted update is open
             with suppress(EngineDown, BirlError):
                 await self.finish()
             await self.call("/begin_weight_update", {})

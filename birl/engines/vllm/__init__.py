@@ -1,4 +1,4 @@
-"""`engine.kind=vllm`: how birl speaks to vLLM and starts it, and the folder with birl's part of its workers."""
+"""`engine.kind=vllm`: starts vLLM, makes its client, and writes the plugin for its workers."""
 
 import hashlib
 import json
@@ -20,8 +20,8 @@ from birl.support import LISTED
 
 
 def write_plugin(folder: Path | None = None) -> Path:
-    """A folder for vLLM's PYTHONPATH with `birl_vllm_plugin.py` in it, and nothing else of birl. Without `folder` in
-    the system's folder for temporary files, the same one for the same birl and user."""
+    """A folder for vLLM's PYTHONPATH that only contains `birl_vllm_plugin.py`. Default: in the system's folder for
+    temporary files, the same for the same birl and user."""
     source = Path(vllm_plugin.__file__)
     mark = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
     folder = folder or Path(tempfile.gettempdir()) / f"birl-vllm-plugin-{os.getuid()}-{mark}"
@@ -33,8 +33,8 @@ def write_plugin(folder: Path | None = None) -> Path:
 
 
 def listed(top_k: int) -> int:
-    """Of how many tokens the log-probs are asked for, so that at least one is none of those that were kept: vLLM keeps
-    all that tie with the last of top_k."""
+    """Number of log-probs to request per token, so that at least one is outside of the kept ones: vLLM keeps all that
+    tie with the last of top_k."""
     return 2 * top_k + 8
 
 
@@ -54,10 +54,10 @@ def command(
     transfer: str = "",
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """How birl starts vLLM, with `environment`. `python` is an interpreter that has vLLM, `context` in tokens. Only
-    with `sleep`, on a GPU, does it give memory back when it is told to sleep; only with `transfer`, the name of one of
-    vLLM's weight transfer backends, does it take weights without a folder."""
-    host = "127.0.0.1"  # no token guards the endpoints by which it takes weights
+    """Command that starts vLLM, with `environment`. `python`: interpreter that has vLLM; `context` [tokens]. It only
+    frees memory when asleep with `sleep`, on a GPU, and only takes weights without a folder with `transfer`, the name
+    of one of vLLM's weight transfer backends."""
+    host = "127.0.0.1"  # the endpoints for new weights are not protected by a token
     # not `vllm serve`: the CPU build has no metadata of that name, and its command fails
     result = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host, "--port", str(port)]
     result += ["--dtype", dtype, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
@@ -83,8 +83,8 @@ def environment(
     threads: str = "",
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """What vLLM's process needs in its environment, over `base` (this process's own). On a CPU: memory for keys and
-    values [GiB] and the cores of the worker ("0", "0-3"; vLLM's own choice leaves one free for its front-end)."""
+    """Environment of vLLM's process, over `base` (default: this process's own). On a CPU: memory of the KV cache [GiB]
+    and the cores of the worker ("0", "0-3"; vLLM's own choice leaves one free for its front-end)."""
     result = dict(os.environ if base is None else base)
     result |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if method == "birl":
@@ -100,12 +100,12 @@ def environment(
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:
     from birl.engines.vllm.adapter import VLLM
 
-    token = token if engine.attach else ""  # its own token does not guard its controls
+    token = token if engine.attach else ""  # its token does not protect its control endpoints
     return VLLM(address, token=token, **spoken(engine, wanted))
 
 
 def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str], Mapping[str, str]]:
-    """The command and the environment of a server."""
+    """Command and environment of a server."""
     own = cores_of(one.number, one.threads, sorted(os.sched_getaffinity(0)))
     bind = ",".join(map(str, own))
     env = environment(cpu=not one.gpu, kv_cache_gb=wanted.kv_cache_gb, threads=bind)

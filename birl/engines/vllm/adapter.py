@@ -1,12 +1,12 @@
 """vLLM as an engine: tokens in, tokens, log-probs and versions out, and new weights in the middle of an answer.
 
     generate   POST /inference/v1/generate (--enable-scale-out)
-    load       "birl": by birl's part of vLLM's workers (`vllm_plugin`); "reload": vLLM's reload_weights, without it
+    load       "birl": by birl's plugin in vLLM's workers (`vllm_plugin`); "reload": vLLM's reload_weights, without it
     transfer   without a folder (`transfer.py`)
-    pause ...  the endpoints of VLLM_SERVER_DEV_MODE=1, which no token guards: such a server belongs on the loopback
+    pause ...  the endpoints of VLLM_SERVER_DEV_MODE=1, not protected by a token: such a server belongs on loopback
 
-With `recompute_kv` a running request loses its keys and values when the weights change, and vLLM computes them anew:
-the log-prob of a token of version v is exactly what version v gives it. Without, those of the older tokens stay.
+With `recompute_kv` a running request loses its KV cache when the weights change, and vLLM recomputes it: the log-prob
+of a token of version v is exactly what version v gives it. Without, that of older tokens is kept.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from birl.support import Support
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 METHODS = ("birl", "reload")
-KEEP = "/pause?mode=keep&clear_cache=false"  # without the second vLLM drops the keys and values of what runs
-NOTHING = -9999.0  # vLLM's way to write NaN and -inf
+KEEP = "/pause?mode=keep&clear_cache=false"  # without clear_cache=false vLLM drops the KV cache of running requests
+NOTHING = -9999.0  # vLLM's encoding of NaN and -inf
 STOPS = {"stop": Stop.STOP, "length": Stop.LENGTH, "abort": Stop.ABORT}
 COUNTED = ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:num_preemptions", "vllm:request_success")
 
@@ -44,12 +44,12 @@ class VLLM(Adapter):
         super().__init__(address, **options)
         self.method = method
         self.transfer = VLLMTransfer(self)
-        self.hash = ""  # what the plug-in hashes with, once that is known
-        self.dtype = ""  # once that is known
+        self.hash = ""  # hash of the plugin, once known
+        self.dtype = ""  # once known
         self.on_cpu = False
 
     async def info(self) -> Info:
-        """Raises `EngineDown`."""
+        """Info of the server. Raises `EngineDown`."""
         known = None if self._control.locked() else self.takes
         try:
             model = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
@@ -65,7 +65,7 @@ class VLLM(Adapter):
             hint = ". Was vLLM started with VLLM_SERVER_DEV_MODE=1?" if ": 404: " in str(error) else ""
             raise BirlError(f"{error}{hint}") from error
         self.context = context
-        if known == self.takes and not self._control.locked():  # else a load has overtaken the answer
+        if known == self.takes and not self._control.locked():  # else a load overtook the response
             self.version = number(label)
         return Info(
             engine="vllm",
@@ -84,8 +84,8 @@ class VLLM(Adapter):
         )
 
     async def look(self) -> None:
-        """At what does not change while it runs. Raises `BirlError` where it was started so that its log-probs are not
-        those of the distribution that it samples from."""
+        """Read what does not change while the server runs. Raises `BirlError` if its options make it report log-probs
+        that are not those of the sampling distribution."""
         result = await self.peer.json("GET", "/server_info?config_format=json", timeout=QUICK)
         model = result["vllm_config"]["model_config"]
         if model["logprobs_mode"] != "processed_logprobs":
@@ -113,7 +113,7 @@ class VLLM(Adapter):
         if scored:
             sampling["prompt_logprobs"] = 0
         with self.peer.request(session) as name:
-            # The salt keeps what the prefix cache holds of one version from answers of another one.
+            # The salt separates prefix cache entries of different versions of the weights.
             salt = f"weights-{self.version}"
             body = {"request_id": name, "token_ids": token_ids, "sampling_params": sampling, "cache_salt": salt}
             return await self.peer.json("POST", "/inference/v1/generate", json=body)
@@ -134,8 +134,8 @@ class VLLM(Adapter):
             self.peer.strange("/inference/v1/generate", f"{error!r} in {answer}", error)
 
     def kept(self, answer: Any) -> Support:
-        """The tokens that each was drawn from: those whose log-probs, as they were sampled, are numbers. Raises
-        `BirlError` where more than these may have been."""
+        """The support that each token was sampled from: tokens whose processed log-probs are numbers. Raises
+        `BirlError` if there may have been more."""
         try:
             rows: list[Any] = []
             for place in (answer["choices"][0]["logprobs"] or {}).get("content") or []:
@@ -158,8 +158,8 @@ class VLLM(Adapter):
             self.peer.strange("/inference/v1/generate", f"{error!r} in its prompt_logprobs", error)
 
     async def load(self, update: Update) -> Held:
-        """New weights from `update.folder`. What runs goes on with them. Raises `WeightsFailed`: the old ones are still
-        there, unless the message says that the engine is broken; then it refuses to generate until a load succeeds."""
+        """Load new weights from `update.folder`; running requests continue. Raises `WeightsFailed`: the old ones are
+        kept, unless the message says that the engine is broken; then `generate` fails until a load succeeds."""
         async with self._control:
             fresh(update, self.version)
             if self.method == "birl":
@@ -177,7 +177,7 @@ class VLLM(Adapter):
             await self.peer.call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": where})
 
     async def reloadable(self, update: Update) -> None:
-        """On a CPU reload_weights leaves the packed copy of a tied output layer as it was, and says nothing."""
+        """Raise `WeightsFailed` if reload_weights would keep an old packed output layer (CPU, tied embeddings)."""
         try:
             await self.info()
         except EngineDown as error:
@@ -190,7 +190,7 @@ class VLLM(Adapter):
             )
 
     async def stage(self, update: Update) -> None:
-        """Let vLLM's workers read the folder and compare it, while they sample. Nothing is changed."""
+        """Let vLLM's workers read and compare the folder while they sample. Nothing is changed."""
         try:
             if not self.hash:
                 shared = set.intersection(*(set(reply) for reply in await self.workers("birl_hashes")))
@@ -221,7 +221,7 @@ class VLLM(Adapter):
         return results
 
     def rehash(self, update: Update) -> dict[str, str]:
-        """vLLM's environment has no xxhash: birl compares the folder itself, and sends hashes that vLLM can repeat."""
+        """Compare the folder here, and return hashes for a vLLM environment without xxhash."""
         tensors = check_folder(update, self.version)
         return {name: vllm_plugin.fingerprint(tensor, self.hash) for name, tensor in tensors.items()}
 
@@ -245,13 +245,13 @@ class VLLM(Adapter):
         await self.peer.call("POST", f"/wake_up?tags={what}", timeout=QUICK)
 
     async def pause(self, abort: bool = False) -> None:
-        """Stop between two tokens. What runs is kept; with `abort` it ends with what it has. New requests wait."""
+        """Stop between two tokens. Running requests are kept, or ended as they are with `abort`. New ones wait."""
         async with self._control:
             await self.peer.call("POST", "/pause?mode=abort" if abort else KEEP, timeout=QUICK)
             self.paused = True
 
     async def abort(self, sessions: Collection[str] | None = None) -> int:
-        """End the requests of these sessions, or all of this client, with what they have; says how many."""
+        """End the requests of these sessions, or all of this client, as they are; returns their number."""
 
         async def tell(names: list[str]) -> None:
             body = {"request_ids": [f"generate-tokens-{name}" for name in names]}
@@ -260,14 +260,14 @@ class VLLM(Adapter):
         return await self.peer.end(sessions, tell)
 
     async def sleep(self) -> None:
-        """Give the memory of weights and cache back, where vLLM runs with --enable-sleep-mode. What runs is kept."""
+        """Free the memory of weights and KV cache, if vLLM runs with --enable-sleep-mode. Running requests are kept."""
         async with self._control:
             await self.peer.call("POST", "/sleep?level=2&mode=keep", timeout=QUICK)
             self.paused = self.asleep = self.empty = self.cacheless = True
 
 
 def gauges(text: str) -> dict[str, float]:
-    """From vLLM's metrics: how many requests run and wait, and the counters, summed over their labels."""
+    """Parse vLLM's metrics: number of running and waiting requests, and the counters, summed over their labels."""
     result = {"running": 0.0, "waiting": 0.0}
     for family in text_string_to_metric_families(text):
         total = sum(s.value for s in family.samples if not s.name.endswith("_created"))

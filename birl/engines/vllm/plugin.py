@@ -1,12 +1,12 @@
-"""Mixed into vLLM's workers (`--worker-extension-cls birl_vllm_plugin.Weights`): new weights come from a folder, and
-are compared with what was sent before the model takes them. This file runs inside vLLM's processes, in vLLM's
-environment: it imports nothing of birl, and vLLM only where the model changes. `write_plugin` puts a copy
-of it where vLLM finds it. Called by POST /collective_rpc, with one result for each worker:
+"""Extension of vLLM's workers (`--worker-extension-cls birl_vllm_plugin.Weights`): loads new weights from a folder, and
+compares them with the sent digests before the model takes them. This file runs inside vLLM's processes, in vLLM's
+environment: it imports nothing of birl, and vLLM only to change the model. `write_plugin` puts a copy of it on vLLM's
+path. Called by POST /collective_rpc, with one result for each worker:
 
-    birl_hashes   which hashes are there?
-    birl_stage    read the folder and compare, in a thread: tokens are sampled meanwhile, and the model is not touched
-    birl_staged   how far is that?
-    birl_take     once all workers have staged it, and the engine is paused: into the model
+    birl_hashes   available hashes
+    birl_stage    read and compare the folder in a thread, during generation, without changing the model
+    birl_staged   whether that is done
+    birl_take     after all workers have staged it and the engine is paused: load it into the model
 
 A refusal is a result, not an exception: vLLM answers those with 500 and resets the connection, which loses the reason.
 It is not one of vLLM's weight transfer backends for the same reason: these can say no more than that they failed.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 try:
     import xxhash
-except ImportError:  # vLLM does not require it
+except ImportError:  # not a dependency of vLLM
     xxhash = None
 
 HASHES: dict[str, Callable[[bytes], Any]] = {
@@ -36,7 +36,7 @@ HASHES: dict[str, Callable[[bytes], Any]] = {
 
 
 class Refused(Exception):
-    """`cause` as in `birl.errors.WeightsFailed`."""
+    """A refusal with its `cause`, see `birl.errors.WeightsFailed`."""
 
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(message)
@@ -44,14 +44,14 @@ class Refused(Exception):
 
 
 def fingerprint(tensor: Tensor, hash: str) -> str:
-    """With xxh3_128 the same as `birl.models.digests.digest`: of type, shape and bytes."""
+    """Hash of type, shape and bytes; with xxh3_128 the same as `birl.models.digests.digest`."""
     result = HASHES[hash](f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".encode())
     result.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     return result.hexdigest()
 
 
 def read(folder: Path, digests: Mapping[str, str], hash: str) -> dict[str, Tensor]:
-    """The tensors of a Hugging Face folder. Raises `Refused` unless they are exactly those of `digests` (if any)."""
+    """The tensors of a Hugging Face folder. Raises `Refused` unless they are exactly those of `digests` (if given)."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise Refused("missing", f"{folder} has no .safetensors file on the engine's machine")
@@ -59,7 +59,7 @@ def read(folder: Path, digests: Mapping[str, str], hash: str) -> dict[str, Tenso
     try:
         with ExitStack() as stack:
             for file in files:
-                if not file.is_file():  # a pipe would be waited for
+                if not file.is_file():  # reading a pipe would block
                     raise OSError(f"{file.name} is no regular file")
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 result |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -80,12 +80,12 @@ def refusal(error: Exception) -> dict[str, Any]:
 
 
 class Weights:
-    """The part of a worker that birl talks to. `model_runner`, `model_config` and `vllm_config` are the worker's."""
+    """The methods of a worker that birl calls. `model_runner`, `model_config` and `vllm_config` are the worker's."""
 
     _birl_staged: dict[str, Tensor] | None = None
     _birl_problem: dict[str, Any] | None = None
     _birl_thread: threading.Thread | None = None
-    _birl_number = 0  # counts what was asked for: a thread that is late does not overwrite what came after it
+    _birl_number = 0  # number of the request: a late thread does not overwrite later results
 
     def birl_hashes(self) -> list[str]:
         return list(HASHES)
@@ -125,8 +125,8 @@ class Weights:
 
 
 def take(worker: Any, tensors: Mapping[str, Tensor]) -> None:
-    """What vLLM's own reload_weights does, and a complaint about parameters that got nothing instead of a line in the
-    log. vLLM's layout is another one (packed, fused, sharded), so its weights are loaded, not copied."""
+    """As vLLM's own reload_weights, but raises an error for parameters without weights instead of a line in the log.
+    vLLM has another layout (packed, fused, sharded), so weights are loaded, not copied."""
     from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
     from vllm.model_executor.model_loader.reload.layerwise import (  # type: ignore[import-not-found]
         finalize_layerwise_reload,
@@ -135,7 +135,7 @@ def take(worker: Any, tensors: Mapping[str, Tensor]) -> None:
 
     model = worker.model_runner.get_model()
     with set_current_vllm_config(worker.vllm_config), torch.inference_mode():
-        wanted = {name for name, _ in model.named_parameters()}  # before tied ones come apart
+        wanted = {name for name, _ in model.named_parameters()}  # before tied ones are separated
         initialize_layerwise_reload(model)
         try:
             loaded = model.load_weights(iter(tensors.items()))
@@ -150,8 +150,8 @@ def take(worker: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def repack(model: Any) -> None:
-    """On a CPU vLLM computes with a packed copy of a layer's weights, and makes a new one for layers that were loaded.
-    A tied output layer is not loaded: it would go on with the old copy."""
+    """Repack tied layers on a CPU, where vLLM computes with a packed copy of a layer's weights and only renews those of
+    loaded layers. A tied output layer is not loaded and would keep the old copy."""
     owners: dict[int, list[Any]] = {}
     for module in model.modules():
         if isinstance(weight := getattr(module, "weight", None), Tensor):

@@ -1,6 +1,6 @@
-"""vLLM's own weight transfer engines, started with --weight-transfer-config '{"backend": "nccl"}': its workers enter a
-NCCL communicator by its unique id alone, and take each bucket as one packed buffer. Rank 0 is ours, without
-torch.distributed, by the C interface of the NCCL that PyTorch brings
+"""vLLM's own weight transfer engines, started with --weight-transfer-config '{"backend": "nccl"}': its workers join a
+NCCL communicator by its unique id alone, and receive each bucket as one packed buffer. Rank 0 is in this process,
+without torch.distributed, by the C API of PyTorch's NCCL
 (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html)."""
 
 import ctypes
@@ -21,7 +21,7 @@ from birl.models.released import nbytes
 
 
 class Group(BroadcastGroup):
-    """`store` of its invitation is the unique id, base64."""
+    """NCCL communicator of the learner and vLLM. `store` of its invitation is the unique id, base64."""
 
     called_back = False  # a worker waits inside NCCL
 
@@ -42,7 +42,7 @@ class VLLMTransfer(Transfer):
         return int((await self.peer.json("GET", "/get_world_size", timeout=QUICK))["world_size"])
 
     async def check(self, backend: str) -> None:
-        """Raises `BirlError` where it was started for another way."""
+        """Raise `BirlError` if the server was started for another backend."""
         result = await self.peer.json("GET", "/server_info?config_format=json", timeout=QUICK)
         has = (result["vllm_config"].get("weight_transfer_config") or {}).get("backend")
         if has != backend:
@@ -52,7 +52,7 @@ class VLLMTransfer(Transfer):
             )
 
     async def enter(self, invitation: Invitation) -> None:
-        with suppress(EngineDown, BirlError):  # an earlier group
+        with suppress(EngineDown, BirlError):  # of an earlier group
             await self.call("/shutdown_weight_transfer_engine")
         shapes = shapes_in(invitation)
         largest = max(nbytes(names, shapes) for names in pieces(shapes, invitation.bucket_mb))
@@ -68,7 +68,7 @@ class VLLMTransfer(Transfer):
     async def begin(self) -> None:
         try:
             await self.call("/start_weight_update")
-        except EngineDown:  # an update that was cut off is open
+        except EngineDown:  # an interrupted update is open
             with suppress(EngineDown, BirlError):
                 await self.finish()
             await self.call("/start_weight_update")
@@ -101,7 +101,7 @@ CALLS = {
 
 @functools.cache
 def library() -> Any:
-    """Raises `BirlError` where there is none."""
+    """The NCCL library. Raises `BirlError` if there is none."""
     try:
         result = ctypes.CDLL("libnccl.so.2" if torch.version.hip is None else "librccl.so.1")
         for name, types in CALLS.items():
@@ -115,7 +115,7 @@ def library() -> Any:
 
 
 def call(name: str, *args: Any) -> None:
-    """Raises `RuntimeError` with NCCL's own words."""
+    """Call a NCCL function. Raises `RuntimeError` with NCCL's message."""
     check(name, getattr(library(), name)(*args))
 
 
@@ -125,14 +125,14 @@ def check(name: str, code: int) -> None:
 
 
 def unique_id() -> bytes:
-    """128 bytes that the ranks of one communicator share."""
+    """Unique id of a communicator, 128 bytes."""
     result = UniqueId()
     call("ncclGetUniqueId", ctypes.byref(result))
     return bytes(result)
 
 
 class Communicator:
-    """Rank 0 of `size`; returns when all ranks are there and have added one number, as vLLM's do first. `broadcast` and
+    """Rank 0 of `size`; returns when all ranks have joined and run one all-reduce, as vLLM's do first. `broadcast` and
     `abort` are those of torch's process groups."""
 
     def __init__(self, identity: bytes, size: int, device: torch.device) -> None:
@@ -147,12 +147,12 @@ class Communicator:
         return torch.cuda.current_stream(self.device).cuda_stream
 
     def broadcast(self, flat: Tensor, root: int) -> "Sending":
-        """`flat`: uint8 [n], contiguous; it must stay until that is completed."""
+        """Broadcast `flat`: uint8 [n], contiguous; it must be kept until that is completed."""
         call("ncclBroadcast", flat.data_ptr(), flat.data_ptr(), flat.numel(), UINT8, root, self.comm, self.stream())
         return Sending(self)
 
     def abort(self) -> None:
-        """Also ends kernels that wait for other ranks."""
+        """Abort the communicator, including kernels that wait for other ranks."""
         comm, self.comm = self.comm, P()
         if comm:
             call("ncclCommAbort", comm)
@@ -168,7 +168,7 @@ class Sending:
         self._event.record(torch.cuda.current_stream(group.device))
 
     def is_completed(self) -> bool:
-        """Raises `RuntimeError` where another rank is lost, as far as NCCL notices."""
+        """Whether the broadcast is done. Raises `RuntimeError` if another rank is lost, as far as NCCL notices."""
         code = INT()
         call("ncclCommGetAsyncError", self._group.comm, ctypes.byref(code))
         check("ncclBroadcast", code.value)
