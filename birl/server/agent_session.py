@@ -1,4 +1,4 @@
-"""An episode that agents talk to over HTTP: what they asked and what is being answered."""
+"""The HTTP side of an episode: requests of agents and their answers."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,8 +18,8 @@ Answers = list[tuple[Message, Turn]]
 
 @dataclass(slots=True, kw_only=True)
 class Reply:
-    """One request, and how its dialect writes the answers: in one piece, or as the events of a stream. `ping`: an event
-    without a meaning."""
+    """One request, and how its API formats the answers: as one body, or as events of a stream. `ping`: an event without
+    content, which keeps a connection alive."""
 
     chat: Chat
     conversation: Conversation
@@ -29,7 +29,7 @@ class Reply:
     policy: str = ""
     n: int = 1
     stream: bool = False
-    form: str = ""  # of the answer: the body of a grammar (`birl.text.grammar`)
+    form: str = ""  # forced form of the answer: body of a grammar (`birl.text.grammar`)
     ping: bytes = b": ping\n\n"
 
     def whole(self, answers: Answers) -> dict[str, Any]:
@@ -39,13 +39,13 @@ class Reply:
         raise NotImplementedError
 
     def failed(self, refused: Refused) -> bytes:
-        """The end of a stream that has begun."""
+        """Event that ends a stream which has begun."""
         raise NotImplementedError
 
 
 @dataclass(slots=True, kw_only=True)
 class Answering:
-    """What a request is answered by. `params`: where a request has none of its own; `kept`: what it may cite."""
+    """Answers requests. `params`: defaults of a request; `kept`: answers that it may refer to."""
 
     params: SamplingParams
     kept: Kept = field(default_factory=Kept)
@@ -55,17 +55,17 @@ class Answering:
         raise NotImplementedError
 
     def forget(self, turn: Turn) -> None:
-        """Nobody has this answer."""
+        """Discard an answer that no client received."""
 
     def ask(self, reply: Reply) -> "asyncio.Task[Answers]":
-        """All n answers, on their way."""
+        """Start the n answers of a request."""
         task = asyncio.ensure_future(self._answers(reply))
         self.open.add(task)
         task.add_done_callback(self.open.discard)
         return task
 
     async def drop(self, asking: "asyncio.Task[Answers]") -> None:
-        """These answers have no caller any more."""
+        """Abort answers whose client has disconnected."""
         asking.cancel()
         (result,) = await asyncio.gather(asking, return_exceptions=True)
         for _, turn in result if isinstance(result, list) else ():
@@ -86,17 +86,17 @@ class Answering:
 
 @dataclass(slots=True, kw_only=True)
 class Visit(Answering):
-    """An episode's."""
+    """Answers requests of one episode."""
 
     session: Session
-    tell: Callable[[str, str], None] = lambda key, text: None  # once for each key, whatever the episode
+    tell: Callable[[str, str], None] = lambda key, text: None  # printed once for each key, over all episodes
 
     def forget(self, turn: Turn) -> None:
         self.session.forget(turn)
 
     def ask(self, reply: Reply) -> "asyncio.Task[Answers]":
-        """Raises `EngineFailed` and `Aborted` where the episode is lost already: what is sampled then would be for
-        nothing."""
+        """Start the answers. Raises `EngineFailed` and `Aborted` if the episode has failed already, as further samples
+        would be useless."""
         if isinstance(self.session.failure, EngineFailed | Aborted):
             raise self.session.failure
         return Answering.ask(self, reply)
@@ -121,8 +121,8 @@ class Visit(Answering):
 
 
 def changed(known: Sequence[Known], reply: Reply) -> int | None:
-    """The first message that differs from what it was, where a conversation goes on from a known one in which most
-    messages are the same; None where it is a known one that goes on, or another."""
+    """Index of the first changed message, if a conversation continues a known one in which at least half of the
+    messages are the same; None if it continues one unchanged, or is new."""
     own, owner = plain(reply.conversation), owner_of(reply.tools, reply.agent or reply.policy)
     best, place = 0, None
     for one in known:

@@ -1,4 +1,4 @@
-"""Anthropic's dialect on a server: POST /v1/messages and /v1/messages/count_tokens, by the code of the agents'
+"""Anthropic's API on a server: POST /v1/messages and /v1/messages/count_tokens, with the code of the agents'
 gateway."""
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from birl.types import Message, SamplingParams, Turn
 
 @dataclass(slots=True, kw_only=True)
 class Direct(Answering):
-    """Answers come from the server's own engine."""
+    """Answers requests with the server's own engine."""
 
     service: Service
     prompt: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
 error = gateway_anthropic.error
 ROUTES = {
     ("POST", "/v1/messages"): messages,
-    ("POST", "/v1/v1/messages"): messages,  # its client adds a v1 to the base_url that OpenAI's takes
+    ("POST", "/v1/v1/messages"): messages,  # its client adds a v1 to the base_url, which for OpenAI's ends with one
     ("POST", "/v1/messages/count_tokens"): count_tokens,
     ("POST", "/v1/v1/messages/count_tokens"): count_tokens,
 }

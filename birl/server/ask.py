@@ -1,4 +1,4 @@
-"""What an OpenAI client asks for. What would change the answer and is not here is refused by name, never left out."""
+"""Parses the requests of OpenAI clients. Unsupported parameters that would change the answer are rejected by name."""
 
 import json
 from collections.abc import Mapping
@@ -13,20 +13,20 @@ from birl.server.service import Service
 from birl.text.grammar import whole
 from birl.types import SamplingParams
 
-CHOICES = 128  # most answers to one prompt
-LIKELIEST = 20  # most likely tokens in a place, as of OpenAI's chats and of vLLM
+CHOICES = 128  # maximum number of answers to one prompt
+LIKELIEST = 20  # maximum top_logprobs, as for OpenAI's chats and vLLM
 
 SHARED = (
     *("model", "n", "stream", "stream_options", "stop", "seed", "temperature", "top_p", "max_tokens", "logprobs"),
     *("min_p", "top_k", "ignore_eos", "stop_token_ids", "return_token_ids", *FORMS),
 )
 CHAT = ("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs")
-ANY = ("", "any", "default", "birl")  # names of a model that mean the one there is; and birl/NAME
+ANY = ("", "any", "default", "birl")  # names for the served model; also birl/NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """`n` answers to each of `prompts`; `usage`: the stream ends with token counts."""
+    """A parsed request: `n` answers to each of `prompts`; `usage`: the stream ends with token counts."""
 
     chat: bool
     prompts: tuple[tuple[int, ...], ...]
@@ -35,17 +35,17 @@ class Ask:
     stream: bool
     usage: bool
     logprobs: bool
-    top: int = 0  # so many of the most likely tokens in each place
+    top: int = 0  # number of top log-probs of each sampled token
     token_ids: bool
     tools: tuple[Mapping[str, Any], ...] = ()
     echo: bool = False
     mute: bool = False  # nothing is sampled
-    prompt_logprobs: int | None = None  # so many of the most likely tokens in each place of the prompt, and its own
+    prompt_logprobs: int | None = None  # number of top log-probs of each prompt token, beside its own
     grammar: str = ""
 
 
 def chat(data: Mapping[str, Any], service: Service) -> Ask:
-    """POST /v1/chat/completions. Raises `Refused`."""
+    """Parse POST /v1/chat/completions. Raises `Refused`."""
     check_bulk(data, service.engine.context)
     known(data, (*SHARED, *CHAT), service)
     tools, form = service.terms.tools(data, typed(data, "tools", list, []), data.get("tool_choice"))
@@ -65,7 +65,7 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
 
 
 def completion(data: Mapping[str, Any], service: Service) -> Ask:
-    """POST /v1/completions. Raises `Refused`."""
+    """Parse POST /v1/completions. Raises `Refused`."""
     check_bulk(data, service.engine.context, ("prompt",))
     known(data, (*SHARED, "prompt", "echo", "prompt_logprobs"), service)
     echo, (_, form) = typed(data, "echo", bool, False), service.terms.tools(data, [], None)
@@ -88,7 +88,7 @@ def common(
     echo: bool = False,
     **own: Any,
 ) -> Ask:
-    """`key` names the limit of an answer; `default` counts without it. `own`: of `Ask`, as it is."""
+    """Parse the common parameters. `key`: name of the token limit (`default` if absent); `own`: fields of `Ask`."""
     mute = echo and data.get(key) == 0 and type(data[key]) is int
     for ids in prompts:
         try:
@@ -115,7 +115,7 @@ def common(
 
 
 def limit_of(data: Mapping[str, Any]) -> str:
-    """The key of a chat's longest answer. Raises `Refused` where both say something else."""
+    """Name of a chat's token limit. Raises `Refused` if both names have different values."""
     limit = data.get("max_completion_tokens")
     if limit is not None and data.get("max_tokens") not in (None, limit):
         raise invalid("max_tokens", "and max_completion_tokens differ; max_completion_tokens is the newer name")
@@ -123,7 +123,7 @@ def limit_of(data: Mapping[str, Any]) -> str:
 
 
 def streaming(data: Mapping[str, Any], terms: Terms) -> tuple[bool, bool]:
-    """Whether the answer is streamed, and whether its end counts tokens."""
+    """Whether the answer is streamed, and whether the stream ends with token counts."""
     stream, options = typed(data, "stream", bool, False), typed(data, "stream_options", dict, {})
     if options and not stream:
         raise invalid("stream_options", "goes with stream=true only")
@@ -133,7 +133,7 @@ def streaming(data: Mapping[str, Any], terms: Terms) -> tuple[bool, bool]:
 
 
 def choices(data: Mapping[str, Any]) -> int:
-    """How many answers to each prompt."""
+    """Number of answers to each prompt."""
     n = typed(data, "n", int, 1)
     if not 1 <= n <= CHOICES:
         raise invalid("n", f"must be at least 1 and at most {CHOICES}, got {n}")
@@ -157,15 +157,15 @@ def likeliest(data: Mapping[str, Any], logprobs: bool) -> int:
 
 
 def sampled_logprobs(data: Mapping[str, Any]) -> int | None:
-    """Of /v1/completions, where 0 asks for those of the sampled tokens alone, and more for the most likely ones, too;
-    None for nothing."""
-    if isinstance(logprobs := data.get("logprobs"), bool):  # as a chat has it
+    """`logprobs` of /v1/completions: 0 for those of the sampled tokens only, more for the most likely ones too; None
+    for none."""
+    if isinstance(logprobs := data.get("logprobs"), bool):  # as in chats
         return 0 if logprobs else None
     return within(data, "logprobs")
 
 
 def within(data: Mapping[str, Any], key: str) -> int | None:
-    """How many of the most likely tokens are asked for; None where that is not said."""
+    """Number of top log-probs requested; None if not given."""
     if data.get(key) is None:
         return None
     result = typed(data, key, int, 0)
@@ -175,7 +175,7 @@ def within(data: Mapping[str, Any], key: str) -> int | None:
 
 
 def prompt_logprobs(data: Mapping[str, Any]) -> int | None:
-    """As vLLM has it: 0 asks for those of the prompt's own tokens alone; None for nothing."""
+    """`prompt_logprobs` as in vLLM: 0 for those of the prompt's own tokens only; None for none."""
     result = within(data, "prompt_logprobs")
     if result is not None and data.get("stream"):
         raise invalid("prompt_logprobs", "goes without stream only")
@@ -183,7 +183,7 @@ def prompt_logprobs(data: Mapping[str, Any]) -> int | None:
 
 
 def prompts(given: Any, n: int, service: Service) -> tuple[tuple[int, ...], ...]:
-    """Text, a list of texts, token ids, or lists of token ids; `n` answers to each."""
+    """Token ids of a text, a list of texts, token ids, or lists of token ids; `n` answers to each."""
     if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
         given = [given]
     if not isinstance(given, list) or not given:
@@ -207,7 +207,7 @@ def prompts(given: Any, n: int, service: Service) -> tuple[tuple[int, ...], ...]
 
 
 def known(data: Mapping[str, Any], keys: tuple[str, ...], service: Service) -> None:
-    """Refuse another model than ours, and what would be another answer altogether; `keys` are honoured."""
+    """Reject another model than the served one, and unsupported parameters; `keys` are supported."""
     model = typed(data, "model", str, None)
     if model not in (None, *ANY, service.name) and not speaker(model):
         raise Refused(

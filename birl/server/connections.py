@@ -1,5 +1,5 @@
-"""Connections of a server: each has a deadline for what it wants to ask, and there are never more than the process has
-file descriptors for. Those that ask nothing make room for others."""
+"""Connections of a server: each has a deadline for its request, and their number is bounded by the file descriptors of
+the process. Idle ones are closed for new ones."""
 
 import asyncio
 import os
@@ -19,20 +19,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import DEFAULT_MAX_INCOMPLETE_EVENT_SIZE, H11Protocol
 
-HEAD = 20.0  # seconds until the head of the first request is there
-KEEP = 75.0  # seconds until that of the next one is
+HEAD = 20.0  # timeout of the first request's head [s]
+KEEP = 75.0  # timeout of the next request's head [s]
 GRACE = 5
 RESERVE = 64  # file descriptors for files, engines and clients
-WANTED = 8192  # connections
-PIECES, SMALL = 2000, 64  # pieces of a body of less than so many bytes: reading each takes 30 microseconds
-BURST = 100  # of them are read before others have their turn
-LINES = 200  # of a head
-LOOK, PROBE = 0.2, 10.0  # seconds between looks at a client that sends nothing any more, and between probes of it
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client of HTTP/1.1 skips it; the machine of a closed one resets
+WANTED = 8192  # maximum number of connections
+PIECES, SMALL = 2000, 64  # number and bytes of small pieces of a body: reading each takes 30 microseconds
+BURST = 100  # pieces that are read before other connections have their turn
+LINES = 200  # maximum lines of a head
+LOOK, PROBE = 0.2, 10.0  # intervals of checks of half-closed connections, and of their probes [s]
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # ignored by clients of HTTP/1.1; the host of a closed one resets
 
 
 def room() -> int:
-    """How many connections this process may have. Raises its soft limit of file descriptors where it can."""
+    """Maximum number of connections. Raises the process's soft limit of file descriptors if possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = WANTED + 4 * RESERVE
     if 0 <= soft < most:
@@ -47,7 +47,7 @@ def room() -> int:
 
 
 def uvicorn_server(served: ASGIApp, grace: int = GRACE, backlog: int = 2048) -> uvicorn.Server:
-    """`grace`: seconds for connections to take what was answered, once nothing is sampled any more."""
+    """The uvicorn server. `grace`: seconds for connections to receive answers, after sampling has ended."""
     server = uvicorn.Server(
         uvicorn.Config(
             served, http=Patient, ws="none", lifespan="off", log_level="error", access_log=False,
@@ -59,7 +59,7 @@ def uvicorn_server(served: ASGIApp, grace: int = GRACE, backlog: int = 2048) -> 
 
 
 def routed(routes: Mapping[tuple[str, str], Any], answer: Callable[..., Awaitable[None]], no_route: Any) -> Starlette:
-    """`answer(handler, path, request, scope, receive, send)` is called for each request of a route."""
+    """A Starlette app that calls `answer(handler, path, request, scope, receive, send)` for each request of a route."""
 
     def endpoint(handler: Any, path: str) -> Callable[[Request], Awaitable[Any]]:
         async def endpoint(request: Request) -> ASGIApp:
@@ -72,10 +72,10 @@ def routed(routes: Mapping[tuple[str, str], Any], answer: Callable[..., Awaitabl
 
 
 class Whole(h11.Connection):
-    """h11's, which would read a head of thousands of lines and a body byte by byte, and hold everything else up
-    meanwhile."""
+    """h11's connection with bounds: h11 would read a head of thousands of lines and a body byte by byte, which blocks
+    everything else."""
 
-    small = 0  # pieces of this body
+    small = 0  # small pieces of this body
 
     def __init__(self, later: Callable[[], object]) -> None:
         super().__init__(h11.SERVER, DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
@@ -98,21 +98,21 @@ class Whole(h11.Connection):
 
 
 class Patient(H11Protocol):
-    """uvicorn's protocol, which would wait for the head of a request for ever."""
+    """uvicorn's protocol with timeouts: uvicorn's would wait for the head of a request forever."""
 
     def __init__(self, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
         self.conn = Whole(self.give_way)
 
-    most = 0  # connections at a time; 0: not counted yet
+    most = 0  # maximum connections; 0: not determined yet
     late: asyncio.TimerHandle | None = None
     since = 0.0  # when it began to wait for a request [s of the loop]
-    ended = False  # the client sends nothing any more
-    probed = -PROBE  # when it was probed last [s of the loop]
+    ended = False  # half-closed by the client
+    probed = -PROBE  # time of the last probe [s of the loop]
 
     @property
     def asking(self) -> bool:
-        """Is a request being answered, or its body being read?"""
+        """Whether a request is being answered, or its body being read."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -139,7 +139,7 @@ class Patient(H11Protocol):
             self.late = None
 
     def give_way(self) -> None:
-        """Others have their turn; what the client sends meanwhile stays with the kernel."""
+        """Let other connections have their turn; data that the client sends meanwhile stays in the kernel."""
         self.flow.pause_reading()
         self.loop.call_soon(self.go_on)
 
@@ -154,13 +154,13 @@ class Patient(H11Protocol):
             self.patience_over()
 
     def eof_received(self) -> bool:
-        """Whether to go on: a client that has asked may close its side alone (nc, clients of HTTP/1.0) and still wait
-        for the answer. One that has closed all of it looks the same until something is sent."""
+        """Whether to keep a half-closed connection: a client may close its sending side alone (nc, clients of HTTP/1.0)
+        and still wait for the answer. One that has closed both looks the same until something is sent."""
         if not self.asking or self.cycle.more_body:
             return False
         if not self.ended:
             self.ended = True
-            if self.conn.their_http_version == b"1.0":  # it must not be sent CONTINUE; this takes about a minute
+            if self.conn.their_http_version == b"1.0":  # must not be sent CONTINUE; keep-alive takes about a minute
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
                     if hasattr(socket, name):
@@ -169,7 +169,7 @@ class Patient(H11Protocol):
         return True
 
     def look(self) -> None:
-        """Ends an answer that nobody receives any more."""
+        """Abort an answer whose client is gone."""
         if not self.asking or self.transport.is_closing():
             return
         if self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -188,7 +188,7 @@ class Patient(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-            if self.cycle is not None:  # what reads the body has no answer to give any more
+            if self.cycle is not None:  # the reader of the body must not answer any more
                 self.cycle.disconnected = True
         else:  # an answer has begun
             self.transport.abort()

@@ -1,4 +1,4 @@
-"""The dialects of HTTP in which a model is asked: one row each. A dialect that an installation lacks is not served."""
+"""Supported HTTP APIs (dialects). One that is missing in an installation is not served."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -8,9 +8,9 @@ from types import ModuleType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """`server`: its module for `birl serve`, with `ROUTES` ((method, path) -> handler). `gateway`: that for agents of a
-    run, with `REPLIES` ((method, path) -> function of the request's data, terms and visit, which gives a `Reply`, or
-    what is sent at once). Either may have `error`, the body of a refusal."""
+    """An HTTP API. `server`: module for `birl serve`, with `ROUTES` ((method, path) -> handler). `gateway`: module for
+    agents of a run, with `REPLIES` ((method, path) -> function of the request's data, terms and visit, which returns a
+    `Reply`, or a body to send at once). Either may have `error`, which makes the body of an error."""
 
     server: str
     gateway: str = ""
@@ -25,6 +25,6 @@ DIALECTS: dict[str, Dialect] = {
 
 
 def modules(side: str) -> list[ModuleType]:
-    """Of `server` or `gateway`, those that are there."""
+    """The installed modules of `server` or `gateway`."""
     places = [getattr(dialect, side) for dialect in DIALECTS.values()]
     return [import_module(place) for place in places if place and find_spec(place) is not None]

@@ -1,13 +1,13 @@
-"""Where agents find the model: an address for each episode, in OpenAI's and Anthropic's dialects, on loopback.
+"""HTTP gateway for agents: an address for each episode with OpenAI's and Anthropic's APIs, on loopback.
 
     http://127.0.0.1:PORT/s/SECRET/v1
         POST /chat/completions   POST /completions   GET /models        OpenAI
         POST /responses          POST /responses/input_tokens           OpenAI's Responses
         POST /messages           POST /messages/count_tokens            Anthropic
-        POST /reward             {"reward": 1.0, "agent": "critic"}     what the episode was worth
+        POST /reward             {"reward": 1.0, "agent": "critic"}     reward of the episode
 
-Each answer is a turn of the episode. Every client with the address may ask; it cannot be guessed. Answers that their
-client did not wait for are aborted, and are no turns.
+Each answer is a turn of the episode. Every client with the address may use it; it cannot be guessed. Answers whose
+client has disconnected are aborted, and are no turns.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ from birl.server.request_policy import Terms
 from birl.text.chat import Chat
 from birl.types import PAST
 
-MOST_BYTES = 16 << 20  # of one request
-LONGEST = 1 << 20  # tokens; an episode may have no bound of its own
-PING = 10.0  # seconds between signs of life of a stream whose answer is not there yet
+MOST_BYTES = 16 << 20  # maximum size of a request
+LONGEST = 1 << 20  # maximum tokens, as an episode may have no bound
+PING = 10.0  # interval of pings in a stream without an answer yet [s]
 
 EVENTS = "text/event-stream"
 OVER = "The episode is over."
@@ -51,8 +51,8 @@ Body = dict[str, Any]
 
 
 class Gateway:
-    """Its sessions are `birl.rollout.session.Session`s. `sampling` "run": answers are drawn as the run has it, whatever
-    a client asks for; "agent": a client's temperature, top_p, top_k and min_p count."""
+    """Serves `birl.rollout.session.Session`s. `sampling` "run": answers use the run's sampling parameters, whatever a
+    client requests; "agent": a client's temperature, top_p, top_k and min_p are used."""
 
     def __init__(self, chat: Chat, sampling: str = "run") -> None:
         self.terms = Terms(chat=chat, sampling=sampling)
@@ -65,8 +65,8 @@ class Gateway:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen at a free port."""
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with proto 0 Nagle stays on
+        """Listen on a free port."""
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with proto 0 Nagle's stays on
         sock.bind(("127.0.0.1", 0))
         sock.listen(4096)
         routes = [Route("/{path:path}", self._endpoint, methods=["GET", "POST"])]
@@ -77,13 +77,13 @@ class Gateway:
         self._url = f"http://127.0.0.1:{sock.getsockname()[1]}"
 
     def enter(self, session: Session) -> str:
-        """The address of a session, until `leave`."""
+        """Register a session; returns its address, valid until `leave`."""
         secret = secrets.token_urlsafe(24)
         self.visits[secret] = Visit(params=session.params, session=session, tell=self.terms.tell)
         return f"{self._url}/s/{secret}/v1"
 
     def leave(self, session: Session) -> None:
-        """Nothing is answered any more, and what is being answered is aborted."""
+        """Remove a session; its open answers are aborted."""
         for secret in [s for s, visit in self.visits.items() if visit.session is session]:
             self.visits.pop(secret).close()
 
@@ -103,7 +103,7 @@ class Gateway:
         return respond
 
     async def _answer(self, request: Request) -> Any:
-        """A response, or an ASGI app where it is a stream."""
+        """A response, or an ASGI app for a stream."""
         empty, place, secret, *path = request.url.path.split("/") + [""] * 3
         where = "/".join(path).strip("/").removeprefix("v1/").removeprefix("v1/")  # Anthropic's client adds another v1
         error = next((error for path, error in self.errors if where.startswith(path)), Refused.body)
@@ -118,7 +118,7 @@ class Gateway:
             raise
         except Exception as failure:
             refused = refusal(failure)
-            # The clients of OpenAI and of Anthropic retry unless a header forbids it: it would be in vain.
+            # The clients of OpenAI and Anthropic retry unless a header forbids it: useless here.
             return JSONResponse(error(refused), refused.status, {**refused.headers, "x-should-retry": "false"})
 
     async def _handled(self, visit: Visit, where: str, request: Request) -> Any:
@@ -144,7 +144,7 @@ class Gateway:
 
 
 def replying(model: Any, policies: Sequence[str]) -> str:
-    """The policy that a request's `model` names; empty where there is one whatever the name. Raises `Refused`."""
+    """The policy named by a request's `model`; empty if there is only one, whatever the name. Raises `Refused`."""
     name = model.removeprefix("birl/") if isinstance(model, str) else ""
     if name in policies:
         return name
@@ -160,7 +160,7 @@ async def asked(request: Request, visit: Visit) -> Body:
 
 
 async def answered(visit: Answering, reply: Reply, request: Request, timeout: float = math.inf) -> Any:
-    """The answer in one piece; as a stream once it is there. Raises `Gone` when its client has disconnected, and
+    """The answer in one piece, or as a stream once it is complete. Raises `Gone` if its client has disconnected, and
     `Refused` after `timeout` [s]."""
     asking = visit.ask(reply)
     gone = asyncio.ensure_future(disconnected(request.receive))
@@ -192,7 +192,7 @@ async def answered(visit: Answering, reply: Reply, request: Request, timeout: fl
 
 @dataclass(slots=True)
 class Stream:
-    """An answer that takes long: signs of life until it is there."""
+    """A stream whose answer takes long: sends pings until it is complete."""
 
     visit: Answering
     reply: Reply

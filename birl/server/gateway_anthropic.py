@@ -1,4 +1,4 @@
-"""Anthropic's dialect for agents: POST /v1/messages, whole or as events."""
+"""Anthropic's API for agents: POST /v1/messages, in one piece or as events."""
 
 import json
 import secrets
@@ -29,7 +29,7 @@ Block = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True)
 class AnthropicReply(Reply):
-    """`kept`: where it is continued by its id (a thread); None where it is not."""
+    """A request of Anthropic's API. `kept`: stores the answer of a thread, to be continued by its id; else None."""
 
     model: str
     own_stop: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class AnthropicReply(Reply):
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def stopped(self, turn: Turn) -> str | None:
-        """The client's stop string that ended the answer."""
+        """The client's stop string that ended the answer, or None."""
         if not self.own_stop:
             return None
         text = self.chat.decode(turn.completion.ids)
@@ -91,7 +91,7 @@ class AnthropicReply(Reply):
 
 
 def usage(turn: Turn, drawn: int) -> Block:
-    """Tokens; those of the prompt that were computed before are counted apart."""
+    """Token counts; cached tokens of the prompt are counted apart."""
     cached = turn.completion.cached
     return {
         "input_tokens": len(turn.prompt) - cached, "output_tokens": drawn,
@@ -100,7 +100,7 @@ def usage(turn: Turn, drawn: int) -> Block:
 
 
 def message(data: Mapping[str, Any], terms: Terms, visit: Answering) -> AnthropicReply:
-    """POST /messages. Raises `Refused`."""
+    """Parse POST /messages. Raises `Refused`."""
     terms.check(data, (*KNOWN, *(("seed", "output_format", "output_config") if terms.served else ())))
     thread, (messages, tools) = typed(data, "thread", dict, {}), conversation(data)
     if thread.get("type") == "continue":
@@ -132,7 +132,7 @@ def message(data: Mapping[str, Any], terms: Terms, visit: Answering) -> Anthropi
 
 
 def continued(thread: Mapping[str, Any], kept: Kept) -> tuple[tuple[Message, ...], list[Block]]:
-    """The conversation and the tools of the answer that is cited. Raises `Refused`; clients then send all of it."""
+    """Conversation and tools of the answer that a thread continues. Raises `Refused`; clients then send all."""
     id = typed(thread, "previous_message_id", str, "")
     if (talk := kept.cited(id)) is None or not id.startswith("msg_"):
         raise Refused(
@@ -144,7 +144,7 @@ def continued(thread: Mapping[str, Any], kept: Kept) -> tuple[tuple[Message, ...
 
 
 def openai_form(data: Mapping[str, Any], choice: Mapping[str, Any]) -> Block:
-    """What of a request forces the form of its answer, in OpenAI's words."""
+    """Parameters that force the form of an answer, as in OpenAI's API."""
     form = data.get("output_format") or typed(data, "output_config", dict, {}).get("format")
     result: Block = {"parallel_tool_calls": not typed(choice, "disable_parallel_tool_use", bool, False)}
     if isinstance(form, dict) and form.get("type") == "json_schema":
@@ -170,7 +170,7 @@ def conversation(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], list[Blo
 
 
 def spoken(role: str, content: Any, where: str) -> list[Message]:
-    """A message as birl has it; the results of tools are messages of their own, and come first."""
+    """A message in birl's form; results of tools become separate messages, which come first."""
     if not isinstance(content, list):
         return [Message(role=role, content=text(content, f"{where}.content"))]
     results, written, thinking, calls, pictures = [], "", "", [], []
@@ -215,7 +215,7 @@ def tool(given: Any, place: int) -> Block:
 def blocks(reply: Message) -> list[Block]:
     result: list[Block] = []
     if reply.thinking:
-        signature = b64encode(sha256(reply.thinking.encode()).digest()).decode()  # clients drop thinking without one
+        signature = b64encode(sha256(reply.thinking.encode()).digest()).decode()  # clients require a signature
         result.append({"type": "thinking", "thinking": reply.thinking, "signature": signature})
     if reply.content.strip() or not reply.tool_calls:
         result.append({"type": "text", "text": reply.content})
@@ -226,7 +226,7 @@ def blocks(reply: Message) -> list[Block]:
 
 
 def opened(block: Block) -> tuple[Block, ...]:
-    """A block as a stream begins it, and its deltas."""
+    """The initial block of a stream, and its deltas."""
     match block["type"]:
         case "text":
             return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}

@@ -1,4 +1,4 @@
-"""OpenAI's dialect for agents: the same words as `birl serve`'s, for an episode."""
+"""OpenAI's API for agents: as that of `birl serve`, for an episode."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ KNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """The model, under the name that a client gave it."""
+    """The model under the name that a client uses."""
 
     name: str
     version: int
@@ -34,7 +34,7 @@ class Voice:
 @dataclass(slots=True, kw_only=True)
 class OpenAIReply(Reply):
     model: str
-    talk: bool  # of messages, not of text
+    talk: bool  # a chat, not a text completion
     usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
@@ -76,7 +76,7 @@ class OpenAIReply(Reply):
 
 
 def chat(data: Mapping[str, Any], terms: Terms, visit: Answering) -> OpenAIReply:
-    """POST /chat/completions. Raises `Refused`."""
+    """Parse POST /chat/completions. Raises `Refused`."""
     terms.check(data, (*KNOWN, "messages", "tools", "tool_choice", "max_completion_tokens"))
     messages = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
     if not messages:
@@ -86,7 +86,7 @@ def chat(data: Mapping[str, Any], terms: Terms, visit: Answering) -> OpenAIReply
 
 
 def completion(data: Mapping[str, Any], terms: Terms, visit: Answering) -> OpenAIReply:
-    """POST /completions. Raises `Refused`."""
+    """Parse POST /completions. Raises `Refused`."""
     terms.check(data, (*KNOWN, "prompt"))
     prompt = data.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1:

@@ -1,7 +1,7 @@
-"""OpenAI's Responses for agents: POST /responses, whole or as events.
+"""OpenAI's Responses API for agents: POST /responses, in one piece or as events.
 
-The next request continues a response by `previous_response_id`, or sends its items again: what the model thought, a
-message, calls of functions. The ids of items are made of the response's, so that references need no list of their own.
+The next request continues a response by `previous_response_id`, or sends its items again: reasoning, a message,
+function calls. The ids of items contain the response's, so that references need no table.
 
 Beyond OpenAI: `top_k`, `min_p`, `stop_token_ids`, and `return_token_ids`, which adds `prompt_token_ids`, `token_ids`
 and `weight_versions`.
@@ -24,10 +24,10 @@ KNOWN = (
     *("model", "input", "instructions", "previous_response_id", "max_output_tokens", "tools", "tool_choice", "text"),
     *("include", "store", "stream", "stream_options", "stop_token_ids", "return_token_ids", *SAMPLING),
 )
-SERVED = ("seed", "top_logprobs", "ignore_eos", "parallel_tool_calls", *FORMS)  # these, too, on a server
-INCLUDED = "message.output_text.logprobs", "reasoning.encrypted_content"  # the latter: its text is in the item
+SERVED = ("seed", "top_logprobs", "ignore_eos", "parallel_tool_calls", *FORMS)  # additional parameters on a server
+INCLUDED = "message.output_text.logprobs", "reasoning.encrypted_content"  # the latter: text is in the item anyway
 ROLES = ("user", "assistant", "system", "developer")
-THOUGHT, CONTENT, CALL = range(3)  # parts of an answer, in their order
+THOUGHT, CONTENT, CALL = range(3)  # parts of an answer, in order
 ECHOED: dict[str, Any] = {
     **{"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "tools": []},
     **{"previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "tool_choice": "auto"},
@@ -36,12 +36,12 @@ ECHOED: dict[str, Any] = {
 
 
 def response(data: Mapping[str, Any], terms: Terms, visit: Answering) -> ResponsesReply:
-    """POST /responses. Raises `Refused`."""
+    """Parse POST /responses. Raises `Refused`."""
     return asked(data, terms, visit.params, visit.kept)
 
 
 def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept, name: str = "") -> ResponsesReply:
-    """A request; `own`: parameters that count where it has no others; `name`: the model's. Raises `Refused`."""
+    """Parse a request; `own`: default parameters; `name`: the model's. Raises `Refused`."""
     terms.check(data, (*KNOWN, *(SERVED if terms.served else ())))
     included = typed(data, "include", list, [])
     told = {k: v if data.get(k) is None else data[k] for k, v in ECHOED.items()}
@@ -85,7 +85,7 @@ def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept
 
 
 def continued(data: Mapping[str, Any], kept: Kept) -> tuple[Message, ...]:
-    """The conversation of the response that is cited, without its instructions."""
+    """The conversation of the previous response, without its instructions."""
     id = typed(data, "previous_response_id", str, "")
     return talk_of(id, kept, "previous_response_id") if id else ()
 
@@ -101,12 +101,12 @@ def talk_of(id: str, kept: Kept, where: str) -> tuple[Message, ...]:
 
 
 def conversation(given: Any, kept: Kept) -> tuple[Message, ...]:
-    """Messages of `input`, a list of items. What was thought, a message and calls that follow each other are
-    one answer. Raises `Refused`."""
+    """Messages of `input`, a list of items. Consecutive reasoning, message and calls become one answer. Raises
+    `Refused`."""
     if not isinstance(given, list) or not given:
         raise invalid("input", "must be text or a list of items, and not empty")
     result: list[Message] = []
-    highest = -1  # which part of an answer came last
+    highest = -1  # last part of the current answer
     for place, one in enumerate(given):
         message, part = item(one, f"input.{place}", kept)
         if message.role == "assistant" and (0 <= highest < part or highest == part == CALL):
@@ -122,7 +122,7 @@ def conversation(given: Any, kept: Kept) -> tuple[Message, ...]:
 
 
 def check_results(talk: tuple[Message, ...]) -> None:
-    """Raises `Refused` for the result of a call that the assistant did not make."""
+    """Raise `Refused` for the result of a call that the assistant did not make."""
     made: set[str] = set()
     for message in talk:
         if message.role == "tool" and message.tool_call_id not in made:
@@ -131,7 +131,7 @@ def check_results(talk: tuple[Message, ...]) -> None:
 
 
 def item(given: Any, where: str, kept: Kept) -> tuple[Message, int]:
-    """As a message, and which part of an answer it is."""
+    """The message of an item, and its part of an answer."""
     if not isinstance(given, dict):
         raise invalid(where, "must be an object with a type, or a role and a content")
     match given:
@@ -162,7 +162,7 @@ def item(given: Any, where: str, kept: Kept) -> tuple[Message, int]:
 
 
 def referred(id: str, where: str, kept: Kept) -> tuple[Message, int]:
-    """An item of a response that is kept."""
+    """An item of a stored response."""
     kind, _, rest = id.partition("_")
     rest, _, number = rest.partition("_")
     last = talk_of(f"resp_{rest}", kept, f"{where}.id")[-1]
@@ -184,7 +184,7 @@ def short(id: str, where: str) -> str:
 
 
 def tool(given: Any, place: int) -> Item:
-    """In the form that chats have."""
+    """A tool in the form of chats."""
     kind = given.get("type") if isinstance(given, dict) else given
     if kind != "function":
         raise invalid(
@@ -194,7 +194,7 @@ def tool(given: Any, place: int) -> Item:
 
 
 def form_of(data: Mapping[str, Any], terms: Terms) -> Item:
-    """`text` in the words of chats."""
+    """`text` in the form of chats (response_format)."""
     words = typed(data, "text", dict, {})
     for key in sorted(set(words) - {"format"}):
         if words[key] is not None:
@@ -208,7 +208,7 @@ def form_of(data: Mapping[str, Any], terms: Terms) -> Item:
 
 
 def input_tokens(data: Mapping[str, Any], terms: Terms, visit: Answering) -> Item:
-    """POST /responses/input_tokens: how long the prompt is. Raises `Refused`."""
+    """Handle POST /responses/input_tokens: length of the prompt. Raises `Refused`."""
     reply = response(data, terms, visit)
     count = len(terms.chat.render(reply.conversation, reply.tools))
     return {"object": "response.input_tokens", "input_tokens": count}

@@ -1,4 +1,4 @@
-"""Answers that a client may cite by their ids instead of sending them again."""
+"""Stored answers, which clients may refer to by id instead of sending them again."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ from birl.types import Message
 
 Entry = tuple[Known, int, int, bytes]
 
-TOKEN, SAMPLED = 36, 76  # bytes of a token of a prompt, and of one with its log-prob and version
+TOKEN, SAMPLED = 36, 76  # bytes of a prompt token, and of a sampled one with its log-prob and version
 
 
 @dataclass(slots=True, kw_only=True)
 class Kept:
-    """At most `most` answers, of `most_bytes` together: the least recently cited go first. Without bounds for an
-    episode, whose turns have their own, and which is not read again. `size`: bytes that are held."""
+    """Stores at most `most` answers of `most_bytes` together, evicted in LRU order. Without bounds for an episode,
+    whose turns are bounded, and which cannot be read again. `size`: current bytes."""
 
     most: float = inf
     most_bytes: float = inf
     size: int = 0
     _all: "OrderedDict[str, Entry]" = field(default_factory=OrderedDict)
-    _lock: Lock = field(default_factory=Lock)  # requests are read beside the event loop
+    _lock: Lock = field(default_factory=Lock)  # requests are parsed outside of the event loop
 
     @property
     def bounds(self) -> str:
@@ -36,7 +36,7 @@ class Kept:
         return self.most < inf
 
     def keep(self, id: str, known: Known, own: int = 0, told: bytes = b"") -> None:
-        """`own`: messages at its start that no other answer continues; `told`: what is read of it by its id."""
+        """Store an answer. `own`: messages at its start that are not continued; `told`: body returned for its id."""
         size = bytes_of(known) + len(told)
         with self._lock:
             self._all[id] = known, own, size, told
@@ -45,7 +45,7 @@ class Kept:
                 self.size -= self._all.popitem(last=False)[1][2]
 
     def known(self, id: str) -> tuple[Known, ...]:
-        """What was kept, and its tokens; empty where it never was, or is no longer."""
+        """The stored conversation with its tokens; empty if there is none."""
         with self._lock:
             if id not in self._all:
                 return ()
@@ -53,27 +53,27 @@ class Kept:
             return self._all[id][:1]
 
     def told(self, id: str) -> bytes:
-        """What is read of it; empty where it is not kept."""
+        """The body returned for its id; empty if it is not stored."""
         with self._lock:
             return self._all[id][3] if id in self._all else b""
 
     def drop(self, id: str) -> bool:
-        """Whether it was there."""
+        """Remove an answer; returns whether it was stored."""
         with self._lock:
             entry = self._all.pop(id, None)
             self.size -= entry[2] if entry else 0
             return entry is not None
 
     def cited(self, id: str) -> tuple[Message, ...] | None:
-        """The conversation, with its answer."""
+        """The conversation with its answer; None if it is not stored."""
         with self._lock:
             known, own, *_ = self._all.get(id, (None, 0))
             return known.talk[own:] if known else None  # pyright: ignore[reportReturnType]  of messages
 
 
 def bytes_of(known: Known) -> int:
-    """About what it holds, as if it shared nothing with others."""
+    """Approximate size [bytes], as if nothing were shared with other answers."""
     texts = [s for m in known.talk if isinstance(m, Message) for s in (m.content, m.thinking, m.tool_call_id)]
     texts += [s for m in known.talk if isinstance(m, Message) for c in m.tool_calls for s in (c.name, c.arguments)]
-    own = 2 * sum(map(getsizeof, texts))  # they are in the key, too
+    own = 2 * sum(map(getsizeof, texts))  # also in the key
     return own + TOKEN * len(known.turn.prompt) + SAMPLED * len(known.turn.completion.tokens)

@@ -1,4 +1,4 @@
-"""What a server takes: how much at once, how large, how long, and from whom."""
+"""Limits of a server: concurrency, sizes, deadlines, and access control."""
 
 import asyncio
 import contextlib
@@ -20,18 +20,18 @@ from birl.text.parts import IMAGES
 from birl.types import SamplingParams
 
 T = TypeVar("T")
-COLDEST = 0.001  # logits divided by less leave what float32 can hold; 0 is greedy
-HOTTEST = sys.float_info.max  # JSON's whole numbers have no bound
-QUIET, SLOWEST = 60.0, 10_000  # a body takes so many seconds at most, and one more for each so many bytes
+COLDEST = 0.001  # lower temperatures overflow float32; 0 is greedy
+HOTTEST = sys.float_info.max  # JSON's integers have no bound
+QUIET, SLOWEST = 60.0, 10_000  # timeout of a body [s], plus one second for this many bytes
 STOPS, STOP_CHARACTERS, STOP_IDS = 256, 4096, 4096  # each token of an answer is compared with all of them
-MOST_COST = 1_200_000  # of reading a request, which holds everything else up: a million numbers take 0.2 s
-COST = {",": 1, "[": 4, "{": 4, ":": 4, ".": 4, "e": 4, "E": 4}  # outside of text
+MOST_COST = 1_200_000  # limit of the cost of parsing, which blocks everything else: a million numbers take 0.2 s
+COST = {",": 1, "[": 4, "{": 4, ":": 4, ".": 4, "e": 4, "E": 4}  # outside of strings
 INVALID, OVERLOADED, TIMEOUT = "invalid_request_error", "overloaded", "timeout"
 
 
 class Refused(Exception):
-    """The answer to a request is an error: an HTTP status, and a message with the fix. `more` is put beside it;
-    `close`: nothing more is read from the connection."""
+    """An error response: HTTP status, and a message with the fix. `more`: further fields of the body; `close`: close
+    the connection without reading more."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Refused(Exception):
 
 
 class Gone(Exception):
-    """The client has closed the connection: no answer can be sent."""
+    """The client has disconnected: no answer can be sent."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Gate:
-    """Counts the sequences that are open, and closes for good when the server ends. At most `most` are open."""
+    """Limits the open sequences to `most`; closed when the server ends."""
 
     most: int
     open: int = 0
@@ -69,7 +69,7 @@ class Gate:
 
     @contextlib.contextmanager
     def enter(self, sequences: int) -> Iterator[None]:
-        """Raises `Refused`: 503 while draining, 429 when too many wait, 400 when it is too much at once for ever."""
+        """Count open sequences. Raises `Refused`: 503 while draining, 429 if too many are open, 400 if above `most`."""
         if self.draining:
             raise Refused(503, "The server is shutting down and takes no more requests.", OVERLOADED, 1)
         if sequences > self.most:
@@ -87,7 +87,7 @@ class Gate:
                 self._empty.set()
 
     async def drain(self, timeout: float) -> bool:
-        """Take nothing more; says whether all that was open ended within `timeout` [s]."""
+        """Accept no more requests; returns whether all open ones ended within `timeout` [s]."""
         self.draining = True
         self._empty.clear()
         if not self.open:
@@ -100,13 +100,13 @@ class Gate:
 
 
 def announced(request: Request, most: int) -> int:
-    """Bytes of a body that may come: at most `most`, which is what one of unknown length counts as."""
+    """Expected bytes of a body, at most `most`, which is used if its length is unknown."""
     told = request.headers.get("content-length", "0")
     return most if "transfer-encoding" in request.headers else min(int(told), most) if told.isdigit() else 0
 
 
 async def body(request: Request, most: int) -> bytes:
-    """All of it. Raises `Refused` beyond `most` bytes, without reading on, where it comes too slowly or compressed, and
+    """The whole body. Raises `Refused` beyond `most` bytes, without reading on, if it is too slow, or compressed, and
     `Gone`."""
     if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
         raise Refused(415, f"Content-Encoding: {encoding[:40]} is not read; send the body as it is.", close=True)
@@ -135,18 +135,18 @@ async def body(request: Request, most: int) -> bytes:
 
 
 async def json_object(request: Request, most: int) -> dict[str, Any]:
-    """Raises `Refused` where the body is no JSON object; an empty one counts as {}."""
+    """The JSON object of a body; {} for an empty one. Raises `Refused` if it is none."""
     raw = await body(request, most)
     if len(raw) * 4 > MOST_COST and await asyncio.to_thread(_cost, raw) > MOST_COST:
         limit = f"{MOST_COST // 4:,} lists, objects and keys, or {MOST_COST:,} numbers"
         raise Refused(400, f"The body has more than {limit}. Send several requests.")
     try:
-        result = json.loads(raw.decode("utf-8-sig")) if raw.strip() else {}  # from bytes it takes other encodings, too
+        result = json.loads(raw.decode("utf-8-sig")) if raw.strip() else {}  # bytes would allow other encodings
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"The body is not JSON: {error}.") from None
     if not isinstance(result, dict):
         raise Refused(400, "The body must be a JSON object.")
-    if b"\\ud" in raw.lower():  # JSON can say half a character, which no tokenizer takes
+    if b"\\ud" in raw.lower():  # JSON may contain half a surrogate pair, which no tokenizer accepts
         try:
             json.dumps(result, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -157,7 +157,7 @@ async def json_object(request: Request, most: int) -> dict[str, Any]:
 
 
 def _cost(raw: bytes) -> int:
-    """In time that grows with its length alone, whatever it holds."""
+    """Cost of parsing, in linear time whatever the body contains."""
     text = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     within = np.add.accumulate(text == ord('"'), dtype=np.uint8) & 1
     outside = text[within == 0]
@@ -165,13 +165,13 @@ def _cost(raw: bytes) -> int:
 
 
 async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Returns when the client has closed the connection."""
+    """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def answered(request: Request, work: Awaitable[T], timeout: float) -> T:
-    """The result of `work`, which is cancelled when the client disconnects (`Gone`) or after `timeout` [s] (504)."""
+    """The result of `work`, which is cancelled if the client disconnects (`Gone`) or after `timeout` [s] (504)."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -187,21 +187,21 @@ async def answered(request: Request, work: Awaitable[T], timeout: float) -> T:
 
 
 def long(headers: Mapping[str, str]) -> bool:
-    """Whether a body takes long to read: it has many bytes, or does not say how many."""
+    """Whether a body takes long to read: it is large, or of unknown length."""
     told = headers.get("content-length", "")
     return not told.isdigit() or int(told) > LONG
 
 
 def ambiguous(headers: Mapping[str, str]) -> Refused | None:
-    """Two lengths of one body: a proxy in front may believe the other one."""
+    """Error for a body with two lengths: a proxy may use the other one."""
     if "transfer-encoding" not in headers or "content-length" not in headers:
         return None
     return Refused(400, "Content-Length and Transfer-Encoding do not go together: send one of them.", close=True)
 
 
 def intruder(headers: Mapping[str, str], token: str) -> Refused | None:
-    """Why a request may not come in. Without a token every user of this machine may, but no page of a browser, which
-    could be anybody's: neither one that says so, nor one whose own name leads to this machine."""
+    """Error for an unauthorised request, or None. Without a token every user of this machine is authorised, but no web
+    page in a browser, which may be anybody's: neither with an Origin header, nor by a host name that resolves here."""
     if not token:
         if "origin" in headers:
             return Refused(
@@ -224,8 +224,8 @@ def intruder(headers: Mapping[str, str], token: str) -> Refused | None:
 
 
 def problem(params: SamplingParams, vocabulary: int) -> tuple[str, str] | None:
-    """The first parameter that cannot be, and what is wrong with it. An id outside of the vocabulary would end the
-    engine's step, and with it all answers."""
+    """The first invalid parameter, and what is wrong with it. An id outside of the vocabulary would fail the engine's
+    step, and with it all answers."""
     p = params
     ranges = (
         ("max_tokens", p.max_tokens >= 1, "must be at least 1"),
@@ -246,20 +246,20 @@ def problem(params: SamplingParams, vocabulary: int) -> tuple[str, str] | None:
 
 
 def outside(ids: tuple[int, ...], vocabulary: int) -> int | None:
-    """The first id that is none."""
+    """The first id outside of the vocabulary, or None."""
     return next((i for i in ids if not 0 <= i < vocabulary), None)
 
 
-THINGS = 32  # keys and values of JSON for each token,
-SPARE = 20_000  # and beside them: settings, schemas
+THINGS = 32  # JSON keys and values for each token,
+SPARE = 20_000  # and beside them for settings, schemas
 DEPTH = 100
 NAMES = 256  # characters of a role, a name or an id
-TOOLS = 1024  # each is rendered, and looked up by its name
+TOOLS = 1024  # maximum; each is rendered, and looked up by name
 
 
 def check_bulk(data: Mapping[str, Any], context: int, but: Sequence[str] = ()) -> None:
-    """`data` is a request, `but` keys that are looked at elsewhere. Raises `Refused` for what cannot fit into `context`
-    tokens."""
+    """Check the size of a request `data`, except of the keys `but`, which are checked elsewhere. Raises `Refused` for
+    what cannot fit into `context` tokens."""
     if isinstance(tools := data.get("tools"), list) and len(tools) > TOOLS:
         raise Refused(400, f"tools: {len(tools)} tools; at most {TOOLS} are taken.", param="tools")
     for key, value in data.items():
@@ -302,7 +302,7 @@ def _measure(key: str, value: Any, context: int) -> None:
             if isinstance(one, str):
                 characters += len(one)
             elif isinstance(one, dict) and one.get("type") in IMAGES:
-                pass  # its bytes are no text: what a request may have of them bounds them
+                pass  # image data is no text and has its own limits
             elif isinstance(one, dict):
                 characters += sum(map(len, one))
                 below += one.values()

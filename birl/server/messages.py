@@ -1,5 +1,5 @@
-"""What OpenAI's clients say, checked and made into birl's own messages. Nothing is left out: what the model could not
-read is refused by name."""
+"""Converts messages of OpenAI clients to birl's messages, with checks. What the model cannot read is rejected by
+name."""
 
 import json
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from birl.server.limits import Refused
 from birl.text.parts import TEXTS, Finder, content
 from birl.types import Message, ToolCall
 
-NOWHERE = Finder()  # pictures come in the request itself
+NOWHERE = Finder()  # images are in the request itself
 
 
 def message(given: Any, place: int, finder: Finder = NOWHERE) -> Message:
-    """One message of a request; `finder` has its pictures. Raises `Refused`."""
+    """One message of a request; `finder` loads its images. Raises `Refused`."""
     where = f"messages.{place}"
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise invalid(where, "must be an object with a role and a content")
@@ -28,7 +28,7 @@ def message(given: Any, place: int, finder: Finder = NOWHERE) -> Message:
     told: dict[str, Any] = {key: v for key in ("name", "tool_call_id") if isinstance(v := given.get(key), str)}
     thinking = given.get("reasoning_content") or given.get("reasoning")
     return Message(
-        role="system" if given["role"] == "developer" else given["role"],  # its newer name
+        role="system" if given["role"] == "developer" else given["role"],  # newer name of the system role
         **message_content("" if given.get("content") is None else given["content"], f"{where}.content", finder),
         thinking=thinking if isinstance(thinking, str) else "",
         tool_calls=tuple(call(one, f"{where}.tool_calls.{i}") for i, one in enumerate(calls)),
@@ -37,7 +37,7 @@ def message(given: Any, place: int, finder: Finder = NOWHERE) -> Message:
 
 
 def message_content(given: Any, where: str, finder: Finder = NOWHERE) -> dict[str, Any]:
-    """The content and the pictures of a message: text, or a list of parts. Raises `Refused`."""
+    """Content and images of a message: text, or a list of parts. Raises `Refused`."""
     if not isinstance(given, list):
         return {"content": text(given, where)}
     try:
@@ -48,7 +48,7 @@ def message_content(given: Any, where: str, finder: Finder = NOWHERE) -> dict[st
 
 
 def text(given: Any, where: str) -> str:
-    """A text, or the texts of a list of parts. Raises `Refused`."""
+    """A text, or the joined texts of a list of parts. Raises `Refused`."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
@@ -61,7 +61,7 @@ def text(given: Any, where: str) -> str:
 
 
 def call(given: Any, where: str) -> ToolCall:
-    """A call that an assistant made before."""
+    """An earlier tool call of the assistant."""
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(where, "must have a function with a name and arguments")
@@ -69,7 +69,7 @@ def call(given: Any, where: str) -> ToolCall:
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
         text = json.dumps(read, ensure_ascii=False)
-        text.encode()  # half of a surrogate pair, which JSON within JSON may have, is no text
+        text.encode()  # raises for half a surrogate pair, which nested JSON may contain
     except (ValueError, RecursionError):
         read, text = None, ""
     if not isinstance(read, dict):
@@ -79,7 +79,7 @@ def call(given: Any, where: str) -> ToolCall:
 
 
 def check_tool(tool: Any, place: int) -> None:
-    """A tool that a client offers. Raises `Refused`."""
+    """Check a client's tool. Raises `Refused`."""
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(f"tools.{place}", 'must be {"type": "function", "function": {"name": ...}}')

@@ -1,4 +1,4 @@
-"""Figures of a server for Prometheus: what the engine counts, read when it is asked, and every request."""
+"""Prometheus metrics of a server: the engine's counters, read at each scrape, and requests."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ LATENCY = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class Metrics:
-    """A registry of its own: several servers in one process do not meet."""
+    """Metrics with a separate registry, as one process may have several servers."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.registry = CollectorRegistry()

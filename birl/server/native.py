@@ -1,4 +1,4 @@
-"""birl's own dialect: the routes of `birl/engines/wire.py`."""
+"""birl's native API: the routes of `birl/engines/wire.py`."""
 
 import asyncio
 import json
@@ -25,12 +25,12 @@ from birl.types import Picture, Update
 
 
 def reply(data: Mapping[str, Any], status: int = 200) -> Response:
-    """JSON with every digit of a float, and -Infinity where a log-prob is."""
+    """JSON with all digits of floats, and -Infinity for such a log-prob."""
     return Response(json.dumps(data), status, media_type="application/json")
 
 
 async def claim(service: Service, request: Request) -> Response:
-    """A run takes the server for itself (`service.py`)."""
+    """Reserve the server for a run (`service.py`)."""
     only(await json_object(request, service.most_bytes))
     if not service.owner.now():
         raise Refused(400, f"Who claims the server must say so in the header {HEADER}.")
@@ -84,7 +84,7 @@ async def load(service: Service, request: Request) -> Response:
     if not isinstance(group := data.get("group", ""), str) or (group and folder):
         raise Refused(400, "group must be the name of the group that was joined, and goes without a folder.")
     update = Update(version=number, digests=digests, folder=folder, anew=anew)
-    if group:  # no other request waits while they arrive
+    if group:  # other requests do not wait for the transfer
         update = await service.received(update, group)
     async with service.control():
         held = await service.load(update)
@@ -117,7 +117,7 @@ async def stage(service: Service, request: Request) -> Response:
 
 
 async def adapter(service: Service, request: Request) -> Response:
-    """Low-rank matrices that requests may name."""
+    """Store a LoRA adapter that requests may name."""
     name = request.path_params["name"]
     data = await body(request, service.staging.most + 2**24)
     tensors = await asyncio.to_thread(read, data, 0)
@@ -126,7 +126,7 @@ async def adapter(service: Service, request: Request) -> Response:
 
 
 async def borrow(service: Service, request: Request) -> Response:
-    """A bucket in the learner's memory (`handles.py`)."""
+    """Copy a bucket from the learner's memory (`handles.py`)."""
     version, data = request.path_params["version"], await json_object(request, service.most_bytes)
     only(data, "memory", "tensors")
     if not isinstance(memory := data.get("memory"), dict):
@@ -153,7 +153,7 @@ async def pause(service: Service, request: Request) -> Response:
 
 
 async def abort(service: Service, request: Request) -> Response:
-    """`sessions` null or absent: all."""
+    """Abort requests; `sessions` null or absent: all."""
     data = await json_object(request, service.most_bytes)
     only(data, "sessions")
     sessions = data.get("sessions")
@@ -207,7 +207,7 @@ async def info(service: Service, request: Request) -> Response:
 
 
 async def digests(service: Service, request: Request) -> Response:
-    """Read from the engine's memory now."""
+    """Digests of the weights in the engine's memory now."""
     async with service.control():
         result = await service.digests()
         return reply({"version": service.engine.version, "digests": result})
@@ -223,14 +223,14 @@ def state(service: Service) -> dict[str, Any]:
 
 
 def only(data: Mapping[str, Any], *keys: str) -> None:
-    """Raises `Refused` naming a key that is none."""
+    """Raise `Refused` naming an unknown key."""
     if unknown := sorted(set(data) - set(keys)):
         there = f"there are {', '.join(keys)}" if keys else "this takes none"
         raise Refused(400, f"{unknown[0]}: there is no such key; {there}.")
 
 
 def take_pictures(data: Mapping[str, Any], service: Service) -> None:
-    """The files of a prompt's pictures, base64 by digest. Raises `Refused`."""
+    """Store the image files of a prompt, base64 by digest. Raises `Refused`."""
     given = data.get("pictures") or {}
     if not isinstance(given, dict) or (given and service.chat.pictures is None):
         raise Refused(400, "pictures must be files in base64 by digest, and the model must see.")
@@ -245,7 +245,7 @@ def take_pictures(data: Mapping[str, Any], service: Service) -> None:
 
 
 def ids(data: Mapping[str, Any], key: str, vocabulary: int, pictures: bool = False) -> tuple[int, ...]:
-    """Raises `Refused` where that is no list of token ids; `pictures`: some may stand for such."""
+    """Token ids of a request. Raises `Refused` if it is no list of such; `pictures`: image placeholders are allowed."""
     if key not in data:
         raise Refused(400, f"{key} is missing.")
     result = data[key]

@@ -1,7 +1,7 @@
-"""OpenAI's dialect: GET /v1/models, POST /v1/chat/completions and /v1/completions.
+"""OpenAI's API: GET /v1/models, POST /v1/chat/completions and /v1/completions.
 
 Beyond OpenAI: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, and `return_token_ids`, which adds `prompt_token_ids`
-and, for each choice, `token_ids` and `weight_versions`. Log-probs are those of the distribution that was sampled from.
+and, for each choice, `token_ids` and `weight_versions`. Log-probs are those of the sampling distribution.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ async def completed(read: Callable[[Body, Service], Ask], service: Service, requ
     if asked.stream:
         return streamed(service, events(service, asked, jobs), len(jobs))  # pyright: ignore[reportReturnType]  what Starlette calls an ASGI app
     with service.gate.enter(len(jobs)):
-        scored = await answered(request, scores(service, asked), service.timeout)  # first: answers find its pages
+        scored = await answered(request, scores(service, asked), service.timeout)  # first: answers reuse its pages
         result = [EMPTY] * len(jobs)
         if not asked.mute:
             result = await answered(request, service.all(jobs, asked.grammar), service.timeout)
@@ -59,7 +59,7 @@ async def completed(read: Callable[[Body, Service], Ask], service: Service, requ
 
 
 async def scores(service: Service, asked: Ask) -> list[Scored]:
-    """Of each prompt, where its log-probs are returned."""
+    """Log-probs of each prompt, if they are returned."""
     wanted = (asked.echo and asked.logprobs) or asked.prompt_logprobs is not None
     count = max(asked.prompt_logprobs or 0, asked.top, 1)
     return await service.together([service.score(ids, count) for ids in asked.prompts] if wanted else [])

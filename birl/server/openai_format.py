@@ -1,4 +1,4 @@
-"""The JSON of an answer in OpenAI's dialect, whole or in chunks."""
+"""The JSON of an answer in OpenAI's API, in one piece or in chunks."""
 
 import json
 import secrets
@@ -18,7 +18,7 @@ from birl.types import Completion, Stop, ToolCall
 
 
 class Speaker(Protocol):
-    """Whose answers they are. `end_ids`: tokens that end an answer, and are no text."""
+    """The model of an answer. `end_ids`: tokens that end an answer, and are no text."""
 
     @property
     def name(self) -> str: ...
@@ -31,7 +31,7 @@ class Speaker(Protocol):
 
 
 class Pieces:
-    """Those of one request."""
+    """Formats the answers of one request."""
 
     def __init__(self, speaker: Speaker, asked: Ask) -> None:
         self.speaker, self.asked = speaker, asked
@@ -45,7 +45,7 @@ class Pieces:
         return Visible(speaker.chat.tokenizer, hidden, asked.params.stop, fences)
 
     def thoughts(self, index: int) -> Growing:
-        """Sets thinking apart while an answer grows."""
+        """Separates thinking from content while an answer grows."""
         return Growing(self.speaker.chat.tags if self.asked.chat else None, self.opened(index))
 
     def opened(self, index: int) -> bool:
@@ -60,7 +60,7 @@ class Pieces:
         return result
 
     def choice(self, index: int, completion: Completion, places: Sequence[Place] = ()) -> dict[str, Any]:
-        """A finished one."""
+        """A finished choice."""
         shown = self.visible()
         shown.feed(completion.ids)
         reply = self.parsed(index, shown.whole())
@@ -75,7 +75,7 @@ class Pieces:
         thinking: str = "",
         places: Sequence[Place] = (),
     ) -> dict[str, Any]:
-        """A finished one of which it is known what it says."""
+        """A finished choice with its parsed content."""
         result: dict[str, Any] = {"index": index, "finish_reason": self.reason(completion.stop, calls)}
         tokens, logprobs = completion.ids, completion.logprobs.tolist()
         result["logprobs"] = self.logprobs(tokens, logprobs, 0, places) if self.asked.logprobs else None
@@ -89,7 +89,7 @@ class Pieces:
         return result | (self.ids(tokens, completion.versions.tolist()) if self.asked.token_ids else {})
 
     def echo(self, choice: dict[str, Any], index: int, scored: Sequence[Scored]) -> None:
-        """Puts the prompt before a finished answer, with the log-probs of its tokens: the first has none."""
+        """Prepend the prompt to a finished choice, with the log-probs of its tokens: the first has none."""
         ids = self.prompt(index)
         before = self.speaker.chat.decode(ids)
         choice["text"] = before + choice["text"]
@@ -107,7 +107,7 @@ class Pieces:
         choice["logprobs"] = {key: own[key] + result[key] for key in own}
 
     def ranked(self, index: int, scored: Sequence[Scored]) -> list[dict[str, Any] | None]:
-        """`prompt_logprobs` as vLLM has them: of each token but the first the most likely ones in its place, and it."""
+        """`prompt_logprobs` as in vLLM: for each token but the first the most likely ones, and the token itself."""
         logprobs, best = scored[index // self.asked.n]
         decode, result = self.speaker.chat.decode, []
         for token, logprob, (place, rank) in zip(self.prompt(index)[1:], logprobs, best.places, strict=True):
@@ -117,7 +117,7 @@ class Pieces:
         return [None, *result]
 
     def top(self, token: int, logprob: float, place: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Of one place: the most likely tokens, and the one that is there."""
+        """Log-probs of one position: the most likely tokens, and the actual one."""
         result = {self.speaker.chat.decode([token]): logprob}
         for other, p in possible(place):
             if other != token:
@@ -140,7 +140,7 @@ class Pieces:
         reason: str | None = None,
         first: bool = False,
     ) -> dict[str, Any]:
-        """A chunk with one choice. `offset`: characters before these tokens."""
+        """A chunk with one choice. `offset`: number of characters before these tokens."""
         result: dict[str, Any] = {"index": index, "finish_reason": reason}
         wanted = self.asked.logprobs and tokens
         result["logprobs"] = self.logprobs(tokens, logprobs, offset, places) if wanted else None
@@ -186,7 +186,7 @@ class Pieces:
     def logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[float], offset: int, places: Sequence[Place] = ()
     ) -> dict[str, Any]:
-        """Of every sampled token, also of one that does not show in the text."""
+        """Log-probs of all sampled tokens, including those that are not visible in the text."""
         if self.asked.chat:
             return {"content": token_rows(self.speaker.chat, tokens, logprobs, places), "refusal": None}
         texts = [self.speaker.chat.decode([token]) for token in tokens]
@@ -195,7 +195,7 @@ class Pieces:
         return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": tops, "text_offset": offsets}
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """All answers to a prompt have it once."""
+        """Token counts of a request; a prompt counts once for all its answers."""
         prompt, made = sum(map(len, self.asked.prompts)), sum(len(c.tokens) for c in completions)
         cached = sum(
             min(c.cached for c in completions[i : i + self.asked.n]) for i in range(0, len(completions), self.asked.n)
@@ -207,11 +207,11 @@ class Pieces:
 def token_rows(
     chat: Chat, tokens: Sequence[int], logprobs: Sequence[float], places: Sequence[Place] = ()
 ) -> list[dict[str, Any]]:
-    """Tokens with their log-probs, and with the most likely ones in their places, as chats and Responses have them."""
+    """Tokens with their log-probs and top log-probs, in the format of chats and Responses."""
 
     def row(token: int, logprob: float) -> dict[str, Any]:
         text = chat.decode([token])
-        octets = None if INCOMPLETE in text else list(text.encode())  # of a whole character
+        octets = None if INCOMPLETE in text else list(text.encode())  # only of complete characters
         return {"token": text, "logprob": logprob, "bytes": octets}
 
     tops = [[row(*one) for one in possible(place)] for place, _ in places] or [[] for _ in tokens]
@@ -220,12 +220,12 @@ def token_rows(
 
 
 def possible(place: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Without tokens that could not be drawn: top_k, a grammar."""
+    """Without tokens that could not be sampled (top_k, grammar)."""
     return [(token, logprob) for token, logprob in place if logprob > -inf]
 
 
 def call_id() -> str:
-    """Of a call whose format has none. Mistral's template takes exactly nine letters or digits."""
+    """Id of a tool call whose format has none. Mistral's template accepts exactly nine letters or digits."""
     return secrets.token_hex(5)[:9]
 
 
@@ -234,5 +234,5 @@ def event(data: Mapping[str, Any]) -> bytes:
 
 
 def typed_event(kind: str, **data: Any) -> bytes:
-    """As Anthropic's messages and OpenAI's Responses have them."""
+    """An event in the format of Anthropic's messages and OpenAI's Responses."""
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **data}, ensure_ascii=False)}\n\n".encode()

@@ -1,9 +1,9 @@
-"""What of a request counts: all that can be done on a server; where a run trains, its own sampling. What a request may
-say beside what is honoured is one table for both, so that an agent that trains also runs on a server.
+"""Which parameters of a request are used: all supported ones on a server; in training the run's own sampling. Other
+parameters are in one table for both, so that an agent of a training run also works with a server.
 
     SILENT      has no effect on the answer
-    NOTED       would have one, and has none: that is logged once
-    REFUSED     the answer would be another thing altogether: 400, unless the value says that it is not wanted
+    NOTED       would have one, but is ignored: logged once
+    REFUSED     would change the answer altogether: 400, unless the value disables it
 """
 
 import json
@@ -18,7 +18,7 @@ from birl.text import grammar
 from birl.text.chat import Chat
 from birl.types import SamplingParams
 
-#: of `SamplingParams`; a client may ask for another value
+#: sampling parameters that a client may set
 SAMPLING: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
 SILENT = frozenset(
     (
@@ -29,7 +29,7 @@ SILENT = frozenset(
         *("session_id", "inference_geo", "speed", "obfuscation"),
     )
 )
-NOTED: dict[str, tuple[Any, ...]] = {  # values that ask for nothing
+NOTED: dict[str, tuple[Any, ...]] = {  # values that request nothing
     **{"frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (0, 1), "length_penalty": (0, 1)},
     **{"logit_bias": ({},), "logit_bias_exp": ({},), "bad_words": ([],), "allowed_token_ids": ([],)},
     **{"top_a": (0,), "typical_p": (1,), "min_tokens": (0,), "seed": (), "prompt_logprobs": (0,)},
@@ -42,7 +42,7 @@ NOTED: dict[str, tuple[Any, ...]] = {  # values that ask for nothing
     **{"output_format": ({}, {"type": "text"}), "truncate_prompt_tokens": (), "min_p": (0,), "best_of": (1,)},
     **{"truncation": ("disabled",), "max_tool_calls": (), "moderation": (), "image": ({},)},
 }
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # values that are taken, and why others are not
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # accepted values, and why others are not
     "suffix": (("",), "the model cannot fill in"),
     "echo": ((False,), "the prompt is not repeated here"),
     "top_logprobs": ((0,), "a run's engines tell the log-probs of sampled tokens alone (logprobs=true)"),
@@ -59,19 +59,19 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # values that are taken, an
     "plugins": (([],), "the server has no tools of its own"),
     "mcp_servers": (([],), "the server has no tools of its own"),
 }
-#: an answer that is forced into a form, in the words of OpenAI and of vLLM
+#: parameters that force the form of an answer, of OpenAI and vLLM
 FORMS = ("response_format", "guided_json", "guided_choice", "guided_regex", "guided_grammar", "structured_outputs")
 
 
 @dataclass(slots=True, kw_only=True)
 class Terms:
-    """`sampling` "run": the run's values alone; "agent": a client's own temperature, top_p, top_k and min_p count;
-    "client", on a server: everything that can be done. What is not done as requested is warned of once."""
+    """Which parameters are used. `sampling` "run": only the run's values; "agent": a client's temperature, top_p, top_k
+    and min_p; "client", on a server: everything supported. A warning is printed once for each ignored parameter."""
 
     chat: Chat
     sampling: str = "run"
     vocabulary: int = 0  # valid token ids; 0: the tokenizer's
-    seen: dict[str, str] = field(default_factory=dict)  # bodies of grammars, and what is wrong with each
+    seen: dict[str, str] = field(default_factory=dict)  # bodies of grammars, and the problem of each
     noted: set[str] = field(default_factory=set)
 
     @property
@@ -82,7 +82,7 @@ class Terms:
         self.tell(key, f"{'A client' if self.served else 'An agent'} asks for {key}={what}")
 
     def tell(self, key: str, text: str) -> None:
-        """Once for each key."""
+        """Print once for each key."""
         if key not in self.noted:
             self.noted.add(key)
             print(text, flush=True)
@@ -92,7 +92,7 @@ class Terms:
         self.note(key, f"{json.dumps(value)[:60]}; that has no effect{why}.")
 
     def check(self, data: Mapping[str, Any], honoured: Collection[str]) -> None:
-        """Raises `Refused` for what would be another answer altogether."""
+        """Raise `Refused` for parameters that would change the answer altogether."""
         typed(data, "model", str, None)
         for key, value in data.items():
             if key in honoured or key in SILENT or value is None:
@@ -114,8 +114,8 @@ class Terms:
                 raise invalid(key[:100], f"there is no such parameter{f'; did you mean {near[0]}?' if near else ''}")
 
     def params(self, data: Mapping[str, Any], own: SamplingParams, stop: Sequence[str], limit: str) -> SamplingParams:
-        """The client's; where a run trains, the run's with the client's ends, and its limit if that is lower. `limit`
-        names the key of the longest answer. Raises `Refused` for values that cannot be."""
+        """Sampling parameters: the client's; in training the run's with the client's stop conditions, and its limit if
+        that is lower. `limit`: name of the answer's token limit. Raises `Refused` for invalid values."""
         seed = typed(data, "seed", int, None)
         values = {key: typed(data, key, kind, getattr(own, key)) for key, kind in SAMPLING.items()}
         values["top_k"] = 0 if values["top_k"] == -1 else values["top_k"]  # vLLM's -1: off
@@ -144,9 +144,9 @@ class Terms:
         return result
 
     def tools(self, data: Mapping[str, Any], given: Sequence[Any], choice: Any) -> tuple[list[Any], str]:
-        """The tools that the model sees, and the body of the grammar of its answer (`birl.text.grammar`), empty where
-        that is free, as where a run trains. `given` and `choice`: a client's tools and tool_choice, in OpenAI's words.
-        Raises `Refused`, also where a run trains, for what a server could not keep."""
+        """The tools that the model sees, and the body of its answer's grammar (`birl.text.grammar`), empty if the
+        answer is free, as in training. `given` and `choice`: a client's tools and tool_choice, as in OpenAI's API.
+        Raises `Refused`, also in training, for what a server could not do."""
         for place, tool in enumerate(given):
             check_tool(tool, place)
         result = list(given)
@@ -187,7 +187,7 @@ class Terms:
         return body
 
     def wrong(self, body: str) -> str:
-        """What is wrong with the body of a grammar, which takes milliseconds to see; agents ask for the same again."""
+        """The problem of a grammar's body, or "". Cached: it takes milliseconds, and agents repeat requests."""
         if (result := self.seen.get(body)) is None:
             if len(self.seen) >= 64:
                 self.seen.clear()
@@ -196,7 +196,7 @@ class Terms:
 
 
 def answer_form(data: Mapping[str, Any]) -> tuple[str, str]:
-    """The key that asks for a form of the answer, and the body of its grammar. Raises `Refused`."""
+    """The parameter that forces a form of the answer, and the body of its grammar. Raises `Refused`."""
     form = typed(data, "response_format", dict, {})
     outputs = typed(data, "structured_outputs", dict, {})
     wanted = {f"guided_{k}": outputs.get(k) for k in ("json", "choice", "regex", "grammar")}
@@ -246,7 +246,7 @@ def strict(tools: Sequence[Any]) -> bool:
 
 
 def chosen(choice: Any) -> str:
-    """The name of the tool that a client forces; empty where it forces none."""
+    """Name of the tool that a client forces; empty if it forces none."""
     function = choice.get("function", choice) if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else ""
     return name if isinstance(name, str) else ""
@@ -257,10 +257,10 @@ def known(tools: Sequence[Any]) -> set[str]:
 
 
 def plain(tool: Any) -> Any:
-    """Without `strict`, which is no business of the model's."""
+    """A tool without `strict`, which the model does not need to see."""
     return {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
 
 
 def speaker(model: Any) -> str:
-    """`birl/critic` is the agent critic; any other name of a model means the agent without a name."""
+    """Agent of a model name: critic for `birl/critic`; empty for any other name."""
     return model.removeprefix("birl/") if isinstance(model, str) and model.startswith("birl/") else ""

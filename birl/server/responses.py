@@ -1,5 +1,5 @@
-"""OpenAI's Responses on a server: POST /v1/responses, by the code of the agents' gateway. What a response is continued
-by, its tokens included, is kept within bounds; a stream grows while the answer is sampled."""
+"""OpenAI's Responses API on a server: POST /v1/responses, with the code of the agents' gateway. Responses are stored
+with their tokens, within bounds, to be continued; a stream is sent while the answer is sampled."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ class Asked:
     reply: ResponsesReply
     prompt: tuple[int, ...]
     grammar: str
-    opened: bool  # the prompt began the model's thinking
+    opened: bool  # the prompt starts the model's thinking
 
     def job(self, params: SamplingParams) -> Job:
         best = TopLogprobs(self.reply.top) if self.reply.top else None
@@ -130,7 +130,7 @@ async def retrieve(service: Service, request: Request) -> Response:
 
 
 async def input_items(service: Service, request: Request) -> Response:
-    """Those of the request, the newest first, `limit` of them behind the one whose id is `after`."""
+    """Input items of a response, the newest first, `limit` of them after the one whose id is `after`."""
     items, asked = stored(service, request.path_params["id"])[1], request.query_params
     if asked.get("order", "desc") == "desc":
         items = items[::-1]
@@ -155,7 +155,7 @@ async def delete(service: Service, request: Request) -> Response:
 
 
 async def cancel(service: Service, request: Request) -> Response:
-    """Ends a response that is streamed, with what it has; its stream ends, too."""
+    """End a streamed response with the tokens it has; its stream ends too."""
     id = request.path_params["id"]
     if id not in service.growing:
         status = stored(service, id)[0]["status"]
@@ -169,8 +169,8 @@ async def cancel(service: Service, request: Request) -> Response:
 
 
 def stored(service: Service, id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The response and the items of its request. Raises `Refused`."""
-    if not (told := service.kept.told(id)) or not id.startswith("resp_"):  # other dialects keep other things
+    """The response and the input items of its request. Raises `Refused`."""
+    if not (told := service.kept.told(id)) or not id.startswith("resp_"):  # other APIs store other bodies
         raise absent(service, id)
     response, items = json.loads(told)
     return response, items

@@ -1,5 +1,5 @@
-"""The JSON of a response in OpenAI's Responses: items (what the model thought, a message, calls of functions), whole
-or as numbered events."""
+"""The JSON of OpenAI's Responses API: items (reasoning, a message, function calls), in one piece or as numbered
+events."""
 
 import json
 import secrets
@@ -23,17 +23,17 @@ Item = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True)
 class ResponsesReply(Reply):
-    """`model`: what it is called; `told`: what of the request the response repeats; `own`: messages at the start of the
-    conversation that the next response does not have by itself (instructions); `talk`: the conversation with the
-    thinking that is known of it, where that is not the same; `given`: the items of the request."""
+    """A request of the Responses API. `model`: name; `told`: request parameters that the response repeats; `own`:
+    number of messages at the start that the next response does not inherit (instructions); `talk`: the conversation
+    with known thinking, if different; `given`: the input items."""
 
     model: str
     kept: Kept
     told: Item
     own: int = 0
     logprobs: bool = False
-    top: int = 0  # so many of the most likely tokens in each place,
-    places: Sequence[Place] = ()  # which are here
+    top: int = 0  # number of top log-probs of each token,
+    places: Sequence[Place] = ()  # and these
     token_ids: bool = False
     talk: Conversation = ()
     given: Sequence[Item] = ()
@@ -51,7 +51,7 @@ class ResponsesReply(Reply):
         return self.finished(named(reply), turn)
 
     def finished(self, reply: Message, turn: Turn) -> Item:
-        """All of it; where it may be continued it is kept."""
+        """The finished response; stored if it may be continued."""
         stop, asked, drawn = turn.completion.stop, len(turn.prompt), len(turn.completion.tokens)
         result = self.head({Stop.STOP: "completed", Stop.LENGTH: "incomplete"}.get(stop, "cancelled"))
         result["output"] = self.items(reply, turn, ended(result))
@@ -74,7 +74,7 @@ class ResponsesReply(Reply):
         return result
 
     def inputs(self) -> list[Item]:
-        """The items of the request, each with an id."""
+        """The input items of the request, each with an id."""
         return [{"type": "message", "id": self.id_of("in", i), **one} for i, one in enumerate(self.given)]
 
     def items(self, reply: Message, turn: Turn, status: str) -> list[Item]:
@@ -99,7 +99,7 @@ class ResponsesReply(Reply):
         return f"{kind}_{self.id.removeprefix('resp_')}" + ("" if number is None else f"_{number}")
 
     def rows(self, tokens: Sequence[int], logprobs: Sequence[float], places: Sequence[Place] = ()) -> list[Item]:
-        """Of every sampled token, also of one that does not show in the text; none where they were not asked for."""
+        """Log-probs of all sampled tokens, including those not visible in the text; empty if not requested."""
         if not self.logprobs:
             return []
         rows = token_rows(self.chat, tokens, logprobs, places)
@@ -108,7 +108,7 @@ class ResponsesReply(Reply):
         return rows
 
     def thought(self, reply: Message, turn: Turn) -> int:
-        """Tokens up to the end of the thinking."""
+        """Number of tokens up to the end of the thinking."""
         tokens, end = turn.completion.ids, reply.thinking.strip()
         if not end:
             return 0
@@ -124,20 +124,20 @@ class ResponsesReply(Reply):
         yield from events.end(reply, turn)
 
     def failed(self, refused: Refused) -> bytes:
-        """With `error` for OpenAI's client, which raises it then."""
+        """An event with `error`, which OpenAI's client raises."""
         told = refused.body()["error"]
         return event("error", sequence_number=0, error=told, **{k: told[k] for k in ("code", "message", "param")})
 
 
 class Events:
-    """A response while it grows, as numbered events: `begin`, then `more` of it, then `end`."""
+    """A growing response as numbered events: `begin`, then `more`, then `end`."""
 
     def __init__(self, reply: ResponsesReply) -> None:
         self.reply, self.number = reply, 0
         self.told = {"reasoning": "", "message": ""}
-        self.kind, self.place = "", -1  # of the item that grows, and its index
+        self.kind, self.place = "", -1  # of the current item, and its index
         self.rows: list[Item] = []
-        self.sent = 0  # rows that an event had
+        self.sent = 0  # number of rows sent so far
 
     def event(self, kind: str, **data: Any) -> bytes:
         self.number += 1
@@ -163,7 +163,7 @@ class Events:
         if spoken:
             yield from self.turn_to("message")
         if self.kind == "message" and self.sent < len(self.rows):
-            yield self.delta("")  # of tokens that do not show
+            yield self.delta("")  # log-probs of tokens that are not visible
         yield from self.turn_to("", ended(whole))
         for item in whole["output"]:
             if item["type"] == "function_call":
@@ -178,7 +178,7 @@ class Events:
         yield self.event(f"response.{ended(whole)}", response=whole)
 
     def turn_to(self, kind: str, status: str = "completed") -> Iterator[bytes]:
-        """Ends the item that grows, and begins one of `kind`."""
+        """End the current item and begin one of `kind`."""
         if self.kind == kind:
             return
         if self.kind:
@@ -214,10 +214,10 @@ class Events:
 
 
 def ended(response: Item) -> str:
-    """How its items and its stream ended: neither knows of cancelled ones."""
+    """Status of items and stream at the end: they have no `cancelled`."""
     return "completed" if response["status"] == "completed" else "incomplete"
 
 
 def named(reply: Message) -> Message:
-    """Each of its calls has an id, by which the result is sent."""
+    """Add ids to calls that have none; results refer to them."""
     return replace(reply, tool_calls=tuple(replace(c, id=c.id or call_id()) for c in reply.tool_calls))

@@ -1,4 +1,4 @@
-"""`birl serve`: a model behind HTTP, in a process of its own."""
+"""`birl serve`: an HTTP server of a model, in a separate process."""
 
 import asyncio
 import os
@@ -37,11 +37,11 @@ from birl.server.staging import Adapters, Membership, Staging
 from birl.types import Update
 from birl.weights import folder
 
-LOOK = 0.1  # seconds between two looks into `volume`
+LOOK = 0.1  # interval of polls of `volume` [s]
 
 
 def run(config: schema.Serve) -> int:
-    """Until a signal, whose exit code it gives. Raises `BirlError` for what can be known before the model is loaded."""
+    """Serve until a signal; returns its exit code. Raises `BirlError` for mistakes known before the model is loaded."""
     token = os.environ.get("BIRL_TOKEN", "")
     if not is_loopback(config.host) and not token:
         raise BirlError(
@@ -63,12 +63,12 @@ def run(config: schema.Serve) -> int:
 def listen(sock: socket.socket) -> None:
     try:
         sock.listen(2048)
-    except OSError as error:  # another process took the port while the model was loaded
+    except OSError as error:  # another process took the port while the model was loading
         raise BirlError(f"port={sock.getsockname()[1]}: cannot be taken ({error.strerror or error}).") from error
 
 
 def address(sock: socket.socket, reachable: bool = False) -> str:
-    """`reachable`: for others; 0.0.0.0 is no address to go to."""
+    """URL of a socket. `reachable`: for other machines, as 0.0.0.0 is no destination."""
     host, port = sock.getsockname()[:2]
     if reachable and host in ("0.0.0.0", "::"):
         host = socket.gethostname()
@@ -110,8 +110,8 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
 
 
 async def look(service: Service, root: Path) -> None:
-    """Take whatever is announced in `root` (weights.method=volume). A failure is reported once and tried
-    again when something else is announced. An engine that sleeps takes it when it is awake."""
+    """Load each version announced in `root` (weights.method=volume). A failure is reported once, and retried after the
+    next announcement. A sleeping engine loads it after waking."""
     tried: Update | None = None
     shown = ""
     while True:
@@ -131,7 +131,7 @@ async def look(service: Service, root: Path) -> None:
 
 
 def load(config: schema.Serve, token: str, compute: Executor) -> Service:
-    """Everything but the sockets."""
+    """Build the service, without sockets."""
     policy = load_policy(config.model, compute)
     if policy.chat.pictures is not None:
         policy.chat.pictures.forgets = True
@@ -155,7 +155,7 @@ def load(config: schema.Serve, token: str, compute: Executor) -> Service:
 
 
 def service_of(policy: Policy, engine: EmbeddedEngine, token: str, dtype: str) -> Service:
-    """For clients with the token, without limits."""
+    """A service for clients with the token, without limits."""
     weights = dict(engine.runner.model.named_parameters())
     return Service(
         engine=engine,
@@ -176,8 +176,8 @@ def service_of(policy: Policy, engine: EmbeddedEngine, token: str, dtype: str) -
 
 
 def hosted(service: Service) -> str:
-    """Serve until the process ends, in a thread, for the other ranks of a learner; the address."""
-    sock = bind(own_address(os.environ["MASTER_ADDR"]), 0)  # as rank 0 reaches this machine
+    """Serve in a thread until the process ends, for the other ranks of a learner; returns the address."""
+    sock = bind(own_address(os.environ["MASTER_ADDR"]), 0)  # as seen by rank 0
     sock.listen(2048)
     server = uvicorn_server(app(service))
     threading.Thread(target=server.run, args=([sock],), name="engine", daemon=True).start()
@@ -185,17 +185,17 @@ def hosted(service: Service) -> str:
 
 
 def short_name(path: str) -> str:
-    """smollm2 for itself, model for /path/to/model/ and model.gguf."""
+    """Short name of a model: smollm2 for smollm2, model for /path/to/model/ and model.gguf."""
     return Path(path).expanduser().resolve().name.removesuffix(".gguf")
 
 
 def _listen_to_signals(
     service: Service, server: uvicorn.Server, timeout: float, leave: Callable[[], None]
 ) -> list[int]:
-    """The first one drains, the second ends the process at once. Gives the list of those that came."""
+    """Handle signals: the first one drains, the second ends the process at once. Returns the list of received ones."""
     loop = asyncio.get_running_loop()
     told: list[int] = []
-    tasks: list[asyncio.Task[None]] = []  # asyncio itself does not keep them
+    tasks: list[asyncio.Task[None]] = []  # keeps references, as asyncio does not
 
     def tell(number: int) -> None:
         leave()

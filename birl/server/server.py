@@ -1,4 +1,4 @@
-"""The engine behind HTTP: routes, access control, and the form of errors."""
+"""HTTP server of an engine: routes, access control, and errors."""
 
 import functools
 import time
@@ -20,12 +20,12 @@ from birl.server.service import Service
 from birl.server.stream import refusal
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
-OPEN = ("/health", "/ready")  # open: process monitors have no token
-CLOSED = 499  # in the metrics: the client disconnected
+OPEN = ("/health", "/ready")  # without a token, for process monitors
+CLOSED = 499  # status in the metrics if the client has disconnected
 
 MODULES = [native, *modules("server")]
 ROUTES: dict[tuple[str, str], Handler] = {route: handler for m in MODULES for route, handler in m.ROUTES.items()}
-ERRORS = {path: m.error for m in MODULES if hasattr(m, "error") for _, path in m.ROUTES}  # path -> body of a refusal
+ERRORS = {path: m.error for m in MODULES if hasattr(m, "error") for _, path in m.ROUTES}  # path -> body of an error
 
 
 def app(service: Service) -> Starlette:
@@ -35,7 +35,7 @@ def app(service: Service) -> Starlette:
 async def answer(
     service: Service, handler: Handler, path: str, request: Request, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """One request from beginning to end; errors are counted, and sent unless the answer has begun."""
+    """Handle one request; errors are counted, and sent unless the response has begun."""
     began, status, error = time.perf_counter(), 0, None
 
     async def noted(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""The engine as its server knows it: what may be asked of it now, and how that ends."""
+"""State of a served engine: which requests it accepts, and their results."""
 
 import asyncio
 import time
@@ -27,14 +27,14 @@ from birl.types import Completion, Held, SamplingParams, Update
 
 T = TypeVar("T")
 CONFLICT = "conflict"
-ANSWERS, ANSWER_BYTES = 1000, 64 << 20  # that clients may cite
-#: log-probs, and the most likely token of each place with its own
-Scored = tuple[list[float], TopLogprobs]  # of a prompt's tokens but the first
+ANSWERS, ANSWER_BYTES = 1000, 64 << 20  # limits of stored answers
+#: log-probs, and the top log-probs with the token's own
+Scored = tuple[list[float], TopLogprobs]  # of all prompt tokens but the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One answer. `best` has the most likely tokens of its places, where they are asked for."""
+    """One answer to sample. `best`: filled with top log-probs, if requested."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -45,33 +45,33 @@ class Job:
         return self.best.places[of] if self.best is not None else []
 
 
-LIFE = 30.0  # seconds; a router looks at its engines every two
+LIFE = 30.0  # seconds; a router polls its engines every two
 GUARDED = (
     *("/generate", "/load", "/stage/{version:int}", "/adapters/{name}", "/join", "/leave"),
     *("/pause", "/resume", "/abort", "/sleep", "/wake"),
 )
-SHARED = ("/generate",)  # also for those who are no run: they change nothing
+SHARED = ("/generate",)  # also without a run: they change nothing
 
 
 @dataclass(slots=True, kw_only=True)
 class Owner:
-    """Whose weights a server holds. Two runs that trained on one server would overwrite each other's, so it belongs to
-    the one that came first, as long as that is heard from. `name` is empty where the server is free."""
+    """The run that owns a server's weights. Two training runs on one server would overwrite each other's, so it belongs
+    to the first one, as long as that sends requests. `name` is empty if the server is free."""
 
     name: str = ""
-    left: str = ""  # who gave it back last: what it had asked before may arrive after that
+    left: str = ""  # last run that released it: its earlier requests may arrive later
     heard: float = 0.0
     clock: Callable[[], float] = time.monotonic
 
     def now(self) -> str:
-        """Whose it is; one that was not heard for `LIFE` seconds has lost it."""
+        """The current owner; it expires after `LIFE` seconds without a request."""
         if self.name and self.clock() - self.heard > LIFE:
             self.name = ""
         return self.name
 
     def admit(self, path: str, headers: Mapping[str, str]) -> None:
-        """Raises `Refused` where another run has the server. A run that asks for something which only its owner may do
-        gets it, and so does one that claims it; one that gave it back has to claim it again."""
+        """Check and record a request. Raises `Refused` if another run owns the server. A free server is given to a run
+        that claims it, or sends a request reserved for owners; a run that released it has to claim it again."""
         run, owner = unquote(headers.get(HEADER, "")), self.now()
         if run and run == owner:
             self.heard = self.clock()
@@ -92,10 +92,10 @@ class Owner:
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """`name`: what the model is called, `vocabulary`: valid token ids, `timeout`: of one request [s], `most_bytes`: of
-    one request, `stuck_after`: seconds without progress that are too many. With `seed` above 0, requests without a seed
-    of their own get one that depends on it and on their number. `vocabulary_digest`: of tokens and end tokens,
-    `volume`: where it looks for new weights by itself."""
+    """The served engine with its settings. `name`: of the model; `vocabulary`: number of valid token ids; `timeout` of
+    a request [s], `most_bytes`: its maximum size; `stuck_after`: seconds without progress until it counts as stuck.
+    With `seed` above 0, requests without a seed get one derived from it and their number. `vocabulary_digest`: of
+    tokens and end tokens; `volume`: folder polled for new weights."""
 
     engine: EmbeddedEngine
     chat: Chat
@@ -118,7 +118,7 @@ class Service:
     volume: str = ""
     owner: Owner = field(default_factory=Owner)
     digest: str = ""
-    hollow: bool = False  # awake, and without weights
+    hollow: bool = False  # awake, but without weights
     asked: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
     terms: Terms = field(init=False)
@@ -137,7 +137,7 @@ class Service:
 
     @property
     def finder(self) -> Finder:
-        """Where the pictures of requests may come from."""
+        """Loader of requests' images, with the allowed hosts."""
         return Finder(hosts=self.chat.pictures.bounds.hosts if self.chat.pictures else ())
 
     @property
@@ -145,7 +145,7 @@ class Service:
         return self.engine.end_ids
 
     def seeded(self, params: SamplingParams, n: int = 1) -> list[SamplingParams]:
-        """For n answers to one prompt: the first has the seed itself, the others one derived from it."""
+        """Parameters of n answers to one prompt: the first has the seed itself, the others derived ones."""
         self.asked += 1
         seed = params.seed
         if seed is None and self.seed:
@@ -155,8 +155,8 @@ class Service:
         return [replace(params, seed=derive_seed(seed, i) if i else seed) for i in range(n)]
 
     async def read(self, parse: Callable[[], T], headers: Mapping[str, str] | None = None) -> T:
-        """What a request asks for, parsed and rendered beside the event loop. With the `headers` of one that is long it
-        delays only other long ones."""
+        """Parse and render a request outside of the event loop. With the `headers` of a long one it only delays other
+        long ones."""
         reader = self._long if headers is not None and long(headers) else self._reader
         return await asyncio.get_running_loop().run_in_executor(reader, parse)
 
@@ -173,7 +173,7 @@ class Service:
         )
 
     def answering(self, grammar: str) -> Callable[..., Coroutine[Any, Any, Completion]]:
-        """`generate`, of answers that this grammar allows; an empty one allows all."""
+        """`generate` with this grammar; without one for an empty text."""
         if not grammar:
             return self.generate
 
@@ -190,7 +190,7 @@ class Service:
         return generate
 
     async def score(self, ids: tuple[int, ...], count: int = 1) -> Scored:
-        """The log-prob of each token but the first, given those before it, and the most likely ones in its place."""
+        """Log-prob of each token but the first, given those before it, and the top log-probs."""
         best = TopLogprobs(count)
         params = SamplingParams(max_tokens=max(len(ids) - 1, 1), ignore_eos=True, forced=ids[1:])
         logprobs: list[float] = []
@@ -199,7 +199,7 @@ class Service:
         return logprobs, best
 
     async def all(self, asked: Sequence[Job], grammar: str = "") -> list[Completion]:
-        """Answers to all; when one fails, or the caller goes, the others are aborted."""
+        """All answers; if one fails, or the caller is cancelled, the others are aborted."""
         generate = self.answering(grammar)
         return await self.together([generate(job.prompt, job.params, best=job.best) for job in asked])
 
@@ -214,7 +214,7 @@ class Service:
 
     @asynccontextmanager
     async def control(self) -> AsyncIterator[None]:
-        """One at a time changes the engine's state, within `timeout`."""
+        """Exclusive lock for changes of the engine's state, within `timeout`."""
         try:
             async with asyncio.timeout(self.timeout), self._control:
                 yield
@@ -222,8 +222,8 @@ class Service:
             raise Refused(504, f"It took longer than {self.timeout:g} s (request_timeout).", "timeout") from error
 
     async def load(self, update: Update) -> Held:
-        """Without a folder or tensors: what was staged. Raises `WeightsFailed` and `Refused`; the old weights are still
-        there then."""
+        """Load an update; without folder or tensors the staged ones. Raises `WeightsFailed` and `Refused`; the old
+        weights are then kept."""
         if self.engine.asleep:
             raise Refused(409, "The engine sleeps and has no room for weights: POST /wake first.", CONFLICT)
         try:
@@ -241,7 +241,7 @@ class Service:
         return held
 
     async def received(self, update: Update, group: str) -> Update:
-        """With the tensors that rank 0 of this group sends. Generation goes on meanwhile. Raises `WeightsFailed`."""
+        """The update with tensors received from rank 0 of this group; generation continues. Raises `WeightsFailed`."""
         try:
             return replace(update, tensors=await self.membership.receive(group))
         except WeightsFailed as error:
@@ -264,11 +264,11 @@ class Service:
         await self.engine.resume()
 
     async def start(self) -> None:
-        """Know what is held before the first request."""
+        """Compute the digest of the weights before the first request."""
         self.digest = whole(await self.engine.digests())
 
     def unready(self) -> str:
-        """Why no request would be answered now; empty when it would."""
+        """Why no request would be answered now; empty if it would."""
         if self.gate.draining:
             return "the server is shutting down"
         if self.engine.asleep:
@@ -280,7 +280,7 @@ class Service:
         return ""
 
     def stuck(self) -> str:
-        """Why the engine is believed to hang; empty when it moves, or has nothing to do."""
+        """Why the engine seems stuck; empty if it makes progress, or is idle."""
         now, counters = time.monotonic(), self.engine.counters
         progress = (counters.tokens, counters.scored, counters.prefilled, counters.finished, counters.seconds)
         idle = self.engine.paused or self._control.locked() or not self.engine.scheduler.busy
@@ -292,14 +292,14 @@ class Service:
         return f"{running} sequences are running and nothing was computed for {now - self._moved:.0f} s"
 
     async def watch(self) -> None:
-        """Look at the progress until cancelled, so that `stuck` knows since when there was none."""
+        """Record the progress until cancelled, for `stuck`."""
         while True:
             self.stuck()
             self.staging.sweep()
             await asyncio.sleep(min(1.0, self.stuck_after / 4))
 
     def check_prompt(self, ids: tuple[int, ...], mute: bool = False) -> None:
-        """Raises `BirlError` where it leaves no room for an answer; `mute`: there will be none."""
+        """Raise `BirlError` if a prompt leaves no room for an answer; `mute`: no answer is sampled."""
         if not ids:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
         if len(ids) >= self.engine.context + mute:

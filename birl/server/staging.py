@@ -1,5 +1,5 @@
-"""Weights that arrive: in pieces, where PUT /stage/{version} brings one after the other and POST /load takes all of
-them; or in the broadcasts of a learner, from the group that the engine was asked to join, one at a time."""
+"""Incoming weights: in pieces, each by PUT /stage/{version}, then all loaded by POST /load; or in broadcasts of a
+learner's group that the engine has joined, one group at a time."""
 
 import time
 from collections import OrderedDict
@@ -24,12 +24,12 @@ from birl.models.released import Shapes
 from birl.server.limits import Refused
 from birl.types import SamplingParams
 
-ABANDONED = 600.0  # seconds without a new piece after which the others are dropped
+ABANDONED = 600.0  # seconds without a new piece after which staged ones are dropped
 
 
 @dataclass(slots=True, kw_only=True)
 class Staging:
-    """At most one version at a time, of at most `most` bytes: what does not fit into the model cannot be meant."""
+    """Staged tensors of one version, `most` bytes at most: more cannot fit into the model."""
 
     most: int
     version: int | None = None
@@ -37,14 +37,14 @@ class Staging:
     touched: float = 0.0
 
     def begin(self, version: int) -> None:
-        """Before a piece is read: another version makes room. Whether this one is welcome, /load decides."""
+        """Called before a piece is read: drops another version. Whether this one is valid is checked by /load."""
         self.sweep()
         if version != self.version:
             self.drop()
         self.version, self.touched = version, time.monotonic()
 
     def put(self, version: int, piece: Mapping[str, Tensor]) -> int:
-        """Says how many bytes of tensors are there now. A tensor that comes again replaces the first."""
+        """Add a piece; returns the staged bytes. A tensor sent again replaces the first."""
         if version != self.version:
             raise WeightsFailed("stale", f"Version {version} was replaced by {self.version} while it arrived.")
         both = {**self.tensors, **piece}
@@ -55,7 +55,7 @@ class Staging:
         return size
 
     def take(self, version: int) -> dict[str, Tensor]:
-        """All that came of `version`, which is then forgotten here."""
+        """Return and clear the staged tensors of `version`."""
         self.sweep()
         if version != self.version or not self.tensors:
             staged = "nothing is" if self.version is None else f"only version {self.version} is"
@@ -85,7 +85,7 @@ def read(data: bytes, version: int) -> dict[str, Tensor]:
 
 @dataclass(slots=True)
 class Adapters:
-    """Low-rank matrices that are added to `model` in requests that name them; those that were used longest ago go."""
+    """LoRA adapters that requests may name, evicted in LRU order."""
 
     model: nn.Module
     most: int = 2**32  # bytes
@@ -93,7 +93,7 @@ class Adapters:
     held: "OrderedDict[str, AdapterWeights]" = field(default_factory=OrderedDict)
 
     def put(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """(compute thread) A [R, K] and B [N, R], scaled, of each layer. Raises `BirlError` where they do not fit."""
+        """(compute thread) Store A [R, K] and B [N, R], scaled, of each layer. Raises `BirlError` if they don't fit."""
         if self.base is None:
             self.base = SharedBase(self.model, head(self.model).weight.dtype)
         factors: dict[str, Factors] = {}
@@ -109,7 +109,7 @@ class Adapters:
             self.held.popitem(last=False)
 
     def named(self, params: SamplingParams) -> AdapterWeights | None:
-        """Raises `Refused` where it is not here."""
+        """The adapter of a request, or None. Raises `Refused` if it is not stored."""
         if not isinstance(params, AdapterParams) or not params.adapter:
             return None
         if params.adapter not in self.held:
@@ -120,14 +120,14 @@ class Adapters:
 
 @dataclass(slots=True, kw_only=True)
 class Membership:
-    """`shapes` and `device` are those of the engine's own weights."""
+    """The engine's membership in a broadcast group. `shapes` and `device`: of the engine's weights."""
 
     shapes: Shapes
     device: torch.device
     group: BroadcastGroup | None = None
 
     async def join(self, given: Invitation) -> None:
-        """Returns when all ranks are there. Leaves the group before. Raises `WeightsFailed` and `Refused`."""
+        """Leave the current group and join this one, until it is complete. Raises `WeightsFailed`, `Refused`."""
         self.check(given)
         self.leave()
         self.group = group = BroadcastGroup(given, torch.device("cpu") if given.backend == GLOO else self.device)
@@ -138,8 +138,8 @@ class Membership:
             raise
 
     async def receive(self, name: str) -> dict[str, Tensor]:
-        """All tensors, as rank 0 sends them next in the group of this name. Raises `WeightsFailed`; the group is left
-        then."""
+        """All tensors of the next broadcast in the group of this name. Raises `WeightsFailed`; the group is then
+        left."""
         group = self.group
         if group is None or group.name != name or group.closed.is_set():
             raise WeightsFailed("unreachable", f"The engine is not in the group {name!r}: POST /join first.")
@@ -150,13 +150,13 @@ class Membership:
             raise
 
     def leave(self) -> None:
-        """Callers that wait for the group get `WeightsFailed`."""
+        """Leave the group; waiting callers get `WeightsFailed`."""
         if self.group is not None:
             self.group.close()
             self.group = None
 
     def check(self, given: Invitation) -> None:
-        """Raises `WeightsFailed` and `Refused` where nothing good would come of it."""
+        """Raise `WeightsFailed` and `Refused` if a broadcast could not succeed."""
         if given.backend != GLOO and given.backend != backend(self.device):
             raise Refused(
                 400,

@@ -1,4 +1,4 @@
-"""Answers while they are sampled: server-sent events, in OpenAI's format."""
+"""Streamed answers: server-sent events in OpenAI's format."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,16 +15,16 @@ from birl.server.service import Job, Service
 from birl.text.visible import Visible
 from birl.types import Completion
 
-#: which answer, its new tokens, their log-probs and versions, and the most likely ones in their places
+#: index of the answer, its new tokens, their log-probs, versions and top log-probs
 Told = tuple[int, list[int], list[float], list[int], list[Place]]
-LAST_WORDS = 10.0  # seconds to take the end of a stream that failed
+LAST_WORDS = 10.0  # timeout of the last event of a failed stream [s]
 
 
 def streamed(
     service: Service, chunks: AsyncIterator[bytes], sequences: int, failed: Callable[[Refused], bytes] | None = None
 ) -> ASGIApp:
-    """An answer that sends `chunks`, of so many sequences. Raises `Refused` at once when there is no room; what fails
-    later is sent as `failed` has it, an error event where that is not given, and raised."""
+    """A response that streams `chunks` of `sequences` answers. Raises `Refused` at once if there is no room; later
+    errors are sent by `failed`, by default as an error event, and raised."""
     room = ExitStack()
     room.enter_context(service.gate.enter(sequences))
     failed = failed or (lambda error: event(error.body()))
@@ -75,13 +75,13 @@ async def _send_all(source: AsyncIterator[bytes], send: Send) -> None:
 
 
 async def _fail(error: Refused, failed: Callable[[Refused], bytes], send: Send) -> None:
-    with suppress(TimeoutError):  # a client that reads nothing
+    with suppress(TimeoutError):  # a client that does not read
         await asyncio.wait_for(send({"type": "http.response.body", "body": failed(error)}), LAST_WORDS)
     raise error
 
 
 async def events(service: Service, asked: Ask, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
-    """Chunks as they come, each answer's in order. Closing it aborts what is not finished."""
+    """Chunks as they come, in order for each answer. Closing it aborts unfinished answers."""
     pieces = Pieces(service, asked)
     answers = [Growing(pieces, i) for i in range(len(jobs))]
     finished: dict[int, Completion] = {}
@@ -103,7 +103,7 @@ async def events(service: Service, asked: Ask, jobs: Sequence[Job]) -> AsyncIter
 
 
 async def sampled(service: Service, jobs: Sequence[Job], grammar: str) -> AsyncIterator[Told | tuple[int, Completion]]:
-    """New tokens of all answers as they come, and each answer when it is complete. Closing it aborts the others."""
+    """New tokens of all answers as they come, and each complete answer. Closing it aborts the others."""
     queue: asyncio.Queue[Told | tuple[int, Completion] | BaseException] = asyncio.Queue()
     tasks = [asyncio.ensure_future(_one(service, i, job, queue, grammar)) for i, job in enumerate(jobs)]
     left = len(jobs)
@@ -134,13 +134,13 @@ async def _one(service: Service, index: int, job: Job, queue: asyncio.Queue, gra
 
 
 class Growing:
-    """One answer on its way: what was told of it, and what was sent."""
+    """One growing answer: what was sampled, and what was sent."""
 
     def __init__(self, pieces: Pieces, index: int) -> None:
         self.pieces, self.index = pieces, index
         self.shown: Visible = pieces.visible()
         self.thoughts = pieces.thoughts(index)
-        self.fresh = True  # nothing was sent yet
+        self.fresh = True  # nothing sent yet
         self.offset = 0
 
     def first(self) -> dict:
@@ -148,7 +148,7 @@ class Growing:
         return self.pieces.delta(self.index, "", first=True)
 
     def more(self, tokens: list[int], logprobs: list[float], versions: list[int], places: list[Place]) -> dict | None:
-        """None where there is nothing to say yet."""
+        """The chunk of new tokens; None if there is nothing to send yet."""
         thinking, text = self.thoughts.feed(self.shown.feed(tokens))
         asked = self.pieces.asked
         if not thinking and not text and not asked.token_ids and not asked.logprobs:
@@ -162,7 +162,7 @@ class Growing:
         return chunk
 
     def end(self, completion: Completion) -> list[dict]:
-        """What was held back, the tool calls, and why it ended."""
+        """The last chunks: held-back text, tool calls, and the finish reason."""
         reply = self.pieces.parsed(self.index, self.shown.whole())
         thinking, content = (
             (s or "")[len(t) :] for s, t in zip((reply.thinking, reply.content), self.thoughts.told, strict=True)

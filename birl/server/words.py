@@ -1,4 +1,4 @@
-"""Text and tokens, as vLLM's server has them: POST /tokenize and /detokenize, GET /tokenizer_info and /version."""
+"""Tokenization, as in vLLM's server: POST /tokenize and /detokenize, GET /tokenizer_info and /version."""
 
 from importlib.metadata import version as version_of
 from typing import Any
@@ -16,7 +16,7 @@ NAMES = ("model", "prompt", "messages", "tools", "add_special_tokens", "return_t
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """`prompt`, or `messages` and `tools` -> `count`, `max_model_len`, `tokens`, and `token_strs` where asked for."""
+    """`prompt`, or `messages` and `tools` -> `count`, `max_model_len`, `tokens`, and `token_strs` if requested."""
     data = await json_object(request, service.most_bytes)
 
     def read() -> tuple[int, ...]:

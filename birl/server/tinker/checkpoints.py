@@ -1,4 +1,4 @@
-"""Checkpoints: an adapter on disk, to train on from, to sample with, or to take along as PEFT has it."""
+"""Checkpoints: adapters on disk, to continue training, to sample with, or to export in PEFT's format."""
 
 import json
 import threading
@@ -22,15 +22,15 @@ from birl.server.tinker.sessions import Sessions, make_room
 from birl.server.tinker.store import Checkpoint, Store, left_out, named, read_tensors
 from birl.server.tinker.tenants import Quota
 
-SHORTEST, LONGEST = 3600, 10 * 366 * 24 * 3600  # seconds that a checkpoint may be kept
-EPHEMERAL = 24 * 3600.0  # seconds that weights of sampling sessions without a name are kept after their last use,
-NEWEST, QUIET = 8, 600.0  # but for a run's newest ones only so many seconds
-MOST_SAVED = 10**6  # saves of one run
+SHORTEST, LONGEST = 3600, 10 * 366 * 24 * 3600  # limits of a checkpoint's time to live [s]
+EPHEMERAL = 24 * 3600.0  # time to live of unnamed sampling weights after their last use [s],
+NEWEST, QUIET = 8, 600.0  # but only this long for all but the NEWEST of a run
+MOST_SAVED = 10**6  # maximum saves of one run
 
 
 @dataclass(slots=True)
 class Sampler:
-    """A sampling session: base weights, or a checkpoint's. `clients`: copies of it that were given a number."""
+    """A sampling session: base weights, or a checkpoint's. `clients`: number of its copies."""
 
     id: str
     owner: str
@@ -41,7 +41,7 @@ class Sampler:
 
 @dataclass(slots=True)
 class Checkpoints:
-    """`memory`: bytes of weights that are kept to sample with."""
+    """The checkpoints of a service. `memory`: bytes of weights cached for sampling."""
 
     store: Store
     shared: SharedBase
@@ -50,9 +50,9 @@ class Checkpoints:
     sessions: Sessions
     kept: "OrderedDict[str, AdapterWeights]" = field(default_factory=OrderedDict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
-    used: dict[str, float] = field(default_factory=dict)  # when weights of a session were asked for last
+    used: dict[str, float] = field(default_factory=dict)  # last use of a session's weights
     began: float = field(default_factory=time.monotonic)
-    changing: threading.Lock = field(default_factory=threading.Lock)  # of files, and of `kept` by them
+    changing: threading.Lock = field(default_factory=threading.Lock)  # lock of files, and of `kept` loaded from them
 
     def restore(self) -> None:
         for id, file in self.store.files("samplers"):
@@ -60,7 +60,7 @@ class Checkpoints:
                 self.samplers[id] = Sampler(id, **read_json(file))
 
     def save(self, run: Run, adapter: LowRankRun, kind: str, data: Mapping[str, Any], seq: int) -> Checkpoint:
-        """What a request asks for. Raises `BirlError` for a name that cannot be or is there, and over the quota."""
+        """Save a checkpoint. Raises `BirlError` for an invalid or existing name, and over the quota."""
         name, seconds = data.get("path"), data.get("ttl_seconds")
         if seconds is not None:
             seconds = requests.whole(data, "ttl_seconds", 0, SHORTEST, LONGEST)
@@ -78,14 +78,14 @@ class Checkpoints:
         )  # fmt: skip
         again = name is None or requests.flag(data, "overwrite", False)
         if (old := self.store.find(made.path)) is not None and old.info.get("seq") == seq:
-            return old  # of this very request, before a kill; it may have been published since
+            return old  # saved by this request before a kill; it may have been published since
         made.info |= {"seq": seq, "steps": adapter.steps}
         files = self._files(adapter, kind, made)
         with self.changing:
             sizes = (len(f) if isinstance(f, bytes) else sum(t.nbytes for t in f[0].values()) for f in files.values())
             self._count(made, sum(sizes))
             result = self.store.save(made, files, again)
-            self.kept.pop(result.path, None)  # it may have other weights than before
+            self.kept.pop(result.path, None)  # may have had other weights before
             if kind == "sampler_weights":
                 self.remember(result, adapter.weights)
         if name is None:
@@ -93,7 +93,7 @@ class Checkpoints:
         return result
 
     def _count(self, made: Checkpoint, size: int) -> None:
-        """Raises `BirlError` where the owner's quota has no room for it, in the place of one of its name."""
+        """Raise `BirlError` if the owner's quota has no room for a checkpoint, which may replace one of its name."""
         own = [c for c in self.store.of(made.owner) if c.path != made.path]
         if len(own) >= self.quota.checkpoints:
             raise BirlError(f"You have {len(own)} checkpoints, which is your quota: delete some.")
@@ -105,7 +105,7 @@ class Checkpoints:
             )
 
     def prune(self, run: Run) -> None:
-        """Remove weights of sampling sessions that were not asked for in a while; not the newest."""
+        """Remove unnamed sampling weights that were not used for a while, except the newest."""
         old = [
             c for c in self.store.checkpoints(run.id) if c.kind == "sampler_weights" and c.name.startswith("session-")
         ]
@@ -125,7 +125,7 @@ class Checkpoints:
         return {"adapter.safetensors": (adapter.state(optimizer=kind == "weights"), about)}
 
     def read(self, path: str, owner: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Raises `BirlError` where the owner has no such checkpoint, and it is not published."""
+        """Tensors and metadata of a checkpoint. Raises `BirlError` if it is neither the owner's nor published."""
         result = self.readable(path, owner)
         if result.kind == "external_weights":
             raise BirlError(f"{path} is an export; load tinker://.../weights/... or .../sampler_weights/... instead.")
@@ -144,13 +144,13 @@ class Checkpoints:
         return result
 
     def open_sampler(self, run: Run, made: Checkpoint) -> str:
-        """For weights that were saved without a name; one id for one request."""
+        """A sampling session for unnamed weights; the same id for the same request."""
         session, _, number = run.id.partition(":train:")
-        id = f"{session}:sample:{(int(number) + 1) * MOST_SAVED + made.info['seq']}"  # client's own begin at 0
+        id = f"{session}:sample:{(int(number) + 1) * MOST_SAVED + made.info['seq']}"  # ids chosen by clients start at 0
         return self.add_sampler(Sampler(id, run.owner, run.base, made.path)).id
 
     def room_for_sampler(self, owner: str) -> None:
-        """Raises `BirlError` where the owner has as many as it may."""
+        """Raise `BirlError` if the owner's quota of sampling sessions is used up."""
         own = [s.id for s in list(self.samplers.values()) if s.owner == owner]
         advice = "use those that you have, or close their session (ServiceClient.close)"
         make_room("sampling sessions", own, self.quota.samplers, self.sessions.ended, self.forget_sampler, advice)
@@ -160,7 +160,7 @@ class Checkpoints:
         self.store.remove("samplers", id)
 
     def add_sampler(self, sampler: Sampler) -> Sampler:
-        """The same one where it is there already. Raises `BirlError`."""
+        """Add a sampling session, or return the existing one. Raises `BirlError`."""
         if sampler.id not in self.samplers:
             self.room_for_sampler(sampler.owner)
         result = self.samplers.setdefault(sampler.id, sampler)
@@ -169,14 +169,14 @@ class Checkpoints:
         return result
 
     def remember(self, made: Checkpoint, weights: AdapterWeights) -> None:
-        """To sample with, without reading it again; those that were used longest ago go."""
+        """Cache weights for sampling, evicted in LRU order."""
         self.kept[made.path] = weights
         self.kept.move_to_end(made.path)
         while len(self.kept) > 1 and sum(w.nbytes for w in list(self.kept.values())) > self.memory:
             self.kept.popitem(last=False)
 
     def weights(self, sampler: Sampler) -> AdapterWeights | None:
-        """What is added to the base; None: nothing. Raises `BirlError` where the checkpoint has gone."""
+        """The adapter of a sampling session; None for the base. Raises `BirlError` if the checkpoint is gone."""
         if sampler.path is None:
             return None
         result = self.readable(sampler.path, sampler.owner)
@@ -185,10 +185,10 @@ class Checkpoints:
             result.expires = time.time() + EPHEMERAL
             self.store.change(result)
         if (weights := self.kept.get(sampler.path)) is None:
-            with self.changing:  # others that ask for it take it when it is read
+            with self.changing:  # concurrent requests for it wait until it is read
                 weights = self.kept.get(sampler.path) or self._weights(sampler)
                 self.remember(result, weights)
-        with suppress(KeyError):  # it has gone meanwhile
+        with suppress(KeyError):  # evicted meanwhile
             self.kept.move_to_end(sampler.path)
         return weights
 
@@ -200,7 +200,7 @@ class Checkpoints:
 
 
 def peft(adapter: LowRankRun, base: str) -> tuple[dict[str, Tensor], bytes]:
-    """Files that peft's `PeftModel.from_pretrained` takes, and vLLM."""
+    """Files for peft's `PeftModel.from_pretrained`, and vLLM."""
     tensors = {}
     for name, tensor in adapter.masters.items():
         layer, _, key = name.rpartition(".")

@@ -1,5 +1,5 @@
-"""`birl tinker`: training as a service, in one process, or with ranks that share out each pass (`parallel.*`), which
-`restarts.py` starts."""
+"""`birl tinker`: training as a service, in one process, or with ranks that share each pass (`parallel.*`), started by
+`restarts.py`."""
 
 import asyncio
 import os
@@ -58,11 +58,11 @@ from birl.server.tinker.store import Store
 from birl.server.tinker.tenants import VARIABLE, Quota, Tenants, Turns
 from birl.server.tinker.work import Work
 
-RESERVE = 8  # of so many answers at once, one for tenants that have none under way
+RESERVE = 8  # one of this many answers at once is reserved for tenants that have none running
 
 
 def run(config: schema.Tinker) -> int:
-    """Until a signal, whose exit code it gives. Raises `BirlError` for what can be known before the model is loaded."""
+    """Serve until a signal; returns its exit code. Raises `BirlError` for mistakes known before the model is loaded."""
     known = tenants.read(config.keys)
     if not is_loopback(config.host) and not known.keys:
         raise BirlError(
@@ -86,14 +86,14 @@ def run(config: schema.Tinker) -> int:
 
 
 def listener(config: schema.Tinker) -> socket:
-    """The one that was handed down, or a new one."""
+    """The inherited listening socket, or a new one."""
     given = os.environ.pop(SOCKET, "")
     return socket(fileno=int(given)) if given else bind(config.host, config.port)
 
 
 @contextmanager
 def ranks(config: schema.Tinker, root: Path) -> Iterator[RankGroup]:
-    """Rank 0's; the others are started unless a launcher did. What they print goes to rank-N.log in the folder."""
+    """The group of ranks (rank 0); starts the others unless a launcher did. They print to rank-N.log."""
     grid = grid_of(config)
     if grid.size == 1:
         yield RankGroup(Ranks())
@@ -105,7 +105,7 @@ def ranks(config: schema.Tinker, root: Path) -> Iterator[RankGroup]:
 
 
 def follow(config: schema.Tinker) -> int:
-    """A rank other than 0: its copy of the base, which computes what rank 0 calls until that ends."""
+    """Run a rank other than 0: its copy of the base, which executes the calls of rank 0 until that ends."""
 
     def make(crew: RankGroup, compute: Executor) -> Copy:
         return Copy(base_of(config, loaded(config, compute, crew.ranks), crew), crew.ranks)
@@ -116,7 +116,7 @@ def follow(config: schema.Tinker) -> int:
 
 
 def main() -> int:
-    """python -m birl.server.tinker.command < the configuration"""
+    """Entry point: python -m birl.server.tinker.command < the configuration"""
     keep_memory()
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(sys.stdin.read())
@@ -131,7 +131,7 @@ def main() -> int:
 
 @contextmanager
 def alone(root: Path) -> Iterator[None]:
-    """The folder for one process: two would do each other's requests."""
+    """Lock the folder for one process: two would execute each other's requests."""
     import fcntl
 
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -180,7 +180,7 @@ async def _serve(
 
 
 async def engines_of(config: schema.Tinker, service: TinkerService, root: Path) -> Servers:
-    """Processes of `birl serve` with the base. Raises `BirlError`, and then none is left running."""
+    """Start `birl serve` processes with the base. Raises `BirlError`, with none left running."""
     sampling, folder = service.sampling, resolved(config.model.path)
     assert isinstance(sampling.engine, EmbeddedEngine)
     context, pictures, model = sampling.engine.context, service.work.reader.pictures, sampling.base.model
@@ -198,7 +198,7 @@ async def engines_of(config: schema.Tinker, service: TinkerService, root: Path) 
 def load(
     config: schema.Tinker, known: Tenants, root: Path, compute: Executor, crew: RankGroup | None = None
 ) -> TinkerService:
-    """Everything but the sockets."""
+    """Build the service, without sockets."""
     policy = loaded(config, compute)
     context = min(config.model.max_length or policy.context, policy.context)
     base = base_of(config, policy, crew or RankGroup(Ranks()))
@@ -206,7 +206,7 @@ def load(
 
 
 def loaded(config: schema.Tinker, compute: Executor, ranks: Ranks | None = None) -> Policy:
-    """Without weights where `ranks` will have parts of it."""
+    """Load the model, without weights if they will be sharded over `ranks`."""
     policy = load_policy(config.model, compute, ranks)
     cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
     if policy.chat.pictures is not None:
@@ -215,7 +215,7 @@ def loaded(config: schema.Tinker, compute: Executor, ranks: Ranks | None = None)
 
 
 def base_of(config: schema.Tinker, policy: Policy, crew: RankGroup) -> SharedBase:
-    """Of this rank; rank 0's is the view of all where there are others, and has a whole copy to sample with."""
+    """The base of this rank; on rank 0 with several ranks the view of all, with a full copy for sampling."""
     model, ranks, how = policy.model, crew.ranks, (DTYPES[config.model.dtype], config.tokens_per_pass)
     if ranks.alone or not (crew.leads or ranks.sharded):
         return SharedBase(model, *how)

@@ -1,4 +1,4 @@
-"""Promises: what was asked, and its answer once there is one. A client asks for it until it comes."""
+"""Futures (`Promise`): requests and their answers, which a client polls."""
 
 import asyncio
 import json
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PROTO, JSON = "application/x-protobuf", "application/json"
-KEPT = 600.0  # seconds that an answer which was fetched stays, for a client that lost it on the way
-LEFT = 3600.0  # seconds that an answer stays which is not fetched
-SWEEP = 1.0  # seconds between two looks for such
-MOST_KEPT = 2 * 2**30  # bytes of answers in memory
+KEPT = 600.0  # time that a fetched answer is kept, for a client that lost it on the way [s]
+LEFT = 3600.0  # time that an unfetched answer is kept [s]
+SWEEP = 1.0  # interval of sweeps for such answers [s]
+MOST_KEPT = 2 * 2**30  # maximum bytes of answers in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`failed`: an error that ends the request, with its category, user | server."""
+    """The body of an answer. `failed`: an error that ends the request, with its category, user | server."""
 
     body: bytes
     media_type: str = JSON
@@ -32,9 +32,9 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Promise:
-    """`owner`: the tenant that may ask for it. `fetched`: when it first was, `settled`: when the answer came, by the
-    clock. `brief`: one that is not fetched is forgotten, too; a run's requests wait for their client, while there is
-    room."""
+    """A future. `owner`: the tenant that may fetch it. `fetched`: time of the first fetch, `settled`: time of the
+    answer (monotonic). `brief`: dropped even if it is not fetched; a run's answers are kept for their client, as long
+    as there is room."""
 
     id: str
     owner: str
@@ -43,12 +43,12 @@ class Promise:
     made: float = field(default_factory=time.monotonic)
     settled: float = 0.0
     fetched: float | None = None
-    task: "asyncio.Task[None] | None" = None  # what computes it, where it can be cancelled
+    task: "asyncio.Task[None] | None" = None  # computes the answer, if it can be cancelled
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def size(self) -> int:
-        """Bytes of its answer."""
+        """Bytes of the answer."""
         return len(self.answer.body) if self.answer else 0
 
     def settle(self, answer: Answer) -> None:
@@ -57,7 +57,7 @@ class Promise:
             self.done.set()
 
     async def wait(self, seconds: float) -> Answer | None:
-        """The answer, or None where there is none within that time."""
+        """The answer, or None after the timeout."""
         try:
             await asyncio.wait_for(self.done.wait(), seconds)
         except TimeoutError:
@@ -71,18 +71,18 @@ class Promises:
     swept: float = 0.0
 
     def make(self, id: str, owner: str, brief: bool = False) -> Promise:
-        """A new one, or the one that has that name."""
+        """A new future, or the existing one of this id."""
         if time.monotonic() > self.swept + SWEEP:
             self.sweep()
         return self.by_id.setdefault(id, Promise(id, owner, brief))
 
     def find(self, id: str, owner: str) -> Promise | None:
-        """Of this owner only: another's is as if it were not there."""
+        """The future of this owner; None if there is none, or it is another owner's."""
         promise = self.by_id.get(id)
         return promise if promise is not None and promise.owner == owner else None
 
     def abandon(self, session: str, until: float) -> None:
-        """Compute no further what a session asked for up to that time. Where somebody is still there, it asks anew."""
+        """Cancel a session's requests made before `until`. A client that is still alive sends them again."""
         for promise in list(self.by_id.values()):
             own = promise.id.partition(":")[0] == session and promise.made <= until
             if promise.task is not None and promise.answer is None and own:
@@ -90,8 +90,8 @@ class Promises:
                 self._drop(promise)
 
     def sweep(self) -> None:
-        """Forget what was fetched, or answered, long ago, and where too much is kept, more of the owner that has most:
-        what was fetched first, what a run's client never fetched last."""
+        """Drop futures fetched or answered long ago and, above the limit, more of the owner with most bytes: those
+        fetched first come first, a run's unfetched ones last."""
         self.swept = now = time.monotonic()
         owners = dict[str, list[Promise]]()
         for promise in [p for p in list(self.by_id.values()) if p.answer]:
@@ -112,6 +112,6 @@ class Promises:
             self._drop(promise)
 
     def _drop(self, promise: Promise) -> None:
-        """Its run still knows that it was, and not the answer."""
+        """Drop an answer; its run still knows that the request was done."""
         del self.by_id[promise.id]
         promise.answer = None

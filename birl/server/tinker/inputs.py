@@ -1,7 +1,7 @@
-"""A model's input as clients send it: chunks of token ids and pictures, in JSON or protobuf -> one row of ids.
+"""Parses a client's model input: chunks of token ids and images, in JSON or protobuf -> one row of ids.
 
-A picture is as many tokens as the model's own processor writes for it: placeholders (`text/pictures.py`), and marks
-that the processor itself sets between them (SmolVLM). Marks of the chat's format (Qwen's) are the client's tokens.
+An image has as many tokens as the model's own processor makes of it: placeholders (`text/pictures.py`), and marks that
+the processor adds between them (SmolVLM). Marks of the chat's format (Qwen's) are the client's tokens.
 """
 
 import base64
@@ -25,21 +25,21 @@ FORMATS = {"png": "image/png", "jpeg": "image/jpeg"}
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """vocabulary: of the model; context: longest sequence [tokens]; `pictures`: None where it sees none."""
+    """Parses inputs. `vocabulary`: of the model; `context`: longest sequence [tokens]; `pictures`: None if blind."""
 
     vocabulary: int
     context: int
     pictures: Pictures | None = None
 
     def within(self, ids: np.ndarray, what: str) -> np.ndarray:
-        """The same. Raises `BirlError` where one is no token of the vocabulary."""
+        """Return `ids`. Raises `BirlError` if one is outside of the vocabulary."""
         wrong = (ids < 0) | (ids >= self.vocabulary)
         if wrong.any():
             raise BirlError(f"{what}: {int(ids[wrong][0])} is no token; the model has {self.vocabulary}.")
         return ids
 
     def of_wire(self, chunks: Iterable[wire.Value], what: str, room: wire.Room) -> "Row":
-        """Of the messages Chunk of a datum."""
+        """The row of a datum's Chunk messages."""
         row = Row(self, what)
         for chunk in chunks:
             for kind, value in wire.fields(wire.raw(chunk), room):
@@ -80,7 +80,7 @@ class Reader:
 
 @dataclass(slots=True)
 class Row:
-    """What was read so far. `pictures` are to be kept as long as their tokens are used."""
+    """The row read so far. `pictures` must be kept as long as their tokens are used."""
 
     reader: Reader
     what: str
@@ -90,16 +90,16 @@ class Row:
 
     @property
     def tokens(self) -> np.ndarray:
-        """[T] int64."""
+        """Token ids [T] int64."""
         return np.concatenate(self.parts).astype(np.int64) if self.parts else np.empty(0, np.int64)
 
     def text(self, ids: np.ndarray) -> None:
-        """Raises `BirlError`."""
+        """Add token ids. Raises `BirlError`."""
         self._add(self.reader.within(ids, self.what))
 
     def picture(self, data: bytes, format: Any, expected: int | None) -> None:
-        """Raises `BirlError` for what is no picture of that format, one beyond the bounds, and one of another number of
-        tokens than `expected`."""
+        """Add an image. Raises `BirlError` for another format, beyond the limits, or if its number of tokens is not
+        `expected`."""
         seen, what = self.reader.pictures, self.what
         if seen is None:
             raise BirlError(f"{what}: {BLIND}")
@@ -125,7 +125,7 @@ class Row:
     def _add(self, ids: np.ndarray) -> None:
         self.count += len(ids)
         self.parts.append(ids)
-        if self.count > self.reader.context:  # no more pictures are decoded for nothing
+        if self.count > self.reader.context:  # before more images are decoded
             raise BirlError(f"{self.what}: has {self.count} tokens or more; a sequence has 1 to {self.reader.context}.")
 
 

@@ -1,4 +1,4 @@
-"""What a tenant has: sessions, runs, checkpoints; their lists, links to files, publishing and removal."""
+"""Resources of a tenant: sessions, runs, checkpoints; lists, download links, publishing and deletion."""
 
 import base64
 import functools
@@ -23,7 +23,7 @@ from birl.server.tinker.sessions import Session
 from birl.server.tinker.store import KINDS, Checkpoint
 from birl.server.tinker.tenants import Tenant
 
-LINK = 3600.0  # seconds that a link to a file is good for
+LINK = 3600.0  # validity of a download link [s]
 DOWNLOAD = "/api/v1/download/{link}"
 
 
@@ -41,7 +41,7 @@ async def list_sessions(service: TinkerService, tenant: Tenant, request: Request
 
 
 async def search_sessions(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    """Those that fit a `SessionSearchRequest` of the client, the newest first."""
+    """Sessions that match the client's `SessionSearchRequest`, the newest first."""
     data, by_id = await limits.json_object(request, service.most_bytes), service.sessions.by_id
     limit, until, fits = requests.whole(data, "limit", 50, 1, 200), _cursor(data), _search(tenant, data)
     own = [id for id in service.sessions.of(tenant.name)[::-1] if until is None or _place(by_id[id], id) < until]
@@ -61,7 +61,7 @@ def _place(session: Session, id: str) -> tuple[datetime, str]:
 
 
 def _cursor(data: Mapping[str, Any]) -> tuple[datetime, str] | None:
-    """Where the page before ended. Raises `BirlError`."""
+    """End of the previous page, or None. Raises `BirlError`."""
     if data.get("cursor") is None:
         return None
     cursor = requests.mapping(data["cursor"], "cursor")
@@ -73,7 +73,7 @@ def _cursor(data: Mapping[str, Any]) -> tuple[datetime, str] | None:
 
 
 def _search(tenant: Tenant, data: Mapping[str, Any]) -> Callable[[str, Session], bool]:
-    """Whether a session of the tenant is searched for. Raises `BirlError` for what cannot be asked."""
+    """Filter for the tenant's sessions. Raises `BirlError` for unsupported queries."""
     if data.get("project_ids"):
         raise BirlError("project_ids: this server has no projects.")
     name, one = requests.words(data, "display_name").lower(), requests.words(data, "session_id")
@@ -97,7 +97,7 @@ def _search(tenant: Tenant, data: Mapping[str, Any]) -> Callable[[str, Session],
 
 
 def described_session(session: Session, id: str, sizes: list[int]) -> dict[str, Any]:
-    """`sizes`: of its checkpoints [bytes]."""
+    """JSON of a session. `sizes`: of its checkpoints [bytes]."""
     return {
         "session_id": id, "created_at": moment(session.made), "owner": Tenant(name=session.owner).urn,
         "project_id": "", "status": session.status, "display_name": session.name or None,
@@ -106,7 +106,7 @@ def described_session(session: Session, id: str, sizes: list[int]) -> dict[str, 
 
 
 async def storage(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    """What a tenant's checkpoints take."""
+    """Storage used by a tenant's checkpoints."""
     sizes = [c.size for c in service.store.of(tenant.name)]
     row = {"user_name": tenant.name, "checkpoint_count": len(sizes), "size_bytes": sum(sizes)}
     return JSONResponse({"data": [row | {"size_gigabytes": sum(sizes) / 1e9}]})
@@ -132,7 +132,7 @@ async def get_run(service: TinkerService, tenant: Tenant, request: Request) -> R
 
 
 async def list_checkpoints(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    """Of one run, or of all of a tenant's."""
+    """Checkpoints of one run, or all of a tenant."""
     run = request.path_params.get("run")
     if run is not None:
         service.run(run, tenant)
@@ -142,7 +142,7 @@ async def list_checkpoints(service: TinkerService, tenant: Tenant, request: Requ
 
 
 def addressed(service: TinkerService, tenant: Tenant, request: Request) -> Checkpoint:
-    """The one that a path names. Raises `Refused` (404) where the tenant has none of that name."""
+    """The checkpoint in a request's path. Raises `Refused` (404) if the tenant has none of that name."""
     parts = request.path_params
     try:
         return service.checkpoints.own(f"tinker://{parts['run']}/{parts['kind']}/{parts['name']}", tenant.name)
@@ -176,7 +176,7 @@ async def set_ttl(service: TinkerService, tenant: Tenant, request: Request) -> R
 
 
 async def export_urls(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    """Links that need no key, for some time."""
+    """Temporary download links that need no key."""
     checkpoint, until = addressed(service, tenant, request), service.clock() + LINK
     base, urls = str(request.base_url).rstrip("/"), {}
     for file in sorted(service.store.folder(checkpoint).iterdir()):
@@ -210,7 +210,7 @@ def page(rows: list[Any], request: Request) -> tuple[list[Any], dict[str, int]]:
 
 
 def _number(request: Request, key: str, default: int) -> int:
-    """Raises `BirlError`."""
+    """A number of the query. Raises `BirlError`."""
     value = request.query_params.get(key, str(default))
     if not value.isascii() or not value.isdigit() or len(value) > 15:
         raise BirlError(f"{key}: must be a whole number of at least 0, not {value[:50]!r}.")

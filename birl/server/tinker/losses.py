@@ -1,4 +1,4 @@
-"""The losses that a client names: sums over all places of all data, as Tinker's documentation defines them.
+"""Losses of Tinker's API: sums over all positions of all data, as defined in Tinker's documentation.
 
     cross_entropy         -sum w_t log p_t;  targets may be [T] or [T, K]
     importance_sampling   -sum r_t A_t,  r_t = p_t / q_t,  log q_t = logprobs
@@ -9,9 +9,9 @@
     stable_reinforce      -sum sg[min(r_t, 1)] A_t log p_t + kl_coeff / 2 (log p_t - log q_t)^2;  kl_coeff 0
 
 The last one's definition is birl's own: Tinker's is not published. On-policy the gradient of all but the first is
-REINFORCE's. `clip_low_threshold` and `clip_high_threshold` are bounds of the ratio itself; they may also come with a
-datum, one for each place.
-Shapes: T places of some data behind one another; of one datum where its bounds or its ratio are for all of it (gspo).
+REINFORCE's. `clip_low_threshold` and `clip_high_threshold` are bounds of the ratio itself; they may also be given in a
+datum, one for each position. Shapes: T positions of several data, concatenated; of one datum if its bounds or its ratio
+are for all of it (gspo).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ Config = Mapping[str, float | str]
 
 
 class Given(NamedTuple):
-    """[T] float32: what was sampled with, how good it was, and the bounds of the ratio."""
+    """Log-probs of sampling, advantages, bounds of the ratio, and ratio mask, [T] float32 each."""
 
     logprobs: Tensor
     advantages: Tensor
@@ -49,7 +49,7 @@ def ppo(logp: Tensor, given: Given, config: Config) -> Tensor:
 
 
 def bounded_reinforce(logp: Tensor, given: Given, config: Config) -> Tensor:
-    """cispo, with bounds of the ratio for each place."""
+    """cispo, with bounds of the ratio for each position."""
     ratio = (logp - given.logprobs).detach().clamp(max=LOG_LIMIT).exp()
     bounded = torch.minimum(torch.maximum(ratio, given.low), given.high)
     return -(bounded * given.advantages * logp).sum()
@@ -61,7 +61,7 @@ def dro(logp: Tensor, given: Given, config: Config) -> Tensor:
 
 
 def sequence_ratio(logp: Tensor, given: Given, config: Config) -> Tensor:
-    """gspo over the places of `sequence_ratio_mask`; the others have no part in it."""
+    """gspo over the positions of `sequence_ratio_mask`; others are ignored."""
     chosen = given.ratio_mask > 0
     if not bool(chosen.any()):
         return (logp * 0.0).sum()
@@ -78,7 +78,7 @@ def stable_reinforce(logp: Tensor, given: Given, config: Config) -> Tensor:
 
 
 class Kind(NamedTuple):
-    """A loss of log-probs [T]: its function, the keys of its configuration, and the bounds of its ratio."""
+    """A loss of log-probs [T]: its function, the keys of its configuration, and the default bounds of its ratio."""
 
     loss: Callable[[Tensor, Given, Config], Tensor]
     keys: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ NAMES = ("cross_entropy", *POLICY)
 
 
 def check(request: ForwardBackward) -> None:
-    """Raises `BirlError` where the loss is none, or something that it takes is missing or of another shape."""
+    """Raise `BirlError` if the loss is unknown, or an input is missing or has another shape."""
     if request.loss == "custom":
         raise BirlError(
             "loss_fn=custom: this server does not run uploaded losses; forward_backward_custom computes them at the "
@@ -137,12 +137,12 @@ def _check_policy(loss: str, datum: Datum, what: str) -> None:
 
 
 def of_data(request: ForwardBackward, data: Sequence[Datum], logp: Sequence[Tensor]) -> Tensor:
-    """The sum of some data's losses, of their log-probs [T, K] each."""
+    """The summed loss of data, given their log-probs [T, K] each."""
     places = torch.cat([own.reshape(-1) for own in logp])
     if request.loss == "cross_entropy":
         return -(places * column(data, "weights", 1.0, places)).sum()
     kind, config = POLICY[request.loss], request.config
-    if request.loss != "gspo":  # whose bounds are a datum's
+    if request.loss != "gspo":  # gspo's bounds are per datum
         return kind.loss(places, given(data, places, kind, config), config)
     rows = zip(data, logp, strict=True)
     return torch.stack([kind.loss(own[:, 0], given([datum], own, kind, config), config) for datum, own in rows]).sum()
@@ -160,7 +160,7 @@ def given(data: Sequence[Datum], like: Tensor, kind: Kind, config: Config) -> Gi
 
 
 def column(data: Sequence[Datum], name: str, otherwise: float, like: Tensor) -> Tensor:
-    """Numbers of all data behind one another, float32, where `like` is; `otherwise` for a datum without them."""
+    """An input of all data, concatenated, float32, on the device of `like`; `otherwise` for a datum without it."""
     if not any(name in datum.inputs for datum in data):
         return torch.full(like.shape[:1], otherwise, dtype=torch.float32, device=like.device)
     parts = [

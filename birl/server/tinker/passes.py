@@ -1,7 +1,7 @@
-"""Passes through the shared base: pieces of the requests of different runs, computed together where they wait.
+"""Forward and backward passes through the shared base: pieces of waiting requests of several runs, batched.
 
-A request is cut into pieces on its own, by tokens, so a run's numbers do not depend on who else is there. The tenant
-that was served least comes next; pieces of other runs fill the rest of the pass.
+A request is cut into pieces by its own tokens, so a run's results do not depend on other runs. The tenant that was
+served least comes next; pieces of other runs fill the rest of the pass.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ Loss = Callable[[Sequence[Tensor]], Tensor]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Piece:
-    """Rows of one run in one pass. `loss`: of their log-probs; None: only these are wanted."""
+    """Rows of one run in one pass. `loss`: function of their log-probs; None for a forward pass only."""
 
     tenant: Tenant
     adapter: AdapterWeights | None
     rows: Sequence[TargetRow]
     loss: Loss | None
     result: "asyncio.Future[list[Tensor]]"
-    request: tuple[str, int] = ("", 0)  # its run, and its number there
+    request: tuple[str, int] = ("", 0)  # run id and request number
 
     @property
     def tokens(self) -> int:
@@ -39,21 +39,21 @@ class Piece:
 
 @dataclass(slots=True)
 class Passes:
-    """`together`: rows have the same bits in every pass, so that runs may share one."""
+    """Queues and batches pieces. `together`: rows are bit-identical in every pass, so that runs may share one."""
 
     base: SharedBase
     compute: Executor
     together: bool
     waiting: list[Piece] = field(default_factory=list)
     running: "asyncio.Task[None] | None" = None
-    chosen: Sequence[Piece] = ()  # what is computed now
-    computed: int = 0  # passes so far,
-    pieces: int = 0  # and pieces in them
+    chosen: Sequence[Piece] = ()  # pieces of the running pass
+    computed: int = 0  # number of passes,
+    pieces: int = 0  # and of their pieces
 
     async def __call__(self, tenant: Tenant, adapter: AdapterWeights | None, rows: Sequence[TargetRow],
                        loss: Loss | None, request: tuple[str, int] = ("", 0)) -> list[Tensor]:  # fmt: skip
-        """Log-probs of the targets of each row, [T, K]; with a loss its gradients are added to what the adapter
-        collects. Raises what the loss raises, and then there are no gradients of this piece."""
+        """Log-probs of the targets of each row, [T, K]; with a loss its gradients are accumulated in the adapter.
+        Raises what the loss raises, without gradients of this piece."""
         result: asyncio.Future[list[Tensor]] = asyncio.get_running_loop().create_future()
         self.add(Piece(tenant=tenant, adapter=adapter, rows=rows, loss=loss, result=result, request=request))
         if self.running is None or self.running.done():
@@ -61,7 +61,7 @@ class Passes:
         return await result
 
     def add(self, piece: Piece) -> None:
-        """A tenant that comes back begins where the others are: what it did not use is not saved up."""
+        """Queue a piece. A returning tenant starts at the level of the others: unused share is not saved up."""
         if self.waiting and all(p.tenant is not piece.tenant for p in self.waiting):
             piece.tenant.served = max(piece.tenant.served, min(p.tenant.served for p in self.waiting))
         self.waiting.append(piece)
@@ -69,7 +69,7 @@ class Passes:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while self.waiting:
-            await asyncio.sleep(0)  # those that are about to ask do so
+            await asyncio.sleep(0)  # lets callers add further pieces
             chosen = self.chosen = self.choose()
             results: list[Any]
             try:
@@ -78,7 +78,7 @@ class Passes:
                 results = [error] * len(chosen)
             except Exception as error:
                 results = [error]
-                if len(chosen) > 1:  # one of them is to blame: each alone
+                if len(chosen) > 1:  # each alone, to find the one that fails
                     results = [await loop.run_in_executor(self.compute, self._alone, piece) for piece in chosen]
             for piece, result in zip(chosen, results, strict=True):
                 if piece.result.done():
@@ -89,7 +89,7 @@ class Passes:
                     piece.result.set_result(result)
 
     def choose(self) -> list[Piece]:
-        """The next pass, which is taken out of what waits."""
+        """Remove the pieces of the next pass from the queue and return them."""
         first = min(self.waiting, key=lambda p: p.tenant.served)
         chosen, room = [first], self.base.max_tokens - first.tokens
         for piece in sorted(self.waiting, key=lambda p: p.tenant.served) if self.together else ():
@@ -106,7 +106,7 @@ class Passes:
         return chosen
 
     def _learn(self, pieces: Sequence[Piece]) -> list[list[Tensor]]:
-        """(compute thread)"""
+        """(compute thread) Compute one pass."""
         losses = [p.loss for p in pieces]
         work = [(p.adapter, p.rows) for p in pieces]
         if losses[0] is None:
@@ -130,7 +130,7 @@ class Passes:
 
 
 def cut(sizes: Sequence[int], most: int) -> list[slice]:
-    """Neighbouring items in pieces of at most `most` tokens, or of one item that is longer."""
+    """Slices of neighbouring items with at most `most` tokens, or of a single longer item."""
     result, start, total = [], 0, 0
     for i, size in enumerate(sizes):
         if i > start and total + size > most:

@@ -1,4 +1,4 @@
-"""What a client asks, as types: made of JSON or protobuf once, where it comes in, and checked there.
+"""Typed requests, parsed from JSON or protobuf once on arrival, and checked there.
 
 Example: forward_backward(body, Reader(vocabulary=49152, context=8192)).data[0].tokens
 """
@@ -15,15 +15,15 @@ from birl.server.tinker.inputs import Reader
 from birl.text.pictures import is_picture
 from birl.types import Picture, SamplingParams
 
-MOST_TARGETS = 256  # tokens in each place: top-k distillation takes 20 or so
+MOST_TARGETS = 256  # targets per position: top-k distillation takes 20 or so
 MOST_SAMPLES = 1024
-MOST_CELLS = 50_000_000  # of tables of most likely tokens in one answer: 8 bytes each
-BYTES = 64  # of a training request, or of a prompt's pictures, that count as a token
+MOST_CELLS = 50_000_000  # cells of top log-prob tables in one answer: 8 bytes each
+BYTES = 64  # bytes of a training request, or of a prompt's images, that count as one token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """tokens [T] int64; inputs: arrays by name, [T] or [T, K]; `pictures` among the tokens."""
+    """A training example. `tokens` [T] int64; `inputs`: arrays, [T] or [T, K]; `pictures` among the tokens."""
 
     tokens: np.ndarray
     inputs: dict[str, np.ndarray]
@@ -34,7 +34,7 @@ class Datum:
 
     @property
     def targets(self) -> np.ndarray:
-        """[T, K] int64."""
+        """Targets [T, K] int64."""
         targets = self.inputs["target_tokens"]
         return targets[:, None] if targets.ndim == 1 else targets
 
@@ -53,7 +53,7 @@ class ForwardBackward:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Whom a protobuf request is for, and how many tokens it has; known though the rest of it is wrong."""
+    """Run and number of a protobuf request, and its tokens; available even if the rest of it is invalid."""
 
     model: str
     seq: int
@@ -61,7 +61,7 @@ class Address:
 
 
 def address(body: bytes) -> Address:
-    """Raises `BirlError` where the body is no such message."""
+    """Read the address. Raises `BirlError` if the body is no such message."""
     model, seq, tokens, room = "", 0, 0, wire.Room()
     for number, value in wire.fields(body, room):
         if number == 1:
@@ -77,7 +77,7 @@ def address(body: bytes) -> Address:
 
 
 def forward_backward(body: bytes, reader: Reader) -> ForwardBackward:
-    """Raises `BirlError` that names the datum, the field and what is wrong with it."""
+    """Parse a request. Raises `BirlError` that names the datum, the field and the problem."""
     data: list[bytes] = []
     loss, forward_only, old, new, room = "", False, {}, {}, wire.Room()
     for number, value in wire.fields(body, room):
@@ -100,7 +100,7 @@ def forward_backward(body: bytes, reader: Reader) -> ForwardBackward:
 
 
 def _entry(value: wire.Value, room: wire.Room) -> tuple[str, wire.Value]:
-    """Of a map: key and value."""
+    """Key and value of a map entry."""
     parts = dict(wire.fields(wire.raw(value), room))
     return wire.text(parts.get(1, b""), 200), parts.get(2, b"")
 
@@ -123,7 +123,7 @@ def _datum(body: bytes, what: str, reader: Reader, room: wire.Room) -> Datum:
             left = room.dense
             inputs[name] = wire.tensor(wire.raw(entry), f"{what}.{name}", room)
             sparse |= {name} if room.dense < left else set()
-    if "target_tokens" in sparse and "weights" not in inputs:  # the client sends a [T, K] tensor so where 0 is frequent
+    if "target_tokens" in sparse and "weights" not in inputs:  # many zeros make the client send [T, K] so
         raise BirlError(
             f"{what}: target_tokens are sparse, where an empty cell may be token 0 or nothing: send weights of their "
             "shape, with 0 where there is no target."
@@ -133,7 +133,7 @@ def _datum(body: bytes, what: str, reader: Reader, room: wire.Room) -> Datum:
 
 
 def checked(datum: Datum, what: str, reader: Reader) -> Datum:
-    """Raises `BirlError` where a pass could not be made of it, or where a number is none."""
+    """Check a datum. Raises `BirlError` if no pass can be made of it, or a number is not finite."""
     count = len(datum)
     if not count:
         raise BirlError(f"{what}: has 0 tokens; a sequence has 1 to {reader.context}.")
@@ -153,9 +153,9 @@ def checked(datum: Datum, what: str, reader: Reader) -> Datum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """prompt; how many answers, how they are drawn; and what is asked about the prompt: log-probs of its last tokens
-    (`scored_from`: the first place that counts), `top` most likely ones, `targets` [len(prompt) - 1, K] with -1 where
-    nothing is asked, `alternatives` drawn in each place."""
+    """A sampling request: prompt, number of answers and sampling parameters; and for the prompt log-probs of its last
+    tokens (`scored_from`: first position that counts), `top` most likely ones, `targets` [len(prompt) - 1, K] with -1
+    for none, `alternatives` to sample at each position."""
 
     prompt: tuple[int, ...]
     count: int
@@ -169,23 +169,23 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """That may be computed for it, with what its pictures count as."""
+        """Maximum tokens to compute, with the share of its images."""
         files = sum(len(p.data) for p in self.pictures)
         return len(self.prompt) + self.count * self.params.max_tokens + files // BYTES
 
     @property
     def asks(self) -> bool:
-        """Is anything asked about the prompt?"""
+        """Whether log-probs of the prompt are requested."""
         return self.scored_from is not None or self.targets is not None or self.alternatives > 0
 
     @property
     def shown(self) -> np.ndarray:
-        """[T] bool: where a picture's tokens are."""
+        """Positions of image tokens [T] bool."""
         return np.array([is_picture(t) for t in self.prompt], bool)
 
 
 def sample(data: Mapping[str, Any], reader: Reader) -> Sample:
-    """Of an `asample` body. Raises `BirlError`."""
+    """Parse an `asample` body. Raises `BirlError`."""
     vocabulary, context = reader.vocabulary, reader.context
     row = reader.of_json(mapping(data.get("prompt"), "prompt").get("chunks"), "prompt")
     prompt = tuple(row.tokens.tolist())
@@ -224,7 +224,7 @@ def sample(data: Mapping[str, Any], reader: Reader) -> Sample:
 
 
 def _params(data: Mapping[str, Any], vocabulary: int, room: int) -> SamplingParams:
-    """`stop`: None ends at the model's own end; [] never; texts or ids in addition to it."""
+    """Sampling parameters. `stop`: None for the model's end tokens; [] for none; texts or ids in addition to them."""
     stop = data.get("stop")
     stop = [stop] if isinstance(stop, str) else stop
     if stop is not None and not isinstance(stop, list):
@@ -277,7 +277,7 @@ def mapping(value: Any, what: str) -> Mapping[str, Any]:
 
 
 def whole(data: Mapping[str, Any], key: str, default: int, least: int, most: int) -> int:
-    """Raises `BirlError` where it is no whole number of that range."""
+    """An integer in a range. Raises `BirlError`."""
     value = data.get(key)
     if value is None:
         return default
@@ -314,7 +314,7 @@ def flag(data: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def metadata(data: Mapping[str, Any], key: str = "user_metadata") -> dict[str, str]:
-    """Of at most 64 entries, as texts."""
+    """At most 64 entries, as texts. Raises `BirlError`."""
     value = data.get(key) or {}
     if not isinstance(value, Mapping) or len(value) > 64:
         raise BirlError(f"{key}: must be an object of at most 64 entries.")

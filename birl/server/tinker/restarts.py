@@ -1,6 +1,5 @@
-"""`birl tinker`'s ranks, which are started again when one of them is lost: memory that one lacks in a pass ends all
-that wait for it. What they go on from is on disk, and the address that they listen at is kept.
-"""
+"""Restarts the ranks of `birl tinker` if one of them is lost: a rank out of memory ends all that wait for it. Their
+state is on disk, and the listening address is kept."""
 
 import os
 import signal
@@ -17,13 +16,13 @@ from birl.config.load import to_yaml
 from birl.hosts import bind
 from birl.process import tied
 
-MOST, WINDOW = 5, 3600.0  # restarts within so many seconds
-SOCKET, AGAIN = "BIRL_TINKER_SOCKET", "BIRL_TINKER_AGAIN"  # for the child: its listening socket; restarts in WINDOW
+MOST, WINDOW = 5, 3600.0  # maximum restarts within this many seconds
+SOCKET, AGAIN = "BIRL_TINKER_SOCKET", "BIRL_TINKER_AGAIN"  # for the child: listening socket; restarts in WINDOW
 
 
 def run(config: schema.Tinker) -> int:
-    """Until a signal, whose exit code it gives. Raises `BirlError` for what can be known before the model is loaded."""
-    if config.parallel.size == 1 or "WORLD_SIZE" in os.environ:  # a launcher starts its ranks again itself
+    """Serve until a signal; returns its exit code. Raises `BirlError` for mistakes known before the model is loaded."""
+    if config.parallel.size == 1 or "WORLD_SIZE" in os.environ:  # a launcher restarts its ranks itself
         from birl.server.tinker import command
 
         return command.run(config)
@@ -32,8 +31,8 @@ def run(config: schema.Tinker) -> int:
 
 
 def supervise(words: Sequence[str], text: str, sock: socket) -> int:
-    """Run `words` with `text` as standard input, and again where it ends after it has listened at the socket, at most
-    MOST times within WINDOW. Its exit code."""
+    """Run `words` with `text` as standard input; restart it if it ends after it has listened at the socket, at most
+    MOST times within WINDOW. Returns its exit code."""
     signals, restarts = list[int](), deque[float]()
     child: subprocess.Popen[bytes] | None = None
 
@@ -49,7 +48,7 @@ def supervise(words: Sequence[str], text: str, sock: socket) -> int:
         child = subprocess.Popen(
             tied(words), stdin=subprocess.PIPE, env=env, pass_fds=[sock.fileno()], start_new_session=True
         )
-        if signals:  # before there was a child
+        if signals:  # received before the child was started
             child.terminate()
         child.communicate(text.encode())
         if signals:

@@ -1,4 +1,4 @@
-"""Tinker's routes: what is asked over HTTP, and what the client's own types want as an answer."""
+"""HTTP routes of Tinker's API, with responses as the client's types."""
 
 import asyncio
 import functools
@@ -25,8 +25,8 @@ from birl.server.tinker.service import CLONES, TinkerService
 from birl.server.tinker.store import Record
 from birl.server.tinker.tenants import Tenant
 
-POLL = 25.0  # seconds that a question for an answer waits; the client's own limit is 45
-BODIES = 4  # of the largest size, that a tenant may have on their way at once
+POLL = 25.0  # seconds that a poll for an answer waits; the client's own timeout is 45
+BODIES = 4  # maximum bodies of the largest size that a tenant may be sending at once
 OPEN = ("/api/v1/healthz", listing.DOWNLOAD)
 
 Handler = Callable[[TinkerService, Tenant, Request], Awaitable[Response]]
@@ -36,7 +36,7 @@ async def constant(answer: Mapping[str, Any], service: TinkerService, tenant: Te
     return JSONResponse(answer)
 
 
-#: everything else as the client has it by default
+#: everything else has the client's defaults
 CLIENT, DYNAMIC = (
     {"pjwt_auth_enabled": False, "sample_join_sampling_session": True},
     {"refresh_interval_sec": 300, "sample_cancel_enabled": True},
@@ -44,7 +44,7 @@ CLIENT, DYNAMIC = (
 
 
 async def telemetry(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    """Taken and not kept."""
+    """Accept telemetry without storing it."""
     await limits.body(request, service.most_bytes)
     return JSONResponse({"status": "accepted"})
 
@@ -94,11 +94,11 @@ async def get_info(service: TinkerService, tenant: Tenant, request: Request) -> 
 
 
 async def forward_backward(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    """What is wrong with the data is the promise's answer, as a number that is missing would stop the run."""
+    """Accept a training request. Invalid data become the future's error: a missing number would block the run."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refused(415, "Compressed bodies are not taken (this server's client/config says so).", "user")
     raw = await limits.body(request, service.most_bytes)
-    async with tenant.reading:  # other tenants are answered meanwhile
+    async with tenant.reading:  # other tenants are served meanwhile
         to = await asyncio.to_thread(requests.address, raw)
     run = service.run(to.model, tenant)
     record = Record(to.seq, "forward_backward", raw)
@@ -106,7 +106,7 @@ async def forward_backward(service: TinkerService, tenant: Tenant, request: Requ
 
 
 async def ordered(kind: str, service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    """A request of a run that is JSON."""
+    """A JSON request of a run."""
     data = await body(service, request)
     run = service.run(requests.words(data, "model_id"), tenant)
     seq = requests.whole(data, "seq_id", max(run.promises, default=0) + 1, 1, 2**31)
@@ -158,7 +158,7 @@ async def sample(service: TinkerService, tenant: Tenant, request: Request) -> Re
 
 
 async def retrieve(service: TinkerService, tenant: Tenant, request: Request) -> Response:
-    """The answer, as soon as there is one; 408 where that takes long, and the client asks again."""
+    """The answer when it is ready; 408 after `POLL` seconds, and the client polls again."""
     id = requests.words(await body(service, request), "request_id")
     promise = service.promises.find(id, tenant.name)
     if promise is None:
@@ -245,7 +245,7 @@ def app(service: TinkerService) -> Starlette:
 async def _answer(
     service: TinkerService, handler: Handler, path: str, request: Request, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """From beginning to end; whatever is wrong becomes an answer with the reason."""
+    """Handle one request; errors become responses with the reason."""
     try:
         if doubt := limits.ambiguous(request.headers):
             raise doubt

@@ -1,7 +1,7 @@
 """Runs: adapters in training, each with its requests in order, on disk and in memory.
 
-A run is its snapshot and the requests behind it. A request is journaled when it is accepted and done in the order of
-its number, once: one that is sent again has the same number. After a kill the requests behind the snapshot are done
+A run is its snapshot and the requests after it. A request is journaled when it is accepted and executed in the order of
+its number, once: one that is sent again has the same number. After a kill the requests after the snapshot are executed
 again, from the same state to the same bits.
 """
 
@@ -18,14 +18,14 @@ from birl.regular import read_json
 from birl.server.tinker.futures import Answer, Promise, Promises
 from birl.server.tinker.store import Record, Store, left_out
 
-MOST_AHEAD = 1000  # numbers that a request may be ahead of the one that is done next
-ANSWERS_KEPT = 64  # of the newest requests of a run, after a restart
+MOST_AHEAD = 1000  # maximum lead of a request's number over the next one to execute
+ANSWERS_KEPT = 64  # number of a run's newest answers that are kept for a restart
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One that was accepted. `tokens`: what it costs."""
+    """An accepted request. `tokens`: its cost."""
 
     record: Record
     promise: Promise
@@ -34,18 +34,18 @@ class Request:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Run:
-    """`done`: number of the last request that is. `made`: from nothing, not from a checkpoint. `broken`: why the
-    gradient is not complete."""
+    """A training run. `done`: number of the last executed request. `made`: new, not from a checkpoint. `broken`: why
+    the gradient is incomplete."""
 
     id: str
     owner: str
     base: str
-    config: LowRankConfig | None = None  # None until it is loaded from a checkpoint
+    config: LowRankConfig | None = None  # None until loaded from a checkpoint
     metadata: dict[str, str] = field(default_factory=dict)
     made: bool = True
     adapter: LowRankRun | None = None
     done: int = -1
-    snapshot: int = -1  # the last request in it
+    snapshot: int = -1  # last request in the snapshot
     snapshot_time: float = field(default_factory=time.monotonic)
     used: float = field(default_factory=time.time)
     broken: str = ""
@@ -53,21 +53,21 @@ class Run:
     promises: dict[int, Promise] = field(default_factory=dict)
     working: "asyncio.Task[None] | None" = None
     deleted: bool = False
-    saving: threading.Lock = field(default_factory=threading.Lock)  # a snapshot is written in a thread
+    saving: threading.Lock = field(default_factory=threading.Lock)  # lock of snapshots, which a thread writes
 
     @property
     def next(self) -> Request | None:
         return self.waiting.get(self.done + 1)
 
     def about(self) -> dict[str, Any]:
-        """What `run.json` holds."""
+        """Contents of `run.json`."""
         result = {"owner": self.owner, "base": self.base, "metadata": self.metadata}
         return result | {"config": self.config and asdict(self.config), "made": self.made, "deleted": self.deleted}
 
 
 @dataclass(slots=True)
 class Runs:
-    """All of them. `memory`: bytes that adapters in training may have."""
+    """All runs. `memory`: maximum bytes of adapters in training."""
 
     store: Store
     shared: SharedBase
@@ -76,7 +76,7 @@ class Runs:
     by_id: dict[str, Run] = field(default_factory=dict)
 
     def restore(self) -> list[Run]:
-        """Those on disk, without their tensors; gives those that have something left to do."""
+        """Restore the runs on disk, without their tensors; returns those with requests left to execute."""
         for id, file in self.store.files("runs"):
             with left_out(file.parent):
                 self.by_id[id] = self._restored(id, read_json(file))
@@ -104,7 +104,7 @@ class Runs:
         return result
 
     def adapter(self, id: str, config: LowRankConfig) -> LowRankRun:
-        """A new one; large ones take seconds. Raises `BirlError` where there is no room for it."""
+        """A new adapter; large ones take seconds. Raises `BirlError` if there is no memory for it."""
         self.make_room(self.size_of(config), id)
         return self.shared.run(config)
 
@@ -114,7 +114,7 @@ class Runs:
 
     def create(self, id: str, owner: str, base: str, config: LowRankConfig | None, metadata: dict[str, str],
                adapter: LowRankRun | None = None) -> Run:  # fmt: skip
-        """On disk, too. The same one where it is there already. `adapter`: of `config`."""
+        """Create a run, also on disk, or return the existing one. `adapter`: of `config`."""
         if id not in self.by_id:
             if (self.store.run(id) / "run.json").exists():
                 raise BirlError(f"{id} is on this server's disk, and cannot be read: begin a new session.")
@@ -128,8 +128,8 @@ class Runs:
         return self.by_id[id]
 
     def accept(self, run: Run, record: Record) -> tuple[Request | None, Promise]:
-        """Journal a request, unless it was accepted before; then there is only its promise. Raises `BirlError` for a
-        number that cannot be."""
+        """Journal a request; one that was accepted before only has its promise. Raises `BirlError` for an invalid
+        number."""
         known = run.promises.get(record.seq)
         if known is not None:
             return None, known
@@ -142,13 +142,13 @@ class Runs:
         return request, request.promise
 
     async def loaded(self, run: Run) -> LowRankRun:
-        """`load`, in a thread unless they are here, for a run that is working: no more is it put to disk then."""
+        """`load` in a thread if needed, for a working run, which is not unloaded."""
         here = None if run.saving.locked() else run.adapter
         return here or await asyncio.to_thread(self.load, run)
 
     def load(self, run: Run) -> LowRankRun:
-        """Its tensors, from disk where they are not here. Raises `BirlError` where there is no room for them."""
-        with run.saving:  # while it is put to disk it is not here
+        """The run's adapter, read from disk if needed. Raises `BirlError` if there is no memory for it."""
+        with run.saving:  # it is removed while it is being unloaded
             if run.adapter is not None:
                 return run.adapter
             if run.config is None:
@@ -163,7 +163,7 @@ class Runs:
             return adapter
 
     def make_room(self, size: int, wanted: str) -> None:
-        """Put the runs that were used longest ago to disk. Raises `BirlError` where that is not enough."""
+        """Unload the least recently used runs to disk. Raises `BirlError` if that is not enough."""
         idle = [r for r in list(self.by_id.values()) if r.adapter and r.working is None and r.id != wanted]
         idle.sort(key=lambda r: r.used)
         while self.held() + size > self.memory and idle:
@@ -178,7 +178,7 @@ class Runs:
         return sum(self.size_of(r.config) for r in list(self.by_id.values()) if r.adapter and r.config)
 
     def _save(self, run: Run, last: Answer | None = None) -> None:
-        """A snapshot of all that is done. `last`: the answer to the last of it, which is not given yet."""
+        """Write a snapshot of all executed requests. `last`: answer of the last one, if not settled yet."""
         if run.adapter is None or run.deleted or run.snapshot == run.done:
             return
         promises = list(run.promises.items())  # requests are accepted meanwhile
@@ -198,7 +198,7 @@ class Runs:
             run.promises.pop(seq)
 
     def try_to_save(self, run: Run, last: Answer | None = None) -> None:
-        """Where the disk is full the journal has what was done, and the next snapshot may succeed."""
+        """Write a snapshot. If the disk is full the journal has the requests, and the next snapshot may succeed."""
         try:
             with run.saving:
                 self._save(run, last)
@@ -206,11 +206,11 @@ class Runs:
             log.warning("There is no snapshot of %s: %s.", run.id, error)
 
     def unload(self, run: Run) -> None:
-        """To disk, unless it has something to do. Raises `OSError` where the disk is full; then it stays."""
+        """Move an idle run's adapter to disk. Raises `OSError` if the disk is full; the adapter is then kept."""
         if not run.saving.acquire(blocking=False):
             return
         try:
-            if run.working is None:  # a request that comes from now on waits in `load`
+            if run.working is None:  # a request that arrives now waits in `load`
                 self._save(run)
                 run.adapter = None
         finally:
@@ -220,7 +220,7 @@ class Runs:
         return [run for run in self.by_id.values() if run.owner == owner]
 
     def forget(self, id: str) -> None:
-        """Its state and what waits; where it has no checkpoints, that it ever was."""
+        """Remove a run's state and waiting requests; without checkpoints the whole run."""
         run = self.by_id[id]
         with run.saving:
             run.deleted, run.adapter = True, None

@@ -1,4 +1,4 @@
-"""Answers to prompts, and log-probs of their tokens, with the weights of a sampling session."""
+"""Sampling, and log-probs of prompts, with the weights of a sampling session."""
 
 import asyncio
 import secrets
@@ -23,14 +23,14 @@ from birl.server.tinker.requests import Sample
 from birl.server.tinker.tenants import Tenant, Turns
 from birl.types import Completion, SamplingParams, Stop
 
-EMPTY, NO_LOGPROB = 0, -99999.0  # what an empty cell of a table of most likely tokens has
-STOPPED, TOO_LONG = 0, 1  # the message's stop reasons
+EMPTY, NO_LOGPROB = 0, -99999.0  # values of empty cells in tables of top log-probs
+STOPPED, TOO_LONG = 0, 1  # stop reasons of the message
 
 
 @dataclass(slots=True)
 class Scores:
-    """Of a prompt, where they were asked for: log-probs [T], NaN where none is; most likely tokens of each place;
-    log-probs of `targets`, and drawn alternatives with theirs."""
+    """Requested log-probs of a prompt: [T], NaN if there is none; top log-probs; those of `targets`; and sampled
+    alternatives with theirs."""
 
     logprobs: np.ndarray | None = None
     top: tuple[np.ndarray, np.ndarray] | None = None
@@ -40,7 +40,7 @@ class Scores:
 
 @dataclass(slots=True)
 class ManyEngines:
-    """Processes of `birl serve` behind a router: each is sent an adapter once, when it is first asked with it."""
+    """`birl serve` processes behind a router: each is sent an adapter once, with its first request."""
 
     servers: Servers
     run: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -52,7 +52,7 @@ class ManyEngines:
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, *,
                        adapter: AdapterWeights | None = None) -> Completion:  # fmt: skip
-        """Raises `EngineDown` where no engine answers in time."""
+        """Sample an answer. Raises `EngineDown` if no engine answers in time."""
         if adapter is None:
             return await self.servers.generate(prompt_ids, params)
         name = f"{self.run}-{adapter.number}"
@@ -72,7 +72,7 @@ class Sampling:
     turns: Turns
 
     async def answer(self, tenant: Tenant, sample: Sample, adapter: AdapterWeights | None, number: int) -> bytes:
-        """A message SampleResponse. `number`: of the request, for its seed where it names none."""
+        """A SampleResponse message. `number`: of the request, its seed if it has none."""
         seed = sample.params.seed if sample.params.seed is not None else number
 
         async def one(i: int) -> Completion:
@@ -85,7 +85,7 @@ class Sampling:
         loop = asyncio.get_running_loop()
         completions = await asyncio.gather(*map(one, range(sample.count)))
         scores = Scores()
-        if sample.asks:  # else it need not wait for passes of training
+        if sample.asks:  # otherwise it does not wait for training passes
             scores = await loop.run_in_executor(self.compute, self.score, sample, adapter, seed)
         tops: list[Top | None] = [None] * len(completions)
         if sample.top_sampled:
@@ -96,20 +96,20 @@ class Sampling:
 
     @torch.no_grad()
     def score(self, sample: Sample, adapter: AdapterWeights | None, seed: int) -> Scores:
-        """(compute thread) One pass over the prompt."""
+        """(compute thread) Score a prompt in one pass."""
         result, size = Scores(), len(sample.prompt)
         if size < 2:
             if sample.scored_from is not None:
                 result.logprobs = np.full(size, np.nan, np.float32)
             return result
-        hidden, groups = self.hidden(sample.prompt[:-1], adapter)  # place i says what comes at i + 1
+        hidden, groups = self.hidden(sample.prompt[:-1], adapter)  # position i predicts token i + 1
         if sample.scored_from is not None:
             first = sample.scored_from - 1
             part, own = hidden[first:], [RowGroup(0, size - 1 - first, g.adapter) for g in groups]
             actual = plain(torch.tensor(sample.prompt[first + 1 :], dtype=torch.int64, device=hidden.device))[:, None]
             result.logprobs = np.full(size, np.nan, np.float32)
             result.logprobs[first + 1 :] = target_logprobs(self.base.model, part, actual, own)[:, 0].cpu().numpy()
-            result.logprobs[sample.shown] = np.nan  # a picture is not predicted
+            result.logprobs[sample.shown] = np.nan  # images are not predicted
             if sample.top:
                 top = top_logprobs(self.base.model, part, sample.top, own)
                 result.top = table(top, size, first + 1)
@@ -133,7 +133,7 @@ class Sampling:
     def top_sampled(
         self, prompt: tuple[int, ...], answer: tuple[int, ...], count: int, adapter: AdapterWeights | None
     ) -> Top | None:
-        """(compute thread) The most likely tokens in each place of an answer."""
+        """(compute thread) Top log-probs of each position of an answer."""
         if not answer:
             return None
         hidden, groups = self.hidden((*prompt, *answer)[:-1], adapter)
@@ -142,7 +142,7 @@ class Sampling:
 
 
 def table(top: Top, size: int, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """With empty rows before place `first`."""
+    """A table of top log-probs, with empty rows before position `first`."""
     tokens = np.full((size, top.tokens.shape[1]), EMPTY, np.int32)
     logprobs = np.full(tokens.shape, NO_LOGPROB, np.float32)
     tokens[first:], logprobs[first:] = top.tokens.numpy(), top.logprobs.numpy()
@@ -173,6 +173,6 @@ def response(completions: list[Completion], tops: list[Top | None], scores: Scor
 
 
 def _table(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
-    """A message TopkLogprobs."""
+    """A TopkLogprobs message."""
     body = wire.bytes_field(1, tokens.astype("<i4").tobytes()) + wire.bytes_field(2, logprobs.astype("<f4").tobytes())
     return body + wire.number_field(3, tokens.shape[1]) + wire.number_field(4, len(tokens))

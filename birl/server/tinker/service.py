@@ -1,4 +1,4 @@
-"""The service: sessions, runs, samplers and promises of all tenants, over one base."""
+"""The service: sessions, runs, samplers and futures of all tenants, over one base."""
 
 import asyncio
 import json
@@ -23,13 +23,13 @@ from birl.server.tinker.store import Record, Store, refusal
 from birl.server.tinker.tenants import Quota, Tenant, Tenants
 from birl.server.tinker.work import Work
 
-QUIET = 120.0  # seconds without a heartbeat, which clients send every ten; then what they wait for ends
-CLONES = 1_000_000_000  # requests of a copy of a sampling session begin at a multiple of it
+QUIET = 120.0  # seconds without a heartbeat (clients send one every ten) after which pending samples are cancelled
+CLONES = 1_000_000_000  # request numbers of a sampling session's copy start at a multiple of it
 
 
 @dataclass(slots=True, kw_only=True)
 class TinkerService:
-    """`names`: what clients may call the model, its own first. `most_bytes`: of a request."""
+    """State of the service. `names`: accepted names of the model, its own first. `most_bytes` of a request."""
 
     names: tuple[str, ...]
     tenants: Tenants
@@ -44,12 +44,12 @@ class TinkerService:
     most_rank: int
     most_bytes: int
     idle: float
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))  # of links,
-    clock: Callable[[], float] = time.monotonic  # and when they end: one that is set back revives none
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))  # signs download links,
+    clock: Callable[[], float] = time.monotonic  # whose expiry uses a monotonic clock: setting it back revives none
     ending: bool = False
 
     def restore(self) -> int:
-        """What is on disk; says how many requests are left to do, which begin now."""
+        """Restore the state on disk; returns the number of requests left, whose execution starts now."""
         self.sessions.restore()
         self.checkpoints.restore()
         left = self.runs.restore()
@@ -70,7 +70,7 @@ class TinkerService:
         return id
 
     def session(self, id: str, tenant: Tenant) -> Session:
-        """Raises `Refused` (404) where the tenant has none of this name: another's is as if it were not there."""
+        """A session. Raises `Refused` (404) if the tenant has none of this id, also if another has."""
         result = self.sessions.by_id.get(id)
         if result is None or result.owner != tenant.name:
             raise Refused(404, f"There is no session {id[:80]!r}.", "user")
@@ -78,7 +78,7 @@ class TinkerService:
         return result
 
     def opened(self, id: str, tenant: Tenant) -> None:
-        """Raises `Refused` where no run or sampler can be made in a session: it is none, or finished."""
+        """Raise `Refused` if a session is missing or finished, so that no run or sampler can be made in it."""
         if self.session(id, tenant).finished:
             raise Refused(400, f"The session {id[:80]!r} is finished: begin a new one.", "user")
 
@@ -95,7 +95,7 @@ class TinkerService:
         return result
 
     async def create(self, tenant: Tenant, data: Mapping[str, Any]) -> Promise:
-        """A run with a new adapter. An error is the promise's answer."""
+        """Create a run with a new adapter. An error is the future's answer."""
         id = self._run_id(tenant, data)
         async with tenant.reading:
             return await self._create(id, tenant, data)
@@ -120,7 +120,7 @@ class TinkerService:
             )
             self._room_for_run(tenant)
             base, about = requests.words(data, "base_model"), requests.metadata(data)
-            adapter = await asyncio.to_thread(self.runs.adapter, id, config)  # others are answered meanwhile
+            adapter = await asyncio.to_thread(self.runs.adapter, id, config)  # other requests are handled meanwhile
             self.runs.create(id, tenant.name, base, config, about, adapter)
         except BirlError as error:
             promise = self.promises.make(f"{id}#0", tenant.name, brief=True)
@@ -135,7 +135,7 @@ class TinkerService:
         return f"{session}:train:{requests.whole(data, 'model_seq_id', 0, 0, 999_999)}"
 
     def _room_for_run(self, tenant: Tenant) -> None:
-        """Runs that were unloaded, or whose session has ended, go; their checkpoints stay. Raises `BirlError`."""
+        """Remove unloaded runs, and those of ended sessions, except their checkpoints. Raises `BirlError`."""
         own = sorted(self.runs.of(tenant.name), key=lambda r: r.used)
         if len(own) < self.quota.runs:
             return
@@ -154,20 +154,20 @@ class TinkerService:
             raise BirlError(f"base_model={name}: this server has {', '.join(self.names)}.")
 
     def submit(self, tenant: Tenant, run: Run, record: Record, tokens: int = 0) -> Promise:
-        """Accept a request of a run: it is on disk when this returns, and done in its turn."""
+        """Accept a request of a run: it is on disk when this returns, and executed in its turn."""
         if self.ending:
             raise Refused(503, "The server is shutting down; it goes on when it is started again.", "overloaded", 1)
         if record.seq in run.promises:
             return run.promises[record.seq]
         tokens = max(tokens, len(record.body) // requests.BYTES)  # bodies wait in memory
-        if tokens > self.quota.tokens:  # refused in its turn: a number that is missing would stop the run
+        if tokens > self.quota.tokens:  # rejected in its turn: a missing number would block the run
             reason = (
                 f"The request has {tokens} tokens, counting its {len(record.body)} bytes as one for {requests.BYTES} "
                 f"at least, and a tenant may have {self.quota.tokens} at once."
             )
             record, tokens = refusal(record.seq, reason), 0
         with tenant.holding(self.quota, tokens):
-            pass  # raises where there is no room now
+            pass  # raises if there is no room now
         request, promise = self.runs.accept(run, record)
         if request is not None:
             request.tokens = tokens
@@ -185,8 +185,8 @@ class TinkerService:
         tenant.requests -= 1
 
     def load(self, tenant: Tenant, data: Mapping[str, Any]) -> tuple[Run, Promise]:
-        """A checkpoint into a run that is, or into one that is made for it."""
-        stranger = bool(data.get("weights_access_token"))  # the key of another: it is not journaled
+        """Load a checkpoint into an existing run, or into a new one."""
+        stranger = bool(data.get("weights_access_token"))  # the key of another tenant: not journaled
         body = json.dumps({key: value for key, value in data.items() if key != "weights_access_token"}).encode()
         if data.get("session_id") is None:
             run = self.run(requests.words(data, "model_id"), tenant)
@@ -216,7 +216,7 @@ class TinkerService:
     async def sample(
         self, tenant: Tenant, sampler: Sampler, seq: int, data: Mapping[str, Any]
     ) -> tuple[Promise, list[str]]:
-        """The promise of an answer, and an id of each sequence."""
+        """The future of an answer, and ids of its sequences."""
         id = f"{sampler.id}#{seq}"
         count = data.get("num_samples", 1)
         ids = [f"{id}.{i}" for i in range(count if type(count) is int and 0 < count <= requests.MOST_SAMPLES else 0)]
@@ -226,7 +226,7 @@ class TinkerService:
             raise Refused(503, "The server is shutting down; it goes on when it is started again.", "overloaded", 1)
         try:
             async with tenant.reading:
-                if (promise := self.promises.find(id, tenant.name)) is not None:  # it was sent again meanwhile
+                if (promise := self.promises.find(id, tenant.name)) is not None:  # sent again meanwhile
                     return promise, ids
                 asked = await asyncio.to_thread(requests.sample, data, self.work.reader)
             with tenant.holding(self.quota, asked.tokens):
@@ -247,7 +247,7 @@ class TinkerService:
                 here = sampler.path is None or sampler.path in self.checkpoints.kept
                 read = self.checkpoints.weights
                 weights = read(sampler) if here else await asyncio.to_thread(read, sampler)
-                number = zlib.crc32(promise.id.encode()) << 20 | seq % 2**20  # the same one when it is sent again
+                number = zlib.crc32(promise.id.encode()) << 20 | seq % 2**20  # the same if it is sent again
                 body = await self.sampling.answer(tenant, asked, weights, number)
                 promise.settle(Answer(body, PROTO))
         except asyncio.CancelledError:
@@ -258,7 +258,7 @@ class TinkerService:
             promise.settle(Answer.failure(f"{type(error).__name__}: {error}", "server"))
 
     async def tidy(self) -> None:
-        """Put to disk what is not in use, and end what no program waits for, for ever."""
+        """Forever unload idle runs, and end requests that no client waits for."""
         while True:
             await asyncio.sleep(min(self.idle, 30.0))
             for run in list(self.runs.by_id.values()):
@@ -270,14 +270,14 @@ class TinkerService:
             self.promises.sweep()
 
     def abandon(self) -> None:
-        """End the samples of programs that are gone."""
+        """Cancel the samples of clients that are gone."""
         for id, session in self.sessions.by_id.items():
             if time.monotonic() > session.heard + QUIET:
                 self.promises.abandon(id, session.heard + QUIET)
 
     async def close(self, grace: float) -> None:
-        """Take nothing more, finish the requests that are being done, for `grace` seconds at most, and write snapshots.
-        What is not finished is done again at the next start."""
+        """Accept nothing more, finish running requests within `grace` seconds, and write snapshots. Unfinished ones are
+        executed again at the next start."""
         self.ending = self.work.ending = True
         for promise in list(self.promises.by_id.values()):
             if promise.task is not None:
@@ -291,7 +291,7 @@ class TinkerService:
         await self.sampling.engine.close()
 
 
-TASKS: set["asyncio.Task[None]"] = set()  # asyncio itself does not keep them
+TASKS: set["asyncio.Task[None]"] = set()  # keeps references, as asyncio does not
 
 
 NO_TOKENS = "weights_access_token is not offered by this server: let the other tenant publish the checkpoint."

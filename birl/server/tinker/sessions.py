@@ -1,4 +1,4 @@
-"""Sessions: each a program of a tenant's, from its first request to its end. What ended makes room for what is new."""
+"""Sessions: each is one run of a tenant's program. Ended ones make room for new ones."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from birl.errors import BirlError
 from birl.regular import read_json
 from birl.server.tinker.store import Store, left_out
 
-SILENT = 600.0  # seconds without a heartbeat; then a session counts as ended
+SILENT = 600.0  # seconds without a heartbeat after which a session counts as ended
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Session:
     made: float = field(default_factory=time.time)
     heard: float = field(default_factory=time.monotonic)
     finished: bool = False
-    reason: str = ""  # of the end: success | errored | interrupted
+    reason: str = ""  # reason of the end: success | errored | interrupted
 
     @property
     def ended(self) -> bool:
@@ -28,13 +28,13 @@ class Session:
 
     @property
     def status(self) -> dict[str, Any] | None:
-        """As the client's `SessionSummary` has it; None for one that fell silent."""
+        """Status as in the client's `SessionSummary`; None if it ended without notice."""
         if self.finished:
             return {"type": "client_finished", "reason": {"type": self.reason or "success"}}
         return None if self.ended else {"type": "active"}
 
     def has(self, kind: str, reasons: Any) -> bool:
-        """`reasons`: of which it may have ended; empty or None: any."""
+        """Whether it has a status. `reasons`: allowed reasons of the end; empty or None: any."""
         status = self.status or {}
         right = not isinstance(reasons, list) or not reasons or status.get("reason", {}).get("type") in reasons
         return status.get("type") == kind and right
@@ -55,11 +55,11 @@ class Sessions:
                 self.by_id[id] = Session(**read_json(file))
 
     def of(self, owner: str) -> list[str]:
-        """The oldest first."""
+        """Session ids of an owner, the oldest first."""
         return sorted((id for id, s in self.by_id.items() if s.owner == owner), key=lambda id: self.by_id[id].made)
 
     def add(self, id: str, session: Session, most: int) -> None:
-        """Raises `BirlError` where the owner has as many that have not ended."""
+        """Add a session. Raises `BirlError` if the owner's quota of live ones is used up."""
         advice = "close one (ServiceClient.close), or wait until one has been silent for ten minutes"
         make_room("sessions", self.of(session.owner), most, self.ended, self.forget, advice)
         self.store.write("sessions", id, session.about())
@@ -69,7 +69,7 @@ class Sessions:
         self.store.write("sessions", id, self.by_id[id].about())
 
     def ended(self, id: str) -> bool:
-        """id: of a session, or of a run or sampler in it."""
+        """Whether a session has ended. `id`: of a session, or of a run or sampler in it."""
         session = self.by_id.get(id.partition(":")[0])
         return session is None or session.ended
 
@@ -81,7 +81,7 @@ class Sessions:
 def make_room(
     what: str, own: Iterable[str], most: int, ended: Callable[[str], bool], forget: Callable[[str], None], advice: str
 ) -> None:
-    """Forget what ended, the first ones first, until one more has room. Raises `BirlError` where none has."""
+    """Forget ended items, the first ones first, to make room for one more. Raises `BirlError` if there is none."""
     own = list(own)
     over = len(own) + 1 - most
     gone = [id for id in own if ended(id)][:over] if over > 0 else []

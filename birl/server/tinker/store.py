@@ -1,17 +1,17 @@
-"""What a service keeps on disk, so that a killed one goes on.
+"""Persistent state of a service, from which a killed one continues.
 
-    sessions/ID.json                      who, when, what for
-    samplers/ID.json                      which weights a sampling session has
+    sessions/ID.json                      owner, time, metadata
+    samplers/ID.json                      weights of a sampling session
     runs/ID/run.json                      an adapter in training: its owner, base and shape
     runs/ID/state.safetensors             the newest snapshot: masters, moments, gradients; up to which request
-    runs/ID/journal                       requests that were accepted since, in order of arrival
+    runs/ID/journal                       requests accepted since, in order of arrival
     runs/ID/answers/SEQ                   answers of requests before the snapshot
     runs/ID/{weights,sampler_weights,external_weights}/NAME/   checkpoints
-    audit.jsonl                           who did what
+    audit.jsonl                           log of events
 
-Whatever is there is complete: a file or folder is written beside its place, and renamed. A request is in the journal
-before its client hears that it was accepted; a record that a kill cut off was not accepted. What cannot be read, as
-something else damaged it, is left out with a warning, and stays where it is.
+All files are complete: a file or folder is written under another name, and renamed. A request is in the journal before
+its client gets the acceptance; a record truncated by a kill was not accepted. Files damaged otherwise are skipped with
+a warning, and left in place.
 """
 
 import json
@@ -54,10 +54,10 @@ class Record:
 
 @dataclass(slots=True, kw_only=True)
 class Checkpoint:
-    """`expires`: seconds since 1970; None never."""
+    """A checkpoint's metadata. `expires`: seconds since 1970, or None."""
 
     run: str
-    kind: str  # of KINDS
+    kind: str  # one of KINDS
     name: str
     owner: str
     made: float
@@ -75,24 +75,24 @@ class Checkpoint:
 class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.writing = threading.Lock()  # of a journal: snapshots shorten it in another thread
+        self.writing = threading.Lock()  # lock of journals: snapshots shorten them in another thread
         check_target(root / "audit.jsonl")
         for name in ("sessions", "samplers", "runs"):
             (root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
-            for left in list((root / name).glob("**/*.partial")):  # of a process that was killed
+            for left in list((root / name).glob("**/*.partial")):  # of a killed process
                 clear(left)
-        self.known = {c.path: c for c in self._read()}  # checkpoints: each save asks for all of its owner's
+        self.known = {c.path: c for c in self._read()}  # checkpoints by path: each save looks at all of its owner's
 
     def write(self, kind: str, id: str, values: Mapping[str, Any]) -> None:
-        """kind: sessions | samplers."""
+        """Write an item. kind: sessions | samplers."""
         replace(self.root / kind / f"{file_of(id)}.json", json.dumps(values).encode())
 
     def remove(self, kind: str, id: str) -> None:
-        """kind: sessions | samplers."""
+        """Remove an item. kind: sessions | samplers."""
         (self.root / kind / f"{file_of(id)}.json").unlink(missing_ok=True)
 
     def files(self, kind: str) -> Iterator[tuple[str, Path]]:
-        """kind: sessions | samplers | runs."""
+        """Ids and files of all items. kind: sessions | samplers | runs."""
         for file in sorted((self.root / kind).glob("*/run.json" if kind == "runs" else "*.json")):
             name = file.parent.name if kind == "runs" else file.stem
             if ID.fullmatch(id_of(name)):
@@ -107,15 +107,15 @@ class Store:
         replace(folder / "run.json", json.dumps(values).encode())
 
     def remove_state(self, id: str) -> None:
-        """All of a run but who had it, and its checkpoints."""
+        """Remove a run's state, except run.json and its checkpoints."""
         folder = self.run(id)
         for name in ("journal", "state.safetensors"):
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / "answers", ignore_errors=True)
 
     def append(self, id: str, record: Record) -> None:
-        """Returns when the record is where a killed process's file ends. Where the disk is full nothing of it stays, as
-        what is accepted later would be lost behind a part of it: raises `OSError`."""
+        """Append a record, unbuffered, so that it survives a kill of the process. If the disk is full the partial
+        record is removed, as later records would be lost after it: raises `OSError`."""
         with self.writing, (self.run(id) / "journal").open("ab", buffering=0) as file:
             start, data = file.tell(), framed(record)
             try:
@@ -126,8 +126,8 @@ class Store:
                 raise
 
     def journal(self, id: str, size: int | None = None) -> list[Record]:
-        """All complete records, or those in the first `size` bytes. Without `size` what a kill cut off at the end is
-        taken away; where something else has damaged a record, it and what follows it stay in journal.damaged."""
+        """All complete records, or those in the first `size` bytes. Without `size` a truncated record at the end is
+        removed; if one is damaged otherwise, it and all after it are kept in journal.damaged."""
         path, result, good, whole = self.run(id) / "journal", [], 0, size is None
         if not path.exists():
             return []
@@ -143,7 +143,7 @@ class Store:
                 except (ValueError, KeyError, TypeError):
                     break
                 good = file.tell()
-            if whole and good < size and file.read(1):  # a record that was cut off is the last one
+            if whole and good < size and file.read(1):  # a truncated record would be the last one
                 log.warning("%s is damaged at byte %s: requests behind it are left out.", path, good)
                 shutil.copyfile(path, path.with_name("journal.damaged"))
         if whole:
@@ -152,8 +152,8 @@ class Store:
 
     def snapshot(self, id: str, state: Mapping[str, Tensor], done: int, about: Mapping[str, Any],
                  answers: Mapping[int, Answer]) -> None:  # fmt: skip
-        """All that requests up to `done` made: answers first, then the state, then the shorter journal. Killed in
-        between, the newer state counts, and the journal's older records are passed over."""
+        """Write the results of requests up to `done`: answers first, then the state, then the shortened journal. After
+        a kill in between, the newer state counts, and older records of the journal are skipped."""
         folder = self.run(id)
         for seq, answer in answers.items():
             head = json.dumps({"media": answer.media_type, "failed": answer.failed}).encode()
@@ -175,7 +175,7 @@ class Store:
         return read_tensors(path) if path.exists() else None
 
     def snapshot_of(self, id: str) -> int:
-        """The last request in the snapshot; -1 without one."""
+        """Number of the last request in the snapshot; -1 without one."""
         path = self.run(id) / "state.safetensors"
         return int(read_about(path)["done"]) if path.exists() else -1
 
@@ -194,7 +194,7 @@ class Store:
             (self.run(id) / "answers" / str(seq)).unlink(missing_ok=True)
 
     def save(self, checkpoint: Checkpoint, files: Mapping[str, Any], overwrite: bool) -> Checkpoint:
-        """A folder with these files: (tensors, about) or bytes. Raises `BirlError` where there is one already."""
+        """Write a checkpoint folder with these files: (tensors, about) or bytes. Raises `BirlError` if it exists."""
         folder = self.folder(checkpoint)
         if folder.exists() and not overwrite:
             raise BirlError(f"There is a checkpoint {checkpoint.path} already; give another name, or overwrite=True.")
@@ -209,7 +209,7 @@ class Store:
                     write_tensors(partial / name, *content)
             checkpoint.size = sum(f.stat().st_size for f in partial.iterdir())
             (partial / "checkpoint.json").write_text(json.dumps(asdict(checkpoint)))
-        except OSError:  # the disk is full: others need what room there is
+        except OSError:  # the disk is full: free the space for others
             clear(partial)
             raise
         if folder.exists():
@@ -226,7 +226,7 @@ class Store:
         return self.run(checkpoint.run) / checkpoint.kind / checkpoint.name
 
     def checkpoints(self, run: str | None = None) -> Iterator[Checkpoint]:
-        """Those that have not expired; the others are removed."""
+        """The unexpired checkpoints; removes the others."""
         for path in sorted(self.known):
             if run is None or path.startswith(f"tinker://{run}/"):
                 result = self.find(path)
@@ -238,11 +238,11 @@ class Store:
             with left_out(file):
                 result = Checkpoint(**read_json(file))
                 result.expires = None if result.expires is None else float(result.expires)
-                if result.kind in KINDS and self.folder(result) == file.parent:  # else it says that it is another
+                if result.kind in KINDS and self.folder(result) == file.parent:  # else its metadata are of another
                     yield result
 
     def find(self, path: str) -> Checkpoint | None:
-        """Of a tinker:// path; None where there is none. What is changed in it counts from `change` on."""
+        """A copy of the checkpoint of a tinker:// path, or None. Changes to it are stored by `change`."""
         parsed(path)
         result = self.known.get(path)
         if result is not None and result.expires is not None and result.expires < time.time():
@@ -256,7 +256,7 @@ class Store:
         self.known[checkpoint.path] = copy(checkpoint)
 
     def delete(self, what: str | Checkpoint) -> None:
-        """A run, by its id, or a checkpoint."""
+        """Delete a run, by its id, or a checkpoint."""
         folder = self.run(what) if isinstance(what, str) else self.folder(what)
         gone = folder.with_name(folder.name + ".gone.partial")
         folder.rename(gone)
@@ -268,7 +268,7 @@ class Store:
         return [c for c in list(self.known.values()) if c.owner == owner and self.find(c.path) is not None]
 
     def note(self, tenant: str, what: str, **about: Any) -> None:
-        """In the audit."""
+        """Write an event to the audit log."""
         line = json.dumps({"time": time.time(), "tenant": tenant, "event": what, **about})
         with (self.root / "audit.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -276,7 +276,7 @@ class Store:
 
 @contextmanager
 def left_out(file: Path) -> Iterator[None]:
-    """What cannot be read is as if it were not there; its files stay."""
+    """Skip an unreadable item with a warning; its files are kept."""
     try:
         yield
     except (BirlError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -285,7 +285,7 @@ def left_out(file: Path) -> Iterator[None]:
 
 
 def file_of(id: str) -> str:
-    """Raises `BirlError` for what is no id: nothing else ever becomes a file's name."""
+    """File name of an id. Raises `BirlError` for anything else: only ids become file names."""
     if not ID.fullmatch(id):
         raise BirlError(f"{id[:80]!r} is no session, run or sampler of this server.")
     return id.replace(":", "-")
@@ -296,7 +296,7 @@ def id_of(name: str) -> str:
 
 
 def parsed(path: str) -> tuple[str, str, str]:
-    """Run, kind and name. Raises `BirlError` for what is no path of a checkpoint."""
+    """Run, kind and name of a checkpoint's path. Raises `BirlError` if it is none."""
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS or not NAME.fullmatch(parts[2]):
         raise BirlError(f"{path[:200]!r} is no path of a checkpoint: tinker://RUN/weights/NAME, say.")
@@ -305,15 +305,15 @@ def parsed(path: str) -> tuple[str, str, str]:
 
 
 def named(name: str) -> str:
-    """Raises `BirlError` where it cannot be a checkpoint's name."""
+    """Check a checkpoint's name. Raises `BirlError`."""
     if not NAME.fullmatch(name) or name.endswith(".partial"):
         raise BirlError(f"{name[:150]!r}: a checkpoint's name has letters, digits, dots, _ and -, at most 128.")
     return name
 
 
 def refusal(seq: int, reason: str, kind: str = "refused") -> Record:
-    """Instead of a request that cannot be done: its number has its turn, and the reason is the answer. kind: refused |
-    missing, where what it was is not known."""
+    """A record in place of a rejected request: it keeps its number, and the reason is its answer. kind: refused |
+    missing, if the request is unknown."""
     return Record(seq, kind, json.dumps({"reason": reason}).encode())
 
 
@@ -337,14 +337,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
     kept = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     try:
         save_file(kept, partial, metadata={"format": "pt", "about": json.dumps(about)})
-    except SafetensorError as error:  # the disk is full, say
+    except SafetensorError as error:  # for example, the disk is full
         partial.unlink(missing_ok=True)
         raise OSError(f"{path.parent.name}/{path.name}: {error}") from error
     partial.replace(path)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Raises `BirlError` where the file is damaged."""
+    """Read tensors and metadata. Raises `BirlError` if the file is damaged."""
     about = read_about(path)
     try:
         with safe_open(path, "pt") as file:
@@ -354,7 +354,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """What was written with the tensors. Raises `BirlError` where the file is damaged."""
+    """Metadata of a tensor file. Raises `BirlError` if the file is damaged."""
     try:
         check(path)
         with safe_open(path, "pt") as file:

@@ -1,8 +1,8 @@
-"""Who asks, and how much each may have at once.
+"""Tenants: authentication, quotas, and fair scheduling.
 
-A key is compared by its digest, in constant time, and neither kept nor printed. Without any key everyone on this
-machine is the tenant `local`. Of the tenants that wait for an answer the one that was served least has the next, so
-that one that asks for very much does not hold up another that asks for little.
+A key is compared by its digest, in constant time, and neither stored nor printed. Without any key everyone on this
+machine is the tenant `local`. Of the waiting tenants the one that was served least is next, so that one with many
+requests does not delay another with few.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from birl.server.limits import Refused
 VARIABLE = "BIRL_TINKER_KEYS"
 LOCAL = "local"
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
-SHORTEST = 16  # characters of a key
+SHORTEST = 16  # minimum characters of a key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """Of one tenant: sessions, runs and sampling sessions that have not ended, tokens in requests that wait or run,
-    requests that wait, checkpoints, and their bytes on disk."""
+    """Quota of a tenant: live sessions, runs and sampling sessions, tokens in waiting or running requests, waiting
+    requests, checkpoints, and their bytes on disk."""
 
     sessions: int
     runs: int
@@ -42,9 +42,9 @@ class Quota:
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """`bodies`: bytes of requests on their way.
-    `served`, `sampled`: tokens computed for it in training and in sampling, by which the next one is chosen.
-    `reading`: one of its requests is read, and its pictures decoded, at a time, so that threads are left for others."""
+    """`bodies`: bytes of requests being received. `served`, `sampled`: tokens computed for it in training and in
+    sampling, used for fair scheduling. `reading`: allows one of its requests at a time to be parsed, and its images
+    decoded, so that threads are left for others."""
 
     name: str
     tokens: int = 0
@@ -60,7 +60,7 @@ class Tenant:
 
     @contextmanager
     def taking(self, size: int, most: int) -> Iterator[None]:
-        """Count a body in, which is in memory before a quota knows of it; one alone always. Raises `Refused` (429)."""
+        """Count a body, which is in memory before the quota applies; one is always allowed. Raises `Refused` (429)."""
         if self.bodies and self.bodies + size > most:
             raise Refused(429, f"Requests of yours with {self.bodies} bytes are on their way.", "overloaded", 1)
         self.bodies += size
@@ -71,8 +71,8 @@ class Tenant:
 
     @contextmanager
     def holding(self, quota: Quota, tokens: int) -> Iterator[None]:
-        """Count a request in. Raises `Refused`: 429 while others of this tenant are in the way, which the client sends
-        again; 400 where it could never be taken."""
+        """Count a request. Raises `Refused`: 429 while other requests of this tenant use the quota, which the client
+        retries; 400 if it exceeds the quota alone."""
         if tokens > quota.tokens:
             raise Refused(400, f"The request has {tokens} tokens, and a tenant may have {quota.tokens} at once.")
         if self.tokens + tokens > quota.tokens or self.requests >= quota.requests:
@@ -91,7 +91,7 @@ class Tenant:
 
 @dataclass(slots=True)
 class Tenants:
-    """All of them, by the digests of their keys."""
+    """All tenants, by the digests of their keys."""
 
     keys: dict[bytes, str]
     by_name: dict[str, Tenant] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Tenants:
         return self.by_name.setdefault(name, Tenant(name=name))
 
     def of(self, headers: Mapping[str, str]) -> Tenant:
-        """Raises `Refused` (401) for a key that is none."""
+        """The tenant of a request. Raises `Refused` (401) for an unknown key."""
         if not self.keys:
             return self.named(LOCAL)
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -119,8 +119,8 @@ def digest(key: str) -> bytes:
 
 
 def read(path: str) -> Tenants:
-    """Of a file with a name and a key in each line, and of the variable BIRL_TINKER_KEYS: "name key" pairs, separated
-    by commas. Raises `BirlError` that says where a line is wrong, and never what it has."""
+    """Read keys from a file with a name and a key in each line, and from BIRL_TINKER_KEYS: "name key" pairs, separated
+    by commas. Raises `BirlError` with the place of a wrong line, never its content."""
     lines = [(f"{VARIABLE}, entry {i}", line) for i, line in enumerate(os.environ.get(VARIABLE, "").split(","), 1)]
     if path:
         file = Path(path).expanduser()
@@ -150,8 +150,8 @@ def read(path: str) -> Tenants:
 
 @dataclass(slots=True)
 class Turns:
-    """`free`: answers for which there is room; the last `reserve` of them for tenants that have none under way, which
-    `running` counts. `waiting`: by tenant, those that wait."""
+    """Fair scheduling of answers. `free`: number of free slots, the last `reserve` of them for tenants without running
+    answers, counted in `running`. `waiting`: waiting answers by tenant."""
 
     free: int
     reserve: int = 0
@@ -160,7 +160,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, tenant: Tenant) -> AsyncIterator[None]:
-        """Within, an answer of this tenant has room."""
+        """A slot for one answer of this tenant."""
         await self._wait(tenant)
         try:
             yield
@@ -168,7 +168,7 @@ class Turns:
             self._end(tenant)
 
     async def _wait(self, tenant: Tenant) -> None:
-        """A tenant that comes back begins where the others are: what it did not use is not saved up."""
+        """Wait for a slot. A returning tenant starts at the level of the others: unused share is not saved up."""
         if tenant.name not in self.waiting:
             least = min((other.sampled for other, _ in self.waiting.values()), default=0.0)
             tenant.sampled = max(tenant.sampled, least)
@@ -178,7 +178,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was given, and is not taken
+            if not turn.cancelled():  # given, but not taken
                 self._end(tenant)
             raise
 
@@ -193,7 +193,7 @@ class Turns:
             turn = own.popleft()
             if not own:
                 del self.waiting[tenant.name]
-            if not turn.done():  # else it was cancelled
+            if not turn.done():  # else cancelled
                 turn.set_result(None)
                 self.free -= 1
                 self.running[tenant.name] += 1

@@ -1,8 +1,8 @@
-"""Protocol buffers as bytes: the few messages of Tinker's client that are not JSON, read without any generated code.
+"""Protocol buffers without generated code, for the few messages of Tinker's client that are not JSON.
 
-A message is a row of fields, each a number, a kind and a value: 0 a varint, 1 eight bytes, 2 a length and as many
-bytes, 5 four bytes (https://protobuf.dev/programming-guides/encoding). What is read comes from strangers: every length
-is compared with what is there before it is used, and nothing is allocated for what was only announced.
+A message is a sequence of fields, each a number, a kind and a value: 0 a varint, 1 eight bytes, 2 a length and as many
+bytes, 5 four bytes (https://protobuf.dev/programming-guides/encoding). Input is untrusted: every length is compared
+with the available bytes before it is used, and nothing is allocated for announced sizes.
 """
 
 import struct
@@ -13,25 +13,25 @@ import numpy as np
 
 from birl.errors import BirlError
 
-FLOAT32, INT64, INT32 = 1, 2, 3  # the message Tensor's types
+FLOAT32, INT64, INT32 = 1, 2, 3  # types of the Tensor message
 LONGEST_SHAPE = 40  # bytes
 TYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
-MOST_FIELDS = 2_000_000  # of one request, in all its messages
-MOST_DENSE = 50_000_000  # numbers of sparse tensors of one request, made dense
+MOST_FIELDS = 2_000_000  # maximum fields of a request, in all its messages
+MOST_DENSE = 50_000_000  # maximum numbers of a request's sparse tensors, made dense
 
 Value = int | bytes
 
 
 @dataclass(slots=True)
 class Room:
-    """What is left of the bounds of one request: a small body can hold many fields, or announce large tensors."""
+    """Remaining bounds of one request: a small body can have many fields, or announce large tensors."""
 
     fields: int = MOST_FIELDS
     dense: int = MOST_DENSE
 
 
 def fields(data: bytes, room: Room | None = None) -> Iterator[tuple[int, Value]]:
-    """Number and value of each field of a message. Raises `BirlError` where it is none, or in `room` for no more."""
+    """Number and value of each field of a message. Raises `BirlError` if it is malformed, or exceeds `room`."""
     place, room = 0, room or Room()
     while place < len(data):
         room.fields -= 1
@@ -53,7 +53,7 @@ def fields(data: bytes, room: Room | None = None) -> Iterator[tuple[int, Value]]
 
 
 def varint(data: bytes, place: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it."""
+    """The number at a position, and the next position."""
     result = 0
     for shift in range(0, 70, 7):
         if place >= len(data):
@@ -67,7 +67,7 @@ def varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def signed(value: Value) -> int:
-    """Of a varint that may be negative."""
+    """A varint as a signed number."""
     if not isinstance(value, int):
         raise BirlError("The body is no message of this kind: a number is expected.")
     value &= 2**64 - 1
@@ -94,7 +94,7 @@ def double(value: Value) -> float:
 
 
 def array(value: Value, dtype: np.dtype, what: str) -> np.ndarray:
-    """Numbers one after the other."""
+    """An array of packed numbers."""
     data = raw(value)
     if len(data) % dtype.itemsize:
         raise BirlError(f"{what}: {len(data)} bytes are no row of numbers of {dtype.itemsize} bytes.")
@@ -102,7 +102,7 @@ def array(value: Value, dtype: np.dtype, what: str) -> np.ndarray:
 
 
 def numbers(value: Value) -> list[int]:
-    """A repeated number, packed or not."""
+    """Numbers of a repeated field, packed or not."""
     if isinstance(value, int):
         return [signed(value)]
     if len(value) > LONGEST_SHAPE:
@@ -115,7 +115,7 @@ def numbers(value: Value) -> list[int]:
 
 
 def tensor(data: bytes, what: str, room: Room | None = None) -> np.ndarray:
-    """A message Tensor, sparse ones made dense with zeros. Raises `BirlError` where shape and data do not agree."""
+    """Parse a Tensor message; sparse ones become dense, with zeros. Raises `BirlError` if its shape is wrong."""
     dense, sparse, kind, shape, room = b"", None, 0, [], room or Room()
     for number, value in fields(data, room):
         if number == 1:
@@ -137,7 +137,7 @@ def tensor(data: bytes, what: str, room: Room | None = None) -> np.ndarray:
 
 
 def shaped(values: np.ndarray, shape: Sequence[int], what: str) -> np.ndarray:
-    """Without a shape, one dimension."""
+    """Reshape; without a shape to one dimension."""
     size = 1
     for n in shape:
         size *= n
@@ -149,7 +149,7 @@ def shaped(values: np.ndarray, shape: Sequence[int], what: str) -> np.ndarray:
 def compressed(
     parts: Mapping[int, bytes], dtype: np.dtype, shape: Sequence[int], what: str, room: Room | None = None
 ) -> np.ndarray:
-    """A sparse row matrix (CSR): values, where each row begins, and the columns."""
+    """A dense tensor of a sparse row matrix (CSR): values, row offsets, and columns."""
     index = np.dtype("<i8")
     values = array(parts.get(1, b""), dtype, what)
     rows, columns = array(parts.get(2, b""), index, what), array(parts.get(3, b""), index, what)
@@ -196,7 +196,7 @@ def double_field(number: int, value: float) -> bytes:
 
 
 def encoded(value: int) -> bytes:
-    """A varint."""
+    """Encode a varint."""
     result = bytearray()
     while value >= 128:
         result.append(value & 127 | 128)
@@ -206,7 +206,7 @@ def encoded(value: int) -> bytes:
 
 
 def tensor_field(number: int, values: np.ndarray) -> bytes:
-    """A message Tensor, dense."""
+    """A dense Tensor message."""
     kind = INT64 if values.dtype.kind == "i" else FLOAT32
     shape = b"".join(encoded(n) for n in values.shape)
     body = bytes_field(1, values.astype(TYPES[kind]).tobytes()) + number_field(3, kind) + bytes_field(4, shape)

@@ -1,4 +1,4 @@
-"""What the requests of a run do, one after the other: `Work.run` until none is ready."""
+"""Executes the requests of each run in order."""
 
 import asyncio
 import json
@@ -26,10 +26,10 @@ from birl.server.tinker.runs import Request, Run, Runs
 from birl.server.tinker.store import Record, refusal
 from birl.server.tinker.tenants import Tenants
 
-SNAPSHOT = 30.0  # seconds: after a kill, requests of no longer time are done again
+SNAPSHOT = 30.0  # [s]: requests of at most this time are executed again after a kill
 MOST_JOURNALED = 256  # requests
-PATIENCE = 900.0  # seconds that requests wait for one before them; the client sends for five minutes
-#: requests for checkpoints, and the kind of these
+PATIENCE = 900.0  # seconds that requests wait for an earlier one; the client retries for five minutes
+#: requests that save checkpoints, and their kinds
 SAVED = {
     "save_weights": "weights",
     "save_weights_external": "external_weights",
@@ -39,7 +39,7 @@ SAVED = {
 
 @dataclass(slots=True)
 class Work:
-    """`reader`: of what the model takes."""
+    """Executes requests. `reader`: parses the model's inputs."""
 
     runs: Runs
     passes: Passes
@@ -47,10 +47,10 @@ class Work:
     tenants: Tenants
     compute: Executor
     reader: Reader
-    ending: bool = False  # no more requests are begun
+    ending: bool = False  # start no more requests
 
     def start(self, run: Run) -> None:
-        """Do what is ready, unless it is being done."""
+        """Execute the ready requests of a run, unless that is already running."""
         if run.working is None and run.next is not None and not self.ending:
             run.working = asyncio.create_task(self._run(run))
 
@@ -70,7 +70,7 @@ class Work:
             self.start(run)
 
     def skip_missing(self) -> None:
-        """Requests before others that never came have failed, so that those behind them do not wait for ever."""
+        """Fail requests that never arrived, so that later ones do not wait forever."""
         late = time.monotonic() - PATIENCE
         for run in list(self.runs.by_id.values()):
             if run.next is None and any(request.promise.made < late for request in run.waiting.values()):
@@ -81,7 +81,7 @@ class Work:
                 self.start(run)
 
     def _due(self, run: Run, request: Request) -> bool:
-        """Is a snapshot wanted?"""
+        """Whether a snapshot is due."""
         behind, kind = run.done - run.snapshot, request.record.kind
         long = time.monotonic() - run.snapshot_time > SNAPSHOT or behind > MOST_JOURNALED
         return kind == "load_weights" or (long and kind == "optim_step") or behind > 4 * MOST_JOURNALED
@@ -100,8 +100,8 @@ class Work:
             return Answer.failure(f"{type(error).__name__}: {first_line(error)}", "server")
 
     def refuse(self, word: str) -> None:
-        """What is computed now failed in a rank that others wait for, and the process ends: at the next start it is
-        answered with the reason, and not done again, as that might fail again. (any thread)"""
+        """Record the failure of a pass on a rank that others wait for, after which the process ends: at the next start
+        its requests are answered with the reason, and not executed again, as that might fail again. (any thread)"""
         reason = word.partition("\nThe last collectives")[0].strip().rpartition("\n")[2]
         for run, seq in (p.request for p in self.passes.chosen if p.request[0]):
             self.runs.store.append(run, refusal(seq, f"Its pass failed on a rank, and the server ended: {reason}"))
@@ -127,7 +127,7 @@ class Work:
                 logp += [p.cpu() for p in logprobs]
                 total += float(values[-1]) if learns else float(losses.of_data(request, data, logprobs))
         except Exception as error:
-            if learns and (logp or isinstance(error, BrokenPass)):  # a part of it was added
+            if learns and (logp or isinstance(error, BrokenPass)):  # partly accumulated
                 adapter.drop_gradients()
                 run.broken = (
                     f"A forward_backward since the last optim_step failed ({first_line(error)}); step on first."
@@ -157,7 +157,7 @@ class Work:
         return Answer.of(metrics={"grad_norm": norm, "optimizer_steps": float(adapter.steps)})
 
     async def _save(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
-        """Weights to sample with stay in memory; without a name they are for a new sampling session, whose id is the
+        """Save a checkpoint. Sampling weights stay in memory; unnamed ones open a new sampling session, whose id is the
         answer."""
         kind, seq = request.record.kind, request.record.seq
         adapter = await self.runs.loaded(run)
@@ -170,7 +170,7 @@ class Work:
         return Answer.of(path=made.path, type=kind)
 
     async def _load_weights(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
-        """Into a run that is, or that is made by it."""
+        """Load a checkpoint into an existing run, or the one created for it."""
         path = requests.words(data, "path")
         tensors, about = await asyncio.to_thread(self.checkpoints.read, path, run.owner)
         config = LowRankConfig(**about["config"])
@@ -195,14 +195,14 @@ class Work:
         raise BirlError(data["reason"])
 
     async def _missing(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
-        """It may have been a part of the gradient, or the step."""
+        """Fail a request that never arrived: it may have been part of the gradient, or the step."""
         (await self.runs.loaded(run)).drop_gradients()
         run.broken = f"{data['reason']} Step on first, and send the data again."
         raise BirlError(data["reason"])
 
     async def _unload(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
         if not run.deleted:
-            await asyncio.to_thread(self.runs.try_to_save, run)  # a client may ask for earlier answers after a kill
+            await asyncio.to_thread(self.runs.try_to_save, run)  # a client may fetch earlier answers after a kill
         run.deleted, run.adapter = True, None
         self.runs.store.make_run(run.id, run.about())
         return Answer.of(model_id=run.id, type="unload_model")
@@ -225,8 +225,8 @@ def _summed(request: ForwardBackward, data: Sequence[Datum], values: list[Tensor
 
 
 def output(data: Sequence[Datum], logp: Sequence[Tensor], total: float, request: ForwardBackward) -> bytes:
-    """A message ForwardBackwardOutput: for each datum its log-probs, as the targets' shape has them, and for
-    cross_entropy each place's part of the loss."""
+    """A ForwardBackwardOutput message: for each datum its log-probs in the targets' shape, and for cross_entropy the
+    loss of each position."""
     columns: dict[str, list[np.ndarray]] = {"logprobs": []}
     for datum, own in zip(data, logp, strict=True):
         columns["logprobs"].append(own.numpy().astype(np.float32))
@@ -237,7 +237,7 @@ def output(data: Sequence[Datum], logp: Sequence[Tensor], total: float, request:
     body = wire.bytes_field(1, b"ArrayRecord")
     flat = [d.inputs["target_tokens"].ndim == 1 for d in data]
     start = 0
-    while start < len(data):  # neighbours with as many targets are one record
+    while start < len(data):  # neighbours with equally many targets form one record
         stop = start
         while stop < len(data) and (flat[stop], logp[stop].shape[1]) == (flat[start], logp[start].shape[1]):
             stop += 1
