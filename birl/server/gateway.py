@@ -66,7 +66,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen on a free port."""
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with proto 0 Nagle's stays on
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with proto 0 Nagle stays on
         sock.bind(("127.0.0.1", 0))
         sock.listen(4096)
         routes = [Route("/{path:path}", self._endpoint, methods=["GET", "POST"])]

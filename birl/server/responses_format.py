@@ -33,7 +33,7 @@ class ResponsesReply(Reply):
     own: int = 0
     logprobs: bool = False
     top: int = 0  # number of top log-probs of each token,
-    places: Sequence[Place] = ()  # and these
+    places: Sequence[Place] = ()  # the top log-probs
     token_ids: bool = False
     talk: Conversation = ()
     given: Sequence[Item] = ()

@@ -24,7 +24,7 @@ from birl.server.tinker.tenants import Quota
 
 SHORTEST, LONGEST = 3600, 10 * 366 * 24 * 3600  # limits of a checkpoint's time to live [s]
 EPHEMERAL = 24 * 3600.0  # time to live of unnamed sampling weights after their last use [s],
-NEWEST, QUIET = 8, 600.0  # but only this long for all but the NEWEST of a run
+NEWEST, QUIET = 8, 600.0  # but only QUIET [s] for a run's older ones, all except the last NEWEST
 MOST_SAVED = 10**6  # maximum saves of one run
 
 

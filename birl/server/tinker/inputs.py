@@ -25,7 +25,7 @@ FORMATS = {"png": "image/png", "jpeg": "image/jpeg"}
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Parses inputs. `vocabulary`: of the model; `context`: longest sequence [tokens]; `pictures`: None if blind."""
+    """Parses inputs. `vocabulary`: of the model; `context`: longest sequence [tokens]; `pictures`: None: no vision."""
 
     vocabulary: int
     context: int

@@ -123,7 +123,7 @@ def _datum(body: bytes, what: str, reader: Reader, room: wire.Room) -> Datum:
             left = room.dense
             inputs[name] = wire.tensor(wire.raw(entry), f"{what}.{name}", room)
             sparse |= {name} if room.dense < left else set()
-    if "target_tokens" in sparse and "weights" not in inputs:  # many zeros make the client send [T, K] so
+    if "target_tokens" in sparse and "weights" not in inputs:  # mostly zeros: the client sends [T, K] sparse
         raise BirlError(
             f"{what}: target_tokens are sparse, where an empty cell may be token 0 or nothing: send weights of their "
             "shape, with 0 where there is no target."

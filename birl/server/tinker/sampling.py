@@ -40,7 +40,7 @@ class Scores:
 
 @dataclass(slots=True)
 class ManyEngines:
-    """`birl serve` processes behind a router: each is sent an adapter once, with its first request."""
+    """`birl serve` processes behind a router: each is sent an adapter once, when a request first uses it."""
 
     servers: Servers
     run: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -72,7 +72,7 @@ class Sampling:
     turns: Turns
 
     async def answer(self, tenant: Tenant, sample: Sample, adapter: AdapterWeights | None, number: int) -> bytes:
-        """A SampleResponse message. `number`: of the request, its seed if it has none."""
+        """A SampleResponse message. `number`: of the request, the seed if it has none."""
         seed = sample.params.seed if sample.params.seed is not None else number
 
         async def one(i: int) -> Completion:

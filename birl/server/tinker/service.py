@@ -258,7 +258,7 @@ class TinkerService:
             promise.settle(Answer.failure(f"{type(error).__name__}: {error}", "server"))
 
     async def tidy(self) -> None:
-        """Forever unload idle runs, and end requests that no client waits for."""
+        """Periodically unload idle runs, and end requests that no client waits for, until cancelled."""
         while True:
             await asyncio.sleep(min(self.idle, 30.0))
             for run in list(self.runs.by_id.values()):

@@ -42,9 +42,9 @@ class Quota:
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """`bodies`: bytes of requests being received. `served`, `sampled`: tokens computed for it in training and in
-    sampling, used for fair scheduling. `reading`: allows one of its requests at a time to be parsed, and its images
-    decoded, so that threads are left for others."""
+    """A tenant and its load. `bodies`: bytes of requests being received. `served`, `sampled`: tokens computed for it in
+    training and in sampling, for fair scheduling. `reading`: allows one of its requests at a time to be parsed, and its
+    images decoded, so that threads are left for others."""
 
     name: str
     tokens: int = 0
