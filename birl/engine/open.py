@@ -1,5 +1,5 @@
-"""Opens an embedded engine for a policy, with a KV cache that fits, and manages the weights that it samples from; or for
-several policies: one base model, and an adapter for each policy."""
+"""Opens an embedded engine for a policy, with a KV cache that fits, and manages the weights that it samples from; or
+for several policies: one base model, and an adapter for each policy."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -17,9 +17,9 @@ from torch import Tensor
 from birl.models.fused import power_of_two, triton_kernels
 from birl.types import SamplingParams
 
-CHUNK = 64  # tokens of which the kernels keep two numbers
+CHUNK = 64  # tokens per chunk, of which the kernels store two numbers
 BLOCK = 4096  # tokens that one program reads
-SEARCHED = 4096  # tokens that a search looks at in one go
+SEARCHED = 4096  # tokens that a search reads at once
 
 
 def room_of(params: Sequence[SamplingParams]) -> int:
@@ -76,9 +76,9 @@ def launch_sample(
     logits: Tensor, temperatures: Tensor, uniforms: Tensor | None, limits: Tensor | None = None,
     given: Tensor | None = None, room: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Tokens [B] int64, log-probs [B] float32, and with `room` [B, 1 + room] int32 the tokens that were kept, as
-    `birl.engine.sampler.draw` gives them. A row's bits do not depend on the other rows. Tokens that are `given` [B] are
-    not drawn. `room` is for rows with limits."""
+    """Tokens [B] int64, log-probs [B] float32, and with `room` [B, 1 + room] int32 the kept tokens, as returned by
+    `birl.engine.sampler.draw`. A row's bits do not depend on other rows. `given` tokens [B] are only scored, not
+    sampled. `room` is for rows with limits."""
     kernels = triton_kernels("sample")
     rows, vocab = logits.shape
     where, chunks = logits.device, -(-vocab // CHUNK)
