@@ -1,4 +1,4 @@
-"""Machines: what a GPU computes, holds and reads in a second, and what goes between GPUs."""
+"""Hardware of a cluster: FLOP/s, memory and HBM bandwidth of a GPU, and bandwidths between GPUs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,15 +6,15 @@ from typing import Any
 
 from birl.errors import BirlError, did_you_mean
 
-LINKS = 0.8  # of a link's bandwidth that collectives reach; assumed, for all hardware
+LINKS = 0.8  # share of a link's bandwidth that collectives reach; assumed, for all hardware
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """`gpus` GPUs, `node` of them in each machine.
 
-    Bandwidths are of one GPU and one direction. `efficiency`: of the peak that a model's large products reach, one
-    figure for a generation of hardware (`docs/planning.md` says where it comes from).
+    Bandwidths are of one GPU and one direction. `efficiency`: share of the peak FLOP/s that a model's large matrix
+    products reach, one figure for each hardware generation (its sources are in `docs/planning.md`).
     """
 
     gpus: int
@@ -27,8 +27,8 @@ class Cluster:
     efficiency: float
 
     def bandwidth(self, ranks: int, stride: int = 1) -> float:
-        """[bytes/s] that a ring over `ranks` GPUs, `stride` apart, gives each of them. A ring that leaves the machine
-        does so through the network cards of all its members there: the other GPUs have rings of their own."""
+        """Bandwidth of each GPU in a ring over `ranks` GPUs, `stride` apart [bytes/s]. A ring across machines uses the
+        network cards of all its members there, as the other GPUs have rings of their own."""
         if ranks * stride <= self.node:
             return LINKS * self.inside
         members = max(self.node // stride, 1)
@@ -60,7 +60,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def cluster_of(kind: str, gpus: int, changes: dict[str, float] | None = None, key: str = "gpu") -> Cluster:
-    """A kind in `KINDS` with some of its figures replaced. Raises `BirlError`, which names the `key`."""
+    """A kind of `KINDS` with some of its figures replaced. Raises `BirlError`, which names the `key`."""
     if kind not in KINDS:
         raise BirlError(f"{key}={kind}: there is no such kind; {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
     result = Cluster(gpus=gpus, **KINDS[kind])
@@ -68,6 +68,7 @@ def cluster_of(kind: str, gpus: int, changes: dict[str, float] | None = None, ke
 
 
 def split_device(words: Sequence[str]) -> tuple[list[str], str]:
-    """device=KIND is a word of `birl plan` and --dry-run, no key of a run: the other words, and the kind or nothing."""
+    """Return the other words and the kind of device=KIND, or "". It is a word of `birl plan` and --dry-run, no key of a
+    run."""
     kinds = [word.partition("=")[2] for word in words if word.startswith("device=")]
     return [word for word in words if not word.startswith("device=")], (kinds or [""])[-1].lower()

@@ -22,7 +22,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A layout with the micro-batch and the checkpointing that make it fastest; `memory` is bytes by purpose."""
+    """A layout with its fastest micro-batch size and checkpointing; `memory` is bytes by purpose."""
 
     layout: Layout
     work: Workload
@@ -37,8 +37,8 @@ class Plan:
 def best(
     shape: Shape, cluster: Cluster, work: Workload, wanted: dict[str, int], keep: str = "", microbatch: int = 0
 ) -> list[Plan]:
-    """One plan for each layout that fits, fastest first. `wanted`: axes that are given, by name; `keep`, `microbatch`:
-    chosen where they are not given. Raises `BirlError` where nothing divides or fits, with what comes nearest."""
+    """One plan for each layout that fits, fastest first. `wanted`: given axes, by name; `keep`, `microbatch`: chosen if
+    not given. Raises `BirlError` if nothing divides or fits, with what comes nearest."""
     possible = [one for one in layouts(shape, cluster) if all(getattr(one, a) == n for a, n in wanted.items())]
     if not possible:
         _refuse(shape, cluster, wanted)
@@ -64,7 +64,7 @@ def best(
 def _plans(
     shape: Shape, cluster: Cluster, layout: Layout, work: Workload, keep: str, microbatch: int
 ) -> Iterator[Plan]:
-    """Micro-batches of 1, 2, 4 ... sequences, as far as the batch goes."""
+    """Plans with micro-batches of 1, 2, 4 ... sequences, up to the whole batch."""
     most = work.batch // layout.shares
     sizes = [work.sequence * 2**n for n in range(max(most // work.sequence, 0).bit_length())]
     for size in [microbatch] if microbatch else sizes:
@@ -78,7 +78,7 @@ def _plans(
 
 
 def _refuse(shape: Shape, cluster: Cluster, wanted: dict[str, int]) -> None:
-    """Say why no layout has these axes."""
+    """Raise `BirlError` with the reason that no layout has these axes."""
     layout = Layout(**wanted)
     rest = cluster.gpus // layout.size
     if "fsdp" not in wanted and rest and layout.size * rest == cluster.gpus:
@@ -88,32 +88,32 @@ def _refuse(shape: Shape, cluster: Cluster, wanted: dict[str, int]) -> None:
 
 
 def limits(cluster: Cluster) -> str:
-    """How much of a GPU's memory a plan may fill."""
+    """Text: the share of a GPU's memory that a plan may use."""
     return f"{USABLE * cluster.memory / GIB:.1f} GiB usable, {RESERVED / GIB:.1f} of them reserved"
 
 
 @dataclass(kw_only=True)
 class Question:
-    """What `birl plan --cluster` is asked, each a `key=value`; 0 and empty: chosen, or the kind's own figure."""
+    """Input of `birl plan --cluster`, each a `key=value`; 0 and empty: chosen, or the kind's figure."""
 
     model: str = "qwen2.5-7b"
-    """A folder with config.json, the file, or a known name."""
+    """A folder with config.json, that file, or a known name."""
     gpu: str = "h100"
     """Kind: a100-80, h100, h200, b200, gb200."""
     gpus: int = 8
-    """How many."""
+    """Number of GPUs."""
     batch: int = 1048576
-    """Tokens of an optimizer step."""
+    """Tokens of a batch (an optimizer step)."""
     sequence: int = 4096
     """Tokens of a sequence."""
     microbatch: int = 0
     """Tokens of a micro-batch: learner.tokens_per_microbatch."""
     keep: str = ""
-    """What stays for the backward pass: all, half or inputs (learner.gradient_checkpointing)."""
+    """What is kept for the backward pass: all, half or inputs (learner.gradient_checkpointing)."""
     optimizer: str = "adamw"
     """adamw, or adamw8bit with a quarter of its state (optimizer.kind)."""
     ddp: int = 0
-    """Axes; those that are given are not searched."""
+    """Sizes of the parallel axes; those that are given are not searched."""
     fsdp: int = 0
     cp: int = 0
     tp: int = 0
@@ -123,19 +123,19 @@ class Question:
     flops: float = 0.0
     """Dense bfloat16 [1/s]."""
     memory: float = 0.0
-    """Of a GPU [bytes]."""
+    """Memory of a GPU [bytes]."""
     hbm: float = 0.0
-    """Its bandwidth [bytes/s]."""
+    """HBM bandwidth [bytes/s]."""
     inside: float = 0.0
     """Bandwidth between GPUs of a machine, one direction [bytes/s]."""
     between: float = 0.0
-    """From a GPU to other machines, one direction [bytes/s]."""
+    """Bandwidth from a GPU to other machines, one direction [bytes/s]."""
     efficiency: float = 0.0
-    """Share of the peak that large products reach."""
+    """Share of the peak FLOP/s that large products reach."""
 
 
 def run(words: list[str], *, as_json: bool = False) -> dict[str, Any]:
-    """Print the plans that fit, fastest first; what `--json` prints. Raises `BirlError`."""
+    """Print the plans that fit, fastest first; returns what `--json` prints. Raises `BirlError`."""
     asked = parse(words)
     shape = shape_of(asked.model)
     changes = {name: value for name in CLUSTER if (value := getattr(asked, name))}
@@ -158,7 +158,7 @@ def run(words: list[str], *, as_json: bool = False) -> dict[str, Any]:
 
 
 def parse(words: list[str]) -> Question:
-    """`key=value` words; one without = is the model. Raises `BirlError` naming the key."""
+    """Parse `key=value` words; a word without = is the model. Raises `BirlError` naming the key."""
     asked, kinds = Question(), {f.name: f.type for f in fields(Question)}
     for word in words:
         key, equals, text = word.partition("=")

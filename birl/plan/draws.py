@@ -1,4 +1,4 @@
-"""The episodes of a simulation, drawn once: every split and every staleness gets the same ones."""
+"""The episodes of a simulation, drawn once: all splits and all values of max_staleness get the same ones."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from birl.plan.scenario import Episodes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-BLOCK = 1024  # groups that are drawn at once, so that group i is the same however many are asked for
+BLOCK = 1024  # groups that are drawn together, so that group i does not depend on how many are drawn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Of some groups in a row. `tokens` [groups, episodes, turns]: answers, 0 behind the last turn; `wait` [as tokens]:
-    seconds after the turn; `reward` [groups, episodes]: seconds after the last token."""
+    """Consecutive groups. `tokens` [groups, episodes, turns]: tokens of answers, 0 after the last turn; `wait` [as
+    tokens]: seconds after the turn; `reward` [groups, episodes]: seconds from the last token to the reward."""
 
     tokens: NDArray[np.int32]
     wait: NDArray[np.float32]
@@ -68,7 +68,7 @@ class Draws:
             flat = np.concatenate([np.array(row) for row in its.tokens])
             start = np.cumsum(sizes) - sizes
             row = random.integers(0, len(sizes), shape[0])
-            if sizes.max() == 1:  # a flat list: every answer for itself
+            if sizes.max() == 1:  # a flat list: every answer is drawn independently
                 row = random.integers(0, len(sizes), shape)
                 return flat[row]
             within = (random.random(shape) * sizes[row][:, None, None]).astype(np.int64)

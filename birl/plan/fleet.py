@@ -1,4 +1,4 @@
-"""Engines that decode, simulated from event to event. Between two admissions, and between two versions of the weights,
+"""Discrete-event simulation of decoding engines. Between two admissions, and between two versions of the weights,
 engines do not affect each other, so each has a clock of its own.
 
 Decoding is continuous: all n running sequences move at one token per f(n) + c (context) seconds. `steps` counts the
@@ -19,33 +19,33 @@ TOTALS = ("busy", "held", "waited", "sequences", "decoded")
 
 @dataclass(slots=True, order=True)
 class Open:
-    """An episode that is not done; `wait` and `reward` in seconds, the rest in tokens."""
+    """An unfinished episode; `wait` and `reward` in seconds, the rest in tokens."""
 
-    place: int  # of its group, in the order of admission
+    place: int  # of its group, in order of admission
     number: int
     turns: list[int] = field(compare=False)
     wait: list[float] = field(compare=False)
     reward: float = field(compare=False)
-    size: float = field(compare=False)  # of its context, when the turn begins
-    due: float = field(compare=False)  # prefill when the turn begins
+    size: float = field(compare=False)  # of its context at the start of the turn
+    due: float = field(compare=False)  # prefill at the start of the turn
     turn: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True)
 class DecodingEngine:
-    """One engine. Totals since the start: `busy`, `held` (by new weights) and `waited` (for environments) in seconds,
-    `sequences` in sequence-seconds, `decoded` in tokens."""
+    """One engine. Totals since the start: `busy`, `held` (paused for new weights) and `waited` (for environments) in
+    seconds, `sequences` in sequence-seconds, `decoded` in tokens."""
 
     engine: Engine
     observation: float
-    seconds: list[float]  # f(n)
+    seconds: list[float]  # f(n), time of a step by number of sequences
     time: float = 0.0
     steps: float = 0.0
-    context: float = 0.0  # of what runs [tokens]
-    stall: float = 0.0  # seconds of prefill before decoding goes on
-    hold: float = 0.0  # seconds of standing still before that
+    context: float = 0.0  # of all running sequences [tokens]
+    stall: float = 0.0  # remaining seconds of prefill, in which nothing decodes
+    hold: float = 0.0  # remaining seconds of a pause, before the prefill
     running: list[tuple[float, Open]] = field(default_factory=list[tuple[float, Open]])  # a heap by the last step
-    waiting: list[tuple[float, Open]] = field(default_factory=list[tuple[float, Open]])  # a heap by the first second
+    waiting: list[tuple[float, Open]] = field(default_factory=list[tuple[float, Open]])  # a heap by ready time
     busy: float = 0.0
     held: float = 0.0
     waited: float = 0.0
@@ -57,26 +57,26 @@ class DecodingEngine:
         return len(self.running) + len(self.waiting)
 
     def _pace(self) -> tuple[float, float]:
-        """Seconds of a token, and by how much half of what a token adds to the context slows it."""
+        """Seconds of a token now, and how much half of the context growth per token adds to them."""
         n = len(self.running)
         return self.seconds[n] + self.engine.per_context * self.context, self.engine.per_context * n / 2
 
     def next(self) -> float:
-        """When a turn begins or ends [s]."""
+        """Time of the next begin or end of a turn [s]."""
         begins = math.inf
         if self.waiting and len(self.running) < self.engine.max_batch:
             begins = max(self.waiting[0][0], self.time)
         return min(begins, self._ends())
 
     def _ends(self) -> float:
-        """When the next turn ends, if none begins before [s]."""
+        """Time at which the next turn ends, if none begins before [s]."""
         if not self.running:
             return math.inf
         (rate, bend), left = self._pace(), self.running[0][0] - self.steps
         return self.time + (self.hold + self.stall + left * (rate + bend * left) if left > ROUNDING else 0.0)
 
     def advance(self, until: float) -> list[tuple[Open, float]]:
-        """To the second `until`. Returns the episodes that were done by then, and when."""
+        """Simulate until time `until`. Returns the episodes that ended by then, each with its time."""
         done: list[tuple[Open, float]] = []
         while (event := self.next()) <= until:
             self._pass(event - self.time, ends=event == self._ends())
@@ -88,7 +88,7 @@ class DecodingEngine:
         return done
 
     def pause(self, seconds: float) -> None:
-        """New weights."""
+        """Pause for new weights; with recompute_kv running contexts are prefilled again."""
         self.hold += seconds
         if self.engine.recompute_kv:
             self.stall += self.context / self.engine.prefill
@@ -96,7 +96,7 @@ class DecodingEngine:
                 episode.due = episode.size if episode.turn else episode.due
 
     def _pass(self, seconds: float, *, ends: bool = False) -> None:
-        """Count `seconds` in which no turn begins or ends. `ends`: then one does, at its last token exactly."""
+        """Let `seconds` pass in which no turn begins or ends. `ends`: a turn ends then, exactly at its last token."""
         held = min(self.hold, seconds)
         stalled = min(self.stall, seconds - held)
         self.hold, self.stall, self.held = self.hold - held, self.stall - stalled, self.held + held
@@ -118,7 +118,7 @@ class DecodingEngine:
         while self.running and self.running[0][0] <= self.steps + ROUNDING:
             _, episode = heapq.heappop(self.running)
             episode.size += episode.turns[episode.turn]
-            self.context = self.context - episode.size if self.running else 0.0  # no rounding that stays
+            self.context = self.context - episode.size if self.running else 0.0  # so that rounding errors do not add up
             if episode.turn + 1 == len(episode.turns):
                 done.append((episode, self.time))
                 continue
@@ -128,8 +128,8 @@ class DecodingEngine:
             heapq.heappush(self.waiting, (ready, episode))
 
     def _begin(self) -> None:
-        """Turns that are ready begin, as far as there is room, the longest waiting first."""
-        begin = float(math.ceil(self.steps - ROUNDING))  # with the next step of those that run
+        """Start the turns that are ready while there is room, longest waiting first."""
+        begin = float(math.ceil(self.steps - ROUNDING))  # with the next step of the running sequences
         if not self.running:
             self.steps = begin
         while self.waiting and self.waiting[0][0] <= self.time and len(self.running) < self.engine.max_batch:
@@ -141,29 +141,29 @@ class DecodingEngine:
 
 
 class Fleet:
-    """`count` engines. `finished` has the groups whose rewards are there, by place, with the second of the last one."""
+    """`count` engines. `finished`: place of a group whose rewards are all known -> time of the last one [s]."""
 
     def __init__(self, engine: Engine, episodes: Episodes, count: int, route: str = "episode") -> None:
         self.engine, self.episodes, self.route = engine, episodes, route
         seconds = step_seconds(engine)
         self.engines = [DecodingEngine(engine, episodes.observation, seconds) for _ in range(count)]
-        self.events = [(math.inf, at) for at in range(count)]  # a heap, with at least the next of each engine
+        self.events = [(math.inf, at) for at in range(count)]  # a heap with at least the next event of each engine
         self.finished: dict[int, float] = {}
-        self._left: dict[int, tuple[int, float]] = {}  # place -> episodes that are not done, second of the last reward
+        self._left: dict[int, tuple[int, float]] = {}  # place -> number of unfinished episodes, time of the last reward
 
     def next(self) -> float:
-        """When the next turn of any engine begins or ends [s]."""
+        """Time of the next begin or end of a turn in any engine [s]."""
         while (event := self.events[0])[0] != self.engines[event[1]].next():
             heapq.heapreplace(self.events, (self.engines[event[1]].next(), event[1]))
         return event[0]
 
     def step(self) -> None:
-        """The engine with the next event goes there."""
+        """Advance the engine that has the next event to that event."""
         now = self.next()
         self._advance(self.events[0][1], now)
 
     def advance(self, until: float) -> None:
-        """All engines, to the second `until`."""
+        """Advance all engines to time `until` [s]."""
         for at in range(len(self.engines)):
             self._advance(at, until)
         self._sort()
@@ -185,8 +185,8 @@ class Fleet:
         self._sort()
 
     def admit(self, first: int, block: Block, now: float) -> None:
-        """Start these groups, at the places from `first` on; all clocks are at `now`. Each episode, or each group with
-        route=group, goes to the engine with the fewest open ones."""
+        """Start these groups at the places from `first` on, at time `now` of all engines. Each episode, or with
+        route=group each group, goes to the engine with the fewest unfinished ones."""
         least = sorted((engine.open, at) for at, engine in enumerate(self.engines))
         groups, size = block.tokens.shape[:2]
         for group, place in enumerate(range(first, first + groups)):

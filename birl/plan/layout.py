@@ -1,4 +1,4 @@
-"""What a training step computes, and how the ranks of a cluster share it: the products of axes that are possible."""
+"""Layouts (sizes of the parallel axes) of a training step on a cluster, and the step's workload."""
 
 import math
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ class Workload:
     """`batch` tokens go through the model in micro-batches of `microbatch` tokens a share, packed from sequences of
     `sequence` tokens.
 
-    keep: what of a layer stays in memory for its backward pass. all; half: attention's result and that of every second
-    product, the rest is computed again (torchtitan's selective checkpointing); inputs: the layer's input alone
+    keep: activations of a layer that are kept for its backward pass. all; half: outputs of attention and of every
+    second matrix product, the rest is recomputed (torchtitan's selective checkpointing); inputs: the layer's input only
     (learner.gradient_checkpointing).
-    logits: tokens whose logits are there at once; 0: the learner's chunks.
+    logits: tokens whose logits are in memory at once; 0: the learner's chunks.
     optimizer: optimizer.kind.
-    once: a token goes to a machine once, whatever experts it has there (DeepEP), not once for each expert.
+    once: a token is sent to a machine once for all its experts there (DeepEP), not once for each expert.
     """
 
     batch: int
@@ -64,12 +64,12 @@ class Layout:
 
     @property
     def splits(self) -> int:
-        """That weights are split over, but for pp."""
+        """Number of ranks over which weights are split, without pp."""
         return self.fsdp * self.cp * self.tp
 
     @property
     def shares(self) -> int:
-        """That see different samples."""
+        """Number of data-parallel ranks, which have different samples."""
         return self.ddp * self.fsdp
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Layout:
 
 
 def check(layout: Layout, shape: Shape, gpus: int) -> None:
-    """Raises `BirlError` with the numbers of whatever does not divide."""
+    """Raises `BirlError` with the numbers of what does not divide."""
     if layout.size != gpus:
         raise BirlError(f"{layout} makes {layout.size} ranks, and there are {gpus} GPUs.")
     kv_heads = shape.heads if shape.latent else shape.kv_heads
@@ -94,7 +94,7 @@ def check(layout: Layout, shape: Shape, gpus: int) -> None:
 
 
 def layouts(shape: Shape, cluster: Cluster) -> Iterator[Layout]:
-    """All that divide. Tensor parallelism stays within a machine."""
+    """All layouts that divide. Tensor parallelism stays within a machine."""
     for tp in divisors(math.gcd(cluster.gpus, cluster.node)):
         for cp in divisors(cluster.gpus // tp):
             for fsdp in divisors(cluster.gpus // (tp * cp)):

@@ -1,4 +1,4 @@
-"""One split of the GPUs, simulated: the rule of `rollout/pipeline.py` over a `Fleet` and a learner.
+"""Simulation of one split of the GPUs: the rules of `rollout/pipeline.py` with a `Fleet` and a learner.
 
     admit    a slot is free        B groups at every end of a training step, after the first (e - n + 2) B - w
     roll     `Fleet`               groups end at their own times
@@ -20,7 +20,7 @@ from birl.plan.scenario import Scenario, step_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """`learners` replicas. `shared`: both are the same GPUs and take turns."""
+    """`learners`: number of replicas. `shared`: engines and learners are on the same GPUs and alternate."""
 
     engines: int
     learners: int
@@ -31,8 +31,8 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """One training step. Times in seconds since the start; `taken` is group numbers, `staleness` of each in training
-    steps. `engines` is `Fleet.totals` at `end`, `waited_busy` the engine-seconds of work while the learner
+    """One training step. Times in seconds since the start; `taken`: numbers of its groups, `staleness`: of each, in
+    training steps; `engines`: `Fleet.totals` at `end`; `waited_busy`: engine-seconds of work while the learner
     waited."""
 
     number: int
@@ -54,9 +54,9 @@ class Simulation:
     split: Split
     draws: Draws
     steps: list[SimulatedStep] = field(default_factory=list[SimulatedStep])
-    versions: list[int] = field(default_factory=list[int])  # by place, of the weights at admission
-    taken: set[int] = field(default_factory=set[int])  # places, from `first` on
-    first: int = 0  # the first place that was not taken
+    versions: list[int] = field(default_factory=list[int])  # place -> version of the weights at its admission
+    taken: set[int] = field(default_factory=set[int])  # places after `first` that are trained
+    first: int = 0  # the first place that is not trained
     fleet: Fleet = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,13 +71,13 @@ class Simulation:
         return self.steps
 
     def _admit(self, count: int, now: float) -> None:
-        """The engines hold the weights after the last multiple of sync.every."""
+        """Start groups with the current weights of the engines, those of the last multiple of sync.every."""
         place, done = len(self.versions), len(self.steps)
         self.versions += [done - done % self.scenario.sync.every] * count
         self.fleet.admit(place, self.draws.groups(np.arange(place, place + count)), now)
 
     def _step(self) -> SimulatedStep:
-        """The next training step, all clocks from its begin to its end."""
+        """Simulate the next training step, from its begin to its end."""
         fleet, its, number = self.fleet, self.scenario, len(self.steps) + 1
         begin = self.steps[-1].end if self.steps else 0.0
         before = fleet.totals()["busy"]
@@ -88,7 +88,7 @@ class Simulation:
         trained, tokens = learner_seconds(its, self.split.learners, block)
         trained += its.sync.switch if self.split.shared else 0.0
         end = start + trained
-        if number % its.sync.every == 0 and not self.split.shared:  # shared GPUs hold the new weights already
+        if number % its.sync.every == 0 and not self.split.shared:  # shared GPUs have the new weights already
             fleet.advance(end + sync_seconds(its, self.split.engines))
             fleet.pause(its.sync.pause)
             end += sync_seconds(its, self.split.engines) + its.sync.pause
@@ -110,8 +110,8 @@ class Simulation:
         )
 
     def _take(self, now: float) -> tuple[list[int], float]:
-        """The places of the next step and when the last of them was there: one after another, as the pipeline does, of
-        those that are there the first, at most the window behind the first that was not taken; else wait."""
+        """The places of the next step's groups, and the time at which it has all. As in the pipeline: the first
+        finished groups at most the window after the first untaken place; waits for more if there are too few."""
         window, finished, chosen = window_of(self.scenario, self.split), self.fleet.finished, list[int]()
         while len(chosen) < self.split.prompts:
             near = [p for p in range(self.first, self.first + window + 1) if p not in self.taken and p in finished]
@@ -132,19 +132,19 @@ class Simulation:
 
 
 def window_of(scenario: Scenario, split: Split) -> int:
-    """run.order_window, as far as the staleness leaves room for it."""
+    """run.order_window, limited by the staleness that is left."""
     spare = (split.max_staleness - scenario.sync.every + 1) * split.prompts
     return min(scenario.run.order_window, max(spare, 0))
 
 
 def slots_of(scenario: Scenario, split: Split) -> int:
-    """Groups that may be admitted and not yet trained: the proof is in `rollout/pipeline.py`."""
+    """Groups that may be admitted and not yet trained; the proof is in `rollout/pipeline.py`."""
     return (split.max_staleness - scenario.sync.every + 2) * split.prompts - window_of(scenario, split)
 
 
 def learner_seconds(scenario: Scenario, replicas: int, block: Block) -> tuple[float, float]:
-    """Seconds of a training step on these groups, and its tokens. A sample is not divided, so that the fullest replica
-    has at least the longest one; otherwise replicas are balanced."""
+    """Seconds of a training step on these groups, and its tokens. Replicas are balanced, but samples are not divided:
+    the fullest replica has at least the longest sample."""
     learner, its = scenario.learner, scenario.episodes
     turns = (block.tokens > 0).sum(axis=2)
     answers = block.tokens.sum(axis=2) + its.observation * (turns - 1)
@@ -156,15 +156,15 @@ def learner_seconds(scenario: Scenario, replicas: int, block: Block) -> tuple[fl
 
 
 def sync_seconds(scenario: Scenario, engines: int) -> float:
-    """From the learner to all engines, without the pause."""
+    """Seconds of a transfer of the weights to all engines, without the pause."""
     sync = scenario.sync
     limit = engines * sync.bytes / sync.source_bandwidth if sync.source_bandwidth else 0.0
     return max(sync.bytes / sync.bandwidth, limit)
 
 
 def engine_seconds(scenario: Scenario, answers: float, episodes: float, groups: float) -> float:
-    """The least engine-seconds for so many answer tokens: always the best number of sequences, contexts at their
-    mean, every prompt once."""
+    """The least engine-seconds for so many answer tokens: always with the best number of sequences, mean context, and
+    every prompt computed once."""
     engine, its = scenario.engine, scenario.episodes
     seconds = step_seconds(engine)
     best = min(seconds[n] / n for n in range(1, len(seconds)))

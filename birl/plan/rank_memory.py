@@ -1,7 +1,7 @@
 """Memory of one rank of a layout, by purpose [bytes].
 
-Float32 weights, gradients and optimizer state are split over all ranks but copies (ddp); where nothing is split, the
-bfloat16 weights are there beside them. Between blocks tokens are split over cp and tp (sequence parallelism), within
+Float32 weights, gradients and optimizer state are split over all axes but ddp (copies); if nothing is split, the
+bfloat16 weights come on top. Between blocks tokens are split over cp and tp (sequence parallelism), within
 them over cp, and heads and inner features over tp. `tests/gpu/test_ranks_memory.py` compares it with what a step of the
 learner allocates.
 """
@@ -12,15 +12,15 @@ from birl.models.shape import Shape, backward_bytes
 from birl.plan.layout import Layout, Workload
 
 RESERVED = 3e9  # CUDA, NCCL's buffers and the libraries; assumed
-USABLE = 0.95  # of the memory; the allocator loses the rest between blocks; assumed
+USABLE = 0.95  # share of the memory; the rest is lost to the allocator's fragmentation; assumed
 #: bytes of both moments of a parameter; in 8 bits with a float32 scale for each 256 (`learner/adamw8bit.py`)
 STATE = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}
-LOGIT = 12  # bytes where all are there at once, float32: log-softmax, the gradient by it, and that by the logits
+LOGIT = 12  # bytes if all are in memory, float32: log-softmax, the gradient by it, and that by the logits
 
 
 def kept(shape: Shape, keep: str, tp: int = 1, seen: float = 0.0) -> float:
-    """Bytes that a layer keeps of a token of its blocks until its backward pass, the mean over layers; bfloat16.
-    `seen`: keys that are gathered for each token (cp)."""
+    """Bytes that a layer keeps for its backward pass for each token of its blocks, mean over layers; bfloat16. `seen`:
+    keys that are gathered for each token (cp)."""
     if keep == "inputs":
         return 2.0 * shape.hidden / tp
     query, value = shape.widths
@@ -31,23 +31,23 @@ def kept(shape: Shape, keep: str, tp: int = 1, seen: float = 0.0) -> float:
         return 2 * (shape.hidden + value + products / 2) / tp
     attention = (1 + shape.head_norms) * (query + keys) + value + seen * keys + 2 * shape.heads  # and sums of rows
     inner = shape.matrices * dense_width(shape) + (shape.matrices + 1) * (mlp_width(shape) - dense_width(shape))
-    # both sums of the residual stream are split; both normed inputs are there for all tokens of the block
+    # both residual sums are split; both normed inputs have all tokens of the block
     return 2 * (2 * shape.hidden + moved + (2 * shape.hidden + attention + inner) / tp)
 
 
 def mlp_width(shape: Shape) -> float:
-    """Inner width of what one token goes through, the mean over layers."""
+    """MLP width that one token goes through, mean over layers."""
     sparse = shape.sparse_layers * (shape.chosen * shape.expert_inner + shape.shared_inner)
     return dense_width(shape) + sparse / shape.layers
 
 
 def dense_width(shape: Shape) -> float:
-    """Of layers without experts, the mean over all."""
+    """MLP width of layers without experts, mean over all layers."""
     return (shape.layers - shape.sparse_layers) * shape.inner / shape.layers
 
 
 def memory(shape: Shape, layout: Layout, work: Workload) -> dict[str, float]:
-    """Bytes of one rank, by purpose, at the worst moment of a micro-batch that is not its step's first."""
+    """Bytes of one rank, by purpose, at the peak of a micro-batch that is not the first of its step."""
     own = shape.parameters / (layout.fsdp * layout.cp * layout.tp * layout.pp)
     worst = max(moments(shape, layout, Passes.of(shape, layout, work)), key=lambda moment: sum(moment.values()))
     state = {"weights, float32": 4 * own, "gradients, float32": 4 * own, "optimizer state": STATE[work.optimizer] * own}
@@ -56,9 +56,9 @@ def memory(shape: Shape, layout: Layout, work: Workload) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """What a micro-batch takes of a rank beside weights and their gradients [bytes]. activations: of all layers until
-    their backward passes; one: of the last; again: what its backward pass computes again, and `layer` computes with;
-    head: of hidden states there, and `logits` of its backward pass."""
+    """Memory of a micro-batch on a rank, beside weights and their gradients [bytes]. activations: of all layers until
+    their backward passes; one: of the last; again: what its backward pass recomputes, and `layer` its workspace; head:
+    hidden states there, and `logits` of its backward pass."""
 
     activations: float
     one: float
@@ -87,12 +87,12 @@ class Passes:
 def moments(
     shape: Shape, layout: Layout, passes: Passes, wide: int = 2, trains_ends: bool = True
 ) -> list[dict[str, float]]:
-    """What a rank has beside weights, gradients and state: in the backward pass of the head, of the last layer and of
-    the one before, while the gradient of the layer behind it is reduced, and of the embedding. The head's gradient
-    stays until all layers are done, and a gathered weight that is the embedding's, too. `wide`: bytes of a weight that
-    is computed with; `trains_ends`: embedding and head have gradients."""
+    """Memory of a rank beside weights, gradients and state: in the backward pass of the head, of the last layer, of the
+    second to last while the last one's gradient is reduced, and of the embedding. The head's gradient is kept until all
+    layers are done, also a gathered weight shared with the embedding. `wide`: bytes of a weight in compute type;
+    `trains_ends`: embedding and head have gradients."""
     at_head = {"activations": passes.activations + passes.head, "logits": passes.logits}
-    if layout.splits == 1:  # these weights are there always, gradients go to masters at once
+    if layout.splits == 1:  # these weights are always in memory, gradients go to masters at once
         whole = {"weights, bfloat16": wide * shape.parameters / layout.pp}
         last = {"activations": passes.activations + passes.again, "a layer's backward": passes.layer}
         return [whole | at_head, whole | last]
@@ -116,9 +116,9 @@ def moments(
 
 
 def passing(shape: Shape, layout: Layout, rows: float) -> float:
-    """Bytes that one layer's backward pass computes with beside what was kept: at its last product's inputs, the
-    gradient of its weight included; with experts where their results are joined, or at their first product, when half
-    of what was kept is gone."""
+    """Workspace of one layer's backward pass beside the kept activations [bytes]: at its last product's inputs, with
+    the gradient of its weight; with experts where their outputs are joined, or at their first product, when half of the
+    kept activations are freed."""
     if not shape.experts:
         return (4 * rows + 2 * shape.hidden) * shape.inner / layout.tp
     experts, copies = gathered(shape, layout)[1], rows * shape.chosen
@@ -126,8 +126,8 @@ def passing(shape: Shape, layout: Layout, rows: float) -> float:
 
 
 def gathered(shape: Shape, layout: Layout) -> tuple[float, float, float]:
-    """Parameters that a rank gathers: of one layer, but for experts; its own experts of one layer; of the embedding,
-    and so of a head."""
+    """Number of parameters that a rank gathers: of one layer without experts; of its own experts of one layer; of the
+    embedding (or head)."""
     dense = shape.parameters - shape.expert_parameters - shape.embedding * (1 if shape.tied else 2)
     one = shape.layers * layout.tp
     return dense / one, shape.expert_parameters / layout.ep / one, shape.embedding / layout.tp

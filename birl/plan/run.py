@@ -1,4 +1,4 @@
-"""`birl plan`: what a run would take in memory, from the model's config.json alone, and how to show it."""
+"""`birl plan`: the memory that a run would need, from the model's config.json alone, and its table."""
 
 import json
 import shutil
@@ -29,20 +29,20 @@ from birl.track.units import counted
 from birl.train.parts import Parts
 from birl.visible import visible
 
-PROMPT = 128  # tokens of a prompt, where data.max_prompt_tokens does not say
+PROMPT = 128  # tokens of a prompt, unless data.max_prompt_tokens is set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """The GPU that a plan is for. `memory`: of which it may use `USABLE` [bytes]."""
+    """The GPU that a plan is for. `memory` [bytes], of which it may use `USABLE`."""
 
     name: str
     memory: int
 
 
 def card_of(config: schema.RL, kind: str = "") -> Card | None:
-    """The named kind of `birl/plan/cluster.py`, else the GPU that model.device takes here; None for a CPU. Raises
-    `BirlError`."""
+    """The GPU of the named kind (`birl/plan/cluster.py`), else the one of model.device on this machine; None for a CPU.
+    Raises `BirlError`."""
     if kind:
         return Card(name=kind, memory=int(USABLE * cluster_of(kind, 1, key="device").memory))
     device = choose(config.model.device)
@@ -53,9 +53,9 @@ def card_of(config: schema.RL, kind: str = "") -> Card | None:
 
 
 def run(words: list[str], kind: str = "", *, as_json: bool = False, available: float | None = None) -> dict[str, Any]:
-    """Print the plan for the configuration that `birl rl` would take, on a GPU of that `kind` where one is named;
-    `available` [GiB] replaces the free memory."""
-    config = load(schema.RL, ["data.train=unread.jsonl", *words])  # it asks for data, of which nothing is read
+    """Print the plan for a configuration of `birl rl`, on a GPU of that `kind` if given; `available` [GiB] replaces the
+    free memory."""
+    config = load(schema.RL, ["data.train=unread.jsonl", *words])  # the configuration needs data; it is not read
     card = card_of(config, kind)
     check_device(config, torch.device("cuda" if card else "cpu"))
     folder = resolved(config.model.path, weights=False, say=lambda text: print(text, file=sys.stderr))
@@ -66,7 +66,7 @@ def run(words: list[str], kind: str = "", *, as_json: bool = False, available: f
 
 
 def check(config: schema.RL, kind: str = "") -> None:
-    """Before anything is loaded: raises `BirlError` where a GPU cannot hold what is trained, whatever the batch is."""
+    """Before anything is loaded: raises `BirlError` if a GPU cannot hold the trained model, at any batch size."""
     card = card_of(config, kind)
     if card is None:
         return
@@ -83,8 +83,8 @@ def check(config: schema.RL, kind: str = "") -> None:
 
 
 def dry_run(config: schema.RL, parts: Parts, kind: str = "") -> dict[str, Any]:
-    """`birl rl --dry-run`: the first prompt as the model sees it, and the plan for the prompts that there are, on the
-    GPU that `kind` names."""
+    """`birl rl --dry-run`: print the first prompt as the model gets it, and the plan for the run's prompts, on a GPU of
+    that `kind` if given."""
     chat = parts.chat
     task = next(parts.stream(0))
     prompt = chat.render(task.prompt)
@@ -106,7 +106,7 @@ def dry_run(config: schema.RL, parts: Parts, kind: str = "") -> dict[str, Any]:
 def plan(
     model: nn.Module, config: schema.RL, *, prompt: int, available: float | None = None, card: Card | None = None
 ) -> dict[str, Any]:
-    """`prompt`: tokens of the longest prompt."""
+    """The plan. `prompt`: tokens of the longest prompt."""
     context = min(config.model.max_length or context_limit(model), context_limit(model))
     answer = config.rollout.max_tokens
     if answer >= context:
@@ -129,7 +129,7 @@ def plan(
 
 
 def usable() -> int:
-    """What is free, and what this process has already: the prediction counts that [bytes]. 0 where unknown."""
+    """Free memory plus that of this process, which the prediction includes [bytes]. 0 if unknown."""
     free = free_memory(torch.device("cpu"))
     return free + int(peak_memory() * GIB) if free else 0
 

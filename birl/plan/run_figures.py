@@ -1,4 +1,4 @@
-"""The times of the parts of a training, out of the folder of a finished run: what `birl plan --simulate RUN` reads."""
+"""Fits the input of `birl plan --simulate RUN` to the measured times in the folder of a finished run."""
 
 import heapq
 import itertools
@@ -17,14 +17,14 @@ from birl.plan.scenario import Engine, step_seconds
 from birl.regular import read_json
 from birl.track.log import Growing, parsed, read_jsonl
 
-ENOUGH = 4  # steps for a fit
-DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # what other figures lead to
+ENOUGH = 4  # least number of steps for a fit
+DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # raised by damaged figures
 TABLE_OF_SMOLLM2 = "assumed: shape of SmolLM2's table, scaled to the run's tokens per second"
 
 
 @dataclass(slots=True)
 class Rolled:
-    """What rollouts.jsonl says of one training step."""
+    """Records of one training step in rollouts.jsonl."""
 
     groups: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # group -> answers [tokens]
     prompts: list[int] = field(default_factory=list[int])  # of each group [tokens]
@@ -34,8 +34,8 @@ class Rolled:
 
 
 def from_run(folder: Path) -> dict[str, Any]:
-    """Sections as `read.merged` takes them, with the source of each figure. Raises `BirlError` where the folder holds
-    no finished step of `birl rl`, or other figures than a run writes."""
+    """The sections that `scenario_words.merged` takes, with the source of each figure. Raises `BirlError` if the folder
+    has no finished step of `birl rl`, or damaged figures."""
     try:
         return _figures(folder)
     except OSError as error:
@@ -104,8 +104,8 @@ def _embedded(config: Mapping[str, Any]) -> bool:
 
 
 def _machines(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Engines, the GPUs of each, and those of the learner, whose ranks count as one replica. Every data-parallel group
-    of ranks has an embedded engine."""
+    """Number of engines, GPUs of each, and GPUs of the learner, whose ranks count as one replica. Every data-parallel
+    group of ranks has an embedded engine."""
     groups, ranks = (
         math.prod(config.get(f"parallel.{axis}", 1) for axis in axes) for axes in (("ddp", "fsdp"), ("cp", "tp"))
     )
@@ -116,19 +116,19 @@ def _machines(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _own_seconds(m: Mapping[str, Any]) -> float:
-    """Of a step, without what a simulation does not do."""
+    """Seconds of a step without the parts that a simulation leaves out."""
     return m["time/step"] - (m.get("time/validate") or 0.0) - (m.get("time/checkpoint") or 0.0)
 
 
 def _engine(
     scenario: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], engines: int, name: str
 ) -> None:
-    """time/generate = base x (decoding steps) + per_sequence x (tokens) + (prompt tokens) / prefill, each engine with
-    its share of the tokens."""
+    """Fit time/generate = base x (decoding steps) + per_sequence x (tokens) + (prompt tokens) / prefill; each engine
+    has its share of the tokens."""
     engine, sources = scenario["engine"], scenario["sources"]
     seconds = np.array([m["time/generate"] for m in steps])
     wanted = _work(steps, rolled, engine["max_batch"] * engines) / [1, engines, engines]
-    # an answer of several turns takes more steps than is seen here
+    # an answer of several turns takes more steps than are known here
     fits = bool((wanted[:, 0] >= wanted[:, 1] / engine["max_batch"] * 0.99).all())
     if len(steps) >= ENOUGH and fits and np.linalg.matrix_rank(wanted[:, :2] / wanted[:, :2].max(axis=0), 0.05) == 2:
         (base, each, prompt), error = nonnegative(wanted, seconds)
@@ -161,7 +161,7 @@ def _work(steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], max_batch: 
 
 
 def _undisturbed(steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], max_batch: int) -> list[dict[str, Any]]:
-    """Without the steps that generated at less than half the usual speed for their size: something else had the
+    """Leave out steps that generated at less than half the usual speed for their size: another program had the
     machine."""
     if len(steps) < ENOUGH:
         return steps
@@ -170,7 +170,7 @@ def _undisturbed(steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], max_
 
 
 def _learner(scenario: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], name: str) -> None:
-    """time/train = constant + per_token x tokens/trained."""
+    """Fit time/train = constant + per_token x tokens/trained."""
     computed = [m for m in steps if m["tokens/trained"] > 0]
     if not computed:
         return  # nothing had a gradient
@@ -208,7 +208,7 @@ def _episodes(scenario: dict[str, Any], steps: list[dict[str, Any]], rolled: Map
 
 
 def decoding_steps(lengths: Sequence[int], max_batch: int) -> int:
-    """Steps until answers of these lengths are done, at most `max_batch` at once, in order. Example:
+    """Number of steps until answers of these lengths are generated, in order, at most `max_batch` at once. Example:
     decoding_steps([3, 1, 1], 2) == 3"""
     ends: list[int] = []
     for length in lengths:
@@ -218,8 +218,8 @@ def decoding_steps(lengths: Sequence[int], max_batch: int) -> int:
 
 
 def nonnegative(columns: Floats, values: Floats) -> tuple[tuple[float, ...], float]:
-    """Least squares of the relative error with no coefficient below 0: the best of all subsets of the few columns. And
-    the mean relative error."""
+    """Coefficients >= 0 with the least squared relative error, the best of all subsets of the few columns; and the mean
+    relative error."""
     weighted = columns / values[:, None]
     best, error = np.zeros(columns.shape[1]), np.inf
     for count in range(1, columns.shape[1] + 1):
@@ -233,7 +233,7 @@ def nonnegative(columns: Floats, values: Floats) -> tuple[tuple[float, ...], flo
 
 
 def _rolled(path: Path, steps: set[int]) -> dict[int, Rolled]:
-    """By step; empty where there is no such file (track.rollouts=false)."""
+    """Records by step; empty if there is no such file (track.rollouts=false)."""
     result: dict[int, Rolled] = {}
     lines = itertools.chain.from_iterable(Growing(path).new())  # the file may be larger than memory
     for number, line in enumerate(lines, 1):

@@ -1,13 +1,13 @@
-"""How much memory a run will need, by purpose and phase, before it starts. `docs/runs.md` has measured peaks beside it.
+"""Prediction of a run's memory by purpose and phase, before it starts. `docs/runs.md` compares it with measured peaks.
 
 In one process generation and training share one thread and alternate. The peak is the larger of the two, not their sum:
 
     always       the process, the weights (compute type and float32), AdamW's state, a reference model; the copy of a
-                 checkpoint that is written in the background, which may take longer than the step after it
+                 checkpoint that is written in the background, possibly for longer than the next step
     generation   keys and values, one step's hidden states and logits; without the kernels, weights laid out
     training     activations and the gradient; with the kernels, the weights laid out stay for both. In an asynchronous
-                 run answers are under way meanwhile, so their keys and values are there too
-    servers      where the run starts some: a process, weights and generation each; the peak is theirs and training's
+                 run answers are generated meanwhile, so their KV cache counts, too
+    servers      if the run starts some: a process, weights and generation each; the peak is theirs and training's
 
 On a GPU (`card`) all of the cache is there from the first step on, beside the training, and no weight is laid out in a
 copy but those that are quantised, and these only while something is sampled; a checkpoint that is written, earlier
@@ -45,8 +45,8 @@ from birl.train.objective import keeps_reference, surrogate_of
 GIB = 2**30
 CONTEXT = GIB  # CUDA's context, libraries and workspaces of a process on a card; assumed
 PROCESS = int(0.52 * GIB)  # interpreter, torch and transformers with their libraries; measured
-LOST = 0.08  # of everything: what the C library keeps in holes between blocks; measured
-SPLIT_LOST = 0.25  # there where FSDP gathers and gives back; 0.21 to 0.32 with four models on two and four ranks
+LOST = 0.08  # share of everything: fragmentation in the C library's heap; measured
+SPLIT_LOST = 0.25  # the same if FSDP gathers and frees; 0.21 to 0.32 with four models on two and four ranks
 
 STATE = {
     "adamw": "optimizer state, float32",
@@ -58,7 +58,7 @@ Phases = dict[str, dict[str, int]]  # phase -> purpose -> bytes
 
 
 def codes_of(module: Module, keys: schema.Engine) -> int:
-    """Bytes of a copy in int8 as it is laid out, with its head."""
+    """Bytes of an int8 copy as it is laid out, with its head."""
     if keys.weights == "same":
         return 0
     codes = module.quantizable * 33 // 32 if module.on_kernels else module.wide * module.quantizable
@@ -66,7 +66,7 @@ def codes_of(module: Module, keys: schema.Engine) -> int:
 
 
 def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> Phases:
-    """Bytes of one process by phase and purpose; of several, that of the first. `model` may be on the meta device.
+    """Bytes of one process by phase and purpose; of several processes, of the first. `model` may be on the meta device.
     `card`: memory of the GPU [bytes]; 0: a CPU."""
     module, gpu = Module.of(model, config.model.dtype, card > 0), card > 0
     split = config.parallel.fsdp * config.parallel.cp * config.parallel.tp
@@ -78,7 +78,7 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
     trained = of_one(trained, split, config, coded > 0 and not module.on_kernels, gpu)
     parameters = module.parameters // split - coded
     separate = module.wide == 2 and split == 1  # from the float32 masters
-    # of LoRA: the base weights beside the merged ones, in the compute type, on a GPU in CPU memory; and A and B
+    # with LoRA: the base weights beside the merged ones, in the compute type, on a GPU in CPU memory; and A and B
     base = 0 if coded or (gpu and split == 1 and not config.lora.dora) else module.wide * trained.weights
     beside = base + 4 * trained.stepped if lora else 0
     laid_out = module.wide * (coded if gpu else module.linear)
@@ -106,7 +106,7 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
     if critic:
         own = beside if lora else 4 * (parameters + trained.gradient)
         always["critic and its optimizer"] = frozen + trained.state + own
-        if config.critic.path and coded:  # a model of its own is not quantised
+        if config.critic.path and coded:  # a separate critic is not quantised
             always["critic and its optimizer"] += module.wide * (coded + trained.weights)
     room = card - sum(always.values()) - (laid_out if coded else 0) if gpu else 0
     generating, stays = generation(sampled, config.engine, load, room), gpu or config.rollout.max_staleness > 0
@@ -128,14 +128,14 @@ def predict(model: nn.Module, config: schema.RL, load: Load, card: int = 0) -> P
 
 
 def beside_policy(module: Module, config: schema.RL, as_large: int, masters: int) -> dict[str, int]:
-    """A teacher's weights, of one that is `as_large` as the policy so many bytes; an average has `masters`, too."""
+    """Bytes of a teacher's weights: one `as_large` as the policy has that many; a moving average also has `masters`."""
     averaged = config.algorithm.teacher == SELF and 0 < config.algorithm.teacher_rate < 1
     size = {name: int(as_large * s.parameters / module.shape.parameters) for name, s in teacher(module, config)}
     return {name: own + averaged * masters for name, own in size.items()}
 
 
 def teacher(module: Module, config: schema.RL) -> list[tuple[str, Shape]]:
-    """Its purpose and its shape, which is the policy's where it is not on this machine; none without one."""
+    """Purpose and shape of the teacher, the policy's shape if it is not on this machine; empty without one."""
     rate, result = config.algorithm.teacher_rate, list[tuple[str, Shape]]()
     for name, path in teachers_of(config).items():
         which = f"teacher {name}".strip()
@@ -151,7 +151,7 @@ def teacher(module: Module, config: schema.RL) -> list[tuple[str, Shape]]:
 
 
 def servers(module: Module, config: schema.RL, rest: dict[str, int], gpu: bool) -> dict[str, int]:
-    """Of one GPU, or of all servers on a CPU. `rest`: what each has but weights."""
+    """Bytes of servers on one GPU, or of all on a CPU. `rest`: what each has besides weights."""
     laid_out = 0 if gpu else module.wide * module.linear
     weights = {f"weights, {config.model.dtype}": module.wide * module.parameters, "weights laid out": laid_out}
     each = config.engine.tensor_parallel * config.engine.pipeline_parallel
@@ -160,8 +160,8 @@ def servers(module: Module, config: schema.RL, rest: dict[str, int], gpu: bool) 
 
 
 def of_one(trained: Trained, split: int, config: schema.RL, by_product: bool, gpu: bool) -> Trained:
-    """What one process trains, of as many as weights are split over. `by_product`: products with a quantised weight
-    give the gradients of A and B."""
+    """Trained parameters of one process, if weights are split over `split`. `by_product`: products with a quantised
+    weight give the gradients of A and B."""
     if by_product and not config.lora.dora:
         trained = replace(trained, gradient=trained.stepped)
     if split > 1:
@@ -171,19 +171,19 @@ def of_one(trained: Trained, split: int, config: schema.RL, by_product: bool, gp
 
 
 def gathered(module: Module) -> int:
-    """On a CPU, bytes that FSDP has of other processes' weights: two layers, the embedding and an untied head; of their
-    gradients the largest, in the compute type and in float32."""
+    """On a CPU, bytes of other processes' weights that FSDP gathers: two layers, the embedding and an untied head; and
+    of their gradients the largest, in compute type and float32."""
     ends = module.shape.embedding * (1 if module.shape.tied else 2)
     layer = (module.parameters - ends) // module.shape.layers
     return module.wide * (2 * layer + ends) + (module.wide + 4) * max(layer, ends)
 
 
 def generation(module: Module, engine: schema.Engine, load: Load, room: int = 0) -> dict[str, int]:
-    """`room`: what a GPU has beside the weights [bytes], where the cache is taken at once; 0: a CPU."""
-    own = pages_for(load.longest) - load.prompt // PAGE  # pages that no other answer has
+    """`room`: GPU memory left beside the weights [bytes], of which the cache is allocated at once; 0: a CPU."""
+    own = pages_for(load.longest) - load.prompt // PAGE  # pages of an answer that are not shared
     prompts = -(-load.sequences // load.group)
     cache = module.page * (load.sequences * own + prompts * (load.prompt // PAGE))
-    # zeros are written into all of it, or those that wait take new pages first; otherwise it is taken page by page
+    # all of it is zeroed, or waiting answers take new pages first; otherwise it is allocated page by page
     if room or not module.paged_kernels or load.waits:
         cache = module.page * engine.max_batch * pages_for(load.longest)
     cache += module.state * engine.max_batch
@@ -194,7 +194,7 @@ def generation(module: Module, engine: schema.Engine, load: Load, room: int = 0)
         cache = given if room else min(given, cache)
     rows = load.sequences + min(PREFILL, prompts * load.prompt)
     row = 4 * module.shape.hidden + module.wide * (4 * module.shape.hidden + 3 * module.shape.inner)
-    if not module.paged_kernels:  # PyTorch's attention gets its keys and values in copies, for each row
+    if not module.paged_kernels:  # PyTorch's attention gets copies of keys and values, for each row
         row += 4 * module.wide * pages_for(load.longest) * PAGE * module.kv_heads * module.head_dim
     support = min(load.support, module.shape.vocabulary)
     logit = 8 + (25 if support and not room else 0)  # on a CPU tokens are ranked by a sort, measured
@@ -207,7 +207,7 @@ def generation(module: Module, engine: schema.Engine, load: Load, room: int = 0)
 
 
 def at_head(module: Module, trained: Trained, load: Load, config: schema.RL, gpu: bool) -> tuple[int, int]:
-    """Bytes of what `token_logprobs` holds, and of the head's gradient."""
+    """Bytes that `token_logprobs` holds, and bytes of the head's gradient."""
     parallel, shape = config.parallel, module.shape
     placed = parallel.fsdp * parallel.cp * parallel.tp == 1 and config.optimizer.offload == "none"  # in its master
     head = (4 if placed else module.wide) * shape.embedding // parallel.tp * trained.head
@@ -224,7 +224,7 @@ def training(
     module: Module, trained: Trained, load: Load, config: schema.RL, gpu: bool, quantized: bool
 ) -> dict[str, int]:
     """The backward pass of a first micro-batch begins with all activations and the head's gradient, and ends with the
-    whole gradient and no activations: the larger of the two counts. A later micro-batch begins with both."""
+    whole gradient and no activations: the larger of the two counts. Later micro-batches begin with both."""
     logits, head = at_head(module, trained, load, config, gpu)
     parallel, taught = config.parallel, 0
     if config.algorithm.teacher_divergence != "sampled":  # hidden states, and a copy of a gathered head
@@ -235,7 +235,7 @@ def training(
     checkpointing = config.learner.gradient_checkpointing
     gradient, tokens = 4 * trained.gradient, load.microbatch
     activations = tokens * (module.shape.layers * (module.input if checkpointing else module.kept))
-    activations += taught + tokens * module.shape.hidden * (4 + 2 * module.wide)  # before and behind the last norm
+    activations += taught + tokens * module.shape.hidden * (4 + 2 * module.wide)  # before and after the last norm
     layer = tokens * (module.backward + (module.kept if checkpointing else 0))
     if not module.on_kernels:
         layer += 4 * 4 * min(SCORES, module.shape.heads * tokens**2)
@@ -254,8 +254,8 @@ def supports(module: Module, load: Load, config: schema.RL) -> dict[str, int]:
 def among_ranks(
     module: Module, trained: Trained, load: Load, config: schema.RL, logits: int, taught: int
 ) -> dict[str, int]:
-    """The same on GPUs that share out the weights: the worst of `rank_memory.moments`. A first micro-batch has the
-    whole gradient at the last of them alone."""
+    """The same on GPUs over which weights are split: the maximum of `rank_memory.moments`. A first micro-batch has the
+    whole gradient only at the last of them."""
     parallel, checkpointing = config.parallel, config.learner.gradient_checkpointing
     layout = Layout(**{axis: getattr(parallel, axis) for axis in ("ddp", "fsdp", "cp", "tp", "ep")})
     row = load.microbatch * parallel.splits
@@ -275,7 +275,7 @@ def among_ranks(
 
 
 def peak(phases: Phases, card: int = 0) -> int:
-    """What is there at once: servers beside the learner, generation and training in turns; on one GPU (`card`)."""
+    """Peak memory [bytes]: servers beside the learner, generation and training in turns; on one GPU (`card`)."""
     sizes = {phase: sum(purposes.values()) for phase, purposes in phases.items()}
     if card:
         return max(sizes.values())
@@ -283,8 +283,8 @@ def peak(phases: Phases, card: int = 0) -> int:
 
 
 def largest(model: nn.Module, config: schema.RL, load: Load, memory: int, card: int = 0) -> dict[str, int]:
-    """The largest values of two keys, each alone, with which the peak stays within `memory` [bytes]; 0 where none
-    does. Every micro-batch and every batch is full, and a cache holds the whole batch: no request is preempted."""
+    """The largest values of two keys, each changed alone, with which the peak stays within `memory` [bytes]; 0 if none
+    does. Micro-batches and batches are full, and the cache holds the whole batch: no preemption."""
 
     page = Module.of(model, config.model.dtype, card > 0).page
 
@@ -297,7 +297,7 @@ def largest(model: nn.Module, config: schema.RL, load: Load, memory: int, card: 
         sizes = phases.get("generation") or phases.get("servers") or phases["training"]
         cache = sizes.get("keys and values", 0)
         loaded = sum(sizes.values()) - cache - sizes.get("hidden states and logits", 0)
-        if card and cache < page * sequences * pages_for(load.longest):  # it takes less than the batch needs
+        if card and cache < page * sequences * pages_for(load.longest):  # the cache is smaller than the batch needs
             return False
         return peak(phases, card) <= memory and cache <= SHARE * (memory - loaded)
 
@@ -305,7 +305,7 @@ def largest(model: nn.Module, config: schema.RL, load: Load, memory: int, card: 
 
 
 def _last(holds: Callable[[int], bool], limit: int = 2**24) -> int:
-    """The largest n up to `limit` for which it holds; it holds up to some n, and not beyond."""
+    """The largest n up to `limit` for which `holds` is true; it is true up to some n only."""
     low, high = 0, limit + 1
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The input of `birl plan --simulate`: the times of the parts of a training, each with where its figure comes from.
+"""The input of `birl plan --simulate`: times of the parts of a training, each with its source.
 
 A scenario is read from YAML or JSON files and `section.key=value` words, later ones win. What is not given is
 SmolLM2-135M on two CPU cores (benchmarks/README.md); there a "GPU" is such a machine.
@@ -14,7 +14,7 @@ from birl.errors import BirlError
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float):  # "7" and true are none
+    if isinstance(value, bool) or not isinstance(value, int | float):  # "7" and true are not numbers
         raise ValueError("must be a number")
     return value
 
@@ -54,13 +54,13 @@ Wholes = Annotated[tuple[Whole, ...], BeforeValidator(_several)]
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """One engine. A decoding step of n sequences with c tokens of context together takes `table`(n), or
-    base + per_sequence n where there is no table, and per_context c on top [s]."""
+    """One engine. A decoding step of n sequences with c tokens of context in total takes `table`(n), or base +
+    per_sequence n without a table, plus per_context c [s]."""
 
     gpus: Count = 1
     """GPUs of one engine."""
     table: Table = ((1, 0.01434), (16, 0.01664), (32, 0.02225), (64, 0.03388))
-    """(sequences, seconds of a step), read as straight lines between; beyond the ends the line goes on."""
+    """(sequences, seconds of a step), interpolated linearly and extrapolated beyond the ends."""
     base: Amount = 0.0
     """[s]"""
     per_sequence: Amount = 0.0
@@ -68,30 +68,30 @@ class Engine:
     per_context: Amount = 0.0
     """[s per token of context]"""
     prefill: Positive = 1600.0
-    """Prompt tokens per second. Decoding stands still meanwhile."""
+    """Prompt tokens per second. Decoding stops meanwhile."""
     max_batch: Count = 64
-    """Sequences at once; the others wait in the engine's queue."""
+    """Concurrent sequences; the others wait in the engine's queue."""
     share_prompts: StrictBool = True
-    """An engine computes a prompt once for all its answers of that group."""
+    """An engine computes a prompt once for all answers of a group (prefix cache)."""
     recompute_kv: StrictBool = True
-    """New weights make an engine compute the contexts of what is running again."""
+    """New weights make an engine compute the KV cache of running sequences again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """A replica holds the whole model; replicas split the batch by samples and add their gradients in a ring:
+    """A replica holds the whole model; replicas split the batch by samples and all-reduce their gradients in a ring:
     seconds = constant + per_token x (tokens of the fullest replica) + 2 (R - 1) / R x bytes / bandwidth."""
 
     gpus: Count = 1
     """GPUs of one replica."""
     constant: Amount = 0.0
-    """Of a step, whatever its size [s]."""
+    """Constant part of a step [s]."""
     per_token: Amount = 0.00121
-    """Of one replica [s]."""
+    """Time per token of one replica [s]."""
     bytes: Amount = 538e6
-    """Gradient [bytes]."""
+    """Size of the gradient [bytes]."""
     bandwidth: Positive = 1e9
-    """Of a replica to the next [bytes/s]."""
+    """Bandwidth from a replica to the next [bytes/s]."""
     share_prompts: StrictBool = True
     """A prompt is trained once for all answers of its group."""
     trained: Share = 1.0
@@ -100,45 +100,45 @@ class Learner:
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
-    """New weights: transferred while engines go on, then every engine stands still for `pause`. The learner waits."""
+    """Weight sync: a transfer while engines continue, then all engines stop for `pause`. The learner waits."""
 
     every: Count = 1
-    """Training steps."""
+    """Interval of weight syncs [training steps]."""
     pause: Amount = 0.1
     """[s]"""
     bytes: Amount = 269e6
-    """Weights [bytes]."""
+    """Size of the weights [bytes]."""
     bandwidth: Positive = 1e9
-    """What each engine receives [bytes/s]."""
+    """Bandwidth of each engine [bytes/s]."""
     source_bandwidth: Amount = 0.0
-    """What all engines receive together [bytes/s]; 0: no limit, as with a tree or a broadcast."""
+    """Total bandwidth to all engines [bytes/s]; 0: no limit, as with a tree or a broadcast."""
     switch: Amount = 0.0
-    """Where generation and training share the GPUs: to change from one to the other and back [s per step]."""
+    """If generation and training share GPUs: time of both changes between them [s per step]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes:
-    """The lengths of answers are drawn from `tokens`, whole groups at once where it is a list of lists, so that the
-    prompts with long answers stay together; or lognormal with `mean` and `sigma`, cut at `max`."""
+    """Lengths of answers are drawn from `tokens` (of a list of lists whole groups, so that prompts with long answers
+    stay together), or are lognormal with `mean` and `sigma`, cut at `max`."""
 
     prompt: Amount = 45.0
-    """[tokens]"""
+    """Length of a prompt [tokens]."""
     tokens: Lengths = ()
-    """Measured answers [tokens]."""
+    """Measured lengths of answers [tokens]."""
     mean: Positive = 64.0
-    """Before the cut [tokens per turn]."""
+    """Mean length before the cut [tokens per turn]."""
     sigma: Amount = 0.6
-    """Of the logarithm. 0: all have the same length."""
+    """Standard deviation of the logarithm. 0: all have the same length."""
     max: Count = 256
-    """[tokens per turn]"""
+    """Longest answer [tokens per turn]."""
     turns: Range = (1, 1)
-    """Fewest and most, uniform."""
+    """Fewest and most turns, uniform."""
     wait: Range = (0, 0)
-    """For the environment between two turns, uniform [s]."""
+    """Time of the environment between two turns, uniform [s]."""
     observation: Amount = 0.0
-    """What the environment adds before the next turn [tokens]."""
+    """Observation that the environment adds before the next turn [tokens]."""
     reward: Range = (0, 0)
-    """From the last token to the reward, uniform [s]."""
+    """Time from the last token to the reward, uniform [s]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,27 +146,27 @@ class Run:
     gpus: Counts = (8, 64)
     """Numbers of GPUs to split."""
     prompts_per_gpu: Positive = 1.0
-    """Prompts of a training step, for each GPU."""
+    """Prompts of a training step, per GPU."""
     prompts: Whole = 0
-    """Prompts of a training step, however many GPUs there are; 0: prompts_per_gpu decides."""
+    """Prompts of a training step, for any number of GPUs; 0: prompts_per_gpu decides."""
     group_size: Count = 8
     """Episodes per prompt."""
     max_staleness: Wholes = (0, 1, 2, 4, 8)
-    """To compare [training steps]."""
+    """Values of max_staleness to compare [training steps]."""
     order_window: Whole = 0
-    """Groups that may be overtaken by later ones, where the staleness allows it."""
+    """Number of groups that later ones may overtake, if the staleness allows it."""
     route: Literal["episode", "group"] = "episode"
-    """What is sent to the engine with the fewest open answers, and stays there: an episode | a whole group."""
+    """Unit of routing to the engine with the fewest unfinished answers: an episode | a whole group."""
     engines: Counts = ()
-    """Numbers of engines to try, instead of a choice; what is left of the GPUs learns."""
+    """Numbers of engines to try, instead of a search; the remaining GPUs train."""
     steps: Whole = 0
-    """Training steps to simulate. 0: at least 8, behind a start of two turns of the slots that is not counted."""
+    """Training steps to simulate. 0: at least 8, after an uncounted start of two rounds of the slots."""
     seed: Whole = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What was measured, to compare the simulation with it."""
+    """Measured result that the simulation is compared with."""
 
     seconds_per_step: Amount = 0.0
     """[s]; 0: nothing was measured."""
@@ -180,7 +180,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """`sources`: key -> where its figure comes from; keys that were not given are not in it."""
+    """`sources`: key -> source of its figure; only keys that were given."""
 
     engine: Engine = field(default_factory=Engine)
     learner: Learner = field(default_factory=Learner)
@@ -195,7 +195,7 @@ SECTIONS = tuple(f.name for f in fields(Scenario) if f.name != "sources")
 COMPONENTS = ("engine", "learner", "sync", "episodes")
 CPU = "measured: SmolLM2-135M on two CPU cores"
 SETTINGS = ("gpus", "share_prompts", "recompute_kv", "every", "turns", "prompt", "mean", "sigma", "max", "observation")
-#: where the defaults come from
+# source of the defaults
 DEFAULT_SOURCES = {
     "engine.table": f"{CPU}, results/rollout.json",
     "engine.prefill": "assumed: twice the learner's tokens per second",
@@ -213,7 +213,7 @@ def source(scenario: Scenario, key: str) -> str:
 
 
 def checked(scenario: Scenario) -> Scenario:
-    """What involves several keys."""
+    """Check conditions that involve several keys."""
     engine, run, episodes = scenario.engine, scenario.run, scenario.episodes
     if engine.max_batch > 100_000:
         raise BirlError(f"engine.max_batch={engine.max_batch}: no engine has more than 100,000 sequences at once.")
@@ -238,7 +238,7 @@ def checked(scenario: Scenario) -> Scenario:
 
 
 def _line(table: tuple[tuple[float, float], ...], n: float) -> float:
-    """The table at n, by straight lines that go on beyond its ends."""
+    """The table at n, interpolated linearly and extrapolated beyond its ends."""
     if len(table) == 1:
         return table[0][1]
     right = next((i for i, (at, _) in enumerate(table) if at >= n), len(table) - 1) or 1
@@ -247,7 +247,7 @@ def _line(table: tuple[tuple[float, float], ...], n: float) -> float:
 
 
 def step_seconds(engine: Engine) -> list[float]:
-    """Seconds of a step without its context, for 0 (as for 1) to max_batch sequences."""
+    """Seconds of a decoding step without the context's part, for 0 (as for 1) to max_batch sequences."""
     if engine.table:
         return [_line(engine.table, max(n, 1)) for n in range(engine.max_batch + 1)]
     return [engine.base + engine.per_sequence * max(n, 1) for n in range(engine.max_batch + 1)]

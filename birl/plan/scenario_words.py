@@ -33,8 +33,8 @@ def read(words: list[str], base: Scenario | None = None) -> Scenario:
 
 
 def merged(scenario: Scenario, values: Mapping[str, Any], origin: str) -> Scenario:
-    """`values`: section -> key -> value, and `sources`: a key or a section -> text. Those that `sources` does not name
-    come from `origin`."""
+    """The scenario with `values` (section -> key -> value) and their `sources` (key or section -> text). The source of
+    the others is `origin`."""
     sources = dict(scenario.sources)
     told = values.get("sources", {})
     if not isinstance(told, Mapping):
@@ -58,13 +58,13 @@ def merged(scenario: Scenario, values: Mapping[str, Any], origin: str) -> Scenar
             sources[f"{name}.{key}"] = str(told.get(f"{name}.{key}") or told.get(name) or origin)
         result = {key: converted(f"{name}.{key}", kinds[key], value) for key, value in section.items()}
         if name == "engine" and {"base", "per_sequence"} & set(result):
-            result.setdefault("table", ())  # or the table would hide them
+            result.setdefault("table", ())  # the table would have priority
         changed[name] = replace(getattr(scenario, name), **result)
     return replace(scenario, **changed, sources=sources)
 
 
 def converted(key: str, kind: Any, value: Any) -> Any:
-    """A value of YAML or JSON as the type of the key, or a `BirlError` that says what it must be."""
+    """A value of YAML or JSON converted to the type of the key. Raises `BirlError` that says what it must be."""
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

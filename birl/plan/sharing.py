@@ -1,6 +1,6 @@
-"""A GPU that the learner and a server share in turns (engine.sleep): the server's part, known before either is there.
+"""A GPU that learner and server share in turns (engine.sleep): the server's share, computed before either starts.
 
-awake   the server has its part; the learner keeps weights, masters and AdamW's state, and gives the rest back
+awake   the server has its share; the learner keeps weights, masters and AdamW's state, and frees the rest
 asleep  the learner has all of it but the server's CUDA context
 """
 
@@ -11,7 +11,7 @@ from birl.errors import BirlError
 from birl.plan.run_memory import CONTEXT, GIB, predict
 from birl.plan.sizes import Module, load_of
 
-# what the learner has while it trains, and gives back before a server wakes
+# what the learner allocates for training, and frees before a server wakes
 PASSING = (
     *("activations, then gradient", "activations", "gradient, float32", "gathered weights and gradients"),
     *("between blocks", "weights laid out", "logits", "a layer's backward", "gathered weights", "gathered gradients"),
@@ -19,9 +19,9 @@ PASSING = (
 
 
 def fraction_of(model: nn.Module, config: schema.RL, prompt: int, longest: int, total: int) -> float:
-    """The part of a GPU of `total` bytes that a server may take while it is awake: at most engine.memory_fraction. For
-    prompts and sequences of so many tokens. Raises `BirlError` where the learner leaves too little for the server's
-    weights, or a training step has no room even while the server sleeps."""
+    """The share of a GPU of `total` bytes that a server may take while it is awake, at most engine.memory_fraction, for
+    prompts and sequences of so many tokens. Raises `BirlError` if the learner leaves too little for the server's
+    weights, or a training step does not fit even while the server sleeps."""
     kept = predict(model, config, load_of(config, prompt, longest), card=total)["training"]
     step = sum(kept.values()) + CONTEXT
     state = sum(size for name, size in kept.items() if name not in PASSING)

@@ -1,5 +1,5 @@
-"""`birl plan --simulate`: how to split GPUs into engines and learners, who waits for whom, and what asynchronous
-training gains, from the measured times of the parts."""
+"""`birl plan --simulate`: how to split GPUs into engines and learners, which of them wait, and the gain of asynchronous
+training, from measured times of the parts."""
 
 import json
 import sys
@@ -13,11 +13,11 @@ from birl.plan.scenario import COMPONENTS, Scenario, source
 from birl.plan.scenario_words import read
 from birl.plan.sweep import Row, best_of, compare, compared_with, sweep
 
-LITTLE = 0.05  # of the time; less waiting is called balance
+LITTLE = 0.05  # share of the time; with less waiting a split is balanced
 
 
 def run(words: list[str], *, measured: str = "", as_json: bool = False) -> dict[str, Any]:
-    """Print what the command says: tables, or JSON. `measured`: a file that holds a result too, to compare with."""
+    """Print tables, or JSON. `measured`: a file that also holds a measured result, to compare with."""
     scenario = read([*([measured] if measured else []), *words])
     if measured and not scenario.result.seconds_per_step:
         raise BirlError(f"{measured}: has no result.seconds_per_step to compare with.")
@@ -38,7 +38,7 @@ def run(words: list[str], *, measured: str = "", as_json: bool = False) -> dict[
 
 
 def figures(scenario: Scenario) -> list[tuple[str, Any]]:
-    """Every key of the parts that has an effect, with its value."""
+    """Every key that has an effect, with its value."""
     result = []
     for section in COMPONENTS:
         its = getattr(scenario, section)
@@ -50,7 +50,7 @@ def figures(scenario: Scenario) -> list[tuple[str, Any]]:
     return result
 
 
-#: what nothing reads, because of another key
+# keys without effect, because of another key
 HIDDEN: dict[str, Callable[[Any], tuple[str, ...]]] = {
     "engine": lambda its: ("base", "per_sequence") if its.table else ("table",),
     "episodes": lambda its: ("mean", "sigma", "max") if its.tokens else ("tokens",),
@@ -58,8 +58,8 @@ HIDDEN: dict[str, Callable[[Any], tuple[str, ...]]] = {
 
 
 def advice(row: Row, faster: Callable[..., bool]) -> str:
-    """One sentence: what to change. `faster(engines=8)`: whether the same split with eight engines has faster steps.
-    Nothing is advised that is not faster. Of the splits of as many GPUs `row` is the fastest that was tried."""
+    """One sentence: what to change. `faster(engines=8)`: whether the same split with eight engines has faster steps;
+    only what is faster is advised. `row` is the fastest split tried for its number of GPUs."""
     learners, engines = f"{row.learners_waiting:.0%}", f"{row.engines_waiting:.0%}"
     if row.shared:
         return "Generation and training take turns on the same GPUs; no split that was tried is faster."
@@ -161,7 +161,7 @@ def _short(key: str, value: Any) -> str:
 
 
 def _progress() -> Callable[[str], None]:
-    """To a terminal only: a line that is written over."""
+    """Progress on one line that is overwritten, on terminals only."""
     if not sys.stderr.isatty():
         return lambda text: None
     return lambda text: print(f"\r\033[K{text}", end="\r", file=sys.stderr, flush=True)

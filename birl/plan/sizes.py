@@ -1,6 +1,5 @@
-"""Sizes that the memory of a run follows from: of the model as it is computed (`Module`), of what of it is trained
-(`Trained`), and of the most that a step holds (`Load`). They come from the modules and the configuration, so a model on
-the meta device will do."""
+"""Sizes that a run's memory follows from: of the model (`Module`), of its trained parameters (`Trained`), and of the
+largest step (`Load`). They come from modules and configuration; the model may be on the meta device."""
 
 from dataclasses import dataclass
 from math import prod
@@ -26,36 +25,36 @@ from birl.support import LARGEST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The most that a step holds at once, where every answer is as long as it may be."""
+    """The largest load of a step, if all answers have the maximum length."""
 
     microbatch: int  # tokens of the largest
-    several: bool  # more than one in an update, so that the next begins with the gradient of the one before
-    sequences: int  # generated at once
-    group: int  # of these, how many share a prompt
+    several: bool  # more than one in an update, so that later ones begin with the gradient of earlier ones
+    sequences: int  # generated concurrently
+    group: int  # number of these that share a prompt
     prompt: int  # tokens
-    longest: int  # tokens of a sequence, its prompt included
-    support: int = 0  # tokens that one may be drawn from, where top-k, top-p or min-p leave some out
-    waits: bool = False  # more sequences in a step than are generated at once
+    longest: int  # tokens of a sequence with its prompt
+    support: int = 0  # size of the kept set of top-k, top-p or min-p; 0: no such limit
+    waits: bool = False  # more sequences in a step than are generated concurrently
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A model as it is computed: numbers that only its modules have, and whether it runs on birl's kernels. `wide`:
-    bytes of the compute type."""
+    """A model as it is computed: numbers that only its modules know, and whether birl's kernels are used. `wide`: bytes
+    of the compute type."""
 
     shape: Shape
     parameters: int
-    linear: int  # parameters that products read, the head included
+    linear: int  # parameters of matrix products, with the head
     kv_heads: int  # as the cache has them
     head_dim: int
-    cached: int  # numbers that the cache holds of a token
-    state: int  # bytes that layers keep of a sequence beside it
+    cached: int  # elements in the cache per token
+    state: int  # bytes that layers keep per sequence beside the cache (recurrent state)
     wide: int
     on_kernels: bool
-    paged_kernels: bool  # whether at least attention over the cache does
+    paged_kernels: bool  # whether attention over the cache uses kernels
     on_fused: bool  # the kernels for CUDA
-    quantizable: int  # parameters that lora.quantize is about
-    matrix: int  # of these, of the largest weight
+    quantizable: int  # parameters that lora.quantize applies to
+    matrix: int  # size of the largest of these weights
 
     @classmethod
     def of(cls, model: nn.Module, dtype: str, gpu: bool = False) -> "Module":
@@ -89,8 +88,8 @@ class Module:
 
     @property
     def kept(self) -> int:
-        """Bytes of a token that a layer keeps for its backward pass: `Kept` in models/decoder.py, or what autograd
-        keeps of transformers' layer."""
+        """Bytes per token that a layer keeps for its backward pass: `Kept` in models/decoder.py, or what autograd keeps
+        of transformers' layer."""
         rows = 2 * (self.shape.heads + self.kv_heads) * self.head_dim  # queries, keys, values and their result
         if self.on_kernels:
             return 8 * self.shape.hidden + 8 + self.wide * (rows + 2 * self.shape.inner) + 4 * self.shape.heads
@@ -101,19 +100,19 @@ class Module:
 
     @property
     def input(self) -> int:
-        """The same with checkpointing: the layer's input alone. The residual stream of the kernels is float32."""
+        """`kept` with checkpointing: the layer's input only. The residual stream of the kernels is float32."""
         return self.shape.hidden * (4 if self.on_kernels else self.wide)
 
     @property
     def backward(self) -> int:
-        """Bytes of a token that one layer's backward pass computes with."""
+        """Bytes per token of one layer's backward workspace."""
         return 4 * self.shape.hidden + self.wide * 4 * (self.shape.hidden + self.shape.inner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Parameters that change, those whose gradient is summed, and those that AdamW steps. The same, but with LoRA: of
-    the merged weights only the largest has a whole gradient at once. `state`: bytes of AdamW's moments."""
+    """Numbers of parameters that are trained, that have a summed gradient, and that AdamW updates. They differ with
+    LoRA: of the merged weights only the largest has a whole gradient at once. `state`: bytes of AdamW's moments."""
 
     weights: int
     gradient: int
@@ -139,14 +138,14 @@ class Trained:
 
 
 def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
-    """What one process has. `prompt`: tokens of a prompt. `longest`: of a sequence, validation included."""
+    """The load of one process. `prompt`: tokens of a prompt; `longest`: of a sequence, validation included."""
     rollout, parallel = config.rollout, config.parallel
     groups = -(-rollout.prompts // config.algorithm.updates_per_batch)  # of one update
     tokens = -(-groups // parallel.shares) * (prompt + rollout.group_size * rollout.max_tokens)
     tokens = -(-tokens // parallel.splits)
     count = -(-tokens // config.learner.tokens_per_microbatch)
     validates = config.validation.every > 0 and (config.data.validation or config.data.validation_split > 0)
-    ahead = rollout.max_staleness - config.weights.sync_every + 2  # steps whose groups are under way at once
+    ahead = rollout.max_staleness - config.weights.sync_every + 2  # steps whose groups are in progress at once
     wanted = ahead * -(-rollout.prompts // parallel.shares) * rollout.group_size
     sequences = min(config.engine.max_batch, wanted)
     truncates = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0

@@ -1,7 +1,7 @@
-"""Seconds of a training step, from a roofline: products, HBM, links inside and between machines.
+"""Time of a training step by a roofline model: matrix products, HBM, links inside and between machines.
 
-What overlaps: gathering and reducing weights (FSDP) with computing, within each pass of each layer: the longer of the
-two counts. What does not: tensor, context and expert parallelism, the first gather, the sum over copies (ddp), AdamW.
+FSDP's all-gathers and reduce-scatters overlap with computation, within each pass of each layer: the longer of the two
+counts. Not overlapped: tensor, context and expert parallelism, the first gather, ddp's all-reduce, AdamW.
 """
 
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ from birl.plan.layout import Layout, Workload
 from birl.plan.rank_memory import gathered, mlp_width
 
 ADAMW = 32  # bytes read and written for a parameter's step, and its gradient read for the norm
-OPTIMIZERS = {"adamw": ADAMW, "adamw8bit": 258}  # the same by 47 operations of PyTorch, each of which reads and writes
+OPTIMIZERS = {"adamw": ADAMW, "adamw8bit": 258}  # the same for 47 operations of PyTorch, each of which reads and writes
 LOGIT = 20  # bytes read and written for a logit, forward and backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of one step, and where they go. `exposed`: of the links, not behind computing."""
+    """Seconds of one step by part. `exposed`: communication that does not overlap with computation."""
 
     seconds: float
-    products: float  # as if nothing else were, the elementwise part of layers aside
+    products: float  # alone, without the elementwise part of layers
     elementwise: float  # HBM
     exposed: dict[str, float]  # axis -> seconds
     bubble: float  # of a pipeline
     optimizer: float
-    tokens: float  # a second and GPU
-    mfu: float  # model FLOP/s by the peak; causal attention
+    tokens: float  # per second and GPU
+    mfu: float  # model FLOP/s divided by the peak; causal attention
 
 
 def step(shape: Shape, cluster: Cluster, layout: Layout, work: Workload) -> StepTime:
-    """The time of one optimizer step. Micro-batches are full, except that there is at least one for each share."""
+    """Time of one optimizer step. Micro-batches are full, except that each data-parallel rank has at least one."""
     rounds = max(work.batch / (work.microbatch * layout.shares), 1.0)
     batch = rounds * work.microbatch * layout.shares
     layer = LayerTime(shape, cluster, layout, work)
@@ -46,7 +46,7 @@ def step(shape: Shape, cluster: Cluster, layout: Layout, work: Workload) -> Step
     split = layout.fsdp * layout.cp * layout.tp * layout.pp
     optimizer = OPTIMIZERS[work.optimizer] * shape.parameters / split / cluster.hbm
     copies = 0.0
-    if layout.ddp > 1:  # each micro-batch's where FSDP sums them, once otherwise
+    if layout.ddp > 1:  # for each micro-batch if FSDP reduces them, else once
         times = rounds if layout.fsdp * layout.cp > 1 else 1.0
         ring = cluster.bandwidth(layout.ddp, layout.fsdp * layout.cp * layout.tp)
         copies = times * 2 * (layout.ddp - 1) / layout.ddp * 4 * shape.parameters / split / ring
@@ -67,7 +67,7 @@ def step(shape: Shape, cluster: Cluster, layout: Layout, work: Workload) -> Step
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """Seconds of one micro-batch in one layer on one rank; two figures are the forward and the backward pass."""
+    """Seconds of one micro-batch in one layer on one rank; pairs are of the forward and the backward pass."""
 
     shape: Shape
     cluster: Cluster
@@ -80,13 +80,13 @@ class LayerTime:
 
     @property
     def again(self) -> float:
-        """How much of the forward pass's products the backward pass computes once more."""
+        """Share of the forward pass's products that the backward pass recomputes."""
         return {"all": 0.0, "half": 0.5, "inputs": 1.0}[self.work.keep]
 
     @property
     def products(self) -> tuple[float, float]:
-        """Forward 1, backward 2 and what is computed again; attention's backward has 5 products for 2 (FlashAttention,
-        Dao et al. 2022, algorithm 4). Weights are read once a pass: with few tokens an expert, that is what counts."""
+        """Forward 1, backward 2 plus what is recomputed; attention's backward has 5 products for 2 (FlashAttention, Dao
+        et al. 2022, algorithm 4). Weights are read once a pass, which dominates with few tokens per expert."""
         shape, cluster = self.shape, self.cluster
         speed = cluster.flops * cluster.efficiency
         linear = 2 * shape.active / shape.layers * self.tokens / speed
@@ -123,7 +123,7 @@ class LayerTime:
 
     @property
     def gathering(self) -> tuple[float, float]:
-        """FSDP: a layer's bfloat16 weights gathered, for each pass, and its float32 gradients reduced and scattered."""
+        """FSDP: all-gather of a layer's bfloat16 weights for each pass, and reduce-scatter of its float32 gradients."""
         shape, layout, cluster = self.shape, self.layout, self.cluster
         ranks = layout.fsdp * layout.cp
         dense, experts, _ = gathered(shape, layout)
@@ -134,8 +134,8 @@ class LayerTime:
 
     @property
     def tensor(self) -> float:
-        """Two gathers and two reduce-scatters of the hidden states forward, as many backward, and the forward ones
-        again where it is computed again (Korthikanti et al. 2022, section 4.2.2)."""
+        """Two all-gathers and two reduce-scatters of the hidden states forward, as many backward, and the forward ones
+        again if it is recomputed (Korthikanti et al. 2022, section 4.2.2)."""
         ranks = self.layout.tp
         size = 2 * self.shape.hidden * self.work.microbatch / self.layout.cp
         one = (ranks - 1) / ranks * size / self.cluster.bandwidth(ranks)
@@ -143,7 +143,7 @@ class LayerTime:
 
     @property
     def context(self) -> float:
-        """Keys and values gathered forward, and where that is computed again; their gradients scattered."""
+        """All-gather of keys and values forward, and again if that is recomputed; reduce-scatter of their gradients."""
         shape, layout = self.shape, self.layout
         keys = sum(shape.widths) if shape.latent else 2 * shape.kv_heads * shape.head_dim
         size = 2 * keys * self.work.microbatch / layout.tp
@@ -152,7 +152,7 @@ class LayerTime:
 
     @property
     def experts(self) -> float:
-        """All-to-all of each token to its experts and back, forward and backward, with experts as good as drawn. Each
+        """All-to-all of each token to its experts and back, forward and backward, with experts uniformly random. Each
         GPU sends what leaves the machine through its own network card."""
         shape, layout, cluster = self.shape, self.layout, self.cluster
         if layout.ep == 1:

@@ -1,4 +1,4 @@
-"""Splits of a number of GPUs into engines and learners, each simulated: which are tried, and what each comes to."""
+"""Simulates splits of a number of GPUs into engines and learners, and searches for the fastest."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,12 +8,12 @@ from birl.plan.draws import Draws
 from birl.plan.pipeline import Simulation, Split, engine_seconds
 from birl.plan.scenario import Scenario
 
-SIXTEENTHS = (1, 2, 4, 6, 8, 10, 12, 14, 15)  # shares of the GPUs that generate, to begin with
+SIXTEENTHS = (1, 2, 4, 6, 8, 10, 12, 14, 15)  # first shares of the GPUs for engines
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one split came to, in the counted steps. Shares are of the time from the first to the last."""
+    """Result of one split in the counted steps. Shares are of the time from the first to the last."""
 
     gpus: int
     engines: int
@@ -40,9 +40,9 @@ class Row:
 
 
 def sweep(scenario: Scenario, gpus: int, draws: Draws, report: Callable[[str], None]) -> list[Row]:
-    """All splits at the first staleness; at each further one the splits beside the best, as long as that gets faster.
-    First the synchronous way on shared GPUs, where generation and training take turns. `report` is called with
-    what comes next. Raises `BirlError` where the GPUs cannot be split."""
+    """Simulate all splits at the first staleness, and at each further one the neighbours of the best, while that gets
+    faster. Before these the synchronous one on shared GPUs, where generation and training alternate. `report` is called
+    with the next split. Raises `BirlError` if the GPUs cannot be split."""
     prompts = scenario.run.prompts or max(round(scenario.run.prompts_per_gpu * gpus), 1)
     possible = splits(scenario, gpus)
     staleness = [e for e in scenario.run.max_staleness if e >= scenario.sync.every - 1]
@@ -77,7 +77,7 @@ def sweep(scenario: Scenario, gpus: int, draws: Draws, report: Callable[[str], N
 
 
 def _climb(place: int, count: int, row: Callable[[int], Row]) -> None:
-    """From `place` to the faster side, until it gets slower."""
+    """From `place` in the faster direction until it gets slower (hill climbing)."""
     here = row(place).seconds_per_step
     for side in (1, -1):
         at, last = place + side, here
@@ -88,13 +88,13 @@ def _climb(place: int, count: int, row: Callable[[int], Row]) -> None:
 
 
 def best_of(rows: list[Row]) -> Row:
-    """The fastest; of those within 1 % of it the one with the least staleness."""
+    """The fastest row; of those within 1 % of it the one with the least staleness."""
     bound = 1.01 * min(row.seconds_per_step for row in rows)
     return min((r for r in rows if r.seconds_per_step <= bound), key=lambda r: (r.max_staleness, r.seconds_per_step))
 
 
 def compared_with(scenario: Scenario, row: Row, draws: Draws) -> Callable[..., bool]:
-    """Whether a step is faster by more than 1 % where fields of the split (`Split`) are others."""
+    """Returns a function: whether a step is more than 1 % faster with these changed fields of the `Split`."""
 
     def faster(**changes: int) -> bool:
         names = ("engines", "learners", "max_staleness", "prompts", "shared")
@@ -105,7 +105,7 @@ def compared_with(scenario: Scenario, row: Row, draws: Draws) -> Callable[..., b
 
 
 def splits(scenario: Scenario, gpus: int) -> list[tuple[int, int]]:
-    """(engines, learners) that use `gpus` GPUs as far as they can, fewest engines first."""
+    """Pairs (engines, learners) that use as many of `gpus` GPUs as possible, fewest engines first."""
     engine, learner = scenario.engine.gpus, scenario.learner.gpus
     wanted = scenario.run.engines or [gpus * share // 16 // engine for share in SIXTEENTHS]
     if not scenario.run.engines and gpus <= 8 * max(engine, learner):
@@ -120,7 +120,7 @@ def splits(scenario: Scenario, gpus: int) -> list[tuple[int, int]]:
 
 
 def simulate(scenario: Scenario, split: Split, gpus: int, draws: Draws) -> Row:
-    """Bursts of the slots' size go round for long: counted is a whole number of them, after two."""
+    """Bursts as large as the slots persist for long, so a whole number of rounds is counted, after two."""
     turn = split.max_staleness + 1
     start = 2 * turn if split.max_staleness else 1
     counted = max(-(-8 // turn), 2) * turn
@@ -132,7 +132,7 @@ def simulate(scenario: Scenario, split: Split, gpus: int, draws: Draws) -> Row:
 
 
 def row_of(simulation: Simulation, gpus: int, start: int) -> Row:
-    """The first `start` steps are not counted."""
+    """The row of a simulation; its first `start` steps are not counted."""
     scenario, split, steps = simulation.scenario, simulation.split, simulation.steps[start:]
     before = simulation.steps[start - 1] if start else None
     began = before.end if before else 0.0
@@ -174,7 +174,7 @@ def row_of(simulation: Simulation, gpus: int, start: int) -> Row:
 
 
 def compare(scenario: Scenario) -> dict[str, float]:
-    """The configuration whose time was measured, simulated."""
+    """Simulate the configuration whose time was measured."""
     result = scenario.result
     prompts = scenario.run.prompts
     if not prompts:
