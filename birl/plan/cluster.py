@@ -68,7 +68,6 @@ def cluster_of(kind: str, gpus: int, changes: dict[str, float] | None = None, ke
 
 
 def split_device(words: Sequence[str]) -> tuple[list[str], str]:
-    """Return the other words and the kind of device=KIND, or "". It is a word of `birl plan` and --dry-run, no key of a
-    run."""
+    """The words without device=KIND (of `birl plan` and --dry-run; no key of a run), and its kind or ""."""
     kinds = [word.partition("=")[2] for word in words if word.startswith("device=")]
     return [word for word in words if not word.startswith("device=")], (kinds or [""])[-1].lower()

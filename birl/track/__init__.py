@@ -1,1 +1,1 @@
-"""What a run tells the world: files, TensorBoard, W&B, the terminal and a report (`tracker.Tracker` is the way in)."""
+"""Reports of a run: files, TensorBoard, W&B, the terminal and an HTML report (`tracker.Tracker` is the entry point)."""

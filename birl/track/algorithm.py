@@ -1,4 +1,4 @@
-"""What an algorithm's settings are called."""
+"""Names the algorithm of a run by its settings."""
 
 import json
 from collections.abc import Mapping
@@ -6,14 +6,14 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-TEACHERS = ("algorithm.teacher", "algorithm.teachers")  # models, which no preset can name
-MARKS = ("advantage", "surrogate", "teacher_divergence", "observation_coef")  # what makes a method another one
-MARK = 4  # other keys count less
+TEACHERS = ("algorithm.teacher", "algorithm.teachers")  # paths of models, which no preset sets
+MARKS = ("advantage", "surrogate", "teacher_divergence", "observation_coef")  # keys that distinguish methods
+MARK = 4  # weight of such a key; others have 1
 
 
 def algorithm(config: Mapping[str, Any]) -> str:
-    """What a run trains by, in a word: the preset whose keys it has (with "*" where others are changed), the preference
-    loss, else its command. `config` by dotted key; empty where it is not known."""
+    """Name of a run's algorithm: the preset closest to its keys (with "*" if some differ), the preference loss, or else
+    its command. `config` by dotted key; empty if unknown."""
     if not config:
         return ""
     own = {
@@ -24,7 +24,7 @@ def algorithm(config: Mapping[str, Any]) -> str:
     if not own:
         return str(config.get("preference.loss") or ("rm" if "ranking.centering" in config else "sft"))
 
-    own = {**_defaults(), **own}  # a run of an earlier version lacks keys
+    own = {**_defaults(), **own}  # runs of earlier versions lack keys
 
     def changed(name: str) -> list[str]:
         preset = {**_defaults(), **_presets()[name]}
@@ -41,7 +41,7 @@ def algorithm(config: Mapping[str, Any]) -> str:
 
 
 def _same(wanted: Any, value: Any) -> bool:
-    """A preset's value may follow from another key, as `${rollout.max_tokens}`."""
+    """Whether a value equals a preset's, which may refer to another key, as `${rollout.max_tokens}`."""
     return wanted == value or (isinstance(wanted, str) and "${" in wanted)
 
 

@@ -1,6 +1,6 @@
-"""Charts in one HTML file without outside parts, for report.html and notebooks: the live page's own chart, which uPlot
-draws, with the data inside. Only this script runs, whatever a model has written into its answers: the policy has its
-digest."""
+"""Charts in one self-contained HTML file, for report.html and notebooks: the chart of the live page, drawn by uPlot,
+with the data inside. No other script can run, whatever a model has written into its answers: the content security
+policy has this script's digest."""
 
 import base64
 import hashlib
@@ -33,14 +33,14 @@ POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'; base-uri 'none'; form-action 'none'"
 )
 MOST_POINTS = 200
-LARGEST = 1e300  # values beyond it are drawn there: their differences are no floats
+LARGEST = 1e300  # values beyond it are clipped: their differences overflow floats
 SHOWN = ("reward/mean", "length/mean", "kl", "entropy", "loss", "grad_norm", "mismatch/mean", "staleness/mean")
 PANELS = 6
 Line = tuple[str, Sequence[float], Sequence[float]]  # name, steps, values
 
 
 class Charts:
-    """The charts of one file. Example: charts = Charts(); charts.page("demo", charts.draw("KL [nats]", [line]))"""
+    """The charts of one HTML file. Example: charts = Charts(); charts.page("demo", charts.draw("KL [nats]", [line]))"""
 
     def __init__(self) -> None:
         self._data: list[dict[str, Any]] = []
@@ -48,8 +48,8 @@ class Charts:
     def draw(
         self, heading: str, lines: Sequence[Line], *, about: str = "", stacked: bool = False, points: int = MOST_POINTS
     ) -> str:
-        """Where the chart goes in the page, with its title and the ends of each line in words; empty where nothing
-        finite is there to draw. NaN leaves a gap; of `stacked` parts all have the same steps."""
+        """HTML of a chart with its title, and the ends of each line as text; empty without finite values. NaN leaves a
+        gap; `stacked` parts must have the same steps."""
         lines = [(name, *thinned(steps, values, points)) for name, steps, values in lines]
         if not any(math.isfinite(value) for _, _, values in lines for value in values):
             return ""
@@ -60,7 +60,7 @@ class Charts:
         return f'<div data-chart="{len(self._data) - 1}"><p class="unseen">{words}</p></div>'
 
     def page(self, title: str, body: str, kind: str = "report") -> str:
-        """The whole file. `body` is HTML, `title` is text."""
+        """The whole HTML file. `body` is HTML, `title` is text."""
         sheet = "".join((STATIC / name).read_text("utf-8") for name in SHEETS)
         data = json.dumps(self._data, separators=(",", ":")).replace("<", "\\u003c")
         return (
@@ -74,12 +74,12 @@ class Charts:
 
 
 def escape(text: object) -> str:
-    """Text that no browser obeys: markup quoted, control and bidi characters spelled out."""
+    """Escape text for HTML; control and bidi characters are spelled out."""
     return html.escape(visible(str(text)), quote=True)
 
 
 def thinned(steps: Sequence[float], values: Sequence[float], points: int) -> tuple[list[float], list[float]]:
-    """At most `points` points, each the mean of its neighbours, at the last of their steps."""
+    """At most `points` points, each the mean of neighbours, at the last of their steps."""
     edges = [round(i * len(steps) / points) for i in range(points + 1)]
     if len(steps) <= points:
         return list(steps), list(values)
@@ -87,19 +87,19 @@ def thinned(steps: Sequence[float], values: Sequence[float], points: int) -> tup
 
 
 def _number(value: float) -> float | None:
-    """To six digits, as JSON has it."""
+    """Round to six digits for JSON; None if not finite."""
     return float(f"{min(max(value, -LARGEST), LARGEST):.6g}") if math.isfinite(value) else None
 
 
 def line(name: str, records: Sequence[dict[str, Any]], label: str = "") -> Line:
-    """A figure of stored records, without those that lack it."""
+    """One metric of stored records as a line; records without it are left out."""
     rows = [record for record in records if isinstance(record.get(name), (int, float))]
     return label or figure(name).title, [row["step"] for row in rows], [row[name] for row in rows]
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Charts of a run that a notebook shows; `save` writes them as one HTML file."""
+    """Charts of a run as a notebook shows them; `save` writes them to an HTML file."""
 
     html: str
     names: tuple[str, ...]
@@ -118,9 +118,8 @@ class Curves:
 
 
 def plot(run: Path, names: Sequence[str] = ()) -> Curves:
-    """A run's figures by step, with its validations in the chart of the reward or loss. `names`: of metrics.jsonl or
-    validation.jsonl; by default the six that say most. Raises `BirlError` for an unknown name, and before the first
-    step."""
+    """Plot metrics of a run by step, with validations in the chart of the reward or loss. `names`: of metrics.jsonl or
+    validation.jsonl; by default up to six. Raises `BirlError` for an unknown name, and before the first step."""
     metrics, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
     if not metrics and not validations:
         raise BirlError(f"{run} has no finished step (yet): call train() first.")

@@ -1,4 +1,4 @@
-"""What the terminal, or a notebook, shows while a run goes on: a live panel, one line a step, or nothing."""
+"""Progress of a run in the terminal or a notebook: a live panel, one line a step, or nothing."""
 
 import contextvars
 import html
@@ -20,13 +20,13 @@ from birl.track.progress import Progress, failures, nothing_trained, source, val
 from birl.track.units import count, counted, duration
 from birl.visible import visible
 
-WIDTH = 96  # columns of the panel in a notebook, which does not say how wide it is
-SECONDS = 1.0  # between two looks at the progress there
-LINES = 6  # messages and validations that stay below it
+WIDTH = 96  # columns of the panel in a notebook, whose width is unknown
+SECONDS = 1.0  # between two refreshes in a notebook
+LINES = 6  # messages and validations that are kept below it
 
 
 class View:
-    """Shows nothing. Each call comes after `progress` has been brought up to date."""
+    """Shows nothing; the interface of views. `progress` is updated before each call."""
 
     def start(self) -> None: ...
     def step(self) -> None: ...
@@ -36,7 +36,7 @@ class View:
 
 
 class Terminal(Console):
-    """A rich console that a run survives: output without a reader is dropped, not an error."""
+    """A rich console whose failures do not end the run: output to a closed pipe is dropped, not an error."""
 
     def __init__(self, **options: Any) -> None:
         # A character that the terminal's encoding lacks becomes a question mark, not an exception.
@@ -48,7 +48,7 @@ class Terminal(Console):
         self.quiet = True
 
     def show_cursor(self, show: bool = True) -> bool:
-        """The cursor stays: after a `kill -9` it would stay hidden."""
+        """Never hide the cursor: after a `kill -9` it would stay hidden."""
         return False
 
     def say(self, text: Text | str) -> None:
@@ -61,7 +61,7 @@ class Terminal(Console):
 
 
 def open_view(mode: str, progress: Progress, console: Terminal) -> View:
-    """`mode` is track.console. A live panel needs a terminal or a notebook; elsewhere even `live` means `plain`."""
+    """The view for track.console=`mode`. A live panel needs a terminal or a notebook; else `live` means `plain`."""
     if mode == "off":
         return View()
     if mode != "plain" and console.is_jupyter:
@@ -73,10 +73,10 @@ def open_view(mode: str, progress: Progress, console: Terminal) -> View:
 
 @contextmanager
 def only_shown(what: str) -> Iterator[None]:
-    """For what only shows a run: an error in it is a warning on stderr, and never decides how the run ends."""
+    """Context of code that only displays a run: an exception is only a warning on stderr."""
     try:
         yield
-    except BrokenPipeError:  # our output has no reader any more
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         pass
     except Exception as error:
         with suppress(OSError, ValueError):  # ValueError: a closed stream
@@ -105,11 +105,11 @@ class PlainView(View):
 
 
 class LiveView(PlainView):
-    """A panel that is redrawn in place; prints, warnings and log lines scroll above it."""
+    """A panel redrawn in place; prints, warnings and log lines scroll above it."""
 
     def __init__(self, progress: Progress, console: Terminal) -> None:
         super().__init__(progress, console)
-        # Two frames a second: the panel is drawn by a thread that takes the interpreter from the one that generates.
+        # Two frames a second: drawing takes the GIL from the thread that generates.
         self._live = Live(
             ProgressPanel(progress), console=console, refresh_per_second=2, vertical_overflow="crop", transient=False
         )
@@ -118,7 +118,7 @@ class LiveView(PlainView):
     def start(self) -> None:
         old = {id(sys.stdout): "stdout", id(sys.stderr): "stderr"}
         self._live.start()
-        # Handlers made earlier hold the streams that the panel has taken over; what they print would be drawn over.
+        # Handlers made earlier write to the streams that the panel replaced; their output would be drawn over.
         for handler in _stream_handlers():
             if name := old.get(id(handler.stream)):
                 self._moved.append((handler, handler.stream))
@@ -144,7 +144,7 @@ def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
 
 
 def step_line(progress: Progress) -> str:
-    """`step 12/30  reward 0.781 (val 0.74)  len 14.2  finished 64/64  ...`; what a run does not measure is left out."""
+    """`step 12/30  reward 0.781 (val 0.74)  len 14.2  finished 64/64  ...`; metrics that the run lacks are left out."""
     m, total = progress.metrics, progress.total
     digits = max(4, len(str(total or 0)))
     parts = [f"step {progress.step:>{digits}}" + (f"/{total}" if total else "")]
@@ -156,7 +156,7 @@ def step_line(progress: Progress) -> str:
     parts += [text for name, text in _line_parts(m) if name in m]
     if progress.eta is not None:
         parts.append(f"eta {duration(progress.eta)}")
-    # At the end, where they do not shift the columns: a cut answer has a reward, a failed episode has none.
+    # At the end, so that the columns stay aligned: a truncated answer has a reward, a failed episode has none.
     if m.get("outcome/truncated"):
         parts.append(f"truncated {count(m['outcome/truncated'])}")
     if progress.warning:
@@ -191,10 +191,10 @@ def validation_line(progress: Progress, step: int, metrics: dict[str, float]) ->
 
 
 class NotebookView(View):
-    """The panel of the terminal as one HTML output, with the last messages below it."""
+    """The terminal's panel as one HTML output, followed by the last messages."""
 
     def __init__(self, progress: Progress, display: Any = None) -> None:
-        """`display`: IPython's function, unless a test has its own."""
+        """`display`: function that shows the output, IPython's by default."""
         self.progress = progress
         self._display, self._handle = display, None
         self._messages: list[str] = []
@@ -209,7 +209,7 @@ class NotebookView(View):
             self._display = display
         self._shown = self.content()
         self._handle = self._display(self._shown, raw=True, display_id=True)
-        # Jupyter finds the cell that an output belongs to by the context.
+        # Jupyter assigns outputs to cells by the context.
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._watch,), name="progress", daemon=True)
         self._thread.start()
@@ -241,7 +241,7 @@ class NotebookView(View):
             self._shown = content
 
     def content(self) -> dict[str, str]:
-        """By type, as Jupyter takes it. Everything that a run says is text, never markup."""
+        """The output by MIME type, for Jupyter. The run's texts are escaped."""
         with self._lock:
             messages = list(self._messages)
         console = Console(

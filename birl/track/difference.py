@@ -1,4 +1,4 @@
-"""`birl diff RUN RUN`: what was set otherwise, and what came out."""
+"""`birl diff RUN RUN`: differences of two configurations, and of the results."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from birl.track.summary import facts
 from birl.track.units import count, duration, figure
 from birl.visible import visible
 
-LAST = 10  # steps that a figure is the mean of
+LAST = 10  # steps that "last" is the mean of
 FIGURES = (
     *("length/mean", "turns/mean", "groups/no_signal", "entropy", "kl", "clip_fraction", "grad_norm", "mismatch/mean"),
     *("staleness/mean", "outcome/truncated", "speed/generate", "speed/train", "time/step", "memory/peak"),
@@ -27,7 +27,7 @@ Row = tuple[str, str, str]
 
 
 def run(words: Sequence[str]) -> int:
-    """Print both tables. Raises `BirlError` for what is no run."""
+    """Print both tables. Raises `BirlError` for a folder that is not a run."""
     flags, rest = taken("diff", words, (JSON,))
     folders = [Path(word) for word in rest]
     if len(folders) != 2:
@@ -64,13 +64,13 @@ def _check(folder: Path) -> None:
 
 
 def compared(first: Path, second: Path) -> list[tuple[str, float | None, float | None]]:
-    """Name and both values of every figure that one of the runs has. `... last`: mean over the last ten steps."""
+    """(name, first value, second value) of every figure that one of the runs has. `... last`: over ten steps."""
     one, other = outcome(first), outcome(second)
     return [(name, one.get(name), other.get(name)) for name in {**one, **other}]
 
 
 def outcome(run: Path) -> dict[str, float]:
-    """What a run came to, one number each."""
+    """Final figures of a run, by name."""
     result, steps = facts(run), stored(run / "metrics.jsonl")
     name = headline(steps[-1]) if steps else "loss"
     best = max if name == "reward/mean" else min
@@ -104,7 +104,7 @@ def _number(name: str, value: float | None) -> str:
 
 
 def side_by_side(heads: Row, rows: Sequence[Row], width: int, bold: bool = False) -> list[str]:
-    """Three aligned columns; what is too long for its share of `width` is cut, longer names of runs at their front."""
+    """Three aligned columns; texts longer than their share of `width` are cut, names of runs at their front."""
     rows = [(visible(name), a, b) for name, a, b in rows]
     first = max(len(cells[0]) for cells in [heads, *rows])
     room = max(8, (width - first - 4) // 2)

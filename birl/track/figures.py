@@ -1,5 +1,5 @@
-"""What each figure of metrics.jsonl and validation.jsonl is: title, unit, one sentence. The report, the live page and
-the site's page of figures have them from here; tests/docs/test_tables.py compares the tables of docs/."""
+"""Title, unit and one-sentence description of each metric of metrics.jsonl and validation.jsonl, for the report, the
+live page and the site's page of figures; tests/docs/test_tables.py compares the tables of docs/."""
 
 import re
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from functools import cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """`name`: as in the file; a part in <> stands for any text. Figures of one `title` share a chart, in which `line`
-    tells them apart. `unit`: "" for a plain number. `section`: the heading under which it is shown.
+    """`name`: as in the file; a part in <> stands for any text. Figures of one `title` share a chart; `line` is their
+    label in it. `unit`: "" for a plain number. `section`: the heading under which it is shown.
 
     Example: figure("length/max").heading == "Answer length, max [tokens]"
     """
@@ -32,7 +32,7 @@ def headed(title: str, unit: str) -> str:
 
 
 MAIN, SOURCES, OTHER = "Overview", "Validation by source", "Other figures"
-# section: name, title, what tells it from others of that title, unit, one sentence. In the order in which they matter.
+# section: name, title, label of the line in the title's chart, unit, one sentence. In order of importance.
 _TABLE = {
     MAIN: """
 reward/mean | Training reward | mean | reward | Mean over the step's episodes that have a reward, before the overlong penalty.
@@ -152,7 +152,7 @@ memory/peak | Peak memory | | GiB | Largest resident memory of the process so fa
 
 def _rows(section: str, text: str) -> Iterable[Figure]:
     for line in text.strip().splitlines():
-        # a separator has a space at each side, which a "|" of a title has not
+        # a separator has spaces around it, a "|" in a title has not
         name, title, one, unit, about = (cell.strip() for cell in re.split(r" \|(?= )", line))
         yield Figure(name=name, section=section, title=title, line=one, unit=unit, about=about)
 
@@ -165,8 +165,8 @@ _PATTERNS = {re.compile(re.sub("<(.+?)>", r"(?P<\1>.+)", name)): row for name, r
 
 @cache
 def figure(name: str) -> Figure:
-    """What the table says of a name of metrics.jsonl or validation.jsonl, the parts in <> filled in. A validation of
-    `birl sft`, `rm` or `dpo` has the figures of its steps. An unknown name is its own title."""
+    """The figure of a name in metrics.jsonl or validation.jsonl, with the parts in <> filled in. Validations of `birl
+    sft`, `rm` or `dpo` have the figures of their steps. An unknown name is its own title."""
     row, parts = _row(name)
     if row is None:
         return Figure(name=name, section=OTHER, title=name)
@@ -178,7 +178,7 @@ def figure(name: str) -> Figure:
 
 
 def _row(name: str) -> tuple[Figure | None, dict[str, str]]:
-    """The row of a name, and what stands for its parts in <>."""
+    """The table row of a name, and the values of its parts in <>."""
     if known := _EXACT.get(name):
         return known, {}
     for pattern, row in _PATTERNS.items():
@@ -188,7 +188,7 @@ def _row(name: str) -> tuple[Figure | None, dict[str, str]]:
 
 
 def ordered(names: Iterable[str]) -> list[Figure]:
-    """Their figures, those that matter first."""
+    """Figures of these names, in order of importance."""
     sections = [*_TABLE, OTHER]
     sections.insert(1, SOURCES)
 

@@ -1,4 +1,4 @@
-"""Who may write into a run folder: one process at a time, also where the disk has no locks, and one configuration."""
+"""Lock of a run folder: one process at a time, also on disks without locks, and always the same configuration."""
 
 import errno
 import json
@@ -18,12 +18,12 @@ from birl.track.runs import COMMAND_KEYS, began_at
 
 try:
     import fcntl
-except ImportError:  # not on Windows: there, nothing keeps two processes out of one folder
+except ImportError:  # Windows: nothing prevents two processes in one folder
     fcntl = None
 
 HOST = socket.gethostname()
 
-# Keys that may change when a run goes on: its length, and what bounds memory or time but changes a result by rounding
+# Keys that may change on resume: its length, and limits of memory or time, which change results by rounding
 # at most.
 FREE = (
     *("steps", "epochs", "resume", "run", "threads", "watchdog"),
@@ -36,8 +36,8 @@ FREE_SECTIONS = ("track.", "checkpoint.", "engine.", "parallel.")
 
 @contextmanager
 def held(run: Path) -> Iterator[None]:
-    """Keep other processes out of a run folder. The lock ends with this process, however that ends; only its file may
-    be left, which is no obstacle. Raises `BirlError` where another one has it."""
+    """Lock a run folder against other processes. The lock ends with this process in any case; a file that is left
+    behind does not matter. Raises `BirlError` if another process has it."""
     path = run / ".lock"
     try:
         handles = _lock(path)
@@ -64,10 +64,10 @@ def held(run: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> list[int]:
-    """Open files that are locked: the folder, so that nothing gets in when the lock file is deleted, and the file, with
-    our pid in it. Raises `BlockingIOError` where one is taken."""
+    """Open and lock the folder, so that nobody enters when the lock file is deleted, and the file, which gets our pid;
+    returns both handles. Raises `BlockingIOError` if one is locked."""
     for _ in range(20):
-        with suppress(FileNotFoundError, FileExistsError):  # its last holder may remove it, and the folder, right now
+        with suppress(FileNotFoundError, FileExistsError):  # its last holder may be removing it, and the folder
             path.parent.mkdir(parents=True, exist_ok=True)
             return _try_lock(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,8 +104,8 @@ def _try_lock(path: Path) -> list[int]:
 
 
 def _flock(handle: int) -> bool:
-    """Whether the file is locked now; False where its disk has no locks. Raises `BlockingIOError` where another process
-    has it."""
+    """Lock the file without waiting; False if its disk has no locks. Raises `BlockingIOError` if another process has
+    it."""
     if fcntl is None:
         return True
     try:
@@ -118,7 +118,7 @@ def _flock(handle: int) -> bool:
 
 
 def _own(path: Path) -> None:
-    """Take a lock file where there are no locks: it says which process of which machine has the folder. Raises
+    """Take a lock file on a disk without locks: it names the process and machine that have the folder. Raises
     `BlockingIOError` unless that process is known to have ended."""
     text = read_text(path)
     if text and not _ended(text):
@@ -127,9 +127,9 @@ def _own(path: Path) -> None:
     mine.write_text(f"{os.getpid()}\n{began_at(os.getpid())}\n{HOST}\n")
     try:
         before = path.with_name(f"{mine.name}.before")
-        os.rename(path, before)  # of two that find it free, one fails here: FileNotFoundError, and looks again
+        os.rename(path, before)  # if two take it, the rename of one raises FileNotFoundError, and it tries again
         try:
-            if read_text(before) != text:  # another one took it between
+            if read_text(before) != text:  # another process took it meanwhile
                 raise BlockingIOError(errno.EAGAIN, "the folder is in use", str(path))
             os.link(mine, path)
         except BlockingIOError:
@@ -142,7 +142,7 @@ def _own(path: Path) -> None:
 
 
 def _ended(text: str) -> bool:
-    """Whether the process that a lock file names has ended, as far as can be known here."""
+    """Whether the process in a lock file has ended, as far as this machine can know."""
     pid, began, host = (*text.split("\n"), "", "", "")[:3]
     if not pid.isdecimal() or (host and host != HOST):
         return not pid.isdecimal()
@@ -161,7 +161,7 @@ def unwritable(run: Path, error: Exception) -> BirlError:
 
 
 def check_same(run: Path, config: schema.RL | schema.Stage, newest: Path | None) -> None:
-    """Raises `BirlError` naming the keys that differ. `newest`: the newest checkpoint in `run`."""
+    """Raises `BirlError` with the keys that differ. `newest`: the newest checkpoint in `run`."""
     before, now = read_config(run), plain(config)
     if next((name for name, key in COMMAND_KEYS.items() if (key in before) != (key in now)), ""):
         raise BirlError(

@@ -1,5 +1,5 @@
-"""One sentence about a run: which side limits it, and the key that would change that. Rules over `Shares`; where they
-do not fit it says that it cannot tell."""
+"""One sentence about the bottleneck of a run, and the keys that would change it. Rules over `Shares`; if none applies,
+the bottleneck is unknown."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from typing import Any
 from birl.track.shares import GROUP, Shares
 from birl.track.units import counted
 
-MUCH = 0.15  # share of the time from which a wait is worth a change
-FEW = 3  # steps; fewer say nothing
-STRAGGLERS = 0.35  # requests at once, by their peak: below it a few long answers are waited for
+MUCH = 0.15  # share of the time from which on a wait matters
+FEW = 3  # steps; fewer are not enough
+STRAGGLERS = 0.35  # concurrent requests relative to their peak: below it a few long answers are waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """`side`: generation | stragglers | environments | rewards | training | weights | validation | checkpoints |
-    turns | balanced | unknown. `keys` may be changed about it."""
+    turns | balanced | unknown. `keys`: what to change."""
 
     side: str
     sentence: str
@@ -38,7 +38,7 @@ def limit(shares: Shares | None, config: Mapping[str, Any]) -> Limit:
 
 
 def _pauses(shares: Shares) -> Limit | None:
-    """What stops both sides."""
+    """Pauses of both sides: validation and checkpoints."""
     validate, save = shares.learner.get("validate", 0.0), shares.learner.get("checkpoint", 0.0)
     if max(validate, save) < 2 * MUCH:
         return None
@@ -103,7 +103,7 @@ def _rl(shares: Shares, config: Mapping[str, Any]) -> Limit | None:
 
 
 def _waiting(shares: Shares, config: Mapping[str, Any], waited: float) -> Limit:
-    """The learner waits for groups: what are they waiting for?"""
+    """The bottleneck while the learner waits for groups."""
     embedded, ahead = config.get("engine.kind") == "embedded", config.get("rollout.max_staleness", 0)
     says = f"The learner waits {waited:.0%} of the time for "
     later = () if ahead else ("rollout.max_staleness",)
@@ -174,5 +174,5 @@ PHRASES = {
 
 
 def phrase(name: str) -> str:
-    """A span's name as words. Example: phrase("wait:environment") == "waiting for environment" """
+    """Words for a span's name. Example: phrase("wait:environment") == "waiting for environment" """
     return PHRASES.get(name) or (f"waiting for {name[5:]}" if name.startswith("wait:") else name)

@@ -1,4 +1,4 @@
-"""`birl runs [FOLDER ...] [--json]`: the runs of a folder as a table, the newest first."""
+"""`birl runs [FOLDER ...] [--json]`: table of the runs of a folder, newest first."""
 
 import json
 import os
@@ -18,11 +18,11 @@ from birl.visible import visible
 HEADS = ("run", "state", "step", "reward", "best val", "time", "changed", "model", "algorithm")
 RIGHT = ("step", "reward", "best val", "time")
 COLORS = {"running": "36", "done": "32", "stopped": "33", "failed": "31"}
-SHORTEST = 16  # columns that the name keeps before others go
+SHORTEST = 16  # least columns of the name before other columns are dropped
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the table. Raises `BirlError` for a folder that is not there."""
+    """Print the table. Raises `BirlError` if a folder does not exist."""
     flags, rest = taken("runs", words, (JSON,))
     named = [Path(word) for word in rest]
     for folder in named:
@@ -45,7 +45,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def row(one: About) -> list[str]:
-    """The texts of `HEADS`."""
+    """The cells of a run, by `HEADS`."""
     step = count(one.step) + (f"/{count(one.total)}" if one.total else "")
     reward = "-" if one.reward is None else figure(one.reward)
     if one.reward is not None and one.headline != "reward/mean":
@@ -64,7 +64,7 @@ def row(one: About) -> list[str]:
 
 
 def when(seconds: float) -> str:
-    """Today's time of day, or the date."""
+    """Time of day if it is today, else the date."""
     if not seconds:
         return "-"
     then, now = datetime.fromtimestamp(seconds), datetime.fromtimestamp(time.time())
@@ -72,7 +72,7 @@ def when(seconds: float) -> str:
 
 
 def table(rows: list[list[str]], width: int, colors: bool = False) -> list[str]:
-    """Aligned lines of at most `width` columns: first names are cut in the middle, then columns go from the end."""
+    """Aligned lines of at most `width` columns: names are cut in the middle first, then last columns dropped."""
     heads, rows = list(HEADS), [list(cells) for cells in rows]
     while True:
         widths = [max(len(cells[i]) for cells in [heads, *rows]) for i in range(len(heads))]
@@ -94,7 +94,7 @@ def table(rows: list[list[str]], width: int, colors: bool = False) -> list[str]:
 
 
 def shortened(text: str, width: int) -> str:
-    """Cut in the middle: names of runs differ at their ends."""
+    """Cut in the middle, as names of runs differ at their ends."""
     if len(text) <= width:
         return text
     kept = max(0, width - 2)

@@ -1,4 +1,4 @@
-"""JSON lines that survive: whole lines only, a known length at each checkpoint, and a cut back to it on resume."""
+"""Crash-safe JSON Lines files: whole lines only, their length in each checkpoint, truncated to it on resume."""
 
 import json
 import math
@@ -11,15 +11,15 @@ from typing import Any, overload
 from birl.errors import BirlError, did_you_mean
 from birl.regular import NotRegular, check_target, open_regular, parse_json, read_bytes, writing
 
-#: what ends a line for `str.splitlines` and editors, and is allowed in a JSON string
+# line ends of `str.splitlines` and editors that are allowed in a JSON string
 LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
 BLOCK = 1 << 23  # bytes read at a time
-REMEMBERED = 256  # bytes before the place where reading stopped, to notice another file in its place
+REMEMBERED = 256  # bytes before the last position, to detect that the file was replaced
 
 
 def encode(record: object, exact: bool = False) -> bytes:
-    """One JSON line, to `str.splitlines` as well. NaN and infinity become null. Floats inside lists (log-probs, mostly)
-    keep six significant digits, which a third of the bytes pays for; with `exact` all of them."""
+    """Encode one JSON line, also for `str.splitlines`. NaN and infinity become null. Floats inside lists (mostly
+    log-probs) keep six significant digits, which saves a third of the bytes; with `exact` all of them."""
     short = record if exact else _short(record)
     try:
         text = _dumps(short)
@@ -27,7 +27,7 @@ def encode(record: object, exact: bool = False) -> bytes:
         text = _dumps(_finite(short))
     for mark, escape in LINE_ENDS:
         text = text.replace(mark, escape)
-    # A lone surrogate has no UTF-8, but its backslash form is the JSON escape for it.
+    # A lone surrogate has no UTF-8, but its backslash form is a valid JSON escape.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
@@ -36,7 +36,7 @@ def _dumps(record: object) -> str:
 
 
 def _plain(value: Any) -> object:
-    """Scalars of numpy and torch as Python numbers; anything else as text."""
+    """Numpy and torch scalars as Python numbers; anything else as text."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
@@ -60,7 +60,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All records of a file. A torn last line, left by a crash, is passed over; any other bad line is an error."""
+    """All records of a file. A torn last line of a crash is skipped; any other bad line is an error."""
     return [record for _, record in numbered(path)]
 
 
@@ -75,7 +75,7 @@ def numbered(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """The record of line `number` of a file. Raises `BirlError` that names the line."""
+    """The record of line `number`. Raises `BirlError` that names the line."""
     try:
         record = parse_json(line)
     except ValueError as error:
@@ -93,7 +93,7 @@ def _is_record(line: bytes) -> bool:
 
 
 class JsonLog:
-    """An append-only file of JSON lines. `array`: the lines of a JSON array whose end is missing, each with a comma.
+    """An append-only file of JSON lines. `array`: lines of an unclosed JSON array, each with a comma.
 
     Example: log = JsonLog(run / "metrics.jsonl"); log.append([{"step": 1}]); size = log.sync()
     """
@@ -101,27 +101,27 @@ class JsonLog:
     def __init__(self, path: Path, array: bool = False) -> None:
         self.path, self.array = path, array
         with writing(path):
-            # Unbuffered: a failed write leaves nothing behind that a later close would try to write again.
+            # Unbuffered: after a failed write no data is left that a later close would write.
             check_target(path)
             self._file = path.open("ab", buffering=0)
 
     def cut(self, size: int) -> bool:
-        """Drop everything behind the first `size` bytes. False when the file is shorter: then only a torn line goes."""
+        """Truncate to `size` bytes. False if the file is shorter: then only a torn line is removed."""
         with writing(self.path):
             have = os.path.getsize(self.path)
-            # truncate() to more than the file has would fill it up with zero bytes.
+            # truncate() beyond the end would append zero bytes.
             self._file.truncate(size if have >= size else self._whole(have))
         return have >= size
 
     def _whole(self, size: int) -> int:
-        """Length of the file up to the end of its last whole record: a crash may leave any bytes behind it."""
+        """Length up to the end of the last whole record; a crash may leave any bytes after it."""
         *lines, _ = read_bytes(self.path)[:size].split(b"\n")
         while lines and not _is_record(lines[-1]):
             lines.pop()
         return sum(len(line) + 1 for line in lines)
 
     def append(self, records: Iterable[object], exact: bool = False) -> None:
-        """Write the records as whole lines, or none of them."""
+        """Append the records as whole lines, or none of them."""
         lines = [encode(record, exact) for record in records]
         with writing(self.path):
             start = os.path.getsize(self.path)
@@ -136,7 +136,7 @@ class JsonLog:
                 raise
 
     def sync(self) -> int:
-        """Put everything on the disk; the file's size in bytes."""
+        """Flush to disk (fsync); returns the file's size in bytes."""
         with writing(self.path):
             os.fsync(self._file.fileno())
             return os.path.getsize(self.path)
@@ -146,7 +146,7 @@ class JsonLog:
 
 
 class Records(Sequence[dict[str, Any]]):
-    """The lines of a JSON Lines file as dicts, read when they are asked for: a run may be going on. A torn last line is
+    """The lines of a JSON Lines file as dicts, read on every access, as a run may still be writing. A torn last line is
     left out.
 
     Example: Records(run / "metrics.jsonl")[-1]["reward/mean"]; Records(run / "rollouts.jsonl").to_pandas()
@@ -156,8 +156,8 @@ class Records(Sequence[dict[str, Any]]):
         self.path = Path(path)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """One line after the other: a file of rollouts may be larger than the memory. Raises `BirlError` where there is
-        no file yet, or a line is damaged."""
+        """Read line by line, as a file of rollouts may exceed the memory. Raises `BirlError` if there is no file yet,
+        or a line is damaged."""
         if not self.path.is_file():
             raise BirlError(f"{self.path} does not exist (yet): call train() first.")
         with open_regular(self.path) as file:
@@ -181,7 +181,7 @@ class Records(Sequence[dict[str, Any]]):
         return list(self)[index]
 
     def column(self, name: str) -> list[Any]:
-        """One value of each line, None where a line has none. Raises `BirlError` where no line has it."""
+        """The value of each line, None if it has none. Raises `BirlError` if no line has it."""
         records = list(self)
         if records and not any(name in record for record in records):
             known = sorted({key for record in records for key in record})
@@ -189,8 +189,8 @@ class Records(Sequence[dict[str, Any]]):
         return [record.get(name) for record in records]
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row for each line. Half an emoji, which is no text for pandas, is spelled out. Raises
-        `BirlError` where pandas is missing."""
+        """A DataFrame with a row for each line. Lone surrogates, which pandas refuses, are escaped. Raises `BirlError`
+        without pandas."""
         try:
             import pandas
         except ImportError as error:
@@ -206,7 +206,7 @@ def _encodable(value: Any) -> Any:
 
 
 class Growing:
-    """Whole lines, each once, on from where the last look ended; a half-written last line waits for its rest.
+    """Reads the whole lines that were added since the last call; an incomplete last line is read when it is complete.
 
     Example: file = Growing(Path("runs/demo/metrics.jsonl")); [line for lines in file.new() for line in lines]
     """
@@ -217,7 +217,7 @@ class Growing:
 
     @property
     def unread(self) -> int:
-        """Bytes that are there and were not taken yet."""
+        """Number of bytes that were not read yet."""
         try:
             return max(0, self.path.stat().st_size - self.taken)
         except OSError:
@@ -225,7 +225,7 @@ class Growing:
 
     @property
     def goes_on(self) -> bool:
-        """Whether what was taken is still there. A resume cuts files back, and they may have grown again since."""
+        """Whether the part that was read is unchanged. A resume truncates files, which may have grown again since."""
         if not self.taken:
             return True
         try:
@@ -236,7 +236,7 @@ class Growing:
             return False
 
     def new(self) -> Iterator[list[bytes]]:
-        """The lines that were added, without their ends, in blocks. A file that is not there has none."""
+        """The added lines without their ends, in blocks; none if the file does not exist."""
         try:
             file = open_regular(self.path)
         except (FileNotFoundError, NotRegular):

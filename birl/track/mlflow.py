@@ -1,4 +1,4 @@
-"""MLflow. Offline is a database in the run folder; online is the store that MLFLOW_TRACKING_URI names."""
+"""MLflow. Offline: a database in the run folder; online: the server of MLFLOW_TRACKING_URI."""
 
 import math
 import os
@@ -11,15 +11,15 @@ from birl.errors import BirlError
 from birl.track.sink import Figures, Start
 
 EXPERIMENT = "birl"
-# MLflow waits two minutes for each of eight tries; a run keeps the figures and asks again anyway.
+# MLflow waits two minutes for each of eight tries; a run keeps the figures and tries again itself.
 IMPATIENT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}
-PARAMETERS, METRICS, CHARACTERS = 100, 1000, 6000  # what MLflow takes in one call, and of one text
+PARAMETERS, METRICS, CHARACTERS = 100, 1000, 6000  # MLflow's limits of a call, and of a text
 LONGEST = 250  # characters of a name
 
 
 class MlflowRun:
-    """One MLflow run that a resumed training goes on writing to: it is looked up by its tag `birl.id`."""
+    """One MLflow run, which a resumed training continues; it is found by its tag `birl.id`."""
 
     def start(self, start: Start) -> None:
         for name, value in {**IMPATIENT, **QUIET}.items():
@@ -45,14 +45,14 @@ class MlflowRun:
         result = self._client.get_experiment_by_name(name)
         if result:
             return result.experiment_id
-        # Beside the database; MLflow would make a folder wherever the run was started.
+        # Beside the database; MLflow would create a folder in the current one.
         _, local, path = self._store.partition("sqlite:///")
         place = Path(path).resolve().with_name("artifacts").as_uri() if local else None
         return self._client.create_experiment(name, artifact_location=place)
 
     def log(self, step: int, figures: Figures) -> None:
         now = int(1000 * time.time())
-        # MLflow's stores refuse what is not a number, or hold it in a way of their own
+        # MLflow's stores refuse NaN and infinity, or store them differently
         known = {name: value for name, value in figures.items() if math.isfinite(value)}
         metrics = [self._entities.Metric(_name(name), value, now, step) for name, value in known.items()]
         for first in range(0, len(metrics), METRICS):
@@ -83,6 +83,6 @@ def _store(start: Start) -> str:
 
 
 def _name(name: str) -> str:
-    """As MLflow takes it, which refuses the character of `pass@1`, and what is no plain path: a source may be a URL."""
+    """A metric name that MLflow accepts: without the character of `pass@1`, and a plain path: a source may be a URL."""
     plain = "".join(char if char.isalnum() or char in "/_-. " else "_" for char in name)
     return "/".join(part if part.strip(".") else f"_{part}" for part in plain.split("/"))[:LONGEST].rstrip("/")

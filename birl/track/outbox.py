@@ -1,4 +1,4 @@
-"""Figures on their way to a tracker: a thread and a bounded queue, so that a run never waits for a tracker's server."""
+"""Sends metrics to a tracker from a thread with a bounded queue, so that a run never waits for a tracker's server."""
 
 import threading
 from collections import deque
@@ -15,15 +15,15 @@ from birl.track.log import encode
 from birl.track.runs import mapping
 from birl.track.sink import Figures, Sink, Start
 
-ROOM = 10_000  # records that wait while a tracker is away; then the oldest go
-PATIENCE = {"offline": 90.0, "online": 15.0}  # seconds that the start and the end of a run wait for a tracker
+ROOM = 10_000  # records that wait while a tracker is down; then the oldest are dropped
+PATIENCE = {"offline": 90.0, "online": 15.0}  # seconds that start and end of a run wait for a tracker
 KINDS = ("log", "validation", "samples")  # of records
 PAUSES = (1.0, 5.0, 15.0, 60.0)  # seconds between tries
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One call that waits. `kind`: one of `KINDS`."""
+    """A queued call. `kind`: one of `KINDS`."""
 
     kind: str
     step: int
@@ -31,10 +31,10 @@ class Record:
 
 
 class Marks:
-    """Up to which step each tracker was told of each kind of record, and under which id: RUN/trackers.json. A run that
-    is resumed repeats steps, and no tracker gets a step twice.
+    """The last step that each tracker got, by kind of record, and the tracker's run id: RUN/trackers.json. A resumed
+    run repeats steps, but no tracker gets a step twice.
 
-    A step is noted just before it is sent: where a process is killed in between, the tracker lacks that point."""
+    A step is noted just before it is sent: if the process is killed in between, the tracker lacks that point."""
 
     def __init__(self, run: Path, name: str) -> None:
         self.path, self.name = run / "trackers.json", name
@@ -56,31 +56,31 @@ _MARKS = threading.Lock()
 
 
 class Outbox:
-    """Hands a run's figures to one tracker.
+    """Queue and thread that send a run's metrics to one tracker.
 
     Example: box = Outbox("mlflow", MlflowRun(), Marks(run, "mlflow"), 15.0); box.open(start); box.close({})
     """
 
     def __init__(self, name: str, sink: Sink, marks: Marks, patience: float, room: int = ROOM) -> None:
         self.name, self.sink, self.marks, self.patience, self.room = name, sink, marks, patience, room
-        self.unsaid: list[str] = []  # warnings, for the thread of the run to print
+        self.unsaid: list[str] = []  # warnings, printed by the run's thread
         self.lost = 0
         self._queue: deque[Record] = deque()
         self._more = threading.Condition()
-        self._last: tuple[Figures, bool] | None = None  # what `close` is called with
+        self._last: tuple[Figures, bool] | None = None  # arguments of `close`
         self._given_up = False
         self._begun, self._ended = threading.Event(), threading.Event()
         self._refused: BirlError | None = None
         self._warned = False
 
     def open(self, start: Start) -> None:
-        """Wait a little for the tracker. Raises `BirlError` where the user has to do something first: log in, say."""
+        """Start, and wait a little for the tracker. Raises `BirlError` if the user has to act first (log in)."""
         result = self.marks.read() if start.resumed else {}
         start = replace(start, id=result.get("id", start.id), resumed=bool(result))
         self._told = {kind: int(result.get(kind, -1)) for kind in KINDS}
         if not result:
             self.marks.write(id=start.id, **self._told)
-        # A daemon: a tracker that hangs must not keep the process.
+        # A daemon: a tracker that hangs must not keep the process alive.
         threading.Thread(target=self._work, args=(start,), name=f"birl-{self.name}", daemon=True).start()
         self._begun.wait(self.patience)
         if self._refused:
@@ -89,7 +89,7 @@ class Outbox:
             self._warn("does not answer")
 
     def put(self, record: Record) -> None:
-        """Returns at once. What the tracker has already is not sent again."""
+        """Queue a record without waiting. Steps that the tracker has already are not sent again."""
         with self._more:
             if record.step <= self._told[record.kind]:
                 return
@@ -100,7 +100,7 @@ class Outbox:
             self._more.notify()
 
     def close(self, summary: Figures, failed: bool = False) -> None:
-        """Wait a little for what is under way. A second call does nothing."""
+        """Wait a little for queued records. A second call does nothing."""
         if self._last is not None:
             return
         with self._more:
@@ -124,7 +124,7 @@ class Outbox:
             while (record := self._next()) is not None:
                 if not self._persist(lambda record=record: self._send(record)):
                     break
-        with suppress(Exception):  # close of a tracker that was never there
+        with suppress(Exception):  # close of a tracker that did not start
             summary, failed = self._last or ({}, True)
             self.sink.close(summary, failed)
         self._ended.set()
@@ -145,7 +145,7 @@ class Outbox:
             else:
                 self.sink.log(record.step, record.content)
         except Exception as error:
-            # What can never be sent holds nothing up; of a server that is away, requests' ValueErrors are OSErrors.
+            # A record that can never be sent is skipped; if a server is down, requests' ValueErrors are OSErrors.
             if not isinstance(error, (TypeError, ValueError)) or isinstance(error, OSError):
                 self.marks.write(**{record.kind: told})
                 raise
@@ -153,11 +153,11 @@ class Outbox:
             self._warn(f"refused step {record.step} ({type(error).__name__}: {_first_line(error)})")
         with self._more:
             self._told[record.kind] = record.step
-            if self._queue and self._queue[0] is record:  # else it was thrown out while it was being sent
+            if self._queue and self._queue[0] is record:  # else it was dropped while it was sent
                 self._queue.popleft()
 
     def _persist(self, call: Callable[[], None]) -> bool:
-        """Try until it works; after the end of the run once. False: it did not."""
+        """Retry until it works; after the end of the run only once. False: it failed."""
         for pause in chain(PAUSES, repeat(PAUSES[-1])):
             ended = self._last is not None
             try:
@@ -166,7 +166,7 @@ class Outbox:
             except BirlError as error:
                 if not self._begun.is_set():
                     self._refused = error
-                    self.unsaid.append(f"warning: nothing is sent to {self.name}. {error}")  # if it comes too late
+                    self.unsaid.append(f"warning: nothing is sent to {self.name}. {error}")  # after `open` has returned
                     self._begun.set()
                     return False
                 self._warn(str(error))

@@ -1,4 +1,4 @@
-"""The live panel as a pure function of a run's progress and the room there is."""
+"""The live panel as a pure function of a run's progress and the terminal's size."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,14 @@ from birl.track.units import count, duration, figure, share
 from birl.visible import visible
 
 PHASES = ("generate", "reward", "train", "validate", "checkpoint", "other")  # time/<name>
-CELL = 28  # columns of a figure
+CELL = 28  # columns of a cell
 Cell = tuple[str, str, str]  # label, figure, style of both
 _BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .-=+*%#@"
 
 
 class ProgressPanel:
-    """Draws `progress` anew at each refresh, as large as the terminal is then. What does not fit is cropped at the end,
-    so what matters most comes first.
+    """Renders `progress` at each refresh in the terminal's current size. The end is cropped if it does not fit, so the
+    most important comes first.
 
     Example: Live(ProgressPanel(progress))
     """
@@ -52,7 +52,7 @@ class ProgressPanel:
         title = Text(f" birl · {_short(self.progress.title, width - 12)} ".replace("·", "-" if plain else "·"), "bold")
         shape = box.ASCII if plain else box.ROUNDED
         yield Panel(Group(*rows), title=title, title_align="left", box=shape, border_style="bright_black")
-        # Without this, rich leaves the cursor at the end of the last line, where a log line would be glued on.
+        # Otherwise rich leaves the cursor at the end of the last line, and a log line would be appended to it.
         yield Segment("")
 
     def _bar(self, width: int) -> RenderableType:
@@ -90,7 +90,7 @@ def _warnings(progress: Progress) -> Iterator[RenderableType]:
 
 
 def _curves(progress: Progress, width: int, tall: bool, plain: bool) -> Iterator[RenderableType]:
-    """Of reward or loss, and of validation: last and first value, and the curve in one line or three."""
+    """Reward or loss, and validation: last and first value, and a sparkline of one or three lines."""
     name = "reward" if progress.headline == "reward/mean" else "loss"
     curves = [(name, progress.curve, "green"), ("validation", [value for _, value in progress.validations], "blue")]
     if not progress.curve:
@@ -125,7 +125,7 @@ def _cells(metrics: dict[str, float], width: int) -> Iterator[RenderableType]:
 
 
 def _figures(m: dict[str, float]) -> Iterator[Cell]:
-    """Everything worth a glance; unknown names are in the files only."""
+    """The metrics worth a glance; others are only in the files."""
     if "length/mean" in m:
         yield "length", f"{m['length/mean']:.1f}" + (f" max {m['length/max']:.0f}" if "length/max" in m else ""), ""
     yield from _episodes(m)
@@ -147,7 +147,7 @@ def _figures(m: dict[str, float]) -> Iterator[Cell]:
 
 
 def _episodes(m: dict[str, float]) -> Iterator[Cell]:
-    """An answer that was cut has a reward; episodes that failed have none, and get a line of their own."""
+    """A truncated answer has a reward; failed episodes have none, and get a line of their own."""
     if "outcome/asked" in m:
         yield "finished", f"{count(m.get('outcome/ok', 0))} of {count(m['outcome/asked'])}", ""
     if m.get("outcome/truncated"):
@@ -164,21 +164,21 @@ def sparkline(values: Sequence[float], width: int, height: int = 1, ascii_only: 
     if not finite:
         return [""] * height
     low = min(finite)
-    span = max(finite) / 2 - low / 2  # of halves: the difference of two floats may be none
+    span = max(finite) / 2 - low / 2  # of halves: the difference of two floats may overflow
     marks = _ASCII if ascii_only else _BLOCKS
     levels = [_level(value, low, span, 8 * height) for value in columns]
     return ["".join(marks[min(8, max(0, level - 8 * row))] for level in levels) for row in reversed(range(height))]
 
 
 def _level(value: float, low: float, span: float, top: int) -> int:
-    """1 to `top`; a flat curve lies in the middle, and 0 is nothing."""
+    """Level from 1 to `top`; a flat curve is in the middle, and 0 is empty."""
     if not math.isfinite(value):
         return 0
     return 1 + round((top - 1) * ((value / 2 - low / 2) / span)) if span > 0 else max(1, top // 2)
 
 
 def resampled(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values: each the mean of finite neighbours, or, where they are few, itself up to six times."""
+    """At most `width` values: each the mean of finite neighbours; if there are few, each up to six times."""
     if len(values) <= width:
         wide = min(width, 6 * len(values))
         return [values[i * len(values) // wide] for i in range(wide)]

@@ -1,4 +1,4 @@
-"""What is known about a run so far: the state behind the console and the summary."""
+"""Current state of a run, for the console and the summary."""
 
 import math
 import sys
@@ -16,7 +16,7 @@ from birl.track.units import counted
 
 @dataclass(kw_only=True)
 class Progress:
-    """The run up to its last step.
+    """The metrics of a run up to its last step.
 
     Example: progress = Progress(title="smollm2", total=30); progress.add(1, {"reward/mean": 0.2, "time/step": 8.0})
     """
@@ -49,12 +49,12 @@ class Progress:
 
     @property
     def warning(self) -> str:
-        """Where the last step trained nothing; else empty."""
+        """A warning if the last step trained nothing; else empty."""
         return idle_words(self.idle, len(self.curve)) if nothing_trained(self.metrics) else ""
 
     @property
     def eta(self) -> float | None:
-        """Seconds to go, at the pace of the last twenty steps."""
+        """Seconds left, at the pace of the last twenty steps."""
         known = [seconds for seconds in self._recent if math.isfinite(seconds)]
         if not known or self.total is None:
             return None
@@ -66,13 +66,13 @@ class Progress:
 
 
 def headline(metrics: Iterable[str]) -> str:
-    """Name of the metric that a run is about: the reward where there is one."""
+    """Name of the main metric of a run: the reward if there is one, else the loss."""
     return "reward/mean" if "reward/mean" in metrics else "loss"
 
 
 def nothing_trained(metrics: Mapping[str, Any]) -> bool:
-    """Did a step of `birl rl` leave the weights as they were, as no answer was better or worse than the others of its
-    group, or none had a reward?"""
+    """Whether a step of `birl rl` left the weights unchanged, as all rewards in each group were equal, or none had a
+    reward."""
     idle = metrics.get("updates/skipped", 0) > 0 or metrics.get("tokens/trained") == 0
     return metrics.get("updates/done") == 0 and idle
 
@@ -85,19 +85,19 @@ FAILURES = ("env_error", "engine_error", "timeout", "aborted")
 
 
 def failures(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Episodes of a step that ended without a reward, by cause; a cause that did not happen is absent."""
+    """Episodes of a step without a reward, by cause; causes that did not occur are absent."""
     return {name.replace("_", " "): n for name in FAILURES if (n := metrics.get(f"outcome/{name}", 0)) > 0}
 
 
-WORDS = ("time", "weights", "data")  # of a record, which are text
+WORDS = ("time", "weights", "data")  # fields of a record that are text
 LONGEST = 1 << 63  # steps
 LARGEST = int(sys.float_info.max)
 VALIDATIONS = ("validation/all/score", "validation/all/pass@1", "validation/accuracy", "validation/nll")
 
 
 def validation_name(metrics: Iterable[str]) -> str:
-    """The one figure of a validation: the mean score over all sources, or the nearest to it that there is; empty for
-    none. Its value may be null, where nothing could be scored."""
+    """Name of the main figure of a validation: the mean score over all sources, or the nearest to it; empty if there is
+    none. Its value may be null, if nothing was scored."""
     names = [name for name in metrics if name.startswith("validation/")]
     return next((wanted for wanted in (*VALIDATIONS, *names) if wanted in names), "")
 
@@ -108,32 +108,32 @@ def validation_score(metrics: Mapping[str, Any]) -> float | None:
 
 
 def source(name: str) -> str:
-    """Whose figure it is; a source may have a slash. Example: source("validation/openai/gsm8k/pass@1") ==
+    """Source of a validation figure; it may contain a slash. Example: source("validation/openai/gsm8k/pass@1") ==
     "openai/gsm8k" """
     return name.removeprefix("validation/").rpartition("/")[0]
 
 
 def rises(name: str) -> bool:
-    """Should this validation figure rise? Otherwise it is a loss."""
+    """Whether higher is better for this validation figure; otherwise it is a loss."""
     return not name.endswith(("nll", "loss"))
 
 
 def right_from(scores: Iterable[float], threshold: float) -> float:
-    """The score from which on an answer is right: `threshold`, unless it is 0: then 1 where all scores are 0 or 1 (a
-    failed episode has none), and NaN where they are not."""
+    """The score from which on an answer is right: `threshold` unless it is 0; then 1 if all scores are 0 or 1 (failed
+    episodes have none), else NaN."""
     return threshold or (1.0 if all(value in (0, 1) for value in scores if math.isfinite(value)) else math.nan)
 
 
 def is_share(record: Mapping[str, Any]) -> bool:
-    """Is the one figure of a validation the share of right answers? A mean score is, where pass@1 is the same."""
+    """Whether the main figure of a validation is the share of right answers; a mean score is, if it equals pass@1."""
     name = validation_name(record)
     value = record.get("validation/all/pass@1") if name.endswith("/score") else record.get(name)
     return name.endswith(("/score", "/pass@1", "accuracy")) and value is not None and value == record[name]
 
 
 def stored(path: Path) -> list[dict[str, Any]]:
-    """The records of a run's file, none where there is no file; null (NaN and infinity) reads as NaN, an integer that
-    is no float as infinity. What is neither a number nor of `WORDS` or the samples is left out."""
+    """The records of a run's file, empty if there is none; null (NaN and infinity) is read as NaN, an integer beyond
+    floats as infinity. Values that are neither numbers nor of `WORDS` or samples are left out."""
     records = []
     for number, record in numbered(path) if path.exists() else []:
         step: Any = record.get("step")
@@ -155,5 +155,5 @@ def _read(key: str, value: Any) -> Any:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a stored record, without its step, time and samples."""
+    """The metrics of a stored record, without step, time and samples."""
     return {key: value for key, value in record.items() if key != "step" and type(value) in (int, float)}

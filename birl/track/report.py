@@ -1,4 +1,4 @@
-"""report.html: what a run did, in one file without outside parts, from the files of its folder alone."""
+"""report.html: a self-contained report of a run, made from the files of its folder only."""
 
 import base64
 import math
@@ -19,20 +19,20 @@ from birl.track.units import count, counted, decimal, duration
 from birl.types import PICTURES, Outcome, Picture
 
 PAIRS_SHOWN = 12
-PICTURES_SHOWN, PICTURE_BYTES = 4, 2**18  # of a prompt, and of each
+PICTURES_SHOWN, PICTURE_BYTES = 4, 2**18  # for each prompt, and size of each
 CHARTS = ("entropy", "kl", "length/mean", "grad_norm", "clip_fraction", "speed/generate", "mismatch/mean")
 Records = list[dict[str, Any]]
 
 
 def write_report(run: Path) -> Path:
-    """Write `run`/report.html: its path."""
+    """Write `run`/report.html; returns its path."""
     path = Path(run) / "report.html"
     write_whole(path, report(Path(run)).encode("utf-8", "replace"))
     return path
 
 
 def report(run: Path) -> str:
-    """The report as HTML. A run that goes on, or was stopped, gets a report of what there is."""
+    """The report as HTML, also for an unfinished run."""
     steps, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
     kept = {key: value for key, value in summary(run).items() if value is not None}
     result = {key: kept[key] for key in ("ended", "finished") if key in kept} | facts(run)
@@ -100,7 +100,7 @@ def _curves(charts: Charts, steps: Records, validations: Records) -> str:
 
 
 def _together(name: str) -> dict[str, str]:
-    """The figures that share a chart with `name`, by name, and what each line is called."""
+    """The figures that share a chart with `name`, each with the label of its line."""
     return {row.name: row.line for row in TABLE.values() if row.title == figure(name).title}
 
 
@@ -110,8 +110,8 @@ def _lines(name: str, steps: Records) -> list[Line]:
 
 
 def _tested(validations: Records) -> list[str]:
-    """Validation metrics that share an axis: mean scores, and pass@k where it says something else. One source alone
-    says the same as `all`."""
+    """Validation metrics that share an axis: mean scores, and pass@k if it differs. A single source equals `all` and is
+    left out."""
     names = list(dict.fromkeys(name for record in validations for name in numbers(record)))
     names = [name for name in names if name.endswith("/score") or "/pass@" in name]
     twice = {n for n in names if n.endswith("/pass@1") and _same(validations, n, f"validation/{source(n)}/score")}
@@ -125,7 +125,7 @@ def _same(records: Records, one: str, other: str) -> bool:
 
 
 def _time_series(steps: Records) -> list[Line]:
-    """Only the parts that took any time; a step that lacks one took none of it."""
+    """Only parts that took time; if a step lacks one, it took none."""
     at = [record["step"] for record in steps]
     parts = {part: [record.get(f"time/{part}", 0.0) for record in steps] for part in PHASES}
     return [(part, at, values) for part, values in parts.items() if any(v > 0 for v in values)]
@@ -144,7 +144,7 @@ def _samples(run: Path, all_pairs: list[Pair]) -> str:
 
 
 def _pictures(run: Path, pair: Pair) -> str:
-    """Those of a prompt, within the page, unless a file is large or gone."""
+    """Pictures of a prompt, embedded in the page, unless a file is large or missing."""
     result = []
     for name in pair.pictures[:PICTURES_SHOWN]:
         path = run / PICTURES / Path(name).name
@@ -207,12 +207,12 @@ def _next(commands: Any, finished: bool) -> str:
 def _config(path: Path) -> str:
     if not path.exists():
         return ""
-    text = hidden(read_bytes(path).decode("utf-8", "replace"))  # a report is handed on
+    text = hidden(read_bytes(path).decode("utf-8", "replace"))  # a report is shared
     return f"<h2>Configuration</h2><details><summary>config.yaml</summary><pre>{escape(text)}</pre></details>"
 
 
 def _others(charts: Charts, steps: Records, validations: Records) -> str:
-    """A chart for each metric that has none yet, new and unknown ones included; not for one that was always zero."""
+    """A chart for each metric that has none yet, unknown ones included, unless it was always zero."""
     known = {name for first in (*CHARTS, "reward/mean") for name in _together(first)} | set(_tested(validations))
     drawn = []
     for records in (steps, validations):

@@ -1,7 +1,6 @@
-"""What a run's folder says about the run, from its files alone: for `birl runs`, `birl diff` and the live page.
+"""Reads the state and results of a run from its folder, for `birl runs`, `birl diff` and the live page.
 
-A folder is read as it is: a run may be writing into it, may have been killed in the middle of a line, or may have
-been made by another version.
+A run may be writing into the folder, may have been killed in the middle of a line, or may be of another version.
 """
 
 import json
@@ -21,8 +20,8 @@ from birl.track.algorithm import algorithm
 from birl.track.progress import headline, rises, validation_name
 
 MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run
-DEPTH = 5  # how far below a folder runs are looked for: --multirun puts them one level deeper
-TAIL = 1 << 16  # bytes to begin with when the last line of a file is wanted
+DEPTH = 5  # levels below a folder that are searched: --multirun adds one
+TAIL = 1 << 16  # bytes that are read first to find the last line of a file
 COMMAND_KEYS = {"rl": "algorithm.baseline", "rm": "ranking.centering", "dpo": "preference.loss"}  # only it has the key
 ALWAYS_OTHER = ("run", "resume")  # keys that differ between any two runs
 STATES = ("running", "done", "stopped", "failed")
@@ -30,10 +29,10 @@ STATES = ("running", "done", "stopped", "failed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """One run in figures. `state`: running | done | stopped (by a signal, and saved) | failed (it ended without saying
-    so: an error, a kill, a power cut). `problem`: what is wrong with its folder, "" for nothing. `total`: steps, None
-    where epochs decide. `reward`: of the last step, of `headline` (reward/mean, or loss). `best`: of `validation`, the
-    name of a figure, at `best_step`. `seconds`: of all its processes. `updated`: seconds since 1970."""
+    """Summary of one run. `state`: running | done | stopped (by a signal, and saved) | failed (it ended otherwise: an
+    error, a kill, a power cut). `problem`: what is wrong with its folder, or "". `total`: steps, None if epochs decide.
+    `reward`: value of `headline` (reward/mean, or loss) in the last step. `best`: best value of `validation`, the name
+    of a figure, at `best_step`. `seconds`: of all its processes. `updated`: seconds since 1970."""
 
     path: Path
     command: str
@@ -60,33 +59,33 @@ def is_run(folder: Path) -> bool:
 
 
 def find(root: Path) -> Iterator[Path]:
-    """Every run at `root` or below. A run holds no other runs."""
+    """All runs at `root` or below. Runs are not nested."""
     if is_run(root):
         yield root
         return
     level, seen = [root], {root.resolve()}
     for _ in range(DEPTH):
         inside = [folder for parent in level for folder in folders(parent) if folder.resolve() not in seen]
-        seen |= {folder.resolve() for folder in inside}  # links are followed once: they may lead round in a circle
+        seen |= {folder.resolve() for folder in inside}  # links are followed once: they may form a cycle
         yield from (folder for folder in inside if is_run(folder))
         level = [folder for folder in inside if not is_run(folder)]
 
 
 def folders(parent: Path) -> list[Path]:
-    """Those directly in `parent`, none where it cannot be read."""
+    """The folders directly in `parent`; none if it cannot be read."""
     with suppress(OSError), os.scandir(parent) as entries:
         return sorted(Path(entry.path) for entry in entries if entry.is_dir())
     return []
 
 
 def config(run: Path) -> dict[str, Any]:
-    """The configuration by dotted key; empty where it cannot be read: `problem` says why."""
+    """The configuration by dotted key; empty if it cannot be read: then `problem` has the reason."""
     return dict(flat(mapping(run / "config.json")))
 
 
 def differences(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The keys that differ, dotted, with the value of each run; "set" says which have the key at all. A run whose
-    configuration cannot be read has none and makes nothing differ."""
+    """Dotted keys that differ, with the value of each run; "set": whether each run has the key. A run whose
+    configuration cannot be read does not count as different."""
     known = [config for config in configs if config]
     return [
         {"key": key, "values": [config.get(key) for config in configs], "set": [key in config for config in configs]}
@@ -96,7 +95,7 @@ def differences(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def problem(run: Path) -> str:
-    """What is wrong with the folder, as a sentence; empty where nothing is."""
+    """What is wrong with the folder, as a sentence; empty if nothing is."""
     return _problem(run, _mapping(run / "config.json")[1])
 
 
@@ -106,17 +105,17 @@ def _problem(run: Path, why: str) -> str:
 
 
 def summary(run: Path) -> dict[str, Any]:
-    """What the run wrote when it ended; empty before that."""
+    """The summary that the run wrote at its end; empty before that."""
     return mapping(run / "summary.json")
 
 
 def mapping(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none that can be read."""
+    """A JSON object; empty if it cannot be read."""
     return _mapping(path)[0]
 
 
 def _mapping(path: Path) -> tuple[dict[str, Any], str]:
-    """A JSON object, and why there is none."""
+    """A JSON object, and why it could not be read."""
     try:
         result = json.loads(read_bytes(path).decode("utf-8", "replace"))
     except (OSError, ValueError, RecursionError) as error:
@@ -125,28 +124,28 @@ def _mapping(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def running(run: Path) -> bool:
-    """Whether a process of this machine holds the folder's lock. Looks without touching: trying the lock could get into
-    the way of a run that starts."""
+    """Whether a process of this machine holds the folder's lock. Does not try the lock: that could disturb a run that
+    starts."""
     try:
         pid, *began = read_bytes(run / ".lock").decode("ascii").split()[:2]
         pid, inode = int(pid), (run / ".lock").stat().st_ino
         if pid <= 0:
             return False
         os.kill(pid, 0)
-        if began and began[0] == began_at(pid):  # written where the disk has no locks
+        if began and began[0] == began_at(pid):  # written if the disk has no locks
             return True
     except PermissionError:
         return True  # another user's process
     except (OSError, ValueError, OverflowError):
         return False
-    with suppress(OSError, IndexError):  # the number may belong to another process by now
+    with suppress(OSError, IndexError):  # the pid may have been reused
         return any(line.split()[5].endswith(f":{inode}") for line in Path("/proc/locks").read_text().splitlines())
     return True
 
 
 def began_at(pid: int) -> str:
-    """When a process of this machine began, as a text that no later process of that number has; "" where that is not
-    known."""
+    """Start time of a process of this machine, as a text that differs for a later process with the same pid; "" if
+    unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -169,7 +168,7 @@ def _state(run: Path, last: Mapping[str, Any], told: Mapping[str, Any]) -> str:
 
 
 def last_record(path: Path) -> dict[str, Any]:
-    """The last whole line of a file of JSON lines; empty where there is none. Reads only the end of the file."""
+    """The last whole line of a JSON Lines file; empty if there is none. Reads only the end of the file."""
     with suppress(OSError), open_regular(path) as file:
         size, wanted = file.seek(0, os.SEEK_END), TAIL
         while True:
@@ -187,7 +186,7 @@ def last_record(path: Path) -> dict[str, Any]:
 
 
 def about(run: Path) -> About:
-    """Everything that a table of runs shows."""
+    """Summarize a run for a table."""
     written, why = _mapping(run / "config.json")
     keys, told, last = dict(flat(written)), summary(run), last_record(run / "metrics.jsonl")
     known, name = _state(run, last, told), headline(last)
@@ -212,7 +211,7 @@ def about(run: Path) -> About:
 
 
 def best_validation(run: Path) -> tuple[str, float | None, int]:
-    """The name of a run's one figure of validation, its best value and the step of that. A bad line is passed over."""
+    """Name of a run's main validation figure, its best value and the step of that. Bad lines are skipped."""
     path = run / "validation.jsonl"
     try:
         result = path.stat()
@@ -223,7 +222,7 @@ def best_validation(run: Path) -> tuple[str, float | None, int]:
 
 @lru_cache(256)
 def _best(path: Path, size: int, changed: int) -> tuple[str, float | None, int]:
-    """A validation has answers and is long; the page asks after every step, and a validation comes seldom."""
+    """Cached by size and time: validations are long and rare, while the page asks after every step."""
     records: list[dict[str, Any]] = []
     with suppress(OSError), open_regular(path) as file:
         for line in file:
@@ -237,12 +236,12 @@ def _best(path: Path, size: int, changed: int) -> tuple[str, float | None, int]:
 
 
 def _short(model: str) -> str:
-    """A folder's own name; a hub id as it is."""
+    """The base name of a local folder; a hub id unchanged."""
     return model.rstrip("/").rpartition("/")[2] if model.startswith((".", "/", "~")) else model
 
 
 def _between(run: Path, last: Mapping[str, Any]) -> float | None:
-    """Seconds from the first step's record to the last."""
+    """Seconds from the first step's record to the last one."""
     with (
         suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
         open_regular(run / "metrics.jsonl") as file,

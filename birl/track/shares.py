@@ -1,8 +1,8 @@
-"""Where the time of a run went: the share of each wait in every process, from its trace.
+"""Breakdown of a run's time: the share of each activity and wait in every process, from its trace.
 
-What counts are the finished steps, without the first one of a process (it warms up) where there are others. In the
-learner's loop one thing happens at a time, so its shares add up to 1; engines answer many requests at once, so what
-counts there is whether they did anything; of episodes it is the share of their own time.
+Finished steps count, without the first of each process (warm-up) if there are others. The learner's loop does one thing
+at a time, so its shares add up to 1. Engines answer requests concurrently: their shares are of the time in which any
+was active. Shares of episodes are of the episodes' own time.
 """
 
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from birl.track.timeline import Timeline, TracedStep, steps_of
 
 Floats = NDArray[np.float64]
 GROUP = "wait:rollout"  # the learner waits for groups
-WEIGHTS = ("sync", "wait:engines")  # new weights on their way, from the learner's side
+WEIGHTS = ("sync", "wait:engines")  # weight sync, seen by the learner
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Make them with `union`. Times in seconds.
+    """Disjoint sorted intervals, made by `union` [s].
 
     Example: union([0, 1, 5], [2, 3, 6]).total == 4 (0 to 3 and 5 to 6)
     """
@@ -33,39 +33,39 @@ class Intervals:
         return float((self.ends - self.starts).sum())
 
     def below(self, moments: Any) -> Floats:
-        """How much lies before each of the moments."""
+        """Total length of the intervals before each of the moments."""
         moments = np.asarray(moments, float)
         if not len(self.starts):
             return np.zeros_like(moments)
         sums = np.concatenate([[0.0], np.cumsum(self.ends - self.starts)])
-        place = np.searchsorted(self.starts, moments, side="right")  # so many begin before
+        place = np.searchsorted(self.starts, moments, side="right")  # number of intervals that begin before
         last = np.maximum(place - 1, 0)
         over = np.where(place > 0, np.maximum(self.ends[last] - moments, 0.0), 0.0)
         return sums[place] - over
 
     def within(self, other: "Intervals") -> float:
-        """How much of it is also in the other."""
+        """Total length of the intersection with the other intervals."""
         return float((self.below(other.ends) - self.below(other.starts)).sum())
 
 
 def union(starts: Any, ends: Any) -> Intervals:
-    """Of intervals in any order that may overlap."""
+    """Union of intervals in any order, which may overlap."""
     first, last = np.asarray(starts, float), np.asarray(ends, float)
     if not len(first):
         return Intervals(np.zeros(0), np.zeros(0))
     order = np.argsort(first, kind="stable")
     first, reach = first[order], np.maximum.accumulate(last[order])
-    new = np.concatenate([[True], first[1:] > reach[:-1]])  # begins after everything before it was over
+    new = np.concatenate([[True], first[1:] > reach[:-1]])  # begins after all earlier ones have ended
     return Intervals(first[new], reach[np.concatenate([new[1:], [True]])])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """`learner`: share of the time, by what its loop did, "other" included. `processes`: the same for other processes;
-    "idle" is when an engine had nothing to do. `episodes`: what episodes waited for, as share of their time. `busy`:
-    mean share of the time in which an engine worked; `busy_in_wait`: the same while the learner waited for groups;
-    `crowd`: requests at once while engines worked, by how many there were at most, in that wait. `seconds` are looked
-    at, `steps` (first, last) of `count`."""
+    """`learner`: share of the time by activity of its loop, with "other". `processes`: the same for other processes;
+    "idle": an engine had no work. `episodes`: share of each wait in the episodes' time. `busy`: mean share of the time
+    in which an engine worked; `busy_in_wait`: the same while the learner waited for groups; `crowd`: in that wait, mean
+    concurrent requests of working engines, relative to their maximum. `seconds`: of the counted steps, `steps`: (first,
+    last), `count`: their number."""
 
     seconds: float
     steps: tuple[int, int]
@@ -83,7 +83,7 @@ class Shares:
 
 
 def finished(steps: list[TracedStep]) -> list[TracedStep]:
-    """Those that count: trained, and not the first of their process where others are there."""
+    """Steps that count: with training, and not the first of their process if there are others."""
     trained = [s for s in steps if "train" in s.seconds]
     firsts = {life: min(s.number for s in trained if s.life == life) for life in {s.life for s in trained}}
     later = [s for s in trained if s.number != firsts[s.life]]
@@ -91,7 +91,7 @@ def finished(steps: list[TracedStep]) -> list[TracedStep]:
 
 
 def shares_of(timeline: Timeline, steps: list[TracedStep] | None = None) -> Shares | None:
-    """None where no step is finished yet."""
+    """The shares of a run; None if no step is finished."""
     counted = finished(steps_of(timeline) if steps is None else steps)
     windows = union([s.begin for s in counted], [s.end for s in counted])
     total = windows.total
@@ -125,14 +125,14 @@ def spans(timeline: Timeline, chosen: np.ndarray) -> Intervals:
 
 
 def working(timeline: Timeline, engine: str) -> Intervals:
-    """When an engine did something: of one in this process the time that it computed, of others that in which it was
-    asked for something, or took weights."""
+    """Intervals in which an engine worked: of an embedded one its computation, of others their requests and weight
+    loads."""
     computed = timeline.of(engine, "compute")
     return spans(timeline, computed if computed.any() else timeline.of(engine))
 
 
 def _cut(its: Intervals, windows: Intervals) -> Intervals:
-    """Those that begin within the windows."""
+    """The intervals that begin within the windows."""
     if not len(its.starts) or not len(windows.starts):
         return union([], [])
     place = np.searchsorted(windows.starts, its.starts, side="right") - 1
@@ -150,7 +150,7 @@ def _others(timeline: Timeline, windows: Intervals, engines: dict[str, Intervals
         for lane in lanes.get(process.split(" ")[0], ("calls",)):
             chosen = timeline.of(process, lane)
             if lane == "requests" and timeline.of(process, "compute").any():
-                continue  # what it computed says more than what was asked
+                continue  # the computation is more exact than requests
             for index in np.unique(timeline.name[chosen]).tolist():
                 name, same = timeline.names[index], chosen & (timeline.name == index)
                 its[name] = its.get(name, 0.0) + spans(timeline, same).within(windows) / windows.total
@@ -161,7 +161,7 @@ def _others(timeline: Timeline, windows: Intervals, engines: dict[str, Intervals
 
 
 def _episodes(timeline: Timeline, windows: Intervals) -> dict[str, float]:
-    """Of all requests and waits of episodes that ended in the windows: the share of each in their sum."""
+    """Share of each request and wait in the total of episodes that ended in the windows."""
     sums: dict[str, float] = {}
     ends = timeline.end
     place = np.searchsorted(windows.starts, ends, side="right") - 1
@@ -180,7 +180,7 @@ def _episodes(timeline: Timeline, windows: Intervals) -> dict[str, float]:
 
 
 def _crowd(timeline: Timeline, waits: Intervals) -> float:
-    """Mean requests at once while there were any in the waits, by the most that there were at once."""
+    """Mean concurrent requests while there were any in the waits, relative to the maximum."""
     lanes = [i for i, (process, lane) in enumerate(timeline.places) if lane == "requests"]
     chosen = np.isin(timeline.place, lanes)
     if not chosen.any() or not waits.total:
@@ -189,6 +189,6 @@ def _crowd(timeline: Timeline, waits: Intervals) -> float:
     moments = np.concatenate([start, end])
     change = np.concatenate([np.ones(len(start)), -np.ones(len(end))])
     most = int(np.cumsum(change[np.lexsort((change, moments))]).max())
-    asked = float((waits.below(end) - waits.below(start)).sum())  # each request by itself
+    asked = float((waits.below(end) - waits.below(start)).sum())  # each request separately
     while_any = union(start, end).within(waits)
     return asked / while_any / max(most, 1) if while_any > 0 else 1.0

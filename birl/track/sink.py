@@ -1,4 +1,4 @@
-"""Where a run's figures go beside its own files: one small interface, and what every tracker gets."""
+"""Interface of experiment trackers, and the data that every tracker gets."""
 
 import re
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a tracker has to know of a run. `mode`: offline (into the run folder, without network) or online. `id`: the
-    same for every process that goes on with the run. `config` is without secrets. `step`: finished steps. `resumed`: an
-    earlier process has sent figures under this id."""
+    """Data of a run for a tracker at its start. `mode`: offline (into the run folder, without network) or online. `id`:
+    the same for every process of the run. `config` is without secrets. `step`: finished steps. `resumed`: an earlier
+    process has sent figures under this id."""
 
     run: Path
     mode: str
@@ -26,8 +26,8 @@ class Start:
 
 
 class Sink(Protocol):
-    """A tracker such as W&B. Everything is called on one thread, `start` first; whatever is raised is the tracker's
-    failure, not the run's. A `BirlError` of `start` is the user's to mend, and ends the run before its first step."""
+    """A tracker such as W&B. All calls come from one thread, `start` first; an exception is a failure of the tracker,
+    not of the run. A `BirlError` of `start` is for the user to fix, and ends the run before its first step."""
 
     def start(self, start: Start) -> None: ...
     def log(self, step: int, figures: Figures) -> None: ...
@@ -37,7 +37,7 @@ class Sink(Protocol):
 
 _NAME = r"(?:token|password|passwd|secret|api[-_]?key|access[-_]?key|credentials?|authorization)"
 _SECRET = re.compile(rf"{_NAME}$", re.IGNORECASE)
-#: --api-key=abc and API_KEY=abc in a command, and --api-key abc, also where these are two elements of a list in YAML
+# --api-key=abc and API_KEY=abc in a command, and --api-key abc, also as two elements of a list in YAML
 _IN_COMMAND = re.compile(rf"([\w-]*{_NAME}=|--[\w-]*{_NAME}['\"]?\s+(?:- )?)[^\s&#]+", re.IGNORECASE)
 _LINE = re.compile(rf"^(\s*[\w.-]*{_NAME}:\s+)(?!''|\"\"|null\b)\S.*$", re.IGNORECASE | re.MULTILINE)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
@@ -46,8 +46,8 @@ HIDDEN = "(hidden)"
 
 
 def public(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without what opens doors: texts of keys and options that end in token, password and the like,
-    and the user names, passwords and keys within addresses. Bytes of a file's name that are no text are spelled out.
+    """The configuration without secrets: texts of keys and options that end in token, password etc., and user names,
+    passwords and keys in URLs. Bytes of a file's name that are no text are escaped.
 
     Example: public({"env.api_key": "abc", "reward.judge": "http://me:pw@host/v1"}) ==
     {"env.api_key": "(hidden)", "reward.judge": "http://(hidden)@host/v1"}
@@ -67,7 +67,7 @@ def _public(key: str, value: Any) -> Any:
 
 
 def hidden(text: str) -> str:
-    """A configuration in YAML as `public` has it."""
+    """Hide secrets in a configuration in YAML, as `public` does."""
     return _within(_LINE.sub(rf"\1{HIDDEN}", text))
 
 
@@ -79,7 +79,7 @@ def _within(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A tracker that `track.NAME=offline` or `online` asks for."""
+    """A tracker that is enabled by `track.NAME=offline` or `online`."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""What a run came to, from the files of its folder, and how the terminal says it at the end."""
+"""Results of a run, from the files of its folder, and their text for the terminal."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -37,21 +37,21 @@ SUMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One answer to the same prompt at the first and at the last validation. Right: a score of at least `threshold`;
-    NaN where scores are no matter of right and wrong."""
+    """One answer to the same prompt at the first and at the last validation. `threshold`: least score that is right,
+    NaN if scores are not right or wrong."""
 
     prompt: str
     answer: str
     before: str
     after: str
-    pictures: tuple[str, ...] = ()  # files within the run folder
+    pictures: tuple[str, ...] = ()  # relative to the run folder
     score_before: float
     score_after: float
     threshold: float = 1.0
 
     @property
     def change(self) -> int:
-        """1: became right, or better where there is no right; -1: became wrong, or worse; 0: neither."""
+        """1: became right, or better if scores are not right or wrong; -1: became wrong, or worse; 0: neither."""
         before, after = self.score_before, self.score_after
         if math.isnan(self.threshold):
             return int(after > before) - int(after < before)
@@ -67,14 +67,14 @@ def right_from(*records: Mapping[str, Any]) -> float:
 
 
 def verdict(value: float, threshold: float) -> str:
-    """right, wrong, unscored, or empty where scores are no matter of right and wrong."""
+    """right, wrong, unscored, or empty if scores are not right or wrong."""
     if not math.isfinite(value):
         return "unscored"
     return "" if math.isnan(threshold) else "right" if value >= threshold else "wrong"
 
 
 def pairs(validations: list[dict[str, Any]]) -> list[Pair]:
-    """Samples of the first validation with those of the last, matched by prompt and by their order within it."""
+    """Pair samples of the first validation with those of the last, by prompt and by their order within it."""
     with_samples = [record for record in validations if record.get("samples")]
     if len(with_samples) < 2:
         return []
@@ -111,7 +111,7 @@ def score(sample: Mapping[str, Any]) -> float:
 
 
 def facts(run: Path) -> dict[str, Any]:
-    """Steps, time, tokens, reward and validation of a run, first and last. A figure that was not measured is absent."""
+    """Steps, time, tokens, reward and validation of a run, first and last; unmeasured ones are absent."""
     steps, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
     measured = [(v["step"], validation_score(v)) for v in validations]
     scores = [(step, value) for step, value in measured if value is not None and math.isfinite(value)]
@@ -144,7 +144,7 @@ def facts(run: Path) -> dict[str, Any]:
 
 
 def figures(facts: Mapping[str, Any]) -> dict[str, float]:
-    """The facts as trackers keep them, one number each: {"steps": 30.0, "validation/best": 0.74, ...}."""
+    """The facts as numbers for trackers: {"steps": 30.0, "validation/best": 0.74, ...}."""
     flat: dict[str, float] = {}
     for key in ("headline", "validation", "steps", "seconds", "generated", "trained", "learned"):
         name = facts.get("headline", "") if key == "headline" else key
@@ -155,7 +155,7 @@ def figures(facts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Label and words for each fact."""
+    """Label and text of each fact."""
     if v := facts.get("validation"):
         label = "validation" if rises(v["name"]) else f"held-out {v['name']}"
         best = f"({change(v)}, best {decimal(v['best'])})"
@@ -175,20 +175,20 @@ def lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def trained_on(facts: Mapping[str, Any]) -> str:
-    """Prompts are computed with each answer, and nothing is learned from them: both figures are shown."""
+    """Tokens of prompts are computed with each answer but not trained on: both figures are shown."""
     trained = f"{count(facts.get('trained', 0))} trained on"
     return f"{trained}: {count(facts['learned'])} of answers, the rest prompts" if "learned" in facts else trained
 
 
 def change(validation: Mapping[str, Any]) -> str:
-    """From the first validation to the last, in points where it is a share."""
+    """Change from the first validation to the last, in points if it is a share."""
     rise = validation["last"] - validation["first"]
     return f"{100 * rise:+.1f} points" if validation["name"].endswith(("/pass@1", "accuracy")) else decimal(rise, "+")
 
 
 def shown(all_pairs: list[Pair], number: int) -> list[Pair]:
-    """A few pairs that hide no loss: answers that became right, and always one that became wrong, if there is one. Of
-    equal ones one is shown."""
+    """A few pairs to show: answers that became right, and always one that became wrong, if there is one. Equal pairs
+    are shown once."""
     all_pairs = list({(pair.prompt, pair.before, pair.after): pair for pair in all_pairs}.values())
     better = [pair for pair in all_pairs if pair.change > 0]
     worse = [pair for pair in all_pairs if pair.change < 0][:1]
@@ -197,7 +197,7 @@ def shown(all_pairs: list[Pair], number: int) -> list[Pair]:
 
 
 def tally(all_pairs: list[Pair]) -> str:
-    """Of pairs that share their threshold."""
+    """Counts of changes, for pairs with the same threshold."""
     right = sum(pair.change > 0 for pair in all_pairs)
     wrong = sum(pair.change < 0 for pair in all_pairs)
     threshold = all_pairs[0].threshold if all_pairs else 1.0
@@ -214,7 +214,7 @@ def tally(all_pairs: list[Pair]) -> str:
 def closing(
     run: Path, shown_as: Path, title: str, facts: Mapping[str, Any], report: Path | None, ascii_only: bool
 ) -> Iterator[RenderableType]:
-    """The end of a run as the terminal shows it."""
+    """The final output of a run in the terminal."""
     how = "done" if facts.get("finished", True) else f"stopped after step {facts.get('step', 0)}"
     yield Text(f"\n{visible(title)}: {how}", style="bold")
     grid = Table.grid(padding=(0, 2))
@@ -250,7 +250,7 @@ def _judged(text: str, value: float, pair: Pair) -> Text:
 
 
 def told(value: float, threshold: float) -> str:
-    """A score in words: right, wrong, score 0.732, right (score 0.732), not scored."""
+    """A score as text: right, wrong, score 0.732, right (score 0.732), not scored."""
     kind = verdict(value, threshold)
     if kind == "unscored":
         return "not scored"
@@ -259,6 +259,6 @@ def told(value: float, threshold: float) -> str:
 
 
 def _clipped(text: str, most: int = 240) -> str:
-    """Start and end: the answer usually stands at the end."""
+    """Start and end, as the answer is usually at the end."""
     text = visible(text.strip())
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

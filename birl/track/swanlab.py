@@ -1,4 +1,4 @@
-"""SwanLab. Offline keeps everything in RUN/swanlab until `swanlab sync`."""
+"""SwanLab. Offline: everything is in RUN/swanlab until `swanlab sync`."""
 
 from contextlib import suppress
 from importlib import import_module
@@ -8,7 +8,7 @@ from birl.errors import BirlError
 from birl.track.sink import Figures, Start
 
 PROJECT = "birl"
-# What SwanLab would look up about the machine, the repository and the terminal, and the questions that it would ask.
+# SwanLab's collection of data on machine, repository and terminal, and its questions, are turned off.
 SETTINGS = {
     "interactive": False,
     "probe": {**dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor"), False)},
@@ -18,13 +18,13 @@ SETTINGS = {
 
 
 class SwanlabRun:
-    """One SwanLab experiment that a resumed training goes on writing to."""
+    """One SwanLab experiment, which a resumed training continues."""
 
     def start(self, start: Start) -> None:
         self._swanlab = swanlab = import_module("swanlab")
         online = start.mode == "online"
         if not online:
-            with suppress(ImportError, AttributeError):  # its lines would stand amidst those of the run
+            with suppress(ImportError, AttributeError):  # its lines would mix with those of the run
                 import_module("swanlab.sdk.internal.pkg.console").c.quiet = True
         folder = start.run / "swanlab"
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""TensorBoard events, written in TensorBoard's own record format, without torch, TensorFlow or a thread."""
+"""TensorBoard events, written in TensorBoard's record format, without torch, TensorFlow or a thread."""
 
 import re
 import time
@@ -13,7 +13,7 @@ from birl.visible import visible
 
 
 class TensorBoard:
-    """Events in RUN/tensorboard, written at once: a full disk is the run's own trouble."""
+    """Events in RUN/tensorboard, written synchronously: a full disk is an error of the run."""
 
     def start(self, start: Start) -> None:
         self._events = EventFile(start.run / "tensorboard", purge_step=start.step + 1 if start.resumed else 0)
@@ -29,7 +29,7 @@ class TensorBoard:
 
 
 class EventFile:
-    """One event file in `folder`. A reader forgets all earlier events of the folder from `purge_step` on.
+    """One event file in `folder`. Readers drop all earlier events of the folder from `purge_step` on.
 
     Example: events = EventFile(run / "tensorboard", purge_step=21); events.scalars(21, {"reward/mean": 0.5})
     """
@@ -70,14 +70,14 @@ class EventFile:
 
 
 def _protos(*names: str) -> dict[str, Any]:
-    """The message types of these protocol files. By name, because they exist only at run time."""
+    """Message types of these protobuf files, by name, because they exist only at run time."""
     modules = [import_module(f"tensorboard.compat.proto.{name}_pb2") for name in names]
     return {key: value for module in modules for key, value in vars(module).items()}
 
 
 def _name(folder: Path) -> str:
-    """Readers go through the files in the order of their names. Two starts may share a second: hence a counter; and the
-    clock of the machine that goes on may be behind: hence no time before that of a file that is there."""
+    """Name of the event file. Readers take the files in order of their names. Two starts may share a second, hence a
+    counter; the clock of a resuming machine may be behind, hence no time before that of an existing file."""
     names = [file.name for file in folder.glob("*tfevents*")]
     before = [int(stamp[1]) for name in names if (stamp := re.search(r"tfevents\.(\d{1,10})\.", name))]
     return f"events.out.tfevents.{max(int(time.time()), *before, 0):010d}.birl.{len(names):04d}"

@@ -1,4 +1,4 @@
-"""A run's trace, read as columns, and read on while the run goes on writing.
+"""A run's trace as columns, read incrementally while the run is writing.
 
 timeline = Timeline(run); timeline.read()
 timeline.start[timeline.of("learner", "loop")]          starts of what the loop did [s since 1970]
@@ -30,9 +30,9 @@ COLUMNS: dict[str, tuple[type, Any]] = {
 
 
 class Timeline:
-    """All spans of a run, in the order in which they were written, rank after rank. `places` are (process, lane),
-    `names` what spans are called; `place` and `name` are indices into them, and a `version`, `tokens` or `group` of -1
-    is not known. `broken` says which lines were passed over."""
+    """All spans of a run, in order of writing, rank after rank. `places`: (process, lane); `names`: names of spans;
+    `place` and `name` are indices into them; a `version`, `tokens` or `group` of -1 is unknown. `broken`: lines that
+    were skipped."""
 
     def __init__(self, run: Path) -> None:
         self.run = Path(run)
@@ -68,8 +68,8 @@ class Timeline:
         return self.start + self.seconds
 
     def read(self) -> bool:
-        """Read what is new; says whether there was anything. A last line without its end waits. Raises `BirlError`
-        where the run has no trace."""
+        """Read new lines; returns whether there were any. An incomplete last line is read later. Raises `BirlError` if
+        the run has no trace."""
         paths = files(self.run)
         if not paths[0].is_file():
             raise BirlError(
@@ -95,7 +95,7 @@ class Timeline:
                     self.broken.append(f"{path.name}, line {self._lines[path]}")
 
     def _row(self, path: Path, event: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A span; None for a name or a count. Raises `ValueError`, `KeyError` or `TypeError` for what is no event."""
+        """A span; None for a name or a counter. Raises `ValueError`, `KeyError` or `TypeError` if it is none."""
         if event is None:
             raise ValueError
         if event.get("ph") == "M" and event["name"] == "process_name" and isinstance(event["args"]["name"], str):
@@ -132,7 +132,7 @@ class Timeline:
         return result
 
     def of(self, process: str, lane: str = "", name: str = "") -> NDArray[np.bool_]:
-        """Which spans are of a process, or of one of its lanes, or have a name besides."""
+        """Mask of the spans of a process, optionally of one of its lanes and with this name."""
         fitting = [i for i, (p, its) in enumerate(self.places) if p == process and lane in ("", its)]
         result = np.isin(self.place, fitting)
         if name:
@@ -140,7 +140,7 @@ class Timeline:
         return result
 
     def processes(self) -> list[str]:
-        """Learners first, then engines, then the rollout."""
+        """Names of processes: learners, engines, then the rollout."""
         order = {"learner": 0, "engine": 1, "rollout": 2}
         result = dict.fromkeys(process for process, _ in self.places)
         return sorted(result, key=lambda process: (order.get(process.split(" ")[0], 3), len(process), process))
@@ -148,8 +148,8 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """One line of metrics.jsonl as the trace has it: `begin` to `end` [s since 1970], and what the learner's loop did
-    in it [s], by name; waits inside of something else are counted as waits alone. `life`: which process of the run."""
+    """One step (line of metrics.jsonl) in the trace: `begin` to `end` [s since 1970], and seconds of the learner's loop
+    by name; waits inside of other spans are counted only as waits. `life`: number of the run's process."""
 
     number: int
     begin: float
@@ -159,7 +159,7 @@ class TracedStep:
 
 
 def steps_of(timeline: Timeline) -> list[TracedStep]:
-    """In the order of time. The last one may still go on: then it has no `train` yet."""
+    """Steps in order of time. The last one may be unfinished: then it has no `train`."""
     result: list[dict[str, Any]] = []
     life = 0
     for name, start, end, number, own in exclusive(timeline, "learner", "loop"):
@@ -179,11 +179,11 @@ def steps_of(timeline: Timeline) -> list[TracedStep]:
 
 
 def exclusive(timeline: Timeline, process: str, lane: str) -> list[tuple[str, float, float, int, float]]:
-    """(name, start, end, step, seconds that are its own) of each span of a lane whose spans lie beside or inside each
-    other, in the order of their starts."""
+    """(name, start, end, step, exclusive seconds) of each span of a lane whose spans are nested or disjoint, by
+    start."""
     chosen = np.flatnonzero(timeline.of(process, lane))
     start, end = timeline.start[chosen], timeline.end[chosen]
-    order = np.lexsort((-end, end > start, start))  # a mark before what begins with it
+    order = np.lexsort((-end, end > start, start))  # a mark before a span that begins with it
     result: list[list[Any]] = []
     stack: list[int] = []
     for i in order.tolist():
@@ -199,12 +199,12 @@ def exclusive(timeline: Timeline, process: str, lane: str) -> list[tuple[str, fl
 
 
 def files(run: Path) -> list[Path]:
-    """Of rank 0, and of the other ranks."""
+    """Trace files: of rank 0, then of the other ranks."""
     return [run / FILE, *sorted(run.glob("trace-rank-*.json"))]
 
 
 def joined(run: Path) -> Iterator[bytes]:
-    """The trace of all ranks as one array, with its end."""
+    """The trace of all ranks as one closed JSON array."""
     before = b"[\n"
     for path in files(run):
         with open_regular(path) as file:

@@ -1,5 +1,5 @@
-"""A run writes down who did what from when to when: `trace.json` in its folder, as Chrome and Perfetto
-(ui.perfetto.dev) read it: an array of events, a line each, whose closing bracket may be missing.
+"""Trace of a run in Chrome's format (`trace.json` in its folder, for Perfetto, ui.perfetto.dev): an array of events,
+one per line, whose closing bracket may be missing.
 
     {"ph":"X","name":"train","cat":"loop","ts":1760000000123000,"dur":2500000,"pid":7,"tid":1,"args":{"step":3,"version":3}},
 
@@ -30,33 +30,33 @@ from birl.spans import LISTENERS, Span
 from birl.track.log import JsonLog
 
 FILE = "trace.json"
-FLUSH = 2.0  # s that a span may wait to be written
-JOINED = 0.02  # s; the engine's slices of work with no longer pauses between them are one span
-END = 1 << 16  # bytes at the end of a file, in which its last spans are
+FLUSH = 2.0  # s that a span may be buffered
+JOINED = 0.02  # s; the engine's slices of work with pauses up to this are joined to one span
+END = 1 << 16  # bytes at the end of a file that contain its last spans
 FIELDS = ("version", "tokens", "group", "busy", "paused")
-PROCESSES = ("learner", "engine", "rollout")  # and lanes, as they are shown from top to bottom
+PROCESSES = ("learner", "engine", "rollout")  # and lanes, in the order of display
 LANES = ("loop", "calls", "compute", "requests", "weights", "admission", "groups", "environments", "rewards")
-NESTED = ("loop", "calls")  # their spans lie beside or inside of each other; other lanes have a thread for each overlap
-SLACK = 10  # us; spans that follow one another may overlap by so much: clocks are read one after the other
-REMEMBERED = 256  # spans of a thread that one which ends later may contain
+NESTED = ("loop", "calls")  # lanes of nested or disjoint spans; other lanes have a thread for each overlap
+SLACK = 10  # us; consecutive spans may overlap by this, as clocks are read one after the other
+REMEMBERED = 256  # spans of a thread that a later span may contain
 COUNTED = {"staleness": ("staleness/mean", "staleness/max"), "queue": ("queue/ready", "queue/running")}
 Event = dict[str, Any]
 
 
 def rank_file(run: Path, rank: int) -> Path:
-    """What ranks but 0 write, each its own."""
+    """The trace file of a rank other than 0."""
     return run / f"trace-rank-{rank}.json"
 
 
 class Threads:
-    """Which process and thread each span is on. On one thread spans lie beside or inside of each other, as the format
-    wants it: spans that overlap lie on several threads of their lane."""
+    """Process and thread of each span. On one thread spans are nested or disjoint, as the format requires; overlapping
+    spans are put on several threads of their lane."""
 
     def __init__(self) -> None:
-        self._lanes: dict[tuple[str, str], tuple[int, list[Any]]] = {}  # place among the lanes; state of its threads
+        self._lanes: dict[tuple[str, str], tuple[int, list[Any]]] = {}  # order of the lane, state of its threads
 
     def events(self, span: Span, args: Event) -> Iterator[Event]:
-        """The span as an event, behind the names of what is new about it."""
+        """The span as an event, after the events that name a new process or thread."""
         start, pid, key = round(span.start * 1e6), pid_of(span.process), (span.process, span.lane)
         end = start + max(round(span.seconds * 1e6), 0)
         if key not in self._lanes:
@@ -77,7 +77,7 @@ class Threads:
 
 
 def _beside(threads: list[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
-    """The number of a thread that is free, and the start of the span on it. `threads`: a heap of their ends."""
+    """Number of a free thread, and the start of the span on it. `threads`: a heap of their ends."""
     if not threads or threads[0][0] > min(start + SLACK, end):
         heapq.heappush(threads, (end, len(threads)))
         return len(threads) - 1, start
@@ -87,7 +87,7 @@ def _beside(threads: list[tuple[int, int]], start: int, end: int) -> tuple[int, 
 
 
 def _inside(threads: list[list[tuple[int, int]]], start: int, end: int) -> tuple[int, int]:
-    """The same for a span that may contain those before it. `threads`: the latest spans of each, as (start, end)."""
+    """`_beside` for a span that may contain earlier ones. `threads`: the latest spans of each, as (start, end)."""
 
     def free(spans: list[tuple[int, int]]) -> bool:
         before = next((one for one in reversed(spans) if one[0] < start), None)
@@ -98,7 +98,7 @@ def _inside(threads: list[list[tuple[int, int]]], start: int, end: int) -> tuple
         threads.append([])
     spans = threads[number]
     while spans and spans[-1][0] >= start < spans[-1][1]:
-        start -= spans.pop()[0] == start  # what contains another begins before it
+        start -= spans.pop()[0] == start  # a containing span begins earlier
     start = max(start, spans[-1][1]) if spans else start
     spans.append((start, end))
     del spans[:-REMEMBERED]
@@ -106,7 +106,7 @@ def _inside(threads: list[list[tuple[int, int]]], start: int, end: int) -> tuple
 
 
 def pid_of(process: str) -> int:
-    """The same in all files of a run, and after a resume."""
+    """Process id in the trace; the same in all files of a run, and after a resume."""
     return zlib.crc32(process.encode("utf-8", "replace")) >> 1
 
 
@@ -120,25 +120,25 @@ def counter(name: str, process: str, moment: float, values: Event) -> Event:
 
 
 class Trace:
-    """Listens from `begin` to `close`.
+    """Records spans from `begin` to `close`.
 
     Example: trace = Trace(run / "trace.json"); trace.begin(None, step=0); ...; trace.close()
     """
 
     def __init__(self, path: Path, process: str = "learner") -> None:
         self.path, self.process = path, process
-        self.step = 0  # the line of metrics.jsonl that time goes into now
+        self.step = 0  # the line of metrics.jsonl that time counts in now
         self._log: JsonLog | None = None
         self._threads = Threads()
         self._events: list[Event] = []
-        self._slices: dict[str, tuple[Span, int]] = {}  # by process: slices of work to be joined, and their step
-        self._lock = threading.Lock()  # the engine tells from its thread
+        self._slices: dict[str, tuple[Span, int]] = {}  # process -> slices of work to be joined, and their step
+        self._lock = threading.Lock()  # the engine reports from its own thread
         self._written = 0.0
         self._error: BirlError | None = None
 
     def begin(self, offset: int | None, step: int) -> float:
-        """Open the file and listen. What lies behind `offset` [bytes] goes; None: everything. `step` are finished.
-        Gives the end of what is left [s since 1970]."""
+        """Open the file and start listening. The file is truncated to `offset` [bytes]; None: emptied. `step` are
+        finished. Returns the end of the last kept span [s since 1970]."""
         self._log, self.step = JsonLog(self.path, array=True), step + 1
         self._log.cut(offset or 0)
         kept = last_moment(self.path)
@@ -146,7 +146,7 @@ class Trace:
         return kept
 
     def go_on(self, until: float) -> None:
-        """As `begin`, but what goes is what began at `until` [s since 1970] or later."""
+        """As `begin`, but spans that began at `until` [s since 1970] or later are removed."""
         self._log = JsonLog(self.path, array=True)
         self._log.cut(sys.maxsize)  # a torn line
         self._log.cut(size_before(self.path, until))
@@ -159,7 +159,7 @@ class Trace:
         self._written = time.monotonic()
 
     def add(self, span: Span) -> None:
-        """Of any thread. Never raises; `flush` does. Rank 0 asks the engines of all ranks, and tells of them."""
+        """Add a span, from any thread. Never raises; `flush` does. Rank 0 reports the engines of all ranks."""
         if self.process != "learner" and span.process == "engine":
             return
         with self._lock:
@@ -191,14 +191,14 @@ class Trace:
             self._events.append(counter("version", span.process, moment, {"version": span.version}))
 
     def count(self, metrics: Mapping[str, float]) -> None:
-        """Staleness and queues of a step."""
+        """Write counters of a step's staleness and queues."""
         for name, keys in COUNTED.items():
             if values := {key.split("/")[1]: metrics[key] for key in keys if math.isfinite(metrics.get(key, math.nan))}:
                 with self._lock:
                     self._events.append(counter(name, self.process, time.time(), values))
 
     def next_step(self, step: int) -> None:
-        """`step` has its line in metrics.jsonl; what comes belongs to the next one."""
+        """`step` has its line in metrics.jsonl; further spans belong to the next one."""
         self.flush()
         self.step = step + 1
 
@@ -209,7 +209,7 @@ class Trace:
             self._error = error
 
     def flush(self) -> None:
-        """Hand everything to the operating system. Raises `BirlError` where the disk is full."""
+        """Write buffered events to the file. Raises `BirlError` if the disk is full."""
         with self._lock:
             for span, step in self._slices.values():
                 self._note(span, step)
@@ -222,12 +222,12 @@ class Trace:
             raise error
 
     def size(self) -> int:
-        """In bytes, with everything told so far. Not synced: a trace that a power failure shortens costs nothing."""
+        """Size in bytes, with all spans so far. Not synced: a power failure may shorten a trace."""
         self.flush()
         return self.path.stat().st_size
 
     def close(self) -> None:
-        """Write what is left and stop listening; a second call does nothing."""
+        """Write the rest and stop listening; a second call does nothing."""
         atexit.unregister(self.close)
         if self.add in LISTENERS:
             LISTENERS.remove(self.add)
@@ -238,13 +238,13 @@ class Trace:
 
 
 def about(span: Span, step: int) -> Event:
-    """What is known of a span besides its place."""
+    """The fields of a span besides its place."""
     known = {"step": step or None, **{name: getattr(span, name) for name in FIELDS}}
     return {k: round(v, 6) if isinstance(v, float) else v for k, v in known.items() if v is not None}
 
 
 def parsed(line: bytes) -> Event | None:
-    """The event of a line; None where it is none. A bracket of the array is an empty one."""
+    """The event of a line; None if it is not one. A bracket of the array gives an empty one."""
     try:
         event = {} if line.strip() in (b"[", b"]") else json.loads(line.removesuffix(b","))
     except (ValueError, RecursionError):
@@ -253,8 +253,8 @@ def parsed(line: bytes) -> Event | None:
 
 
 def last_moment(path: Path) -> float:
-    """When the last span of a trace was over [s since 1970]; 0 where there is none. Joined slices are written later
-    than what came after them: hence not the last line's."""
+    """End of the last span of a trace [s since 1970]; 0 if there is none. Joined slices are written after later spans,
+    so it may not be the last line's."""
     result = 0.0
     with suppress(OSError), open_regular(path) as file:
         size = path.stat().st_size

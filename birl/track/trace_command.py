@@ -1,4 +1,4 @@
-"""`birl trace RUN`: where a run's time went, in the terminal, and its trace for Chrome or Perfetto."""
+"""`birl trace RUN`: breakdown of a run's time in the terminal, and its trace for Chrome or Perfetto."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ USAGE = (
 OUTPUT = Flag(
     name="--output", value="FILE", takes="a file, as in `birl trace runs/demo --output trace.json`", read=Path
 )
-SMALL = 0.005  # shares below are not shown
+SMALL = 0.005  # smaller shares are not shown
 
 
 def run(words: list[str]) -> int:
@@ -46,7 +46,7 @@ def run(words: list[str]) -> int:
 
 
 def describe(timeline: Timeline) -> Iterator[str]:
-    """The text summary, line by line."""
+    """Lines of the text summary."""
     for place in timeline.broken[:3]:
         yield f"warning: {place} is no span and was passed over"
     shares = shares_of(timeline, steps_of(timeline))
@@ -62,7 +62,7 @@ def describe(timeline: Timeline) -> Iterator[str]:
 
 
 def table(shares: Shares) -> Iterator[str]:
-    """Shares of the time, by process."""
+    """Lines of the table: shares of the time by process."""
     blocks = {"learner": shares.learner, **shares.processes}
     if shares.episodes:
         blocks["episodes (of their own time)"] = {
@@ -76,6 +76,6 @@ def table(shares: Shares) -> Iterator[str]:
 
 
 def bar(share: float, width: int = 20) -> str:
-    """Plain characters, for any terminal. Example: bar(0.5, 4) == "##.." """
+    """Bar of plain ASCII. Example: bar(0.5, 4) == "##.." """
     filled = round(min(max(share, 0.0), 1.0) * width)
     return "#" * filled + "." * (width - filled)

@@ -1,4 +1,4 @@
-"""Everything that a run tells the world: its files, the trackers, the terminal and the report."""
+"""Reports of a run: its files, the trackers, the terminal and the report."""
 
 import atexit
 import dataclasses
@@ -20,14 +20,14 @@ from birl.track.sink import KINDS, Figures, Start, public
 from birl.track.summary import closing, facts, figures
 from birl.track.trace import FILE, Trace
 
-if TYPE_CHECKING:  # loaded by the runs that have it
+if TYPE_CHECKING:  # imported only by the runs that use it
     from birl.track.tensorboard import TensorBoard
 
 SAMPLES_IN_TRACKERS = 8
 
 
 class Tracker:
-    """The one place that a loop reports to.
+    """Single interface for the reports of a training loop.
 
     Example:
         with Tracker(run, config.track, title="smollm2", total_steps=30, config=flat) as tracker:
@@ -46,18 +46,18 @@ class Tracker:
         self._view = open_view(track.console, self._progress, self._console)
         self._logs: dict[str, JsonLog] = {}
         self._trace: Trace | None = None
-        self.traced = 0.0  # end of what was kept of the trace [s since 1970]
+        self.traced = 0.0  # end of the kept part of the trace [s since 1970]
         self._events: TensorBoard | None = None
         self._boxes: list[Outbox] = []
 
     def rewind(self, offsets: dict[str, int] | None, step: int) -> None:
-        """Open everything, once, at the start. `offsets` are those stored in the checkpoint of `step`: what was written
-        after it goes, so that the files end up like those of an uninterrupted run. None empties them: a new run."""
+        """Open everything, once, at the start. `offsets` are those stored in the checkpoint of `step`: files are
+        truncated to them, so that they end up like those of an uninterrupted run. None empties them (a new run)."""
         with writing(self.run):
             self.run.mkdir(parents=True, exist_ok=True)
         names = ["metrics.jsonl", "validation.jsonl"]
         if isinstance(self.track, Track):
-            recorded = self.track.record or (self.run / "record.jsonl").exists()  # by a process before, which goes on
+            recorded = self.track.record or (self.run / "record.jsonl").exists()  # by an earlier process of the run
             names += ["rollouts.jsonl"] + ["record.jsonl"] * recorded
         self._logs = {name: JsonLog(self.run / name) for name in names}
         short = [log.path for name, log in self._logs.items() if not log.cut((offsets or {}).get(name, 0))]
@@ -79,7 +79,7 @@ class Tracker:
 
             events = TensorBoard()
             events.start(start)
-            self._events = events  # only now is there something to close
+            self._events = events  # opened only now, so that `close` finds it
         for name, kind in KINDS.items():
             mode: str = getattr(self.track, name)
             if mode == "off":
@@ -89,7 +89,7 @@ class Tracker:
             self._boxes.append(box)
 
     def _recall(self) -> None:
-        """Trackers get what an earlier process could not send them any more."""
+        """Queue figures that an earlier process could not send."""
         for record in stored(self.run / "metrics.jsonl"):
             self._progress.add(record["step"], numbers(record))
             self._put("log", record["step"], numbers(record))
@@ -98,12 +98,12 @@ class Tracker:
             self._put("validation", record["step"], numbers(record))
 
     def offsets(self) -> dict[str, int]:
-        """Sizes of the files in bytes, once they are safely on the disk. They belong into the checkpoint."""
+        """Sizes of the files in bytes, after fsync, to be stored in the checkpoint."""
         traced = {FILE: self._trace.size()} if self._trace else {}
         return {name: log.sync() for name, log in self._logs.items()} | traced
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """One training step. Any metric name will do."""
+        """Report the metrics of a training step. Any metric name is allowed."""
         metrics = {name: float(value) for name, value in metrics.items()}
         self._logs["metrics.jsonl"].append([{"step": step, "time": _now(), **metrics}])
         self._send("log", step, metrics)
@@ -117,8 +117,8 @@ class Tracker:
     def validation(
         self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]], about: dict[str, Any] | None = None
     ) -> None:
-        """One validation after `step` steps, with a few dozen samples (prompt, completion, answer, score, source).
-        `about`: what was measured (digests of weights and data, seed, number of answers)."""
+        """Report a validation after `step` steps, with a few dozen samples (prompt, completion, answer, score, source).
+        `about`: digests of weights and data, seed, number of answers."""
         metrics = {name: float(value) for name, value in metrics.items()}
         self._logs["validation.jsonl"].append(
             [{"step": step, "time": _now(), **(about or {}), **metrics, "samples": samples}]
@@ -144,27 +144,27 @@ class Tracker:
                 self.message(box.unsaid.pop(0))
 
     def rollouts(self, step: int, records: Iterable[dict[str, Any]]) -> None:
-        """One line per episode. Floats in lists (log-probs) are kept to six significant digits."""
+        """Write one line per episode. Floats in lists (log-probs) keep six significant digits."""
         if isinstance(self.track, Track) and self.track.rollouts:
             self._logs["rollouts.jsonl"].append({"step": step, **record} for record in records)
 
     def record(self, row: dict[str, Any]) -> None:
-        """One step with all digits, where that is wanted."""
+        """Write one step with all digits, if recording is on."""
         if isinstance(self.track, Track) and self.track.record:
             self._logs["record.jsonl"].append([row], exact=True)
 
     def phase(self, text: str) -> None:
-        """What happens now ("generating 37/64"); only the live panel shows it, and calling it costs nothing."""
+        """Set the current activity ("generating 37/64"), shown only in the live panel; cheap to call."""
         self._progress.phase = text
 
     def message(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays visible."""
         with only_shown("the console"):
             self._view.message(text)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Close everything, write summary.json and report.html, and print what the run came to. `summary["next"]` is
-        a list of commands to try now. A report that cannot be made is a warning: the run is what it is without it."""
+        """Close everything, write summary.json and report.html, and print the results. `summary["next"]`: commands to
+        try next. A failure of the report is only a warning."""
         result = {"title": self.title, "ended": _now(), "finished": True}
         with only_shown("the figures of the run"):
             result |= facts(self.run)
@@ -179,7 +179,7 @@ class Tracker:
         say_end(self.run, self.track, result)
 
     def close(self, failed: bool = False, summary: Figures | None = None) -> None:
-        """Give the terminal back and close all files and trackers; a second call does nothing."""
+        """Restore the terminal and close all files and trackers; a second call does nothing."""
         atexit.unregister(self.close)
         with only_shown("the console"):
             self._view.stop()
@@ -205,12 +205,12 @@ class Tracker:
 
 
 def short(run: Path) -> Path:
-    """Relative, where it is below the current folder."""
+    """Relative path if it is below the current folder."""
     return Path(os.path.relpath(run)) if run.is_relative_to(Path.cwd()) else run
 
 
 def say_end(run: Path, track: Reports, told: dict[str, Any]) -> None:
-    """Print what a run came to. `told`: its summary.json."""
+    """Print the results of a run. `told`: its summary.json."""
     if track.console == "off":
         return
     console, report = Terminal(), short(run) / "report.html"

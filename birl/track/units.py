@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Formatting of numbers for people."""
 
 import math
 
@@ -33,7 +33,7 @@ def counted(number: float, noun: str) -> str:
 
 
 def figure(value: float) -> str:
-    """A metric of unknown size, in few characters. Example: figure(0.00012) == "0.00012"; figure(0.5) == "0.500" """
+    """A metric of unknown magnitude as a short text. Example: figure(0.00012) == "0.00012"; figure(0.5) == "0.500" """
     if not math.isfinite(value):
         return str(value)
     size = abs(value)

@@ -1,4 +1,4 @@
-"""Weights & Biases. Offline keeps everything in RUN/wandb until `wandb sync`."""
+"""Weights & Biases. Offline: everything is in RUN/wandb until `wandb sync`."""
 
 import importlib
 import os
@@ -10,24 +10,24 @@ from birl.track.sink import Figures, Start
 SETTINGS = {
     "console": "off",
     "silent": True,
-    # Without the words of the command line, which may hold what `config` leaves out.
+    # Without the command line, which may contain secrets that `config` leaves out.
     "x_disable_meta": True,
     "x_disable_machine_info": True,
     "x_save_requirements": False,
     "disable_git": True,
     "disable_code": True,
-    "x_transaction_log_flush_interval": 1.0,  # seconds of figures that a kill costs
+    "x_transaction_log_flush_interval": 1.0,  # seconds of metrics that a kill loses
     "login_timeout": 5,  # seconds
     "init_timeout": 30.0,
 }
 
 
 class WandbRun:
-    """One W&B run that a resumed training goes on writing to."""
+    """One W&B run, which a resumed training continues."""
 
     def start(self, start: Start) -> None:
         if start.mode == "offline":
-            os.environ["WANDB_ERROR_REPORTING"] = "false"  # else W&B reports to its makers, offline too
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # else W&B sends error reports, even offline
         self._wandb = wandb = importlib.import_module("wandb")
         known = wandb.Settings.model_fields
         try:
