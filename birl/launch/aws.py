@@ -1,9 +1,9 @@
-"""A Ray cluster of its own in AWS for a job: a head and `launch.nodes` workers, checkpoints in a bucket.
+"""Launcher for AWS: a Ray cluster for each job, of a head and `launch.nodes` workers; checkpoints in a bucket.
 
     birl launch aws rl recipe.yaml launch.bucket=my-runs launch.ssh_from=203.0.113.7/32 --dry-run
 
-`aws_access.py` has roles, bucket, network and secrets, `aws_cluster.py` the machines. The programs aws and ray talk to
-AWS, with the user's own credentials, which birl never reads.
+`aws_access.py` has roles, bucket, network and secrets, `aws_cluster.py` the machines. The programs aws and ray call AWS
+with the user's credentials, which birl never reads.
 """
 
 import ipaddress
@@ -50,7 +50,7 @@ class Keys(elsewhere.Keys):
 
 
 def access(job: Job, keys: Keys) -> Access:
-    """Raises `BirlError` for keys that AWS would refuse, or that would give access to everyone."""
+    """Raises `BirlError` for keys that AWS would refuse, or that would allow access from everywhere."""
     elsewhere.check(job, keys)
     if not re.fullmatch(elsewhere.BUCKET, keys.bucket):
         raise BirlError(
@@ -89,8 +89,8 @@ def network(text: str) -> str:
 
 
 def stored(job: Job, keys: Keys) -> Job:
-    """With checkpoints in the bucket, unless the configuration names a place for them: disks go with the machines.
-    This is for there; here s3fs may be missing."""
+    """The job with checkpoints in the bucket, unless the configuration sets a store, as disks are lost with the
+    machines. For use there; here s3fs may be missing."""
     if job.config.checkpoint.store:
         return job
     return replace(job, words=(*job.words, f"checkpoint.store=s3://{keys.bucket}/{keys.prefix}"))
@@ -108,13 +108,13 @@ def render(job: Job, keys: Keys) -> dict[str, str]:
 
 
 def start(job: Job, keys: Keys, own: Access) -> str:
-    """Runs on the head. The job is detached: the connection may break."""
+    """The command on the head. The job is detached: the connection may break."""
     lines = ["#!/bin/sh", "# On the head, in the folder of the job.", "set -eu", *aws_access.fetch(own)]
     return elsewhere.block([*lines, *elsewhere.steps(stored(job, keys), keys, keys.nodes + 1)])
 
 
 def commands(job: Job, keys: Keys, own: Access) -> str:
-    """All of its life, in order."""
+    """All commands of a job's life, in order."""
     launch = job.run / "launch"
     steps = ["# start", *map(shlex.join, begin(job, keys, own)[:2]), "# sync, after a file has changed"]
     steps += [shlex.join(("ray", "up", "-y", "--no-restart", str(launch / "cluster.yaml"))), "# run"]
@@ -145,12 +145,12 @@ class More:
 
 
 def there(handle: Handle, command: str) -> tuple[str, ...]:
-    """A command in the folder of the job on the head."""
+    """A command that runs in the job's folder on the head."""
     return ("ray", "exec", handle.more["cluster"], f"{aws_cluster.enter(handle.more['place'])} && {command}")
 
 
 def end(handle: Handle) -> list[tuple[str, ...]]:
-    """Let it save, fetch what it wrote, give the machines back."""
+    """Commands that stop the job (it saves), fetch its files, and terminate the machines."""
     run, bucket = shlex.quote(handle.run), handle.more["bucket"]
     fetch = ("aws", "s3", "sync", f"{bucket}/machines", f"{handle.run}/machines")
     down = () if handle.more["keep"] else (("ray", "down", "-y", handle.more["cluster"]),)
@@ -169,7 +169,7 @@ def handle(job: Job, keys: Keys, own: Access) -> Handle:
 
 
 def submit(job: Job, keys: Keys) -> Handle:
-    """Costs money from here on, until `birl stop`. Raises `BirlError`."""
+    """Start the job. Costs money until `birl stop`. Raises `BirlError`."""
     own, rendered = access(job, keys), render(job, keys)
     launch = job.run / "launch"
     external.write(launch, rendered)
@@ -179,7 +179,7 @@ def submit(job: Job, keys: Keys) -> Handle:
 
 
 def status(handle: Handle) -> list[Status]:
-    # `birl status` fails where a process has failed, and that is an answer too
+    # `birl status` fails if a process has failed; its output is still valid
     output = external.run(there(handle, f"birl status {shlex.quote(handle.run)} || true"))
     return elsewhere.statuses(output) or [Status(role="job", index=0, state="unknown", detail=output.strip()[-200:])]
 
@@ -190,7 +190,7 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
 
 
 def stop(handle: Handle) -> str:
-    """The machines are given back even where the job cannot be reached any more."""
+    """Stop the job. The machines are terminated even if it cannot be reached."""
     hint = f"look into AWS's console whether machines are left, tagged {aws_access.TAG}={handle.id}."
     output = external.run_all(end(handle), hint, {"AWS_DEFAULT_REGION": handle.more["region"]})
     return elsewhere.ended(output)

@@ -1,20 +1,20 @@
-"""Who may do what in AWS: the policies of the machines, and the scripts that make and remove what they need. No key is
-in any of them: machines have roles, and secrets go from the environment to AWS Secrets Manager through a pipe."""
+"""AWS permissions: policies of the machines, and the scripts that create and remove their resources. None contains a
+key: machines have roles, and secrets go from the environment to AWS Secrets Manager through a pipe."""
 
 import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-#: stands in cluster.yaml for the security group, until prepare.sh has made it
+# placeholder in cluster.yaml for the security group, until prepare.sh has created it
 GROUP = "sg-from-prepare"
 TRUST = {"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}
-TAG = "ray-cluster-name"  # Ray puts it on every machine of a cluster
+TAG = "ray-cluster-name"  # Ray tags every machine of a cluster with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """`name`: of the cluster, `prefix`: of everything that the machines may touch in the bucket, `ssh_from`: the only
+    """`name`: of the cluster, `prefix`: of all keys that the machines may access in the bucket, `ssh_from`: the only
     network that may connect, `secrets`: names of environment variables.
 
     Example: Access(name="demo", region="eu-central-1", bucket="my-runs", prefix="birl", ssh_from="203.0.113.7/32")
@@ -46,7 +46,7 @@ def files(access: Access) -> dict[str, str]:
 
 
 def storage(access: Access) -> list[dict[str, object]]:
-    """Checkpoints are written by workers."""
+    """Statements for the bucket. Checkpoints are written by workers."""
     bucket = f"arn:aws:s3:::{access.bucket}"
     below = {"StringLike": {"s3:prefix": [access.prefix, f"{access.prefix}/*"]}}
     return [
@@ -68,7 +68,7 @@ def secrets(access: Access) -> list[dict[str, object]]:
 
 
 def machines(access: Access) -> list[dict[str, object]]:
-    """The head starts and ends workers: of this cluster, in this region, with the role of workers."""
+    """Statements for the head, which starts and ends workers: of this cluster and region, with the workers' role."""
     ec2 = f"arn:aws:ec2:{access.region}:*"
     around = [f"{ec2}:{kind}/*" for kind in ("network-interface", "security-group", "subnet", "volume", "key-pair")]
     new = {"StringEquals": {f"aws:RequestTag/{TAG}": access.name}}
@@ -126,7 +126,7 @@ aws iam get-instance-profile --instance-profile-name {role} >/dev/null 2>&1 || {
 }}
 """
 
-# Ray's own group would open ssh to all addresses, so the group is made here, and Ray leaves a given one alone.
+# Ray's own group would open ssh to all addresses. So the group is created here; Ray does not change a given one.
 NETWORK = """
 # who may connect: the machines among themselves, and ssh from {ssh_from}
 vpc=$(aws ec2 describe-vpcs --filters Name=is-default,Values=true --query 'Vpcs[0].VpcId' --output text)
@@ -142,7 +142,7 @@ sed "s/{placeholder}/$group/" cluster.yaml >cluster.yaml.part
 mv cluster.yaml.part cluster.yaml
 """
 
-# printf is built into the shell: the value is in no command line.
+# printf is a builtin of the shell: the value is in no command line.
 SECRET = """
 : "${{{name}:?has no value in this environment, and launch.env names it}}"
 if aws secretsmanager describe-secret --secret-id {secret} >/dev/null 2>&1; then verb='put-secret-value --secret-id'
@@ -155,7 +155,7 @@ SPOT = """
 aws iam create-service-linked-role --aws-service-name spot.amazonaws.com >/dev/null 2>&1 || true
 """
 
-# Every machine of a cluster shows this token to the others; Ray makes it, and keeps it in your home.
+# Shared token of the cluster's machines; Ray generates it in your home folder.
 TOKEN = """
 ray get-auth-token --generate >/dev/null
 """
@@ -195,7 +195,7 @@ aws secretsmanager delete-secret --secret-id {secret} --force-delete-without-rec
 
 
 def remove(access: Access) -> str:
-    """The bucket stays."""
+    """The script that removes everything but the bucket."""
     parts = [
         HEAD.format(what="Removes what prepare.sh made, but not the bucket; after `birl stop`.", region=access.region)
         .replace("It can be run again.", "What is gone already is no reason to stop.")
@@ -208,7 +208,7 @@ def remove(access: Access) -> str:
 
 
 def fetch(access: Access) -> list[str]:
-    """Shell lines of the head: the secrets become variables of what runs next, and are written nowhere."""
+    """Shell lines of the head that read the secrets into variables of the next command; they are written nowhere."""
     get = f"aws secretsmanager get-secret-value --region {access.region} --query SecretString --output text --secret-id"
-    # `export X=$(...)` would succeed where the command in it fails
+    # `export X=$(...)` would succeed if its command fails
     return [f'{name}="$({get} {access.secret(name)})"; export {name}' for name in access.secrets]

@@ -1,5 +1,5 @@
-"""The cluster as `ray up` reads it: a head without work of its own, workers that may be spot machines, big encrypted
-disks, no way in but ssh, machine identities that only answer to the machine itself (IMDSv2)."""
+"""Configuration of the cluster for `ray up`: a head without processes of the job, workers that may be spot machines,
+large encrypted disks, access by ssh only, machine identities that only answer the machine itself (IMDSv2)."""
 
 import shlex
 from pathlib import Path
@@ -14,12 +14,12 @@ HEAD = f"--head --port={PORT} --dashboard-host=127.0.0.1 --autoscaling-config=~/
 
 
 def folder(user: str, access: Access) -> str:
-    """Where the job is on every machine."""
+    """Folder of the job on every machine."""
     return f"/home/{user}/birl/{access.name}"
 
 
 def cluster(job: Job, keys: Any, access: Access, launch: Path) -> dict[str, Any]:
-    """`launch`: the folder of the rendered files here, absolute."""
+    """The cluster's configuration. `launch`: absolute path of the rendered files on this machine."""
     home, place = f"/home/{keys.user}", folder(keys.user, access)
     workers = {"head": 0, "worker": keys.nodes}
     wheel = elsewhere.wheel(job, keys)
@@ -47,10 +47,10 @@ def cluster(job: Job, keys: Any, access: Access, launch: Path) -> dict[str, Any]
 
 def node(kind: str, keys: Any, access: Access, count: int) -> dict[str, Any]:
     spot = {"InstanceMarketOptions": {"MarketType": "spot"}} if kind == "worker" and keys.spot else {}
-    image = {"ImageId": keys.image} if keys.image else {}  # without, Ray takes its default for the region
+    image = {"ImageId": keys.image} if keys.image else {}  # otherwise Ray uses its default for the region
     disk = {"VolumeSize": keys.disk_gb, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
     return {
-        # no process of the job goes to the head, which must be there until the end
+        # no process of the job runs on the head, which must live until the end
         **({"resources": {"CPU": 0}} if kind == "head" else {}),
         "min_workers": count,
         "max_workers": count,
@@ -67,7 +67,7 @@ def node(kind: str, keys: Any, access: Access, count: int) -> dict[str, Any]:
 
 
 def shared(keys: Any, access: Access) -> list[str]:
-    """The folder that all machines see; without one each has its own."""
+    """Commands that mount the shared file system; without one each machine has its own folder."""
     if not keys.efs:
         return []
     server = f"{keys.efs}.efs.{access.region}.amazonaws.com:/"
@@ -80,13 +80,13 @@ def shared(keys: Any, access: Access) -> list[str]:
 
 
 def enter(place: str) -> str:
-    """In front of every command on a machine."""
+    """Prefix of every command on a machine."""
     venv = elsewhere.VENV.replace("~", "$HOME")
     return f"export PATH={venv}/bin:$PATH RAY_AUTH_MODE=token; mkdir -p {place} && cd {place}"
 
 
 def start(keys: Any, place: str, options: str) -> list[str]:
-    copies = not keys.efs or options is HEAD  # one is enough where all have the same folder
+    copies = not keys.efs or options is HEAD  # one is enough if all share the folder
     alone = f"setsid sh {place}/collect.sh >/dev/null 2>&1 </dev/null & " if copies else ""
     return [
         f"{enter(place)} && ray stop",

@@ -1,4 +1,4 @@
-"""`birl launch WHERE COMMAND ...`, `birl status`, `birl logs`, `birl stop`, `birl scale`: words in, lines out."""
+"""`birl launch WHERE COMMAND ...`, `birl status`, `birl logs`, `birl stop`, `birl scale`."""
 
 import re
 import shlex
@@ -20,8 +20,8 @@ from birl.visible import visible
 PREFIX = "launch."
 DRY, HELP, FOLLOW = Flag(name="--dry-run"), Flag(name="--help"), Flag(name="--follow")
 EXAMPLE, MORE = "`birl launch local rl data.train=my.jsonl`", "`birl launch --help` explains them"
-ELEMENT = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|((?:\[[^]]*\]|[^,])+?))\s*(?:,|$)""")  # of a list
-TRUST = Flag(name="--trust")  # a run folder that was launched on another account
+ELEMENT = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|((?:\[[^]]*\]|[^,])+?))\s*(?:,|$)""")  # element of a list
+TRUST = Flag(name="--trust")  # accept a run folder that another account launched
 
 
 def run(words: list[str]) -> int:
@@ -42,7 +42,7 @@ def run(words: list[str]) -> int:
     if DRY.name in flags:
         print(shown(job, place.render(job, keys)), end="")
         return 0
-    if where in PROCESSES:  # what a configuration names must be on this machine
+    if where in PROCESSES:  # files of the configuration must be on this machine
         check_names(load_with_choices(TRAINING[command], others)[0])
     handle = place.submit(job, keys)
     handle.save()
@@ -53,7 +53,7 @@ def run(words: list[str]) -> int:
 
 
 def keys_of(schema: type[Any], words: Sequence[str]) -> tuple[Any, list[str]]:
-    """The launcher's keys, written launch.KEY=VALUE, and the words that are the run's. Raises `BirlError`."""
+    """Return the launcher's keys, written launch.KEY=VALUE, and the other words. Raises `BirlError`."""
     given, rest, docs = {}, [], documentation(schema)
     for word in words:
         if not word.startswith(PREFIX):
@@ -70,7 +70,7 @@ def keys_of(schema: type[Any], words: Sequence[str]) -> tuple[Any, list[str]]:
 
 
 def listed(text: str) -> list[str]:
-    """The elements of a list, with or without brackets around it; a comma within brackets or quotes separates none.
+    """Split a list, with or without brackets around it, at commas that are not within brackets or quotes.
 
     Example: listed('[--exclude=n[1,3],"numpy>=1,<3"]') == ["--exclude=n[1,3]", "numpy>=1,<3"]
     """
@@ -111,13 +111,13 @@ def usage(where: str) -> str:
 
 
 def status(words: list[str]) -> int:
-    """`birl status RUN`; 1 where a process has failed."""
+    """`birl status RUN`; returns 1 if a process has failed."""
     handle = one(words, "status")
     result = launcher(handle.where).status(handle)
     print(visible(f"{handle.name}: {handle.where} {handle.id}"))
     for line in result:
         text = f"  {f'{line.role} {line.index}':<14} {line.state:<11} {line.where:<24} {line.detail}"
-        print(visible(text).rstrip())  # the detail is what a process printed last
+        print(visible(text).rstrip())  # the detail is the last line that a process printed
     return 1 if any(line.state == "failed" for line in result) else 0
 
 

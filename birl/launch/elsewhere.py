@@ -1,11 +1,11 @@
-"""What the places have in common that bring their own machines (aws, kubernetes, skypilot). Each makes a Ray cluster,
-and its head runs `birl launch ray` with the words that were typed here: roles, restarts and logs are Ray's then.
+"""Common part of launchers that bring their own machines (aws, kubernetes, skypilot). Each creates a Ray cluster, whose
+head runs `birl launch ray` with the same words: roles, restarts and logs are those of the ray launcher.
 
     here                                 there
     birl launch aws rl recipe.yaml x=1   birl launch ray rl recipe.yaml x=1 run=... launch.gpus=... launch.address=auto
 
-Files and folders that the command or its recipe names by a relative path go along, and have the same path there.
-Absolute paths and URLs are left alone: they mean what they mean there. birl goes along as a wheel (`package.py`).
+Files and folders that the command or its recipe names by a relative path are uploaded to the same path there. Absolute
+paths and URLs are unchanged and refer to the remote machine. birl is uploaded as a wheel (`package.py`).
 """
 
 import re
@@ -30,9 +30,9 @@ from birl.preflight import FUNCTIONS
 NAMED = ("data.train", "data.validation", *FUNCTIONS)
 SUFFIXES = (*FORMATS, ".py")
 REQUIREMENTS = "birl/envs/browser/requirements.txt"
-FOLDER = "package"  # of the run folder: the wheel that goes along
-VENV, ENGINE = "~/birl-venv", "~/birl-vllm"  # environments there: birl's, and that of vLLM or SGLang
-BUCKET = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"  # a name of S3
+FOLDER = "package"  # of the run folder: the wheel that is uploaded
+VENV, ENGINE = "~/birl-venv", "~/birl-vllm"  # remote environments: birl's, and that of vLLM or SGLang
+BUCKET = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"  # a bucket name of S3
 STATES = ("waiting", "running", "restarting", "done", "failed", "stopped", "unknown")
 LINE = re.compile(rf"^\s+(\S+) (\d+)\s+({'|'.join(STATES)})\b\s*(.*)$")
 
@@ -59,7 +59,7 @@ class Keys(jobs.Keys):
 
 
 def check(job: Job, keys: Keys) -> None:
-    """Raises `BirlError` for what would not work on any machine but this one."""
+    """Raises `BirlError` for what works on this machine only."""
     if job.run.is_absolute() or ".." in job.run.parts:
         raise BirlError(f"run={job.run}: must be a relative path here, as in run=runs/{job.run.name}.")
     if isinstance(job.config, RL):
@@ -75,13 +75,13 @@ def check(job: Job, keys: Keys) -> None:
 
 
 def named(text: str) -> str:
-    """A name for machines and what belongs to them: small letters, digits and single -, at most 52."""
+    """Convert to a name for remote resources: small letters, digits and single -, at most 52 characters."""
     return re.sub(r"-+", "-", re.sub(r"[^a-z0-9]", "-", text.lower()))[:52].strip("-") or "run"
 
 
 def sent(job: Job, keys: Keys) -> list[str]:
-    """The relative paths of the files and folders that go along, sorted. Raises `BirlError` for a key `files` that
-    names nothing, and for what is named and not here, or not below the current folder."""
+    """Sorted relative paths of the files and folders to upload. Raises `BirlError` if `launch.files` has a missing one,
+    or if one that is named does not exist here or is not below the current folder."""
     for key, value in flatten(job.config).items():
         for text in package.texts(value) if key in NAMED else ():
             path = package.path_of(text)
@@ -104,14 +104,14 @@ def sent(job: Job, keys: Keys) -> list[str]:
 
 
 def wheel(job: Job, keys: Keys) -> Path | None:
-    """The wheel of birl that goes along, once `build` was called. None: pip gets birl elsewhere."""
+    """Path of birl's wheel for the upload, which `build` writes. None: pip gets birl from another source."""
     if keys.package and not keys.package.endswith(".whl"):
         return None
     return job.run / FOLDER / (Path(keys.package).name or package.wheel())
 
 
 def build(job: Job, keys: Keys) -> None:
-    """Have the wheel that goes along in its place. Raises `BirlError` where one is named that is not there."""
+    """Write the wheel for the upload. Raises `BirlError` if a named one does not exist."""
     (job.run / FOLDER).mkdir(parents=True, exist_ok=True)
     if not keys.package:
         package.build(job.run / FOLDER)
@@ -123,11 +123,11 @@ def build(job: Job, keys: Keys) -> None:
 
 
 def setup(job: Job, keys: Keys, place: str, user: str, *more: str) -> list[str]:
-    """Shell lines that install birl with what the job needs, `launch.packages` and `more`, and beside it vLLM or SGLang
-    in an environment of its own. `place`: the folder there that has the wheel; `user`: an option of pip."""
+    """Shell lines that install birl with the job's requirements, `launch.packages` and `more`, and vLLM or SGLang in a
+    separate environment. `place`: remote folder of the wheel; `user`: an option of pip."""
     uv, needs, file = "python3 -m uv", package.needs(job.config, "s3"), wheel(job, keys)
     own = package.requirement(f"file://{place}/{file.name}" if file else keys.package, needs.extras)
-    pip = f"{uv} pip install --python {VENV}/bin/python --reinstall-package birl"  # birl changes under one version
+    pip = f"{uv} pip install --python {VENV}/bin/python --reinstall-package birl"  # also without a new version
     lines = [f"python3 -m uv --version || python3 -m pip install {user}uv"]
     lines += [f"test -x {VENV}/bin/python || {uv} venv --python 3.12 {VENV}"]
     lines += package.pip([f"ray[default]=={keys.ray}", *more, own, *needs.packages, *keys.packages], needs.alone, pip)
@@ -138,8 +138,8 @@ def setup(job: Job, keys: Keys, place: str, user: str, *more: str) -> list[str]:
 
 
 def browser(job: Job, python: str, uv: str) -> list[str]:
-    """A shell line that puts BrowserGym and Chromium beside `python`, which has birl, where the job's environment looks
-    for both."""
+    """Shell line that installs BrowserGym and Chromium beside `python`, which has birl, where the job's environment
+    expects them."""
     if not package.needs(job.config).browser:
         return []
     own = "$v/.venv-browser/bin"
@@ -154,7 +154,7 @@ def browser(job: Job, python: str, uv: str) -> list[str]:
 
 
 def command(job: Job, keys: Keys) -> tuple[str, ...]:
-    """What the head runs, once all machines are there."""
+    """The command of the head, after all machines have joined."""
     own = [f"launch.{name}={getattr(keys, name):g}" for name in ("nodes", "gpus", "cpus", "memory_gb", "restarts")]
     env = [f"launch.env=[{','.join(job.env)}]"] if job.env else []
     words = [*jobs.placed(job.words, job.run), f"launch.name={job.name}", *own, *env, "launch.address=auto"]
@@ -162,14 +162,14 @@ def command(job: Job, keys: Keys) -> tuple[str, ...]:
 
 
 def steps(job: Job, keys: Keys, machines: int) -> list[str]:
-    """Shell lines of the head: wait for the machines, start. `machines` counts the head."""
+    """Shell lines of the head: wait for the machines, then start. `machines` counts the head."""
     own = f' "engine.python={ENGINE.replace("~", "$HOME")}/bin/python"' if package.engine(job, keys.vllm) else ""
     return [f"python -m birl.launch.ray_cluster {machines} {keys.wait}", shlex.join(command(job, keys)) + own]
 
 
 def begin(handle: Handle, steps: Iterable[Sequence[str]], env: Mapping[str, str] | None = None) -> Handle:
-    """Run the programs that start a job. From the first one on it may cost money, so `birl stop` knows it from then on,
-    whatever fails. Raises `BirlError`."""
+    """Run the programs that start a job. It may cost money from the first one on, so the handle is saved before, for
+    `birl stop`. Raises `BirlError`."""
     handle.save()
     try:
         for words in steps:
@@ -183,13 +183,13 @@ def begin(handle: Handle, steps: Iterable[Sequence[str]], env: Mapping[str, str]
 
 
 def follow(job: Job) -> list[str]:
-    """Shell lines that print what happens until the job has ended, and fail when it has failed."""
+    """Shell lines that print events until the job has ended, and fail if it has failed."""
     run = shlex.quote(str(job.run))
     return [f"birl logs {run} --follow", f"birl status {run}"]
 
 
 def one_folder(job: Job, keys: Keys, shared: object, key: str) -> None:
-    """Raises `BirlError` where processes on several machines would need a folder in common, and `shared` is none."""
+    """Raises `BirlError` if processes on several machines need a common folder and `shared` is empty."""
     if keys.nodes < 2 or shared:
         return
     if job.learner.count > 1:
@@ -207,13 +207,13 @@ def one_folder(job: Job, keys: Keys, shared: object, key: str) -> None:
 
 
 def ended(text: str) -> str:
-    """How the job had ended before, as `birl stop` printed there; empty where it was stopped by that."""
+    """State in which the job had ended before, from the output of the remote `birl stop`; empty if that stopped it."""
     result = re.search(r"had ended before: it is (\w+)", text)
     return result.group(1) if result else ""
 
 
 def statuses(text: str) -> list[Status]:
-    """What `birl status` printed there."""
+    """Parse the output of the remote `birl status`."""
     result = [match.groups() for line in text.splitlines() if (match := LINE.match(line))]
     return [Status(role=r, index=int(i), state=s, where="", detail=d.strip()) for r, i, s, d in result]
 

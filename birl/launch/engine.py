@@ -1,9 +1,9 @@
-"""One engine of a launched run, in a process of its own: what `birl rl WORDS` would have started as its child.
+"""One engine of a launched run, as a separate process: what `birl rl WORDS` would have started as its child.
 
     python -m birl.launch.engine --name=EXPERIMENT/TRIAL rl WORDS
 
 It registers under the name, so that a run with engine.attach=[EXPERIMENT/TRIAL] finds it, and ends at SIGTERM. For
-other machines than this one to reach it, BIRL_HOST says where it listens, and BIRL_TOKEN must be set.
+access from other machines, BIRL_HOST is the address to listen at, and BIRL_TOKEN must be set.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ USAGE = "python -m birl.launch.engine --name=EXPERIMENT/TRIAL rl WORDS"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """143 after SIGTERM, 130 after SIGINT, 1 where the server ended by itself, 2 for a mistake in the input."""
+    """Returns 143 after SIGTERM, 130 after SIGINT, 1 if the server ended by itself, 2 for invalid input."""
     keep_memory()
     try:
         return run(sys.argv[1:] if argv is None else argv)
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str]) -> int:
-    """Until a signal, whose exit code it gives. Raises `BirlError`."""
+    """Run until a signal; returns its exit code. Raises `BirlError`."""
     flag, command, *words = [*argv, "", ""]
     if not flag.startswith("--name=") or command != "rl":
         raise BirlError(f"{USAGE}: got {' '.join(argv) or 'nothing'}")
@@ -66,7 +66,7 @@ def run(argv: list[str]) -> int:
 
 
 def own(config: schema.RL, name: str, host: str) -> int:
-    """`birl serve`, in this process unless engine.python is another interpreter."""
+    """Run `birl serve`, in this process unless engine.python is another interpreter."""
     from birl.named import module
     from birl.server import serve
 
@@ -84,14 +84,14 @@ def own(config: schema.RL, name: str, host: str) -> int:
 
 
 async def other(config: schema.RL, name: str) -> int:
-    """A server of another kind as our child, which ends with us."""
+    """Run another kind of server as a child process, which ends with this one."""
     from birl.engines import names
     from birl.engines.kinds import child, speak
     from birl.process import free_port
 
     names.folder(name)
     loop = asyncio.get_running_loop()
-    stop: asyncio.Future[int] = loop.create_future()  # the exit code of the signal that came
+    stop: asyncio.Future[int] = loop.create_future()  # exit code of the received signal
 
     def signalled(number: int) -> None:
         if not stop.done():
@@ -128,8 +128,8 @@ async def other(config: schema.RL, name: str) -> int:
 
 
 def prepared(config: schema.RL) -> "Wanted":
-    """What the engine needs to know, the same as in the run itself: from the model's files and the data, without
-    weights. Raises `BirlError`."""
+    """Settings of the engine, as the run itself computes them from the model's files and the data, without weights.
+    Raises `BirlError`."""
     from birl.engines.servers import wanted
     from birl.envs.open import World
     from birl.envs.single_turn import SingleTurn
@@ -146,7 +146,7 @@ def prepared(config: schema.RL) -> "Wanted":
     context = min(config.model.max_length or reader.context, reader.context)
     asked = [(context, 0)]
     single = config.env.kind == "single_turn" and not config.env.mcp
-    if single and not config.engine.kv_cache_gb:  # what bounds the memory for keys and values
+    if single and not config.engine.kv_cache_gb:  # bounds the memory of the KV cache
         world = World(kind="single_turn", open=SingleTurn, turns=False)
         train, validation = load_data(config, world, policy.chat, context)
         asked = lengths(config, world, policy, train, validation, context)

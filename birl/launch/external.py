@@ -1,4 +1,4 @@
-"""Programs of others that a launcher needs (ray, aws, kubectl, sky): looked up, run, or printed for the user."""
+"""External programs of launchers (ray, aws, kubectl, sky): find them, run them, or print commands for the user."""
 
 import os
 import shlex
@@ -12,12 +12,12 @@ from pathlib import Path
 from birl.errors import BirlError
 
 SHOWN = 2000  # characters of a program's output that an error shows
-REST = 2.0  # s in which the last lines may come
-LONG = 3600.0  # s: machines come, then PyTorch is installed; or a run saves and ends
+REST = 2.0  # s to wait for the last lines
+LONG = 3600.0  # s: machines start and install PyTorch; or a run saves and ends
 
 
 def write(folder: Path, rendered: Mapping[str, str]) -> None:
-    """The files of a job, for this user only."""
+    """Write a job's files, readable for this user only."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in rendered.items():
         with open(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
@@ -25,7 +25,7 @@ def write(folder: Path, rendered: Mapping[str, str]) -> None:
 
 
 def need(programs: Mapping[str, str], folder: Path, commands: str) -> None:
-    """`programs`: with the way to install each. Raises `BirlError` with the commands to run where one is missing."""
+    """`programs`: name -> how to install it. Raises `BirlError` with the commands to run if one is missing."""
     missing = {name: how for name, how in programs.items() if shutil.which(name) is None}
     if missing:
         names = ", ".join(f"{name} ({how})" for name, how in missing.items())
@@ -36,8 +36,8 @@ def need(programs: Mapping[str, str], folder: Path, commands: str) -> None:
 
 
 def run(words: Sequence[str], timeout: float = 600.0, shown: bool = False, env: Mapping[str, str] | None = None) -> str:
-    """What it prints; with `shown` it prints to the terminal instead. Raises `BirlError` with the end of its output
-    where it fails, is missing, or takes more than `timeout` [s]."""
+    """Run a program and return its output; with `shown` it prints to the terminal instead. Raises `BirlError` with the
+    end of its output if it fails, is missing, or exceeds `timeout` [s]."""
     try:
         done = subprocess.run(
             list(words),
@@ -60,7 +60,7 @@ def run(words: Sequence[str], timeout: float = 600.0, shown: bool = False, env: 
 
 
 def run_all(steps: Iterable[Sequence[str]], hint: str, env: Mapping[str, str] | None = None) -> str:
-    """Each, also after one that failed; what they print. Raises `BirlError` with what failed, behind `hint`."""
+    """Run all programs, also after one that failed; returns their output. Raises `BirlError`: `hint`, failures."""
     printed: list[str] = []
     failed: list[str] = []
     for words in steps:
@@ -74,8 +74,8 @@ def run_all(steps: Iterable[Sequence[str]], hint: str, env: Mapping[str, str] | 
 
 
 def lines(words: Sequence[str], over: Callable[[], bool] | None = None) -> Generator[str, None, None]:
-    """What it prints, line by line, until it ends; it ends without a reader, or when `over` says so, which is
-    asked again and again in a thread."""
+    """Output lines of a program until it ends. It is ended if the reader stops, or when `over` returns true, which a
+    thread polls."""
     try:
         process = subprocess.Popen(
             list(words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

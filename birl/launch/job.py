@@ -1,5 +1,5 @@
-"""What a run consists of: roles, each some processes with what one of them needs. Derived from the configuration alone;
-where they run is up to a launcher (`launcher.py`). Imports nothing heavy."""
+"""A job: its roles, each with the number of processes and the resources of one. Derived from the configuration only; a
+launcher decides where they run (`launcher.py`). Imports nothing heavy."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ from birl.errors import BirlError
 
 @dataclass(kw_only=True)
 class Keys:
-    """What all launchers ask for; a launcher adds keys of its own in a subclass."""
+    """Keys that all launchers have; subclasses add more."""
 
     name: str = ""
     """Of the job. Empty: the name of the run folder."""
@@ -40,7 +40,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """`count` processes that run `command`, each with the named resources.
+    """`count` processes that run `command`, each with these resources.
 
     Example: Role(name="engine", count=2, command=("python", "-m", "birl.launch.engine", "rl", ...), gpus=1, cpus=4)
     """
@@ -55,9 +55,9 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """`words`: the configuration as it was typed, `run` its folder, `engines` the name under which engines of the job
-    register (`engines/names.py`), empty where it has none of its own. The first role is the learner: its ranks find one
-    another by RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where there are several.
+    """`words`: the configuration as typed; `run`: its folder; `engines`: name under which the job's engines register
+    (`engines/names.py`), empty if it has none. The first role is the learner; several ranks of it rendezvous by RANK,
+    LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Example: job = derive("rl", ["recipe.yaml", "engine.kind=vllm", "engine.count=2"], Keys(gpus=1))
     """
@@ -72,7 +72,7 @@ class Job:
 
     @property
     def config(self) -> Any:
-        """What the words say, an instance of TRAINING[command]; loaded anew each time."""
+        """The configuration of the words, an instance of TRAINING[command]; loaded at each call."""
         return load(TRAINING[self.command], list(self.words))
 
     @property
@@ -85,10 +85,10 @@ class Job:
 
 
 def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.executable) -> Job:
-    """The job that `birl COMMAND WORDS` would be. Raises `BirlError` for whatever `birl COMMAND` would refuse.
+    """The job for `birl COMMAND WORDS`. Raises `BirlError` for everything that `birl COMMAND` refuses.
 
-    Engines that the run would start as its children become a role of their own, which registers under a name and which
-    the learner attaches to; an embedded engine stays in the learner."""
+    Engines that the run would start as children become a separate role: they register under a name, and the learner
+    attaches to them. An embedded engine stays in the learner."""
     if command not in TRAINING:
         raise BirlError(f"birl launch starts {', '.join(TRAINING)}, not {command!r}")
     config, choices = load_with_choices(TRAINING[command], list(words))
@@ -103,7 +103,7 @@ def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.exe
     engine = config.engine
     place = registered(name, run)
     attach = f"engine.attach=[{place}]"
-    load(TRAINING[command], [*words, attach])  # what a run with engines of its own may and this one may not
+    load(TRAINING[command], [*words, attach])  # refuses what only a run with children may have
     learner = replace(learner, command=(*learner.command, attach))
     role = Role(
         name="engine",
@@ -116,19 +116,18 @@ def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.exe
 
 
 def placed(words: Sequence[str], run: Path) -> list[str]:
-    """The words of a run in this folder, with `run=` once."""
+    """The words of a run in this folder, with one `run=`."""
     return [*(word for word in words if not word.startswith("run=")), f"run={run}"]
 
 
 def given(names: Sequence[str]) -> dict[str, str]:
-    """The environment variables with these names (`launch.env`). Raises `BirlError` where one is not set here."""
+    """Environment variables with these names (`launch.env`). Raises `BirlError` if one is not set here."""
     if missing := [name for name in names if name not in os.environ]:
         raise BirlError(f"launch.env: {', '.join(missing)} is not set here. Set it, or take it out of the list.")
     return {name: os.environ[name] for name in names}
 
 
 def registered(name: str, run: Path) -> str:
-    """The name that the engines of a job register under; two jobs that are called the same have folders of their
-    own."""
+    """Name under which a job's engines register; it depends on the folder, so that jobs of the same name differ."""
     word = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:60]
     return f"{LAUNCHED}{word}-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]}"

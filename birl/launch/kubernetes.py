@@ -21,5 +21,5 @@ class Keys(skypilot.Keys):
 
 
 def submit(job: Job, keys: Keys) -> Handle:
-    """Raises `BirlError`."""
+    """Start the job. Raises `BirlError`."""
     return skypilot.submit(job, keys, "kubernetes")

@@ -1,5 +1,5 @@
-"""One word says where a job runs. A launcher is a module of this folder with `Keys` and these functions; what it needs
-to find the job again is in launch.json of the run folder, without any secret."""
+"""Interface of launchers, which are chosen by one word. A launcher is a module of this folder with `Keys` and the
+functions of `Launcher`; the data to find a job again is in launch.json of the run folder, without secrets."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ from birl.named import module
 from birl.regular import open_regular, read_bytes, write_whole
 
 FILE = "launch.json"
-POLL = 0.2  # s between two looks at a log
-#: modules of birl.launch, and what they start a job on
+POLL = 0.2  # s between two polls of a log
+# modules of birl.launch -> what they start a job on
 WHERE = {
     "local": "processes of this machine, supervised",
     "torchrun": "the learner's ranks by torchrun, on this machine or on each of several",
@@ -33,13 +33,13 @@ WHERE = {
     "kubernetes": "pods of a Kubernetes cluster, by SkyPilot",
     "skypilot": "machines of whichever cloud has them, by SkyPilot",
 }
-PROCESSES = ("local", "torchrun")  # of this machine
-HERE = (*PROCESSES, "slurm", "ray")  # the run folder is where `birl status` is asked for it
+PROCESSES = ("local", "torchrun")  # launchers of processes on this machine
+HERE = (*PROCESSES, "slurm", "ray")  # launchers whose run folder is on this machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handle:
-    """A job that was submitted. `id`: what the place calls it; `more`: what else the launcher wants to know again.
+    """A submitted job. `id`: of the job at the place where it runs; `more`: further data of the launcher.
 
     Example: Handle(where="slurm", id="4711", run="runs/demo", name="demo")
     """
@@ -53,7 +53,7 @@ class Handle:
     more: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def save(self) -> None:
-        """Raises `BirlError` with what to ask for by the place's own commands where it cannot be noted."""
+        """Write launch.json. Raises `BirlError` with the job's id for the place's own commands if that fails."""
         file, text = Path(self.run) / FILE, f"{json.dumps(asdict(self), indent=1)}\n".encode()
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class Handle:
                 f"{error}\n`birl status` and `birl stop` do not know of {self.where} {self.id}: end it there by hand "
                 "before you launch again."
             ) from error
-        with suppress(OSError):  # without a note, --trust is needed
+        with suppress(OSError):  # without this file, --trust is needed
             note = _note(text)
             note.parent.mkdir(parents=True, exist_ok=True)
             note.touch()
@@ -71,7 +71,7 @@ class Handle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """One process of a job. `state`: waiting | running | restarting | done | failed | stopped | unknown."""
+    """State of one process of a job. `state`: waiting | running | restarting | done | failed | stopped | unknown."""
 
     role: str
     index: int
@@ -81,28 +81,28 @@ class Status:
 
 
 class Launcher(Protocol):
-    """What `birl.launch.WHERE` has; one that can change the number of engines has `scale(handle, change)` besides,
-    which gives the new one; one whose handles have `more` has `More`, a dataclass of it."""
+    """Interface of the modules `birl.launch.WHERE`. One that can change the number of engines also has `scale(handle,
+    change)`, which returns the new number; one whose handles have `more` has `More`, its dataclass."""
 
     Keys: type[Any]
 
     def render(self, job: Job, keys: Any) -> dict[str, str]:
-        """What would be written and run, by name: files with their text, commands under "commands". Nothing is done."""
+        """Dry run: files that would be written, by name, with their text, and the commands under "commands"."""
         ...
 
     def submit(self, job: Job, keys: Any) -> Handle:
-        """Start it, detached from this process. Raises `BirlError`."""
+        """Start the job, detached from this process. Raises `BirlError`."""
         ...
 
     def status(self, handle: Handle) -> Sequence[Status]: ...
 
     def logs(self, handle: Handle, role: str, follow: bool) -> Iterator[str]:
-        """Lines of a role ("" all); with `follow` until the job ends."""
+        """Lines of a role's log ("": all); with `follow` until the job ends."""
         ...
 
     def stop(self, handle: Handle) -> str:
-        """Let it save and end, and give its machines back; returns when it has. The state in which it had ended before,
-        where it had; else empty. Raises `BirlError`."""
+        """Let the job save and end, and release its machines; returns after that. Returns the state of a job that had
+        ended before; else empty. Raises `BirlError`."""
         ...
 
 
@@ -114,15 +114,14 @@ def launcher(where: str) -> Launcher:
 
 
 def _note(launch: bytes) -> Path:
-    """Exists where this account launched the job of this launch.json."""
+    """File that exists if this account launched the job of this launch.json."""
     return cache_folder("launched") / hashlib.sha256(launch).hexdigest()
 
 
 def find(run: str, trusted: bool = False) -> Handle:
-    """The job of a run folder. Raises `BirlError` where none was launched from there. A folder that is read here may be
-    a copy, and is none of the run that it was copied from. It may be of a stranger, whose cluster Ray or ssh would ask,
-    or whose files they would follow: one of a place beyond this machine is believed if this account launched it, or
-    `trusted`."""
+    """Handle of the job of a run folder. Raises `BirlError` if none was launched from there. The folder may be a copy:
+    then it has no job. It may also come from another person, and Ray or ssh would connect to their cluster, or follow
+    their files: launchers beyond this machine are accepted if this account launched the job, or if `trusted`."""
     file = Path(run) / FILE
     try:
         text = read_bytes(file)
@@ -152,8 +151,8 @@ def log_lines(
     over: Callable[[], bool],
     start: Mapping[Path, int] = MappingProxyType({}),
 ) -> Iterator[str]:
-    """`files` gives the logs that there are now, by what to write before their lines where there are several. With
-    `follow` until `over`. `start`: where to begin in a file [bytes]."""
+    """Lines of log files. `files` returns the current logs by prefix of their lines (if there are several); `follow`
+    continues until `over`. `start`: first byte to read in a file."""
     read = dict(start)
     while True:
         last = not follow or over()
@@ -167,7 +166,7 @@ def log_lines(
 
 
 def _new_lines(file: Path, read: dict[Path, int], last: bool) -> list[str]:
-    """Whole lines since the last look; at the last one the rest too."""
+    """Whole lines since the last call; with `last` also an incomplete one."""
     try:
         with open_regular(file) as opened:
             opened.seek(read.get(file, 0))
@@ -181,7 +180,7 @@ def _new_lines(file: Path, read: dict[Path, int], last: bool) -> list[str]:
 
 
 def changed(now: int, change: str) -> int:
-    """A number of engines after `change`, which is +2, -1 or 4. Raises `BirlError`."""
+    """Number of engines after `change`, which is +2, -1 or 4. Raises `BirlError`."""
     if not re.fullmatch(r"[+-]?\d{1,4}", change):
         raise BirlError(f"engines={change}: write engines=4, engines=+2 or engines=-1")
     number = now + int(change) if change[0] in "+-" else int(change)

@@ -1,7 +1,7 @@
-"""`birl launch local`: a run as processes of this machine, which go on when the terminal is closed.
+"""`birl launch local`: a run as processes of this machine, which continue when the terminal is closed.
 
-A supervisor (`supervisor.py`) starts the engines and the learner, and starts again what ends before its time. What it
-says is in the folder `launch` of the run: state.json, supervisor.log, and a log for each process.
+A supervisor (`supervisor.py`) starts the engines and the learner, and restarts those that fail. It writes into the
+folder `launch` of the run: state.json, supervisor.log, and a log for each process.
 """
 
 import os
@@ -45,14 +45,14 @@ def submit(job: Job, keys: Keys) -> Handle:
 
 
 def plan_of(job: Job, keys: Keys) -> LaunchPlan:
-    """The learner's other ranks are its own children. Raises `BirlError`."""
+    """The plan; further ranks of the learner are its children. Raises `BirlError`."""
     if keys.nodes != 1:
         raise BirlError(f"launch.nodes={keys.nodes}: local is this machine alone; torchrun, slurm and ray take several")
     return supervised_plan(job, keys, job.learner.command, job.learner.count)
 
 
 def supervised_plan(job: Job, keys: jobs.Keys, learner: Sequence[str], ranks: int) -> LaunchPlan:
-    """Raises `BirlError` for what this machine does not have."""
+    """Raises `BirlError` if this machine lacks resources."""
     if keys.memory_gb:
         raise BirlError(
             f"launch.memory_gb={keys.memory_gb:g}: the processes of this machine share its memory; leave it out"
@@ -81,7 +81,7 @@ def supervised_plan(job: Job, keys: jobs.Keys, learner: Sequence[str], ranks: in
 
 
 def gpus() -> list[str]:
-    """Of this machine, as CUDA_VISIBLE_DEVICES names them."""
+    """GPUs of this machine, as CUDA_VISIBLE_DEVICES names them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [word.strip() for word in given.split(",") if word.strip()]
@@ -102,7 +102,7 @@ def shown(plan: LaunchPlan, python: Path) -> dict[str, str]:
 
 
 def begin(where: str, plan: LaunchPlan) -> Handle:
-    """Start a supervisor that outlives this process. Raises `BirlError` where there is one already."""
+    """Start a supervisor that outlives this process. Raises `BirlError` if one is running."""
     if pid := supervised(plan.folder):
         raise BirlError(
             f"{plan.home} runs already, supervised by process {pid}. `birl status {plan.home}` shows it, `birl stop "
@@ -171,7 +171,7 @@ def stop(handle: Handle) -> str:
     pid = supervised(folder)
     if pid <= 0:
         raise BirlError(f"{handle.run} does not run{ended(read_state(folder))}")
-    if host := files.elsewhere(folder):  # where the number of the process means another one
+    if host := files.elsewhere(folder):  # then the pid is of another machine
         raise BirlError(f"{handle.run} runs on {host}, as process {pid} there: call `birl stop` on that machine.")
     with suppress(ProcessLookupError):  # it has just ended
         os.kill(pid, signal.SIGTERM)
@@ -190,7 +190,7 @@ def ended(state: State | None) -> str:
 
 
 def scale(handle: Handle, change: str) -> int:
-    """How many engines there are to be. Raises `BirlError`."""
+    """Set the number of engines; returns it. Raises `BirlError`."""
     folder = Path(handle.run) / FOLDER
     state, plan = read_state(folder), files.load(folder / PLAN)
     if state is None or not supervised(folder):

@@ -1,7 +1,7 @@
-"""`birl launch modal`: one app of Modal's cloud for each job, with the learner in one container and each engine in one
-of its own (`modal_app.py` defines it, `modal_container.py` is what runs there). Detached.
+"""`birl launch modal`: one app of Modal's cloud for each job, with a container for the learner and one for each engine
+(`modal_app.py` defines it, `modal_container.py` runs there). Detached.
 
-It was tried with Modal's own client against a stand-in for its servers, and never in the cloud itself.
+Tested with Modal's client against a mock of its servers, never in the cloud itself.
 """
 
 import json
@@ -26,7 +26,7 @@ from birl.launch.launcher import Handle, Status, find
 from birl.launch.modal_plan import VARIABLE, Keys, ModalPlan, prepare
 
 MODULE = "birl.launch.modal_app"
-REWARDS = "birl.launch.modal_rewards"  # where a reward function that stays on this machine is found in the cloud
+REWARDS = "birl.launch.modal_rewards"  # module of a reward function that runs on this machine, in the cloud
 SILENT = 60.0  # s without a note after which a container's state is unknown
 POLL = 2.0  # s
 
@@ -55,7 +55,7 @@ class More:
 
 
 def submit(job: Job, keys: Keys) -> Handle:
-    """Deploys the app and starts what belongs to the job. Raises `BirlError`."""
+    """Deploy the app and start the job's functions. Raises `BirlError`."""
     plan = prepare(job, keys)
     modal = client()
     jobs.given(keys.env)  # the app reads them
@@ -82,7 +82,7 @@ def submit(job: Job, keys: Keys) -> Handle:
     )
     handle = Handle(where="modal", id=module.app.app_id, run=str(job.run), name=job.name, more=asdict(more))
     if plan.here:
-        handle.save()  # engines cost money from now on: `birl stop` must know them
+        handle.save()  # engines cost money from now on: `birl stop` must find them
         print(f"Waiting for {plan.settings.engines} engines; then, here:")
         print(f"  {shlex.join(plan.at(addresses(handle)))}")
     return handle
@@ -91,7 +91,7 @@ def submit(job: Job, keys: Keys) -> Handle:
 def refuse_second(job: Job) -> None:
     try:
         earlier = find(str(job.run), trusted=True)
-    except BirlError:  # nothing was launched from this folder yet
+    except BirlError:  # no job was launched from this folder yet
         return
     if earlier.where == "modal" and any(line.state in ("running", "restarting") for line in status(earlier)):
         raise BirlError(f"{job.run} is in use by {earlier.id}; `birl stop {job.run}` ends it")
@@ -136,7 +136,7 @@ def heard(note: dict[str, Any]) -> tuple[str, str]:
 
 
 def outcome(modal: Any, call: Any) -> "int | str | None":
-    """What a call gave, or why it failed; None while it runs."""
+    """Result of a function call, or why it failed; None while it runs."""
     try:
         return int(call.get(timeout=0))
     except TimeoutError:
@@ -145,12 +145,12 @@ def outcome(modal: Any, call: Any) -> "int | str | None":
         return "ended more than a week ago"
     except modal.exception.AuthError:
         raise
-    except Exception as error:  # whatever the function raised
+    except Exception as error:  # any exception of the function
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
-    """Lines as Modal keeps them, each with its role and number in front."""
+    """Lines of Modal's log, each with role and number as prefix."""
     client()
     words = ["--follow"] if follow else ["--tail", "1000"]
     over = (lambda: ended(handle)) if follow else None
@@ -159,7 +159,7 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
 
 
 def ended(handle: Handle) -> bool:
-    """A deployed app never ends by itself, but its job does."""
+    """Whether the job has ended; a deployed app never ends by itself."""
     time.sleep(POLL)
     with suppress(Exception):
         return all(line.state in ("done", "failed", "stopped") for line in status(handle) if line.role == "learner")
@@ -167,7 +167,7 @@ def ended(handle: Handle) -> bool:
 
 
 def stop(handle: Handle) -> str:
-    """The learner saves and ends, then the engines, then the app. Raises `BirlError` where it does not save in time."""
+    """The learner saves and ends, then the engines, then the app. Raises `BirlError` if it does not save in time."""
     modal = client()
     late, before = False, ""
     with asked(modal):
@@ -194,7 +194,7 @@ def stop(handle: Handle) -> str:
 
 
 def addresses(handle: Handle, patience: float = 1800.0) -> list[str]:
-    """Of the engines, once all are there. Raises `BirlError`."""
+    """Addresses of the engines, after all have started. Raises `BirlError`."""
     modal = client()
     deadline = time.monotonic() + patience
     with asked(modal):
@@ -226,7 +226,7 @@ def notes_of(modal: Any, handle: Handle) -> Any:
 
 
 def cli(*words: str) -> list[str]:
-    """A command of Modal's own command line."""
+    """A command of Modal's command line."""
     return [sys.executable, "-m", "modal", *words]
 
 
@@ -249,7 +249,7 @@ def asked(modal: Any) -> Iterator[None]:
 
 @contextmanager
 def variables(plan: ModalPlan) -> Iterator[None]:
-    """What `modal_app` reads when it is imported. Engines get a token that only this job has, unless one is set."""
+    """Environment variables that `modal_app` reads on import. Engines get a token of this job, unless one is set."""
     given = {VARIABLE: plan.settings.text()}
     if "BIRL_TOKEN" in plan.settings.env and not os.environ.get("BIRL_TOKEN"):
         given["BIRL_TOKEN"] = secrets.token_hex(24)
@@ -266,14 +266,14 @@ def variables(plan: ModalPlan) -> Iterator[None]:
 
 
 def define() -> Any:
-    """The module of the app, imported anew: what it defines depends on the environment."""
+    """Import the app's module again: its definitions depend on the environment."""
     sys.modules.pop(MODULE, None)
     return import_module(MODULE)
 
 
 @contextmanager
 def answering(handle: Handle, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Reward functions of this process, for the job, while it lasts."""
+    """Answer calls of this process's reward functions for the job, as a context."""
     from birl.launch.modal_rewards import answer, queue_of
 
     client()

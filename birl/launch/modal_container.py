@@ -1,7 +1,7 @@
-"""What runs inside of Modal's containers: the processes of a job, watched. Modal's client is not imported here: what it
-gives (notes that all containers of a job share, a tunnel to a port, a volume) comes as arguments.
+"""Runs and watches a job's processes in Modal's containers. Modal's client is not imported here: its objects (notes
+that all containers of a job share, a tunnel to a port, a volume) are arguments.
 
-An engine that gets no requests ends by itself, so that no GPU is paid for after a learner that is gone."""
+An engine without requests ends, so that no GPU is paid for after the learner has died."""
 
 import os
 import re
@@ -24,13 +24,13 @@ from birl.launch.launcher import log_lines
 from birl.process import ProcessGroup
 
 BEAT = 5.0  # s between two notes
-START = 1800.0  # s that engines may take to come: a GPU has to be assigned, the image and the model fetched
-UNCOUNTED = ("/metrics", "/health", "/ready")  # routes that say nothing about whether an engine is used
+START = 1800.0  # s for engines to start: assign a GPU, download image and model
+UNCOUNTED = ("/metrics", "/health", "/ready")  # routes that do not count as use of an engine
 RUNNING: "list[Streamed]" = []
 
 
 class Notes(Protocol):
-    """What the containers of a job and its client tell one another: `modal.Dict`."""
+    """Key-value store shared by the job's containers and its client: `modal.Dict`."""
 
     def get(self, key: str, default: Any = None) -> Any: ...
     def put(self, key: str, value: Any) -> Any: ...
@@ -38,9 +38,9 @@ class Notes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerWork:
-    """What one container is asked to do. `place`: the run folder on the volume, `run`: what the command calls it.
-    `engines`: the name under which engines register, and `count` of them. `seconds`: longest life; then it is stopped,
-    saves, and is started again. `idle` [s] without a request ends an engine.
+    """Work of one container. `place`: the run folder on the volume, `run`: its path in the command. `engines`: name
+    under which engines register, `count`: their number. `seconds`: longest life; then it is stopped, saves, and is
+    restarted. `idle`: seconds without a request after which an engine ends.
 
     Example: ContainerWork(command=("python", "-m", "birl", "rl", ...), run="runs/demo", place="/birl/runs/demo")
     """
@@ -55,17 +55,17 @@ class ContainerWork:
 
 
 class Ended(Exception):
-    """A process ended that should be started again, which Modal does after any exception."""
+    """Raised when a process has ended and should be restarted: Modal retries after any exception."""
 
 
 def end_all(patience: float = 25.0) -> None:
-    """Modal gives a container that has to go about 30 s."""
+    """End all processes. Modal gives a container about 30 s to end."""
     for child in RUNNING:
         child.end(patience)
 
 
 class Streamed(ProcessGroup):
-    """A command; what it prints is appended to `log`, and goes to this process's output behind `who`."""
+    """A command whose output is appended to `log`, and to this process's output with the prefix `who`."""
 
     def __init__(self, who: str, command: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
         super().__init__(command, log=log, env={**os.environ, "PYTHONUNBUFFERED": "1", **env})
@@ -98,8 +98,8 @@ def serve(
     beat: float = BEAT,
     start: float = START,
 ) -> int:
-    """An engine's container: the command, its port open to those who have the token, its address noted, until the job
-    is over or gets no more requests. Raises `Ended` where it ended by itself, and `BirlError`."""
+    """An engine's container: run the command, open its port to clients with the token, note its address, until the job
+    is over or sends no more requests. Raises `Ended` if it ends by itself, and `BirlError`."""
     if not os.environ.get("BIRL_TOKEN"):
         raise BirlError("an engine is reached over the network, so it needs the environment variable BIRL_TOKEN")
     began = time.time()
@@ -117,14 +117,14 @@ def serve(
 
 
 def end(child: Streamed) -> int:
-    """Its exit code, once it has ended; 0 where it ended on request."""
+    """End the process; returns its exit code, 0 if it ended on request."""
     code = child.end(30.0)
     return 0 if code in STOPPED else code
 
 
 def registered(child: Streamed, name: str, began: float, patience: float) -> str:
-    """The address of the server, as soon as it has its name; one from before, which was killed in the same container,
-    may still have it. Raises `Ended`, `BirlError`."""
+    """Address of the server, once it has registered. An earlier one, killed in the same container, may still be
+    registered. Raises `Ended`, `BirlError`."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         if result := [entry.address for entry in names.entries(name) if entry.since >= began]:
@@ -143,7 +143,7 @@ def beats(child: Streamed, number: int, notes: Notes, url: str, local: str, work
         try:
             notes.put(f"engine/{number}", {**about, "task": os.environ.get("MODAL_TASK_ID", "")})
             over = notes.get("over")
-        except Exception as error:  # the network: the engine itself goes on
+        except Exception as error:  # network failure: the engine itself continues
             over = False
             print(f"birl: no word from outside: {error}", flush=True)
         if over:
@@ -158,7 +158,7 @@ def beats(child: Streamed, number: int, notes: Notes, url: str, local: str, work
 
 
 def requests_of(address: str) -> int:
-    """How many requests a server has answered, but those that only look whether it is there."""
+    """Number of requests that a server has answered, without health checks."""
     token = {"Authorization": f"Bearer {os.environ.get('BIRL_TOKEN', '')}"}
     try:
         text = httpx.get(f"{address}/metrics", headers=token, timeout=10.0, trust_env=False).text

@@ -1,5 +1,5 @@
-"""The learner in its container: waits for its engines, runs, is stopped, and reports how it ended. Each engine notes
-its address every few seconds, and is registered here under the engines' name, where `engine.attach` looks."""
+"""The learner's container: wait for engines, run the learner, stop it, and report how it ended. Each engine notes its
+address every few seconds, and is registered here under the engines' name, for `engine.attach`."""
 
 import os
 import threading
@@ -12,26 +12,26 @@ from birl.errors import BirlError
 from birl.exits import MISTAKE, STOPPED
 from birl.launch.modal_container import BEAT, START, ContainerWork, Ended, Notes, Streamed
 
-LIFE = 6  # beats after which an engine that notes nothing is taken for gone
-COMMIT = 60.0  # s between two writes of the volume
+LIFE = 6  # beats without a new note after which an engine counts as lost
+COMMIT = 60.0  # s between two commits of the volume
 SAVE = 900.0  # s that a learner may take to save and end
-FINAL = (0, MISTAKE, *STOPPED)  # exit codes after which another start would change nothing
+FINAL = (0, MISTAKE, *STOPPED)  # exit codes after which a restart would not help
 
 
 class Directory:
-    """Engines that note new beats are registered under `name` on this machine; one that stopped is forgotten."""
+    """Registers engines with fresh notes under `name` on this machine, and removes those that stopped."""
 
     def __init__(self, notes: Notes, name: str, count: int, beat: float = BEAT) -> None:
         self.notes, self.name, self.count, self.beat = notes, name, count, beat
         self.entries: dict[int, names.Entry] = {}
-        self._heard: dict[int, tuple[object, float]] = {}  # last beat, and when it was another than before
+        self._heard: dict[int, tuple[object, float]] = {}  # last beat, and the time when it changed
         self._over = threading.Event()
 
     def look(self) -> None:
         for number in range(self.count):
             note = self.notes.get(f"engine/{number}") or {}
             beat, known = note.get("beat"), self._heard.get(number)
-            if known is None:  # may be the last word of one that is long gone
+            if known is None:  # may be the last note of an engine that is long gone
                 self._heard[number] = (beat, float("-inf"))
             elif beat != known[0]:
                 self._heard[number] = (beat, time.monotonic())
@@ -60,7 +60,7 @@ class Directory:
         while not self._over.wait(self.beat):
             try:
                 self.look()
-            except Exception as error:  # the notes are out of reach: engines stay as long as names live
+            except Exception as error:  # notes out of reach: engines stay registered until their entries expire
                 print(f"birl: engines cannot be looked up now: {error}", flush=True)
 
     def __exit__(self, *_: object) -> None:
@@ -71,7 +71,7 @@ class Directory:
 
 
 def link(work: ContainerWork) -> Path:
-    """The folder on the volume, made, and reachable under the name that the command uses. Raises `BirlError`."""
+    """Create the run folder on the volume, and link it to the path in the command. Raises `BirlError`."""
     place, here = Path(work.place), Path(work.run)
     place.mkdir(parents=True, exist_ok=True)
     if here.is_symlink():
@@ -93,9 +93,9 @@ def learn(
     beat: float = BEAT,
     start: float = START,
 ) -> int:
-    """The learner's container: waits for engines (`spawn(number)` starts one that is not there), runs the command, and
-    stops it when the notes say so. Returns its exit code, or 2 where engines do not come. Raises `Ended` where it is to
-    be started again, as Modal does after any exception."""
+    """The learner's container: wait for engines (`spawn(number)` starts a missing one), run the command, and stop it
+    when the notes request it. Returns its exit code, or 2 if engines do not start. Raises `Ended` if it is to be
+    restarted, as Modal does after any exception."""
     starts = int((notes.get("learner") or {}).get("starts", 0)) + 1
 
     def note(state: str, detail: str = "") -> None:
@@ -140,13 +140,13 @@ def await_engines(
     first: bool,
     start: float,
 ) -> bool:
-    """Until all are there; False where the job is stopped before. Raises `BirlError`."""
+    """Wait until all engines have registered; False if the job is stopped before. Raises `BirlError`."""
     began, spawned = time.monotonic(), False
     while missing := directory.missing():
         waited = time.monotonic() - began
         if notes.get("stop"):
             return False
-        if not spawned and (first or waited > 3 * directory.beat):  # else it has engines from an earlier start
+        if not spawned and (first or waited > 3 * directory.beat):  # else engines of an earlier start exist
             spawned = True
             for number in missing:
                 spawn(number)
@@ -168,14 +168,14 @@ def watch(
     seconds: float,
     beat: float,
 ) -> tuple[int, str]:
-    """Until the child has ended: its exit code, and why it was ended: "" (by itself), stop or time."""
+    """Wait until the child has ended; returns its exit code, and why it was ended: "" (by itself), stop or time."""
     began = committed = time.monotonic()
     while child.alive:
         try:
             note("running", "")
             if notes.get("stop"):
                 return child.end(SAVE), "stop"
-        except Exception as error:  # the network: the learner itself goes on
+        except Exception as error:  # network failure: the learner itself continues
             print(f"birl: no word from outside: {error}", flush=True)
         if time.monotonic() - committed > COMMIT:
             committed = time.monotonic()
@@ -187,8 +187,8 @@ def watch(
 
 
 def written(commit: Callable[[], object]) -> None:
-    """The volume as others see it. Modal writes it from time to time and at the end anyway; and while files are open on
-    it, its client raises after it has written, as it cannot read what others wrote."""
+    """Commit the volume, so that others see the files. Modal also commits periodically and at the end. While files are
+    open, its client raises after the commit, as it cannot reload the volume."""
     try:
         commit()
     except Exception as error:

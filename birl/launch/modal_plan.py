@@ -1,7 +1,7 @@
-"""What a job becomes in Modal's cloud: the app's settings, and the command of each container.
+"""Plan of a job in Modal's cloud: the app's settings, and the command of each container.
 
-`Settings` are needed where the app is defined: on the machine that deploys it, and again in each container, which
-imports the same module. They travel in one environment variable as JSON; no secret is in it, only names."""
+`Settings` are needed by the app's definition: on the machine that deploys it, and in each container, which imports the
+same module. They are passed in one environment variable as JSON, with names of secrets only."""
 
 import json
 import os
@@ -22,13 +22,13 @@ from birl.launch.job import Job, Role
 from birl.launch.plan import typed
 
 VARIABLE = "BIRL_MODAL"
-ROOT = "/birl"  # where the volume is
-HERE = "/root/work"  # where commands run, and where files of the user's folder are
-SOURCE = "/root/birl"  # this package, unless `package` names what pip installs
-LARGEST = 8  # GPUs that one container can have
-LONGEST = 24 * 3600  # s that Modal lets a function run
+ROOT = "/birl"  # mount point of the volume
+HERE = "/root/work"  # working directory of commands, with files of the user's folder
+SOURCE = "/root/birl"  # this package, unless `package` names another source for pip
+LARGEST = 8  # GPUs of one container, at most
+LONGEST = 24 * 3600  # s, Modal's limit for a function
 
-SAVING = 1200  # s of a container's life that are kept for saving
+SAVING = 1200  # s of a container's life that are reserved for saving
 
 
 @dataclass(kw_only=True)
@@ -69,7 +69,7 @@ class Keys(jobs.Keys):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What one container gets. `gpu` in Modal's words, "A100:2"; empty: none. `memory_mb` 0: Modal's default.
+    """Resources of one container. `gpu` in Modal's form, "A100:2"; empty: none. `memory_mb` 0: Modal's default.
 
     Example: Machine(gpu="A100:2", cpus=8, memory_mb=65536)
     """
@@ -79,17 +79,17 @@ class Machine:
     memory_mb: int = 0
 
     def words(self) -> dict[str, Any]:
-        """As `app.function` takes it."""
+        """Arguments of `app.function`."""
         return {"gpu": self.gpu or None, "cpu": self.cpus, "memory": self.memory_mb or None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Of one app. `files`: pairs of a place here and a place in the containers. `env`: names of variables whose values
-    the deploying process has, `secrets`: names of secrets that Modal has. `package`: what pip installs instead of this
-    package's own source; `requirements` of that source, and packages that are installed `alone`, without theirs;
-    `packages`: further ones; `vllm`: of an environment of its own, /opt/vllm; `browser`: whether
-    BrowserGym gets one, too.
+    """Settings of one app. `files`: pairs of a local path and a path in the containers. `env`: names of variables whose
+    values the deploying process has, `secrets`: names of secrets that Modal has. `package`: what pip installs instead
+    of this package's own source; `requirements` of that source, and packages that are installed `alone`, without
+    theirs; `packages`: further ones; `vllm`: of an environment of its own, /opt/vllm; `browser`: whether BrowserGym
+    gets one, too.
 
     Example: Settings(app="birl-demo", learner=Machine(gpu="A100"), engine=Machine(gpu="A10G"), env=("HF_TOKEN",))
     """
@@ -117,13 +117,13 @@ class Settings:
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """As this process was configured; else the defaults."""
+    """Settings from this process's environment; else the defaults."""
     return typed(Settings, environ.get(VARIABLE) or "{}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModalPlan:
-    """`work`: the fields of `modal_container.ContainerWork` but the command. `here`: the learner runs on this machine.
+    """`work`: fields of `modal_container.ContainerWork` but the command. `here`: the learner runs on this machine.
 
     Example: plan = prepare(derive("rl", words, keys), keys)
     """
@@ -135,13 +135,13 @@ class ModalPlan:
     here: bool
 
     def at(self, addresses: Sequence[str]) -> list[str]:
-        """The learner's command on this machine, for engines with these addresses."""
+        """The learner's command on this machine, for engines at these addresses."""
         kept = [word for word in self.learner if not word.startswith("engine.attach=")]
         return ["birl", *kept[3:], f"engine.attach=[{','.join(addresses)}]"]
 
 
 def prepare(job: Job, keys: Keys) -> ModalPlan:
-    """Raises `BirlError` for what Modal cannot do, with the key and what to write instead."""
+    """The plan of a job. Raises `BirlError` for what Modal cannot do, with the key and what to write instead."""
     check(keys)
     config = job.config
     inside = job.engine is not None and keys.engines == "inside"
@@ -220,14 +220,14 @@ def check_engines(config: Any) -> None:
 
 
 def told(role: Role, inside: bool) -> list[str]:
-    """The command in a container, where Python is `python`. With engines `inside`, the learner starts them itself."""
+    """The command in a container, whose Python is `python`. With engines `inside`, the learner starts them itself."""
     python, *words = role.command
     words = [w for w in words if not (inside and w.startswith("engine.attach="))]
     return ["python" if python == sys.executable else python, *words]
 
 
 def machine(role: Role, kind: str, all_ranks: bool = False, more: float = 0.0) -> Machine:
-    """Of a container with one process of the role, or with all of them; `more`: GPUs of what is there beside them."""
+    """Resources of a container with one process of the role, or with all of them; `more`: GPUs of others."""
     ranks = role.count if all_ranks else 1
     gpus = role.gpus * ranks + more
     if gpus != int(gpus) or gpus > LARGEST:
@@ -242,12 +242,12 @@ def machine(role: Role, kind: str, all_ranks: bool = False, more: float = 0.0) -
 
 
 def app_name(name: str) -> str:
-    """Modal takes letters, digits, - _ and . in it, at most 64."""
+    """A valid app name for Modal: letters, digits, - _ and ., at most 64."""
     return ("birl-" + re.sub(r"[^A-Za-z0-9._-]+", "-", name))[:64].rstrip("-")
 
 
 def files(job: Job, further: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What processes need of this machine, and where it is to be. Raises `BirlError`."""
+    """Local files that processes need, with their paths in the containers. Raises `BirlError`."""
     for path in further:
         if not Path(path).exists():
             raise BirlError(f"launch.files: there is no {path} here")

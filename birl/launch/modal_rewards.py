@@ -1,8 +1,8 @@
-"""Reward functions on the machine that started the job, while everything else is in Modal's cloud.
+"""Reward functions on the machine that started the job, while everything else runs in Modal's cloud.
 
-There, `birl.launch.modal_rewards:NAME` is a reward function like any other: it puts the answers into a queue and waits
-for their rewards. Here, `answer` takes them out, asks the Python function of that name, and puts the rewards back. Both
-write JSON text, so nothing that a model wrote is ever run.
+In the cloud, `birl.launch.modal_rewards:NAME` is an ordinary reward function: it puts the answers into a queue and
+waits for their rewards. Here, `answer` takes them out, calls the Python function of that name, and puts the rewards
+back. Both write JSON text, so nothing that a model wrote is executed.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from birl.launch.modal_plan import settings
 from birl.rewards.functions import PER_CALL
 from birl.types import UNSCORED
 
-ASKED = "asked"  # the partition with questions; each answer has one of its own
-WAIT = 3600.0  # s; the learner's own reward.timeout is what ends a question
-KEEP = 3600  # s that an answer is kept until it is fetched
-LOOK = 2.0  # s between two looks at whether the job is over
+ASKED = "asked"  # the partition of requests; each reply has its own
+WAIT = 3600.0  # s; in practice the learner's reward.timeout ends a request
+KEEP = 3600  # s that a reply is kept until it is fetched
+LOOK = 2.0  # s between two checks whether the job is over
 
 
 def __getattr__(name: str) -> Callable[..., list[Any]]:
-    """Any name is a function: which there are is known to the other machine alone."""
+    """Any name is a function: only the other machine knows which exist."""
     if name.startswith("_"):
         raise AttributeError(name)
 
@@ -52,7 +52,7 @@ def queue_of(app: str, environment: str = "") -> Any:
 
 
 def answer(queue: Any, functions: Mapping[str, Callable[..., Any]], over: Callable[[], bool]) -> int:
-    """Questions from `queue` until `over()`. Returns how many were answered."""
+    """Answer requests from `queue` until `over()`. Returns how many were answered."""
     return asyncio.run(_answer(queue, functions, over))
 
 
@@ -68,7 +68,7 @@ async def _answer(queue: Any, functions: Mapping[str, Callable[..., Any]], over:
                 question = json.loads(await queue.get.aio(partition=ASKED, timeout=LOOK))
             except Empty:
                 continue
-            except Exception as error:  # the network; the cloud goes on waiting
+            except Exception as error:  # network failure; the cloud keeps waiting
                 print(f"birl: no questions about rewards can be heard now: {error}", flush=True)
                 await asyncio.sleep(LOOK)
                 continue
@@ -91,6 +91,6 @@ async def _one(queue: Any, rewards: Mapping[str, Any], question: dict[str, Any])
         scores = await asked.score(question["prompts"], question["completions"], columns, gold, question.get("state"))
         values = [None if s.detail == UNSCORED else s.detail if s.detail else s.value for s in scores]
         result: dict[str, Any] = {"values": values}
-    except Exception as error:  # whatever the user's function raises, or a name that is not here
+    except Exception as error:  # any exception of the user's function, or a name that does not exist here
         result = {"error": f"{type(error).__name__}: {error}"}
     await queue.put.aio(json.dumps(result), partition=question["id"], partition_ttl=KEEP)

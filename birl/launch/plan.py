@@ -1,5 +1,5 @@
-"""What a supervisor is to keep running, and what it says of that: files in the folder `launch` of a run. No secrets: a
-token is in the environment."""
+"""Plan and state of a supervisor: files in the folder `launch` of a run. They contain no secrets: a token is in the
+environment."""
 
 import contextlib
 import fcntl
@@ -19,17 +19,17 @@ from birl.errors import BirlError
 from birl.regular import check_target, open_regular, read_bytes, read_text, write_whole
 from birl.track.runs import began_at
 
-FOLDER = "launch"  # of a run
+FOLDER = "launch"  # of a run folder
 PLAN, STATE, LOCK, LOG, WANTED = "plan.json", "state.json", "supervisor.lock", "supervisor.log", "engines.wanted"
 WHOLE = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """`engine`: the command of one of `count` engines, empty where the job has none; they register under `engines`.
-    `devices`: the GPUs of this machine, of which the learner has the first `learner_gpus` and each engine the next
-    `engine_gpus`. `threads`: CPU threads of the learner; 0: all. `place`: where in the run folder this machine writes,
-    which has several machines then.
+    """`engine`: the command of each of `count` engines, empty without engines; they register under `engines`.
+    `devices`: the GPUs of this machine; the learner has the first `learner_gpus`, each engine the next `engine_gpus`.
+    `threads`: CPU threads of the learner; 0: all. `place`: folder of this machine in the run folder, if the run has
+    several machines.
 
     Example: LaunchPlan(name="demo", run="runs/demo", learner=("python", "-m", "birl", "rl", ...))
     """
@@ -62,12 +62,12 @@ class LaunchPlan:
         return ceil(self.learner_gpus) + ceil(self.count / self._sharing) * ceil(self.engine_gpus)
 
     def most_engines(self) -> int:
-        """How many there are GPUs for."""
+        """Largest number of engines for the free GPUs."""
         free = len(self.devices) - ceil(self.learner_gpus)
         return int(free // ceil(self.engine_gpus) * self._sharing) if self.engine_gpus else 1000
 
     def of(self, role: str, index: int) -> list[str]:
-        """GPUs of one process: whole ones of its own, or a part of one that others have parts of."""
+        """GPUs of one process: whole ones, or one that it shares with others."""
         if role == "learner":
             return list(self.devices[: ceil(self.learner_gpus)])
         each = ceil(self.engine_gpus)
@@ -76,7 +76,7 @@ class LaunchPlan:
 
     @property
     def _sharing(self) -> int:
-        """Engines that have parts of the same GPU."""
+        """Number of engines that share one GPU."""
         return int(1 / self.engine_gpus) if 0 < self.engine_gpus < 1 else 1
 
 
@@ -95,7 +95,7 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """`state`: running | done | failed | stopped. `engines`: how many there are to be."""
+    """`state`: running | done | failed | stopped. `engines`: wanted number of engines."""
 
     __pydantic_config__ = WHOLE
 
@@ -111,7 +111,7 @@ def text(data: object) -> str:
 
 
 def write(file: Path, data: object) -> None:
-    """All of it or nothing. Raises `BirlError`."""
+    """Write a file atomically. Raises `BirlError`."""
     write_whole(file, text(data).encode())
 
 
@@ -137,7 +137,7 @@ def read_state(folder: Path) -> State | None:
 
 
 def typed(kind: type[Any], data: bytes | str) -> Any:
-    """What is in a JSON text, as a `kind`, a dataclass. Raises `ValueError`, of one line, where it is another."""
+    """Parse JSON as the dataclass `kind`. Raises `ValueError`, of one line, if it does not fit."""
     try:
         return TypeAdapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
@@ -146,7 +146,7 @@ def typed(kind: type[Any], data: bytes | str) -> Any:
 
 
 def wanted(folder: Path, most: int) -> int | None:
-    """How many engines `birl scale` asked for; None without one, or where what is there is no such number."""
+    """Number of engines that `birl scale` requested; None without a valid request."""
     with contextlib.suppress(OSError, ValueError):
         text = read_text(folder / WANTED).strip()
         if len(text) <= 4 and 1 <= int(text) <= most:
@@ -155,8 +155,8 @@ def wanted(folder: Path, most: int) -> int | None:
 
 
 def supervised(folder: Path) -> int:
-    """The process that supervises the run now; 0 where there is none. It has a lock, which ends with it. Those who look
-    share theirs: else two who look at once would take each other for a supervisor that ended long ago."""
+    """Pid of the run's current supervisor; 0 if there is none. A supervisor has an exclusive lock, which ends with it.
+    Readers take a shared lock: otherwise two concurrent readers would take each other for a supervisor."""
     try:
         with open_regular(folder / LOCK) as file:
             pid, began, *_ = (*file.read(100).decode("ascii", "replace").split(), "", "")
@@ -165,7 +165,7 @@ def supervised(folder: Path) -> int:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return number
-            except OSError:  # a disk without locks, as Lustre may be
+            except OSError:  # a disk without locks, such as Lustre
                 return number if began and began == began_at(number) else 0
     except FileNotFoundError:
         pass
@@ -173,7 +173,7 @@ def supervised(folder: Path) -> int:
 
 
 def elsewhere(folder: Path) -> str:
-    """The other machine whose process supervises the run; empty where it is this one."""
+    """Host name of the supervisor, if it is another machine; else empty."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         host = read_text(folder / LOCK).split()[2]
         return host if host != socket.gethostname() else ""
@@ -182,7 +182,7 @@ def elsewhere(folder: Path) -> str:
 
 @contextlib.contextmanager
 def lock(folder: Path, patience: int = 20) -> Iterator[None]:
-    """Be the only supervisor. Raises `BirlError`. Another process may just be checking for one: try again."""
+    """Lock the folder as the only supervisor. Raises `BirlError`. Retries, as readers lock it briefly."""
     check_target(folder / LOCK)
     file = (folder / LOCK).open("a+")
     with file:

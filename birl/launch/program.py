@@ -1,5 +1,5 @@
-"""A job from a Python program: `Trainer(launcher=...)`. Its parameters, as MRL names them, become words of the
-configuration and of the launcher, and Python objects become names that other processes can import."""
+"""A job started from a Python program: `Trainer(launcher=...)`. Its parameters become words of the configuration and of
+the launcher, and Python objects become names that other processes can import."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ from birl.launch.job import derive
 from birl.launch.launcher import Handle, Launcher, launcher
 from birl.regular import parse_json, read_bytes, write_whole
 
-#: parameters of the Trainer that are a key of a launcher, where it has that key
+# parameters of the Trainer that are keys of launchers, if the launcher has them
 GPUS = {"actor_gpu": "gpu", "rollout_gpu": "engine_gpu"}
 
 
@@ -34,7 +34,7 @@ class Program:
     here: Mapping[str, Callable[..., Any]] | None = None
 
     def submit(self) -> Handle:
-        """Raises `BirlError`."""
+        """Submit the job. Raises `BirlError`."""
         place = launcher(self.where)
         keys = keys_of(place.Keys, self.launch)[0]
         handle = place.submit(derive("rl", self.words, keys), keys)
@@ -42,8 +42,8 @@ class Program:
         return handle
 
     def train(self) -> dict[str, Any]:
-        """Submit, show what the learner prints, return its summary. Ctrl-C leaves the job running. Raises `BirlError`
-        where a part of it failed."""
+        """Submit, print the learner's output, return its summary. Ctrl-C leaves the job running. Raises `BirlError` if
+        a part of it failed."""
         place, handle = launcher(self.where), self.submit()
         try:
             with answering(place, handle, self.here or {}):
@@ -63,7 +63,7 @@ class Program:
 
 @contextmanager
 def answering(place: Launcher, handle: Handle, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While it lasts, rewards are computed here for a job elsewhere."""
+    """Compute rewards in this process for a job on another machine, as a context."""
     if not functions:
         yield
         return
@@ -82,7 +82,7 @@ def summary(place: Launcher, handle: Handle) -> dict[str, Any]:
 
 
 def launch_words(where: str, gpus: Mapping[str, str], further: Mapping[str, Any]) -> tuple[str, ...]:
-    """Raises `BirlError` for what the launcher has no key for."""
+    """Words for launch.KEY. Raises `BirlError` for what the launcher has no key for."""
     known = [field.name for field in fields(launcher(where).Keys)]
     result = {}
     for parameter, value in gpus.items():
@@ -95,12 +95,12 @@ def launch_words(where: str, gpus: Mapping[str, str], further: Mapping[str, Any]
         result |= {key: value} if value else {}
     result |= further
     words = tuple(f"{PREFIX}{key}={_written(value)}" for key, value in result.items())
-    keys_of(launcher(where).Keys, words)  # better now than when the job is submitted
+    keys_of(launcher(where).Keys, words)  # fail now instead of at submission
     return words
 
 
 def engine_keys(workers: int, method: str) -> dict[str, Any]:
-    """num_rollout_workers and weight_sync_method as keys of the configuration."""
+    """Keys of the configuration for num_rollout_workers and weight_sync_method."""
     keys: dict[str, Any] = {}
     if workers < 0:
         raise BirlError(f"num_rollout_workers={workers}: must be 0 (sample in the learner's process) or more")
@@ -113,7 +113,7 @@ def named(
     where: str, keys: Mapping[str, Any], rewards: Sequence[Callable[..., Any] | str], env: Any
 ) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
     """The configuration with names in place of Python objects, and the reward functions that stay in this process, by
-    the name that they are asked for. Raises `BirlError`."""
+    name. Raises `BirlError`."""
     result, here = dict(keys), dict[str, Callable[..., Any]]()
     bridge = getattr(launcher(where), "REWARDS", "")
     names = list(result.get("reward.functions", []))
@@ -135,7 +135,7 @@ def named(
 
 
 def importable(parameter: str, thing: Callable[..., Any]) -> str:
-    """file.py:NAME or package.module:NAME. Raises `BirlError` where another process could not find it."""
+    """file.py:NAME or package.module:NAME of a Python object. Raises `BirlError` if others could not import it."""
     name, module = getattr(thing, "__qualname__", ""), getattr(thing, "__module__", "") or ""
     shown = name or repr(thing)
     if not name.isidentifier() or (module != "__main__" and getattr(sys.modules.get(module), name, None) is not thing):
@@ -161,7 +161,7 @@ def importable(parameter: str, thing: Callable[..., Any]) -> str:
 
 
 def starts_when_imported(file: Path) -> bool:
-    """Does a script call `.train()` outside of a function, a class and `if __name__ == ...`?"""
+    """Whether a script calls `.train()` outside of a function, a class and `if __name__ == ...`."""
     tree = ast.parse(file.read_bytes())
     guarded = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.If)
     calls = (node for line in tree.body if not isinstance(line, guarded) for node in ast.walk(line))
@@ -169,7 +169,7 @@ def starts_when_imported(file: Path) -> bool:
 
 
 def rows_file(rows: Any, file: Path) -> str:
-    """Rows of a Python program as a file for others. Raises `BirlError`."""
+    """Write rows of a Python program to a file for other processes. Raises `BirlError`."""
     try:
         data = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows).encode()
     except (TypeError, ValueError) as error:
@@ -188,6 +188,6 @@ def _written(value: Any) -> str:
 
 
 def _quoted(element: str) -> str:
-    """So that `command.listed` gives it back."""
+    """Quote an element so that `command.listed` restores it."""
     mark = "'" if '"' in element else '"'
     return f"{mark}{element}{mark}" if "," in element else element

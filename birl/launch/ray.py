@@ -1,5 +1,5 @@
-"""`birl launch ray`: engines and learner ranks as processes of named actors in a placement group of a Ray cluster, with
-an actor that supervises them. It goes on when the client ends."""
+"""`birl launch ray`: engines and learner ranks as processes of named actors in a placement group of a Ray cluster, and
+a supervisor actor. The job continues when the client ends."""
 
 import json
 import os
@@ -18,10 +18,10 @@ from birl.launch.ray_cluster import OPEN, connect, end, find_actor, keep
 from birl.launch.ray_spot import RayPlan, actor_name, bundles, strategy
 from birl.launch.ray_supervisor import ENDED, SAVE, create
 
-ANSWER = 60.0  # seconds that the supervisor may take to answer; Ray starts a lost one again in about 20
-LOOK = 0.5  # seconds between two looks while we wait
+ANSWER = 60.0  # seconds to wait for the supervisor's answer; Ray restarts a lost one in about 20
+LOOK = 0.5  # seconds between two polls
 STOP = SAVE + 120.0  # seconds that a job may take to save and end
-OWN = ("BIRL_CACHE",)  # variables that the processes get unasked, where they are set
+OWN = ("BIRL_CACHE",)  # variables that are always passed to the processes, if set
 
 
 @dataclass(kw_only=True)
@@ -61,13 +61,13 @@ class More:
 
 
 def submit(job: Job, keys: Keys) -> Handle:
-    """Raises `BirlError` where there is no cluster, or it has a job of this name that goes on."""
+    """Start the job. Raises `BirlError` if there is no cluster, or a job of this name is running on it."""
     env = jobs.given((*job.env, *(name for name in OWN if name in os.environ)))
     folder = os.path.abspath(os.path.expanduser(keys.folder or "."))
     ray = connect(keys.address, start=True, without_token=keys.without_token)
     try:
         address = _hand_over(ray, job, keys, folder, env)
-    except BaseException:  # of a cluster that was started for this job, nothing stays
+    except BaseException:  # a cluster that was started for this job is removed
         end()
         raise
     keep()
@@ -76,7 +76,7 @@ def submit(job: Job, keys: Keys) -> Handle:
 
 
 def _hand_over(ray: Any, job: Job, keys: Keys, folder: str, env: dict[str, str]) -> str:
-    """Start the job's supervisor; the address of the cluster. Raises `BirlError`."""
+    """Start the job's supervisor; returns the cluster's address. Raises `BirlError`."""
     old = find_actor(ray, actor_name(job.name))
     if old is not None:
         state = ray.get(old.status.remote(), timeout=ANSWER)[0]
@@ -107,10 +107,10 @@ def _hand_over(ray: Any, job: Job, keys: Keys, folder: str, env: dict[str, str])
 
 
 class Asked:
-    """The supervisor of a job, asked again while Ray starts it on another node."""
+    """Client of a job's supervisor; retries while Ray restarts it on another node."""
 
     def __init__(self, handle: Handle) -> None:
-        """Raises `BirlError` where the cluster does not answer, or has no such job any more."""
+        """Raises `BirlError` if the cluster does not answer, or does not have the job any more."""
         self.handle = handle
         self.ray = connect(handle.more["address"], without_token=handle.more["without_token"])
         self.actor = find_actor(self.ray, actor_name(handle.name))
@@ -171,7 +171,7 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
 
 
 def scale(handle: Handle, change: str) -> int:
-    """How many engines there are to be. Raises `BirlError`."""
+    """Set the number of engines; returns it. Raises `BirlError`."""
     asked = Asked(handle)
     state, now = asked("status")[0], asked("scale")
     if state in ENDED:

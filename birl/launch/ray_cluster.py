@@ -1,12 +1,12 @@
-"""The Ray cluster that a job runs on: looked up, started on this machine where there is none, and joined.
+"""Find and join the Ray cluster of a job, or start one on this machine.
 
-Every client of a Ray cluster may run anything on it. Ray asks for a token where RAY_AUTH_MODE=token, which `ray
-start` sets only where it finds a token; a cluster that does not ask for one is refused, unless a key allows it.
+Every client of a Ray cluster can execute code on it. Ray requires a token if RAY_AUTH_MODE=token, which `ray start`
+sets only if it finds a token; a cluster without one is refused, unless a key allows it.
 
-Ray reads RAY_AUTH_MODE when it is imported, and never again, so it is set before.
+Ray reads RAY_AUTH_MODE only on import, so it is set before.
 
-python -m birl.launch.ray_cluster COUNT SECONDS returns when the cluster of this machine has so many machines, and fails
-when it has not in time: for the head of a cluster whose machines come one by one.
+python -m birl.launch.ray_cluster COUNT SECONDS waits until the cluster of this machine has so many machines, and fails
+if it takes longer: for the head of a cluster whose machines join one by one.
 """
 
 import atexit
@@ -29,21 +29,21 @@ from birl.launch import ray_guard
 NAMESPACE = "birl"
 HEAD = "node:__internal_head__"  # a resource that only the head node has
 LOCAL = "127.0.0.1"
-STORE = 200 * 2**20  # bytes of Ray's object store in a cluster that we start: nothing of a job goes through it
+STORE = 200 * 2**20  # bytes of Ray's object store in a cluster that we start; jobs do not use it
 START = 120.0  # seconds
-LISTEN = 3.0  # seconds in which a head accepts a connection; Ray itself would try for minutes
+LISTEN = 3.0  # seconds for a head to accept a connection; Ray itself would try for minutes
 MODE = "RAY_AUTH_MODE"
-#: 0: Ray leaves 127.0.0.1 as it is, on every system. Otherwise it takes the machine's address, and listens there.
+# 0: Ray keeps 127.0.0.1, on every system. Otherwise it replaces it by the machine's address, and listens there.
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 OPEN = (
     "anybody who reaches that cluster could run programs on it. Start it with RAY_AUTH_MODE=token and a token (`ray "
     "get-auth-token --generate`), or set launch.without_token=true where its network has no other users."
 )
-_guard: "subprocess.Popen[str] | None" = None  # of the cluster that this process started and still holds
+_guard: "subprocess.Popen[str] | None" = None  # of a cluster that this process has started and not kept
 
 
 def library() -> Any:
-    """The package `ray`. Raises `BirlError` where it is not installed."""
+    """Import `ray`. Raises `BirlError` if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
@@ -55,9 +55,9 @@ def library() -> Any:
 
 
 def connect(address: str, *, start: bool = False, without_token: bool = False, private: bool = False) -> Any:
-    """Join the cluster at `address` (host:port; empty or auto: RAY_ADDRESS, else the one on this machine); gives the
-    package. With `start` one is started on this machine where there is none: `keep` has it go on when this process
-    ends, and other runs do not find a `private` one. Raises `BirlError`."""
+    """Join the cluster at `address` (host:port; empty or auto: RAY_ADDRESS, else the one on this machine); returns the
+    package. With `start` one is started on this machine if there is none: it ends with this process unless `keep` is
+    called, and other runs do not find a `private` one. Raises `BirlError`."""
     if "ray" in sys.modules and library().is_initialized():
         return library()
     if not without_token and os.environ.get(MODE, "token") != "token":
@@ -85,7 +85,7 @@ def connect(address: str, *, start: bool = False, without_token: bool = False, p
 
 
 def prepared(*, local: bool, without_token: bool) -> Any:
-    """The package, imported with what it reads then. Raises `BirlError` where it was imported before, otherwise."""
+    """Import Ray with the right environment. Raises `BirlError` if it was imported before with another."""
     wanted = {} if without_token else {MODE: "token"}
     wanted |= {LOOPBACK: "0"} if local else {}
     if "ray" in sys.modules:
@@ -100,8 +100,8 @@ def prepared(*, local: bool, without_token: bool) -> Any:
 
 
 def running() -> str:
-    """Address (host:port) of the cluster that was started last on this machine, as Ray notes it; empty: there is none.
-    It may be gone."""
+    """Address (host:port) of the newest cluster that was started on this machine, from Ray's notes; empty if there is
+    none. It may have ended."""
     return noted(Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray"))
 
 
@@ -113,7 +113,7 @@ def noted(folder: Path) -> str:
 
 
 def listens(address: str) -> bool:
-    """Whether anything accepts connections at `address` (host:port)."""
+    """Whether a server accepts connections at `address` (host:port)."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), LISTEN).close()
@@ -123,12 +123,12 @@ def listens(address: str) -> bool:
 
 
 def is_local(address: str) -> bool:
-    """Whether `address` (host:port) is on this machine's loopback."""
+    """Whether `address` (host:port) is on the loopback."""
     return address.rpartition(":")[0] in (LOCAL, "localhost", "[::1]")
 
 
 def _join(ray: Any, address: str) -> bool:
-    """Whether there is one that lets us in: where the token is wrong, Ray says the same as where there is none."""
+    """Whether the cluster could be joined. With a wrong token Ray reports the same as without a cluster."""
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except ConnectionError:
@@ -139,15 +139,15 @@ def _join(ray: Any, address: str) -> bool:
 
 
 def begin(*, private: bool = False) -> str:
-    """A cluster of this machine alone, which no other machine reaches; its address. It ends with this process, unless
-    `keep` is called. Other runs do not find a `private` one. Raises `BirlError`."""
+    """Start a cluster that other machines cannot reach; returns its address. It ends with this process, unless `keep`
+    is called. Other runs do not find a `private` one. Raises `BirlError`."""
     global _guard
     end()
     ray = program()
     if os.environ.get(MODE) == "token":
-        _call([ray, "get-auth-token", "--generate"])  # an old one, or a new one; what it prints is no log's
-    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: the job would wait for everything else here
-    atexit.register(end)  # while Ray's client still works
+        _call([ray, "get-auth-token", "--generate"])  # an old token, or a new one; its output must not be logged
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: all other processes would have priority
+    atexit.register(end)  # registered after Ray's own, so that its client still works
     folder = tempfile.mkdtemp(prefix="birl-ray-") if private else ""
     with socket.create_server((LOCAL, 0)) as free:
         port = free.getsockname()[1]
@@ -172,7 +172,7 @@ def begin(*, private: bool = False) -> str:
 
 
 def keep() -> None:
-    """The cluster that this process started goes on when this process ends."""
+    """Let the cluster that this process started outlive it."""
     global _guard
     if _guard is not None:
         guard, _guard = _guard, None
@@ -183,13 +183,13 @@ def keep() -> None:
 
 
 def end() -> None:
-    """The end of the cluster that this process started and did not keep, if there is one."""
+    """End the cluster that this process started and did not keep, if there is one."""
     global _guard
     if _guard is None:
         return
     guard, _guard = _guard, None
     if "ray" in sys.modules and library().is_initialized():
-        library().shutdown()  # Ray ends a client whose cluster is gone
+        library().shutdown()  # Ray ends a client whose cluster has ended
     assert guard.stdin is not None
     guard.stdin.close()
     try:
@@ -201,7 +201,7 @@ def end() -> None:
 
 
 def program() -> str:
-    """Ray's command line, of the Python that runs here."""
+    """Ray's command line program, of the current Python."""
     own = Path(sys.executable).with_name("ray")
     return str(own) if own.exists() else shutil.which("ray") or "ray"
 
@@ -215,7 +215,7 @@ def _call(command: list[str]) -> None:
 
 
 def find_actor(ray: Any, name: str) -> Any:
-    """None where the cluster has none of that name."""
+    """The actor of this name; None if the cluster has none."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
@@ -223,7 +223,7 @@ def find_actor(ray: Any, name: str) -> Any:
 
 
 def room(ray: Any) -> str:
-    """What the cluster has, for messages."""
+    """Resources of the cluster, for messages."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return ", ".join(f"{free.get(n, 0):g} of {total.get(n, 0):g} {n} free" for n in ("CPU", "GPU") if total.get(n))
 

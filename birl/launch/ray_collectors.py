@@ -1,4 +1,4 @@
-"""Actors of a Ray cluster that hold environments, as many as the episodes that wait can fill."""
+"""Ray actors that hold environments; their number follows the number of waiting episodes."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from birl.types import Conversation, Feedback, Message, Task
 from birl.waits import waiting
 
 CLOSE = 60.0  # seconds
-SILENT = 5.0  # seconds that the first actor may take before we tell what it waits for
+SILENT = 5.0  # seconds without a first actor after which the reason is printed
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Config:
 
 
 class Collector:
-    """In the cluster: the environments of some episodes, by number. Its methods are coroutines, of which many run at
-    once."""
+    """Actor that holds the environments of some episodes, by number. Its methods are coroutines that run
+    concurrently."""
 
     def __init__(self, kind: str, options: dict[str, str], folder: str) -> None:
         if os.path.isdir(folder):
@@ -57,7 +57,7 @@ class Collector:
         self.open: dict[int, Any] = {}
 
     async def ready(self) -> str:
-        """The node. Raises what the environment does not like about its keys."""
+        """Node of the actor. Raises if the environment refuses its keys."""
         self.world = await open_world(self.config, no_text)
         if self.world.agent:
             raise BirlError(f"env.inner={self.config.kind}: an agent talks to the model itself; env=ray is for others.")
@@ -68,7 +68,7 @@ class Collector:
         return [] if self.world.rows is None else await called(self.world.rows, split)
 
     async def admit(self, number: int, task: Task) -> tuple[Any, ...]:
-        """Make the environment; its tools."""
+        """Create the environment; returns its tools."""
         assert self.world is not None
         made: Any = self.world.open(task)
         if hasattr(made, "run"):
@@ -102,18 +102,18 @@ def no_text(prompt: Conversation) -> str:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """An actor as rank 0 sees it."""
+    """An actor, seen from rank 0."""
 
     actor: Any
     name: str
     ready: bool = False
     node: str = ""
     open: set[int] = field(default_factory=set[int])
-    used: float = field(default_factory=time.monotonic)  # when it last had an episode
+    used: float = field(default_factory=time.monotonic)  # time of its last episode
 
 
 class Collectors:
-    """The actors of a run. Grows with the episodes that wait, shrinks when they are idle."""
+    """The actors of a run. Grows with the number of waiting episodes, shrinks when actors are idle."""
 
     def __init__(self, ray: Any, config: Config, options: dict[str, str]) -> None:
         self.ray, self.config, self.options = ray, config, options
@@ -123,7 +123,7 @@ class Collectors:
         self.numbers, self.names = count(), count()
         self.tasks: set[asyncio.Task[None]] = set()
         self.problem = ""  # why the last actor did not start
-        self.lost = 0  # actors so far
+        self.lost = 0  # number of lost actors
         self.closed = False
 
     @classmethod
@@ -156,7 +156,7 @@ class Collectors:
         return self.ray.get(self.places[0].actor.rows.remote(split), timeout=self.config.start_timeout)
 
     async def room(self) -> tuple[Place, int]:
-        """An actor with room, and a number there. Waits in the order of asking."""
+        """Wait in FIFO order for an actor with a free slot; returns it with a new episode number."""
         number = next(self.numbers)
         with waiting(f"episode {number}", "room in an actor", "environments"):
             while (place := self._free()) is None:
@@ -167,7 +167,7 @@ class Collectors:
                     await turn
                 except asyncio.CancelledError:
                     self.waiting.remove(turn)
-                    self._wake()  # it may have been its turn already
+                    self._wake()  # its turn may have come already
                     raise
                 self.waiting.remove(turn)
                 if self.problem and not self.places:
@@ -181,7 +181,7 @@ class Collectors:
         self._wake()
 
     def gone(self, place: Place) -> None:
-        """It was lost; its episodes notice in their own calls."""
+        """Remove a lost actor; its episodes fail in their own calls."""
         if place in self.places:
             self.places.remove(place)
             self.lost += 1
@@ -189,7 +189,7 @@ class Collectors:
             self._wake()
 
     def _free(self) -> Place | None:
-        """The one with the fewest episodes."""
+        """The ready actor with the fewest episodes, if one has a free slot."""
         ready = [p for p in self.places if p.ready and len(p.open) < self.config.episodes]
         return min(ready, key=lambda p: len(p.open), default=None)
 
@@ -200,7 +200,7 @@ class Collectors:
                 turn.set_result(None)
 
     def _need(self) -> None:
-        """As many actors as what waits can fill, and at least the least."""
+        """Add an actor if waiting episodes could fill it, or there are fewer than env.least."""
         starting = [p for p in self.places if not p.ready]
         backlog = len(self.waiting) + 1 - self.config.episodes * len(starting)
         if len(self.places) < self.config.least or (backlog > 0 and len(self.places) < self.config.most):
@@ -221,7 +221,7 @@ class Collectors:
         return place
 
     async def _begin(self, place: Place) -> None:
-        """Raises `BirlError` where it does not start."""
+        """Wait until the actor is ready. Raises `BirlError` if it does not start."""
         try:
             place.node = await place.actor.ready.remote()
         except self.ray.exceptions.RayTaskError as error:
@@ -245,7 +245,7 @@ class Collectors:
                 self._wake()
 
     async def _watch(self) -> None:
-        """Ends idle actors."""
+        """End idle actors."""
         while True:
             await asyncio.sleep(min(self.config.idle, 5.0))
             now = time.monotonic()

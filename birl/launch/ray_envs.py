@@ -1,9 +1,9 @@
-"""`env=ray`: environments in actors of a Ray cluster, away from rank 0, which goes on to lead the episodes.
+"""`env=ray`: environments in actors of a Ray cluster; rank 0 still runs the episodes.
 
     birl launch ray rl env=ray env.inner=webarena env.most=8 ...
 
-Messages go to the actors and come back; tokens and weights do not. Episodes that find no room wait before their clock
-starts, so slow environments hold back sampling. Actors are added while episodes wait, and ended when they are idle.
+Only messages are sent to actors and back, no tokens or weights. Episodes wait for a free slot before their timeout
+starts, so slow environments limit sampling. Actors are added while episodes wait, and ended when they are idle.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from birl.types import Conversation, Feedback, Message, Task
 
 
 class RayEnv:
-    """One episode, whose environment is elsewhere."""
+    """Environment of one episode, which runs in an actor."""
 
     Config = Config
 
@@ -49,7 +49,7 @@ class RayEnv:
         return shared.rows(split)
 
     async def admit(self) -> None:
-        """Room, and the environment made there. One that is lost before its first message is replaced."""
+        """Wait for a slot and create the environment there. A lost actor is replaced until the first message."""
         while True:
             self.place, self.number = await self.all.room()
             try:
@@ -81,7 +81,7 @@ class RayEnv:
             self.place = None
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Raises what the environment raised, or `Lost`."""
+        """Call a method in the actor. Raises the environment's exception, or `Lost`."""
         assert self.place is not None
         errors = self.all.ray.exceptions
         try:
@@ -99,4 +99,4 @@ class RayEnv:
 
 
 class Lost(BirlError):
-    """The actor of an episode is gone."""
+    """The actor of an episode was lost."""

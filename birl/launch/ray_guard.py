@@ -1,8 +1,7 @@
 """Holds a Ray cluster for the process that started it: `python ray_guard.py FOLDER COMMAND...`.
 
-COMMAND ends when that process ends, however that ends: the pipe at the standard input breaks. It goes on where "keep"
-was written before. FOLDER is removed at the end; empty: none. A script by itself: it must start at once, whatever
-is installed.
+COMMAND ends when that process ends in any way: the pipe at the standard input breaks. It continues if "keep" was
+written before. FOLDER is removed at the end; empty: none. Imports the standard library only, to start at once.
 """
 
 import os
@@ -33,7 +32,7 @@ def main(folder: str, command: list[str]) -> None:
 def end(folder: str) -> None:
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)  # this process, COMMAND, and what it left behind
+    os.killpg(0, signal.SIGKILL)  # this process, COMMAND, and its remaining children
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""An actor that hosts one process of a job on its node. Both end together: the kernel kills the process with the actor,
-which ends with its node.
+"""An actor that hosts one process of a job on its node. The kernel kills the process with the actor, which ends with
+its node.
 
-What the process prints goes to a file on that node, which is read from here; nothing goes through Ray's object store.
+The output of the process goes to a file on that node, which the actor reads; Ray's object store is not used.
 """
 
 import codecs
@@ -19,8 +19,8 @@ from typing import Any
 from birl.engines import names
 from birl.process import ProcessGroup
 
-LAST = 2000  # bytes of a log that are looked at for its last line
-NO_PROCESS = 127  # the code of one that could not be started
+LAST = 2000  # bytes of a log that are searched for its last line
+NO_PROCESS = 127  # code of a process that could not be started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,14 @@ class Order:
     command: tuple[str, ...]
     folder: str
     log: str
-    generation: int  # counts the starts of this process, from 1
+    generation: int  # number of the start of this process, from 1
     name: str = ""
     env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)  # may hold secrets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """How it is there. `code` of a process that has ended, negative for a signal; `pid` 0: none was started yet.
+    """State of a host. `code`: of a process that has ended, negative for a signal; `pid` 0: none was started yet.
 
     Example: Seen(ip="10.0.0.7", node="5f2c01", gcs="10.0.0.1:6379", pid=4711, generation=1)
     """
@@ -52,8 +52,8 @@ class Seen:
     pid: int = 0
     generation: int = 0
     code: int | None = None
-    address: str = ""  # of an engine that answers
-    last: str = ""  # line that it printed, where it has ended
+    address: str = ""  # of an engine that is ready
+    last: str = ""  # last line that an ended process printed
 
     @property
     def running(self) -> bool:
@@ -61,17 +61,17 @@ class Seen:
 
 
 class Host:
-    """Every method returns at once. Ray calls them in the actor's main thread: the kernel kills a child when the
-    *thread* that started it ends."""
+    """Actor class. Every method returns at once. Ray calls them in the actor's main thread, as the kernel kills a child
+    when the *thread* that started it ends."""
 
     def __init__(self, place: dict[str, Any] | None = None) -> None:
         self.place: dict[str, Any] = place or here()  # fields of Seen
-        with contextlib.suppress(OSError):  # Ray gives its workers 15 (RAY_worker_niceness); only root may take it back
+        with contextlib.suppress(OSError):  # Ray's workers have 15 (RAY_worker_niceness); only root can reset it
             os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0), 0))
         self.order: Order | None = None
         self.child: ProcessGroup | None = None
         self.problem = ""
-        self.known: dict[str, names.Entry] = {}  # engines by address, for the learner
+        self.known: dict[str, names.Entry] = {}  # address -> entry of an engine, for the learner
         self.beating: threading.Thread | None = None
 
     def look(self) -> Seen:
@@ -90,13 +90,13 @@ class Host:
         )
 
     def begin(self, order: Order) -> None:
-        """Start it. A failure is reported by `look`."""
+        """Start the process. A failure is reported by `look`."""
         self._sweep()
         self.order, self.child, self.problem = order, None, ""
         os.environ.update({k: v for k, v in order.env.items() if k == "BIRL_CACHE"})  # where names are looked up
         python, *rest = order.command
         command = [python if os.access(python, os.X_OK) else sys.executable, *rest]
-        # without what Ray tells its workers about themselves: the child is none
+        # without Ray's variables for its workers: the child is not one
         keep = ("RAY_AUTH_", "RAY_USAGE_STATS")
         own = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") or k.startswith(keep)}
         env = own | {"RAY_ADDRESS": self.place["gcs"]} | dict(order.env)
@@ -106,7 +106,7 @@ class Host:
             self.problem = f"{error.filename}: {error.strerror} on node {self.place['ip']}; see launch.folder"
 
     def signal(self, number: int) -> None:
-        """To the process; SIGKILL to all that it has started, too."""
+        """Send a signal to the process; SIGKILL also to all that it has started."""
         if number == signal.SIGKILL:
             self._sweep()
         elif self.child is not None:
@@ -117,13 +117,13 @@ class Host:
             self.child.kill()
 
     def port(self) -> int:
-        """A free one of this node, where the ranks meet."""
+        """A free port of this node, for the ranks' rendezvous."""
         with socket.socket(socket.AF_INET6 if ":" in self.place["ip"] else socket.AF_INET) as result:
             result.bind((self.place["ip"], 0))
             return result.getsockname()[1]
 
     def introduce(self, name: str, addresses: tuple[str, ...]) -> None:
-        """Have these engines, and no others, under that name on this node, where the learner looks for them."""
+        """Register exactly these engines under that name on this node, for the learner."""
         for address in set(self.known) - set(addresses):
             names.forget(self.known.pop(address))
         for address in addresses:
@@ -141,15 +141,15 @@ class Host:
                     names.touch(entry)
 
     def leave(self) -> None:
-        """The job is over."""
+        """Clean up at the end of the job."""
         self._sweep()
         for entry in self.known.values():
             names.forget(entry)
         self.known = {}
 
     def read(self, start: int, most: int = 65536) -> tuple[str, int]:
-        """What the log has from byte `start` on, negative from its end, and where the next part begins: behind the last
-        whole character."""
+        """The log from byte `start` on (negative: from its end), and the start of the next part, after the last whole
+        character."""
         if self.order is None:
             return "", 0
         try:
@@ -168,7 +168,7 @@ class Host:
 
 
 def here() -> dict[str, str]:
-    """The node of this actor."""
+    """Node of this actor."""
     from birl.launch.ray_cluster import library
 
     ray = library()

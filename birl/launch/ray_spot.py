@@ -1,5 +1,5 @@
-"""What a supervisor on a Ray cluster is to do, and each process of the job as it sees it: the actor that hosts it, and
-what was heard of it last."""
+"""Plan of a supervisor on a Ray cluster, and its view of each process of the job: the actor that hosts it, and its last
+known state."""
 
 import contextlib
 import time
@@ -15,7 +15,7 @@ PATIENCE = 30.0  # seconds without an answer after which a node counts as lost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPlan:
-    """What the supervisor is to do. `folder`: where the processes run; times in seconds.
+    """Plan of the supervisor. `folder`: working directory of the processes; times in seconds.
 
     Example: RayPlan(job=derive("rl", ["recipe.yaml"], keys), folder="/home/me")
     """
@@ -35,40 +35,40 @@ def actor_name(job: str, role: str = "", index: int = 0) -> str:
 
 
 def bundles(job: Job) -> list[dict[str, float]]:
-    """What each process needs, in the order of the roles."""
+    """Resources of each process, in order of the roles."""
     return [needs(role) for role in job.roles for _ in range(role.count)]
 
 
 def needs(role: Role) -> dict[str, float]:
-    """In Ray's words."""
+    """Resources of a process, in Ray's form."""
     return {k: v for k, v in {"CPU": role.cpus, "GPU": role.gpus, "memory": role.memory_gb * 2**30}.items() if v}
 
 
 def strategy(nodes: int) -> str:
-    """One machine is one machine: engines listen on its loopback alone then."""
+    """Placement strategy. A single machine must not become two, as engines listen on its loopback only."""
     return "STRICT_PACK" if nodes == 1 else "SPREAD"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Spot:
-    """`name`: of the actor; `place`: options of Ray that say where it may be. `up`: its process was started, and is not
-    known to have ended."""
+    """One process of the job. `name`: of its actor; `place`: Ray's placement options. `up`: its process was started,
+    and is not known to have ended."""
 
     role: Role
     index: int
     name: str
     place: dict[str, Any]
     host: Any = None
-    question: Any = None  # an answer that is still to come
-    asked: float = 0.0  # when
-    wanted: float = 0.0  # since when it has had no place; 0: it has one
+    question: Any = None  # pending answer
+    asked: float = 0.0  # time of the question
+    wanted: float = 0.0  # time since which it waits for a place; 0: it has one
     seen: Seen | None = None
     up: bool = False
-    leaving: int = 0  # 1: it is to end, and not to be started again; 2: it was told so
-    generation: int = 0  # its process was started so often
+    leaving: int = 0  # 1: it is to end, without a restart; 2: it got the signal
+    generation: int = 0  # number of starts of its process
     failures: int = 0
-    after: float = 0.0  # it is not started before [s of the monotonic clock]
-    detail: str = ""  # what went wrong last
+    after: float = 0.0  # not restarted before this time [s of the monotonic clock]
+    detail: str = ""  # last failure
 
     @property
     def running(self) -> bool:
@@ -83,7 +83,7 @@ class Spot:
         return self.seen.address if self.up and self.seen is not None else ""
 
     def ask(self, ray: Any) -> None:
-        """How is it? Finds the actor that has the name, or has one made; Ray answers when that has a place."""
+        """Ask the actor for its state. Finds the actor of the name, or creates it; Ray answers when it is placed."""
         if self.host is None:
             made = ray.remote(Host).options(name=self.name, lifetime="detached", get_if_exists=True, **self.place)
             self.host = made.remote()
@@ -92,7 +92,7 @@ class Spot:
             self.question, self.asked = self.host.look.remote(), time.monotonic()
 
     def hear(self, ray: Any) -> str:
-        """Take in the answer, if there is one. Says why the actor is gone; empty where it is not, or never was."""
+        """Process the answer, if it has come. Returns why the actor was lost; empty if it was not, or never started."""
         if self.question is None:
             return ""
         if not ray.wait([self.question], timeout=0)[0]:
@@ -101,19 +101,19 @@ class Spot:
         question, self.question = self.question, None
         try:
             seen: Seen = ray.get(question)
-        except ray.exceptions.ActorUnavailableError:  # it may come back, and is asked again
+        except ray.exceptions.ActorUnavailableError:  # it may recover, and is asked again
             return ""
         except ray.exceptions.RayActorError as error:
             return self._lost(ray, f"node {self.where}: {summary(error)}")
         self.seen, self.wanted = seen, 0.0
-        if self.generation == 0:  # another supervisor was here before
+        if self.generation == 0:  # an earlier supervisor started it
             self.generation, self.up = seen.generation, seen.running
             self.failures = max(self.generation - 1, 0)
         return ""
 
     def _lost(self, ray: Any, why: str) -> str:
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(self.host)  # so that nothing of it runs on, if it lives after all
+            ray.kill(self.host)  # so that nothing of it keeps running, if it is alive
         there = self.seen is not None
         self.host = self.question = self.seen = None
         self.up, self.detail = False, why
@@ -143,7 +143,7 @@ class Spot:
 
 
 def summary(error: BaseException) -> str:
-    """Ray's messages have a page of details below their first lines."""
+    """Short text of an error of Ray, whose messages have a page of details after the first lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = next((x for x in lines if x.startswith("The actor ") and "because" in x), lines[0] if lines else "")
     return (cause or type(error).__name__)[:300]

@@ -1,10 +1,10 @@
-"""The actor that owns a job: it places the processes, starts them, looks at them, and starts what was lost again.
+"""Supervisor actor of a job: it places, starts and polls the processes, and restarts those that are lost.
 
-    engines    each by itself: one that ends, or whose node is lost, is started again where there is room
-    learner    all ranks together; when one is lost they go on from their newest checkpoint
+    engines    each separately: one that ends, or whose node is lost, is restarted on any node with room
+    learner    all ranks together; if one is lost they resume from their newest checkpoint
 
-It computes nothing and no token passes through it. Ray starts it again where its own node is lost; it finds its actors
-by their names then. What it knows of secrets is in memory only.
+It computes nothing and no token passes through it. If its own node is lost, Ray restarts it, and it finds its actors by
+name. Secrets are in memory only.
 """
 
 import os
@@ -22,38 +22,38 @@ from birl.launch.ray_cluster import HEAD, NAMESPACE, find_actor, library, room
 from birl.launch.ray_host import Order
 from birl.launch.ray_spot import RayPlan, Spot, actor_name, bundles, needs, strategy
 
-TICK = 0.5  # seconds between two looks
+TICK = 0.5  # seconds between two polls
 SAVE = 600.0  # seconds that the learner may take to save
-LEAVE = 5.0  # seconds in which the learner hears of an engine that is to end
+LEAVE = 5.0  # seconds for the learner to learn that an engine will end
 GRACE = 20.0  # seconds that engines may take to end
-FORGET = 31.0  # seconds after which engines let another run have them, as a learner on another node is
-EARLY = 60.0  # seconds: a mistake in the input shows before
-TAIL = 65536  # bytes of each log that are kept at the end
+FORGET = 31.0  # seconds after which engines accept another learner, as one on another node is
+EARLY = 60.0  # seconds; an invalid input fails earlier
+TAIL = 65536  # bytes of each log that are kept after the end
 ENDED = ("done", "failed", "stopped")
 
 
 class Supervisor:
-    """Ray calls the methods in threads of their own; the work is done in one thread."""
+    """Actor class. Ray calls the methods in separate threads; one thread does the work."""
 
     def __init__(self, plan: RayPlan) -> None:
         self.ray, self.plan = library(), plan
-        self.state, self.why = "running", ""  # as clients see it: it has ended when nothing of it runs any more
-        self.verdict = ""  # how it ended
+        self.state, self.why = "running", ""  # for clients: "ended" only after all processes have ended
+        self.verdict = ""  # final state
         self.stopping = False
-        self.saving = 0.0  # until when the learner may save [s of the monotonic clock]; 0: it was not told to
-        self.began = 0.0  # when the learner was started; 0: by another supervisor
-        self.after = 0.0  # it is not started before
+        self.saving = 0.0  # deadline of the learner's saving [s of the monotonic clock]; 0: not requested
+        self.began = 0.0  # start time of the learner; 0: an earlier supervisor started it
+        self.after = 0.0  # it is not restarted before
         self.failures = 0
-        self.wanted = 0  # engines; 0: those of the job
+        self.wanted = 0  # number of engines; 0: those of the job
         self.events: deque[str] = deque(maxlen=200)
         self.rows: list[Status] = []
-        self.tails: dict[tuple[str, int], tuple[str, int]] = {}  # the end of each log, and its size
+        self.tails: dict[tuple[str, int], tuple[str, int]] = {}  # end of each log, and the log's size
         self.group: Any = None
         self.spots: list[Spot] = []
         self.thread = threading.Thread(target=self._live, name="supervisor", daemon=True)
         self.thread.start()
 
-    # --- what clients call
+    # --- methods for clients
 
     def status(self) -> tuple[str, str, list[Status]]:
         """The state of the job, why, and its processes."""
@@ -64,20 +64,20 @@ class Supervisor:
         return os.environ.get("RAY_AUTH_MODE") == "token"
 
     def told(self) -> list[str]:
-        """What happened, with the time of day."""
+        """Log of events, with the time of day."""
         return list(self.events)
 
     def stop(self) -> None:
         self.stopping = True
 
     def scale(self, number: int = 0) -> int:
-        """So many engines from now on; those beyond the job's own run wherever there is room. How many there are to
-        be."""
+        """Set the number of engines (0: keep it) and return it; those beyond the job's own run on any node with
+        room."""
         self.wanted = number or self.wanted
         return self.wanted
 
     def read(self, role: str, index: int, start: int) -> tuple[str, int]:
-        """A part of a log, and where the next one begins."""
+        """Part of a log from `start` on, and the start of the next part."""
         if (role, index) in self.tails:
             text, end = self.tails[role, index]
             kept = text.encode()
@@ -87,7 +87,7 @@ class Supervisor:
                 return self.ray.get(spot.host.read.remote(start), timeout=GRACE)
         return "", start
 
-    # --- its life
+    # --- main loop
 
     def _live(self) -> None:
         try:
@@ -96,7 +96,7 @@ class Supervisor:
                 began = time.monotonic()
                 try:
                     self._tick()
-                except self.ray.exceptions.RayError as error:  # a node that is just being lost
+                except self.ray.exceptions.RayError as error:  # a node is being lost
                     self._tell(f"{type(error).__name__}: {first_line(error)}")
                 self.rows = [self._row(spot) for spot in self.spots]
                 time.sleep(max(began + TICK - time.monotonic(), 0))
@@ -110,7 +110,7 @@ class Supervisor:
             self.rows = [self._row(spot) for spot in self.spots]
             time.sleep(self.plan.keep)
             name = actor_name(self.plan.job.name)
-            self.ray.kill(self.ray.get_actor(name, namespace=NAMESPACE))  # an exit would be a reason to restart it
+            self.ray.kill(self.ray.get_actor(name, namespace=NAMESPACE))  # after an exit Ray would restart it
 
     def _place(self) -> None:
         job, ray = self.plan.job, self.ray
@@ -135,20 +135,20 @@ class Supervisor:
             }  # fmt: skip
             self.spots.append(Spot(role=role, index=index, name=actor_name(job.name, role.name, index), place=place))
         if job.engine is not None:
-            while find_actor(ray, actor_name(job.name, job.engine.name, len(self.engines))):  # of a supervisor before
+            while find_actor(ray, actor_name(job.name, job.engine.name, len(self.engines))):  # of an earlier supervisor
                 self._add()
             self.wanted = len(self.engines)
 
     def _add(self) -> None:
-        """One more engine, outside of the placement group."""
+        """Add an engine outside of the placement group."""
         last = self.engines[-1]
         name = actor_name(self.plan.job.name, last.role.name, last.index + 1)
         place = {**last.place, "scheduling_strategy": "SPREAD"}
         self.spots.append(Spot(role=last.role, index=last.index + 1, name=name, place=place))
 
     def _scale(self) -> None:
-        """One that has to go is no more among those that the learner finds, and ends when it has answered. It goes even
-        where more are wanted again meanwhile: then others come when it is gone, as they are numbered without gaps."""
+        """Add and remove engines. A removed engine is hidden from the learner first, and ends after its last answers.
+        It ends even if the number grows again meanwhile; then others are added afterwards, as numbers have no gaps."""
         for place, spot in enumerate(self.engines):
             if not spot.leaving and place >= self.wanted:
                 spot.leaving, spot.after = 1, time.monotonic() + LEAVE
@@ -173,7 +173,7 @@ class Supervisor:
         return [s for s in self.spots if s.role is not self.plan.job.learner]
 
     def _look(self) -> dict[Spot, str]:
-        """Ask all actors. Those that are lost, and why."""
+        """Poll all actors. Returns the lost ones, and why."""
         for spot in self.spots:
             spot.ask(self.ray)
         self.ray.wait([s.question for s in self.spots], num_returns=len(self.spots), timeout=TICK)
@@ -209,13 +209,13 @@ class Supervisor:
         if spot.seen is None or spot.up or self.stopping or time.monotonic() < spot.after:
             return
         job, generation = self.plan.job, spot.generation + 1
-        name = f"{job.engines}.engine-{spot.index}.{generation}"  # so that this start is looked up, and no other one
+        name = f"{job.engines}.engine-{spot.index}.{generation}"  # so that only this start is found by the name
         command = tuple(word.replace(job.engines, name) for word in spot.role.command)
         host = "127.0.0.1" if self.plan.nodes == 1 else spot.seen.ip
         self._begin(spot, generation, command, name, {"BIRL_HOST": host})
 
     def _learner(self, lost: str) -> None:
-        """All ranks of it, as one."""
+        """Handle all ranks of the learner as one."""
         spots = self.learners
         up = any(s.up for s in spots) or bool(lost)
         first = spots[0]
@@ -223,7 +223,7 @@ class Supervisor:
             self._learning(spots, first, lost)
         elif self.stopping:
             self._end("stopped", "")
-        elif any(s.running for s in spots):  # the others of a group that was lost
+        elif any(s.running for s in spots):  # the remaining ranks of a lost group
             for spot in spots:
                 spot.signal(signal.SIGKILL)
         elif all(s.seen is not None for s in spots) and time.monotonic() >= self.after:
@@ -270,11 +270,11 @@ class Supervisor:
             self._end("stopped", why)
         elif self.failures > self.plan.restarts:
             self._end("failed", f"{why} (launch.restarts={self.plan.restarts} are used up)")
-        # a mistake: maybe engines that still wait for the learner as it was
+        # a mistake: engines may still wait for the learner as before
         self.after = time.monotonic() + (FORGET if mistake else backoff(self.failures))
 
     def _start(self, spots: list[Spot]) -> None:
-        """All ranks; the learner waits for its engines by itself."""
+        """Start all ranks; the learner waits for its engines itself."""
         first = spots[0]
         assert first.seen is not None
         self._introduce(first)
@@ -293,7 +293,7 @@ class Supervisor:
         self.began = time.monotonic()
 
     def _introduce(self, first: Spot) -> None:
-        """Tell the learner's node which engines there are; the learner looks there for those that come and go."""
+        """Register the engines on the learner's node, where the learner finds additions and removals."""
         if self.engines and first.host is not None:
             ready = tuple(s.address for s in self.engines if s.address and not s.leaving)
             self.ray.get(first.host.introduce.remote(self.plan.job.engines, ready), timeout=GRACE)
@@ -329,7 +329,7 @@ class Supervisor:
             self.verdict, self.why = state, why
 
     def _clear(self) -> None:
-        """End what runs, keep what it printed last, and give the places back."""
+        """End all processes, keep the ends of their logs, and free the placement group."""
         for spot in self.spots:
             spot.signal(signal.SIGTERM)
         until = time.monotonic() + GRACE
@@ -350,12 +350,12 @@ class Supervisor:
 
 
 def backoff(failures: int) -> float:
-    """Seconds before the next start."""
+    """Seconds before the next restart."""
     return min(2.0 ** (failures - 1), 30.0)
 
 
 def create(ray: Any, plan: RayPlan) -> Any:
-    """On the node that the cluster can not lose. (A soft NodeAffinity put it elsewhere.)"""
+    """Create the supervisor on the head node, which the cluster cannot lose. (A soft NodeAffinity put it elsewhere.)"""
     made = ray.remote(Supervisor).options(
         name=actor_name(plan.job.name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0,
         max_concurrency=16, resources={HEAD: 0.001} if HEAD in ray.cluster_resources() else None,

@@ -1,8 +1,8 @@
-"""A task of SkyPilot: machines in whichever cloud has them, the run folder in a bucket.
+"""Launcher for SkyPilot: machines of any cloud, the run folder in a bucket.
 
     birl launch skypilot rl recipe.yaml launch.accelerators=A10G:1 launch.nodes=2 launch.bucket=my-runs --dry-run
 
-The machines become a Ray cluster beside SkyPilot's own, and the first of them runs the job there.
+The machines form a Ray cluster beside SkyPilot's own, and the first of them launches the job on it.
 """
 
 import re
@@ -20,9 +20,9 @@ from birl.launch.launcher import Handle, Status
 
 PROGRAMS = {"sky": "pip install 'skypilot[aws,kubernetes]'"}
 WORK = "~/birl"
-VOLUME = "/mnt/birl"  # where launch.volume is; its path may not begin with ~
-PORT = 6399  # SkyPilot's own Ray has 6380
-TOKEN = "RAY_AUTH_TOKEN"  # what the machines of the Ray cluster show one another; new for each job
+VOLUME = "/mnt/birl"  # mount point of launch.volume; it must not begin with ~
+PORT = 6399  # SkyPilot's own Ray uses 6380
+TOKEN = "RAY_AUTH_TOKEN"  # shared token of the Ray cluster's machines; new for each job
 JOB_STATES = {
     "RUNNING": "running",
     "SUCCEEDED": "done",
@@ -92,13 +92,13 @@ def task(job: Job, keys: Keys) -> dict[str, Any]:
     if wheel := elsewhere.wheel(job, keys):
         mounts[f"{WORK}/{wheel.name}"] = f"./{wheel}"
     if keys.bucket:
-        # cached: what is appended to, as metrics are, works only so
+        # cached: files that are appended to, such as metrics, need it
         mounts[f"{WORK}/{job.run.parent}"] = {"name": keys.bucket, "store": "s3", "mode": "MOUNT_CACHED"}
     return {
         "name": elsewhere.named(job.name),
         "num_nodes": keys.nodes,
         "resources": {name: value for name, value in resources.items() if value != ""},
-        "secrets": dict.fromkeys([TOKEN, *job.env]),  # values come with `sky launch --secret NAME`
+        "secrets": dict.fromkeys([TOKEN, *job.env]),  # values are passed by `sky launch --secret NAME`
         **({"file_mounts": mounts} if mounts else {}),
         **({"volumes": {VOLUME: keys.volume}} if keys.volume else {}),
         "setup": elsewhere.block(setup(job, keys)),
@@ -113,7 +113,7 @@ def setup(job: Job, keys: Keys) -> list[str]:
 
 
 def body(job: Job, keys: Keys) -> list[str]:
-    """Runs on every machine. `ray stop` would end SkyPilot's own Ray, so what was started is ended by its id."""
+    """Script for every machine. `ray stop` would end SkyPilot's own Ray, so the started cluster is ended by its pid."""
     return [
         "set -e",
         f"mkdir -p {WORK} && cd {WORK}",
@@ -135,7 +135,7 @@ def body(job: Job, keys: Keys) -> list[str]:
 
 
 def begin(job: Job) -> tuple[str, ...]:
-    """`sky` takes the value of each secret from its environment."""
+    """Command that starts the task; `sky` reads secrets from its environment."""
     file, name = str(job.run / "launch" / "task.yaml"), elsewhere.named(job.name)
     given = [word for variable in (TOKEN, *job.env) for word in ("--secret", variable)]
     return ("sky", "launch", "-y", "-d", "-c", name, *given, file)
@@ -146,7 +146,7 @@ def end(name: str, run: str) -> list[tuple[str, ...]]:
 
 
 def submit(job: Job, keys: Keys, where: str = "skypilot") -> Handle:
-    """Costs money from here on, until `birl stop`. Raises `BirlError`."""
+    """Start the job. Costs money until `birl stop`. Raises `BirlError`."""
     rendered, launch = render(job, keys), job.run / "launch"
     external.write(launch, rendered)
     elsewhere.build(job, keys)
@@ -170,6 +170,6 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
 
 
 def stop(handle: Handle) -> str:
-    """The machines are given back even where the job cannot be reached any more."""
+    """Stop the job. The machines are terminated even if it cannot be reached."""
     output = external.run_all(end(handle.id, handle.run), "`sky status` shows whether machines are left.")
     return elsewhere.ended(output)

@@ -2,9 +2,9 @@
 
     birl launch slurm sft data.train=texts.jsonl parallel.fsdp=16 launch.nodes=2 launch.gpus=1 launch.time=240
 
-The learner is one step with a task for each rank; each engine is a step of its own beside it. The batch script (the end
-of it is slurm.sh) waits for them. It is controlled by signals alone: USR1 comes before the time limit, USR2 from `birl
-stop`, and TERM from Slurm, which has told the steps already. `slurm_queue.py` asks Slurm about it.
+The learner is one step with a task for each rank; each engine is a separate step. The batch script (its last part is
+slurm.sh) waits for them. It is controlled by signals: USR1 before the time limit, USR2 from `birl stop`, and TERM from
+Slurm, which has signalled the steps already. `slurm_queue.py` queries Slurm.
 """
 
 import os
@@ -26,7 +26,7 @@ from birl.launch.slurm_queue import status as status
 from birl.launch.slurm_queue import stop as stop
 
 SCRIPT = "slurm.sh"
-#: variables that a job gets without being asked for, where they are set; everything else stays here
+# variables that are always passed to a job, if set; all others are not
 PASSED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF"),
     *("PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS"),
@@ -63,8 +63,8 @@ class Keys(jobs.Keys):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where the processes of a job go. `ranks`: those of the learner on each node that has any, the last may have
-    fewer; `engines`: the node of each engine; `most`, `gpus`: processes and GPUs of the fullest node.
+    """Placement of a job's processes. `ranks`: of the learner on each of its nodes, the last may have fewer; `engines`:
+    node of each engine; `most`, `gpus`: processes and GPUs of the fullest node.
 
     Example: Places(nodes=2, ranks=1, engines=(0, 1), most=2, gpus=2) has one rank and one engine on each of two nodes
     """
@@ -77,7 +77,7 @@ class Places:
 
 
 def render(job: Job, keys: Keys) -> dict[str, str]:
-    """Raises `BirlError` for what Slurm cannot give, without asking it."""
+    """The batch script and the command. Raises `BirlError` for what Slurm cannot provide, without asking it."""
     elements = combinations(job, keys)
     result = places(job, keys.nodes)
     text = script(elements, result, directives(job, keys, result, len(elements)), keys)
@@ -89,12 +89,12 @@ def submission(job: Job) -> list[str]:
 
 
 def folder(run: Path) -> Path:
-    """Where the script, logs and state of a job are."""
+    """Folder of a job's script, logs and state."""
     return run / "launch"
 
 
 def combinations(job: Job, keys: Keys) -> list[Job]:
-    """The jobs of an array, or the one. Raises `BirlError`."""
+    """The jobs of an array, or the single one. Raises `BirlError`."""
     if not keys.array:
         return [job]
     words = shlex.split(keys.array)
@@ -157,7 +157,7 @@ class More:
 
 
 def submit(job: Job, keys: Keys) -> Handle:
-    """Raises `BirlError` where the run is under way already, or with what Slurm says."""
+    """Submit the job. Raises `BirlError` if the run is in progress, or with Slurm's message."""
     before = find(str(job.run), trusted=True) if (job.run / FILE).exists() else None
     if before and before.where == "slurm" and queue.active(before):
         raise BirlError(f"{job.run} runs already, as the job {before.id}: `birl stop {job.run}` ends it")
@@ -170,7 +170,7 @@ def submit(job: Job, keys: Keys) -> Handle:
     done = queue.ask(submission(job), environment(job.env))
     if done.returncode:
         raise BirlError(f"Slurm did not take the job: {done.stderr.strip()}{queue.hint(done.stderr)}")
-    # ID;CLUSTER where there are several. Wrappers of sbatch print lines of their own.
+    # ID;CLUSTER if there are several clusters. Wrappers of sbatch may print further lines.
     ids = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)
     if not ids:
         raise BirlError(f"sbatch named no job, so `squeue` alone knows whether there is one. It printed: {done.stdout}")
@@ -191,7 +191,7 @@ def submit(job: Job, keys: Keys) -> Handle:
 
 
 def environment(names: Sequence[str]) -> dict[str, str]:
-    """What sbatch sees, and so the job: nothing that was not named. Raises `BirlError` for a name that is not set."""
+    """Environment of sbatch, and so of the job: only named variables. Raises `BirlError` for a name that is not set."""
     own = [name for name in os.environ if name in PASSED or name.startswith("SBATCH_")]
     return jobs.given((*own, *names))
 
@@ -200,7 +200,7 @@ def environment(names: Sequence[str]) -> dict[str, str]:
 
 
 def places(job: Job, nodes: int) -> Places:
-    """Spread evenly; engines go where there are fewest GPUs in use. Raises `BirlError`."""
+    """Distribute evenly; engines go to the nodes with the fewest GPUs in use. Raises `BirlError`."""
     roles = job.roles
     processes = sum(role.count for role in roles)
     if not 1 <= nodes <= processes:
@@ -226,19 +226,19 @@ def whole(role: Role) -> int:
 
 
 def gpus(style: str, count: int) -> list[str]:
-    """How a number of GPUs on each node is asked for."""
+    """Options for a number of GPUs on each node."""
     if not count:
         return []
     return [f"--gres={style}:{count}" if style else f"--gpus-per-node={count}"]
 
 
 def memory(role: Role, processes: int) -> list[str]:
-    """On each node."""
+    """Option for the memory on each node."""
     return [f"--mem={ceil(role.memory_gb * 1024) * processes}M"] if role.memory_gb else []
 
 
 def options(job: Job, places: Places, gres: str) -> list[str]:
-    """What the whole job needs."""
+    """Options for the resources of the whole job."""
     return [
         f"--nodes={places.nodes}",
         f"--ntasks-per-node={places.most}",
@@ -249,8 +249,8 @@ def options(job: Job, places: Places, gres: str) -> list[str]:
 
 
 def step(role: Role, nodes: int, tasks: int, each: int, gres: str) -> list[str]:
-    """What one step needs: `tasks` on `nodes`, `each` on one of them. Without --mem a step takes all memory of the job
-    on its nodes, and the next step waits for ever."""
+    """Options of one step: `tasks` on `nodes`, `each` on one of them. Without --mem a step takes all memory of the job
+    on its nodes, and the next step waits forever."""
     return [
         f"--nodes={nodes}",
         f"--ntasks={tasks}",
@@ -262,7 +262,7 @@ def step(role: Role, nodes: int, tasks: int, each: int, gres: str) -> list[str]:
 
 
 def script(jobs: Sequence[Job], places: Places, directives: Sequence[str], keys: Keys) -> str:
-    """`jobs`: one, or those of an array, which differ in their words and run folders."""
+    """The batch script. `jobs`: one, or those of an array, which differ in words and run folders."""
     first = jobs[0]
     lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in directives), ""]
     lines += ['case "${SLURM_ARRAY_TASK_ID:-0}" in']

@@ -1,5 +1,5 @@
-"""What Slurm says about a job of ours, by its own commands and without its accounting, which need not be there. Once it
-has forgotten a job, the file that the batch script keeps beside the logs still says how it ended."""
+"""State of our jobs from Slurm's commands, without its accounting, which may be missing. After Slurm has forgotten a
+job, its end is in a file that the batch script writes beside the logs."""
 
 import subprocess
 import time
@@ -13,16 +13,16 @@ from birl.launch.launcher import Handle, Status, log_lines
 from birl.regular import read_text
 
 STATE = "state"
-DEADLINE = 60.0  # seconds for one command; Slurm repeats by itself while its controller is away
+DEADLINE = 60.0  # seconds for one command; Slurm retries by itself while its controller is down
 PATIENCE = 900.0  # seconds that `stop` waits
-ASK = 2.0  # seconds between two questions to the controller, which serves all users
+ASK = 2.0  # seconds between two queries of the controller, which serves all users
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One job as Slurm shows it; `number` within its array. The last one's own number would be that of the array.
+    """One job in Slurm's output; `number`: within its array. The last one's own number would be that of the array.
 
     Example: Seen(job="4711_0", number=0, state="PENDING", reason="Resources", restarts=1)
     """
@@ -35,7 +35,7 @@ class Seen:
 
 
 def ask(words: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command of Slurm. Raises `BirlError` where there is none, or no answer."""
+    """Run a command of Slurm. Raises `BirlError` if it is missing or does not answer."""
     try:
         return subprocess.run(words, capture_output=True, errors="replace", timeout=DEADLINE, env=env, check=False)
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def ask(words: Sequence[str], env: Mapping[str, str] | None = None) -> subproces
 
 
 def hint(message: str) -> str:
-    """Which key to set, where Slurm's message is about one of ours."""
+    """The key to set, if Slurm's message is about one of ours."""
     low = message.lower()
     for key in ("partition", "account", "qos"):
         if key in low:
@@ -59,7 +59,7 @@ def hint(message: str) -> str:
 
 
 def seen(handle: Handle) -> list[Seen]:
-    """Empty where Slurm no longer knows the job. Raises `BirlError` where it does not answer."""
+    """The job in Slurm's queue; empty if Slurm no longer knows it. Raises `BirlError` if Slurm does not answer."""
     words = ["squeue", "--noheader", "--states=all", "--array", f"--jobs={handle.id}"]
     done = ask([*words, "--Format=ArrayTaskID:|,State:|,Reason:|,RestartCnt:"])
     if done.returncode:
@@ -76,7 +76,7 @@ def seen(handle: Handle) -> list[Seen]:
 
 
 def active(handle: Handle) -> bool:
-    """Does Slurm still hold or run it?"""
+    """Whether the job is queued or running."""
     return any(one.state in (*WAITING, *RUNNING) for one in seen(handle))
 
 
@@ -85,7 +85,7 @@ def hosts(nodes: str) -> list[str]:
 
 
 def status(handle: Handle) -> list[Status]:
-    """Each process of each job."""
+    """Status of each process of each job."""
     jobs = {one.number: one for one in seen(handle)}
     steps = running_steps(handle) if any(one.state == "RUNNING" for one in jobs.values()) else {}
     result: list[Status] = []
@@ -106,7 +106,7 @@ def status(handle: Handle) -> list[Status]:
 
 
 def running_steps(handle: Handle) -> dict[tuple[str, str], list[str]]:
-    """Nodes of each step, by its job as Slurm shows it (4711, or 4711_0 in an array) and its name."""
+    """Nodes of each step, by (Slurm job id: 4711, or 4711_0 in an array; step name)."""
     words = ["squeue", "--noheader", "--steps", f"--jobs={handle.id}", "--format=%i|%j|%N"]
     result: dict[tuple[str, str], list[str]] = {}
     for line in ask(words).stdout.splitlines():
@@ -116,7 +116,7 @@ def running_steps(handle: Handle) -> dict[tuple[str, str], list[str]]:
 
 
 def state_of(job: Seen | None, run: Path) -> tuple[str, str]:
-    """Ours, and why. What the script wrote counts once the job is over."""
+    """Our state of a job, and the reason. After the job's end the script's file decides."""
     written, detail = last_word(run)
     if job is None:
         if written in ("", "running", "restarting"):
@@ -144,7 +144,7 @@ def last_word(run: Path) -> tuple[str, str]:
 
 
 def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
-    """Each line with the process that wrote it, where there are several. Raises `BirlError` for a role that is none."""
+    """Log lines, each with its process if there are several. Raises `BirlError` for an unknown role."""
     roles = handle.more["roles"]
     if role and role not in (*roles, "slurm"):
         raise BirlError(f"There is no role {role}; there are {', '.join((*roles, 'slurm'))}")
@@ -166,8 +166,8 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
 
 
 def stop(handle: Handle) -> str:
-    """Jobs that wait are taken away; those that run save and end. How it had ended where there are none of either,
-    else empty. Raises `BirlError` where that takes longer than `PATIENCE`."""
+    """Cancel waiting jobs; running ones save and end. If there are none of either, returns how the job had ended, else
+    empty. Raises `BirlError` if it takes longer than `PATIENCE`."""
     ended = [last_word(Path(run))[0] for run in handle.more["folders"]]
     any_left = False
     told: set[str] = set()

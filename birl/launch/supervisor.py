@@ -1,10 +1,10 @@
 """Keeps the processes of one job running on this machine: `python -m birl.launch.supervisor FILE`.
 
-    engines, then the learner -> an engine that ends is started again, later each time
-                              -> a learner that fails is started again, and goes on from its newest checkpoint
-                              -> the learner is done, or it was stopped: everything ends
+    engines, then the learner -> an engine that ends is restarted, with backoff
+                              -> a learner that fails is restarted, and resumes from its newest checkpoint
+                              -> the learner is done, or was stopped: everything ends
 
-It starts nothing but what is in the file, and imports nothing heavy. Its processes end with it, however it ends.
+It starts only commands of the file, and imports nothing heavy. Its processes end with it in any case.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ from birl.process import ProcessGroup
 from birl.regular import read_text
 from birl.track.runs import last_record
 
-POLL = 0.1  # s between two looks
-LONGEST = 30.0  # s before an engine or the learner is started again, at most
-STEADY = 60.0  # s after which an engine counts as well again
-PATIENCE = 15.0  # s between SIGTERM and SIGKILL; an engine answers what it has meanwhile
+POLL = 0.1  # s between two polls
+LONGEST = 30.0  # s, longest delay of a restart
+STEADY = 60.0  # s without failure after which an engine's backoff is reset
+PATIENCE = 15.0  # s between SIGTERM and SIGKILL; an engine finishes its requests meanwhile
 SHOWN = 300  # characters of a process's last line
 
 
 class Child:
-    """A process that can be started again. What it prints is appended to `log`."""
+    """A process that can be restarted. Its output is appended to `log`."""
 
     def __init__(self, role: str, index: int, command: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
         self.command, self.log, self.env = tuple(command), log, env
@@ -65,7 +65,7 @@ class Child:
         self.note("running", pid=self.pid, again=again)
 
     async def ended(self) -> int:
-        """Its exit code, once it and its group have ended."""
+        """Wait until the process and its group have ended; returns its exit code."""
         assert self.process is not None
         while (code := self.process.code) is None:
             await asyncio.sleep(POLL)
@@ -74,7 +74,7 @@ class Child:
         return code
 
     def signal(self, number: int, instead: int = 0) -> None:
-        """To it, or to a process below it that leads."""
+        """Signal the process, or a process below it that is the leader."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(instead or self.pid, number)
@@ -84,7 +84,7 @@ class Child:
             self.process.kill()
 
     def last(self) -> str:
-        """The last line that it printed."""
+        """The last line of its output."""
         with contextlib.suppress(OSError):
             assert self.process is not None
             lines = [line for line in self.process.tail(4096).splitlines() if line.strip()]
@@ -93,14 +93,14 @@ class Child:
 
 
 class Supervisor:
-    """One job from its first process to its last."""
+    """Runs one job from its first process to its last."""
 
     def __init__(self, plan: LaunchPlan) -> None:
-        self.plan, self.asked = plan, 0  # how often it was to stop
+        self.plan, self.asked = plan, 0  # number of stop requests
         self.learner = self.child("learner", 0)
         self.engines = [self.child("engine", index) for index in range(plan.count)]
-        self.tasks: dict[Child, asyncio.Task[None]] = {}  # of the engines, those too that are to end
-        self.lives = 0  # of the learner that failed
+        self.tasks: dict[Child, asyncio.Task[None]] = {}  # of the engines, also of those that are leaving
+        self.lives = 0  # number of failures of the learner
         self.state, self.detail = "running", ""
         self.written: State | None = None
 
@@ -114,7 +114,7 @@ class Supervisor:
         return Child(role, index, own, self.plan.folder / f"{role}-{index}.log", env)
 
     async def run(self) -> int:
-        """Returns when nothing is left: 0 where the job is done or was stopped, else 1."""
+        """Run until all processes have ended; returns 0 if the job is done or was stopped, else 1."""
         if self.plan.engines:
             os.environ.setdefault("BIRL_TOKEN", secrets.token_hex(16))
             forget(self.plan.engines)
@@ -131,7 +131,7 @@ class Supervisor:
                     self.scale(count)
                 await self.look(learning)
             learning.cancel()
-            self.learner.signal(signal.SIGTERM)  # where an engine's mistake ends the job
+            self.learner.signal(signal.SIGTERM)  # an engine's mistake ends the job
             for engine in self.engines:
                 self.leave(engine)
             while self.tasks:
@@ -144,7 +144,7 @@ class Supervisor:
         return 0 if self.state in ("done", "stopped") else 1
 
     async def look(self, *more: "asyncio.Task[None]") -> None:
-        """What has happened until now is written; whatever went wrong in a task is raised."""
+        """Write the current state; raises the exception of a failed task."""
         for task in (*self.tasks.values(), *more):
             if task.done() and not task.cancelled():
                 task.result()
@@ -153,7 +153,7 @@ class Supervisor:
         await asyncio.sleep(POLL)
 
     def stop(self) -> None:
-        """The first signal lets the learner save and end, the second ends it at once."""
+        """The first signal lets the learner save and end, the second kills it."""
         self.asked += 1
         self.learner.signal(signal.SIGTERM, self.leader())
 
@@ -164,7 +164,7 @@ class Supervisor:
     # --- the learner
 
     async def learn(self) -> None:
-        """To its end, started again where it fails. It waits for as many engines as there are then."""
+        """Run the learner to its end, with restarts. It waits for as many engines as there are at each start."""
         while self.learned(await self.learner.ended()):
             until = time.monotonic() + min(2.0 ** (self.lives - 1), LONGEST)
             self.learner.note("restarting", f"{self.learner.part.detail}; again in {until - time.monotonic():.0f} s")
@@ -178,12 +178,12 @@ class Supervisor:
             self.start(self.learner)
 
     def learned(self, code: int) -> bool:
-        """Whether it is to be started again after it ended with this exit code."""
+        """Whether the learner is to be restarted after it ended with this exit code."""
         learner, how = self.learner, self.learner.part.detail
         if code == 0 and not self.asked:
             self.finish("done")
         elif self.asked or code in STOPPED:
-            saved = code in (0, *STOPPED) and self.asked < 2  # the second signal ends it at once
+            saved = code in (0, *STOPPED) and self.asked < 2  # the second signal kills it
             self.finish("stopped", "it has saved" if saved else f"exit code {code}")
         elif code == MISTAKE and latest(self.plan.run)[1] < learner.began:
             self.finish("failed", f"the learner ended with exit code {MISTAKE} before its first step: {learner.last()}")
@@ -199,7 +199,7 @@ class Supervisor:
         self.learner.note(state, detail)
 
     def leader(self) -> int:
-        """Rank 0, where the learner is torchrun: it has the run folder."""
+        """Pid of rank 0 if the learner is torchrun: rank 0 has the run folder."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             pid = int(read_text(Path(self.plan.run) / ".lock").split()[0])
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -213,7 +213,7 @@ class Supervisor:
         self.tasks[engine] = asyncio.create_task(self.engine(engine))
 
     async def engine(self, engine: Child) -> None:
-        """Start it again, later each time, as long as it is one of those that there are to be."""
+        """Keep an engine running, with backoff, while it is one of the wanted ones."""
         backoff = 1.0
         while True:
             code, index = await engine.ended(), engine.part.index
@@ -236,7 +236,7 @@ class Supervisor:
             self.start(engine)
 
     def leave(self, engine: Child) -> None:
-        """SIGTERM, and SIGKILL where that is not enough in time."""
+        """End an engine by SIGTERM, then SIGKILL after a timeout."""
         if engine.alive:
             engine.signal(signal.SIGTERM)
             asyncio.get_running_loop().call_later(PATIENCE, engine.kill)
@@ -245,7 +245,7 @@ class Supervisor:
             engine.note("stopped")
 
     def scale(self, number: int) -> None:
-        """Engines come at the end, and leave from there."""
+        """Change the number of engines; they are added and removed at the end."""
         if number == len(self.engines):
             return
         self.say(f"{number} engines instead of {len(self.engines)}")
@@ -258,7 +258,7 @@ class Supervisor:
             self.engines.append(self.child("engine", next(free)))
             self.keep(self.engines[-1])
 
-    # --- what others see of it
+    # --- state for others
 
     def write(self) -> None:
         leaving = [engine for engine in self.tasks if engine not in self.engines]
@@ -267,7 +267,7 @@ class Supervisor:
         if now != self.written:
             try:
                 files.write(self.plan.folder / files.STATE, asdict(now))
-            except BirlError as error:  # a disk that is full, or out of reach: the processes are more important
+            except BirlError as error:  # a full or unreachable disk must not stop the processes
                 self.say(f"state.json could not be written: {error}")
                 now = replace(now, state="")
             self.written = now
@@ -278,7 +278,7 @@ class Supervisor:
 
 
 def forget(name: str, pid: int = 0) -> None:
-    """Engines that were killed have left their names behind: of one, or of all."""
+    """Remove registered names of killed engines: of one, or of all."""
     if not name:
         return
     with contextlib.suppress(OSError):
@@ -288,8 +288,7 @@ def forget(name: str, pid: int = 0) -> None:
 
 
 def latest(run: str) -> tuple[int, float]:
-    """The last step of a run and when it was over [s of the clock]; zeros where there is none. A line that is half
-    written is none."""
+    """Last step of a run and its time [s since 1970]; zeros if there is none. An incomplete line is ignored."""
     row = last_record(Path(run) / "metrics.jsonl")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return int(row["step"]), datetime.fromisoformat(row["time"]).timestamp()

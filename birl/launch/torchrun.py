@@ -1,6 +1,6 @@
-"""`birl launch torchrun`: the learner's ranks are started by torchrun; detached and supervised as `local` does it.
+"""`birl launch torchrun`: torchrun starts the learner's ranks; detached and supervised as with `local`.
 
-For several machines the same command is given on each, with launch.nodes, launch.rendezvous=HOST:PORT of the first, and
+For several machines run the same command on each, with launch.nodes, launch.rendezvous=HOST:PORT of the first, and
 launch.node, from 0. They share the run folder.
 """
 
@@ -19,7 +19,7 @@ from birl.launch.local import stop as stop
 from birl.launch.plan import LaunchPlan
 from birl.process import free_port
 
-PLACE = "birl"  # of torchrun's rendezvous
+PLACE = "birl"  # id of torchrun's rendezvous
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ def submit(job: Job, keys: Keys) -> Handle:
 
 
 def command(job: Job, keys: Keys) -> list[str]:
-    """torchrun's own. Raises `BirlError`."""
+    """torchrun's command line. Raises `BirlError`."""
     ranks, nodes = job.learner.count, keys.nodes
     if ranks % nodes:
         raise BirlError(f"launch.nodes={nodes}: the {ranks} ranks of parallel.* cannot be spread evenly over them")
@@ -53,13 +53,13 @@ def command(job: Job, keys: Keys) -> list[str]:
     if nodes == 1:
         words += [f"--rdzv-endpoint={keys.rendezvous or f'127.0.0.1:{free_port()}'}", "--rdzv-backend=c10d"]
         words += [f"--rdzv-id={PLACE}", "--local-addr=127.0.0.1"]
-    else:  # the others make rank 0 of anybody, and it must be on the machine whose supervisor gets the stop
+    else:  # torchrun would choose any machine for rank 0, but it must be the one whose supervisor gets the stop
         words += [f"--rdzv-endpoint={keys.rendezvous}", "--rdzv-backend=static", f"--node-rank={keys.node}"]
     return [python, "-m", "torch.distributed.run", *words, *rest]
 
 
 def plan_of(job: Job, keys: Keys) -> LaunchPlan:
-    """Raises `BirlError`."""
+    """The plan for this machine's supervisor. Raises `BirlError`."""
     words = command(job, keys)
     if keys.nodes > 1 and job.engine is not None:
         raise BirlError(
