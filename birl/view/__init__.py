@@ -1,1 +1,1 @@
-"""`birl view`: runs as a live page on this machine, read from their folders alone."""
+"""`birl view`: live page of runs on this machine, read from their folders only."""

@@ -1,4 +1,4 @@
-"""What the page gets: JSON in which NaN and infinity are null, and arrays of numpy are lists."""
+"""JSON responses: NaN and infinity become null, numpy arrays become lists."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 
 class Answer(Response):
-    """JSON of anything that a run's files or numpy hold. Lone surrogates, which have no UTF-8, go as JSON escapes.
+    """JSON of values from a run's files or numpy. Lone surrogates, which have no UTF-8, become JSON escapes.
 
     Example: Answer({"values": np.array([0.5, np.nan])}).body == b'{"values":[0.5,null]}'
     """
@@ -21,7 +21,7 @@ class Answer(Response):
 
 
 def error(message: str, status: int = 400) -> Answer:
-    """`message`: a sentence that names the fix."""
+    """`message`: a sentence that says what to change."""
     return Answer({"error": message}, status_code=status)
 
 

@@ -1,4 +1,4 @@
-"""The numbers of a file of JSON lines as columns, read on from where reading stopped."""
+"""The numbers of a JSON Lines file as columns, read incrementally."""
 
 import json
 from array import array
@@ -13,39 +13,39 @@ import numpy as np
 from birl.regular import open_regular
 from birl.track.log import Growing
 
-BATCH = 500  # lines that are parsed at a time; other threads wait for as long as that takes
-END = 1 << 14  # bytes at the end of a file that a glimpse takes whole: a few lines
-STAMP = "time"  # the one column that is text in the file; here seconds since 1970, where no step was timed
+BATCH = 500  # lines that are parsed at a time; other threads wait meanwhile
+END = 1 << 14  # bytes at the end of a file that a glimpse reads completely: a few lines
+STAMP = "time"  # the one column that is text in the file; as seconds since 1970, used if no step was timed
 TIMED = "time/step"
 
 
 class Columns:
-    """metrics.jsonl or validation.jsonl. `read` takes what has been added; a half-written last line waits for its rest.
-    A file that became shorter, or has other bytes before the place where reading stopped (a resume cut it back, and it
-    grew again), is read again from its start. Not for several threads at once.
+    """metrics.jsonl or validation.jsonl. `read` reads added lines; an incomplete last line is read later. A file that
+    became shorter, or whose bytes before the last position changed (after a resume), is read again from its start. Not
+    thread-safe.
 
     Example: table = Columns(Path("runs/demo/metrics.jsonl")); table.read(); table["reward/mean"]
     """
 
     def __init__(self, path: Path, keep: Callable[[str], bool] = lambda name: True) -> None:
-        """`keep`: which names become columns."""
+        """`keep`: whether a name becomes a column."""
         self.path, self.keep = path, keep
-        self.generation = 0  # how often reading began anew
+        self.generation = 0  # number of restarts from the beginning
         self._clear()
 
     @property
     def unread(self) -> int:
-        """Bytes that are there and were not taken yet."""
+        """Number of bytes that were not read yet."""
         return self._file.unread
 
     @property
     def taken(self) -> int:
-        """Bytes that were."""
+        """Number of bytes that were read."""
         return self._file.taken
 
     def glimpse(self, lines: int) -> "Columns":
-        """Another table with so many rows from all over the file and its last one, read in a moment. Nothing is
-        remembered here."""
+        """Another table of about `lines` rows from all over the file and its last ones, read quickly. This table is
+        unchanged."""
         result, chosen, last = Columns(self.path, self.keep), [], -1
         with suppress(OSError), open_regular(self.path) as file:
             end = max(0, file.seek(0, 2) - END)
@@ -64,22 +64,22 @@ class Columns:
         return result
 
     def _clear(self) -> None:
-        self.rows, self.broken = 0, 0  # broken: lines that are no JSON object with a step, left out
+        self.rows, self.broken = 0, 0  # broken: skipped lines that are no JSON object with a step
         self._file = Growing(self.path)
         self._columns: dict[str, np.ndarray] = {}
 
     @property
     def names(self) -> list[str]:
-        """In the order of the file, without step and time."""
+        """Names in the order of the file, without step and time."""
         return [name for name in self._columns if name not in ("step", STAMP)]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """A value for each row, NaN where there is none; all NaN for a name that the file does not have."""
+        """A value for each row, NaN if it has none; all NaN for an unknown name."""
         column = self._columns.get(name)
         return np.full(self.rows, np.nan) if column is None else column[: self.rows]
 
     def read(self) -> bool:
-        """Take what is new. Whether anything changed; a file that is not there reads as an empty one."""
+        """Read added lines; returns whether anything changed. A missing file is an empty one."""
         state = (self.generation, self.rows, self.broken)
         if not self._file.goes_on:
             self.generation += 1
@@ -108,7 +108,7 @@ class Columns:
         self.rows = end
 
     def _room(self, name: str, rows: int) -> np.ndarray:
-        """The column with place for so many rows; what is not set is NaN."""
+        """The column with room for so many rows; unset values are NaN."""
         column = self._columns.get(name)
         if column is None or len(column) < rows:
             larger = np.full(max(1024, 2 * rows if column is not None else rows), np.nan)
@@ -119,10 +119,10 @@ class Columns:
 
 
 def parse(lines: Sequence[bytes]) -> list[Any]:
-    """The value of each line; a line that is no JSON is left out. Two broken lines must not heal each other."""
+    """The value of each line, without lines that are not JSON. Two broken lines must not form a valid one together."""
     if all(line[:1] == b"{" and line.rstrip()[-1:] == b"}" for line in lines):
         with suppress(ValueError, RecursionError):
-            result = json.loads(b"[" + b",".join(lines) + b"]")  # one call: the names are made into text once
+            result = json.loads(b"[" + b",".join(lines) + b"]")  # one call: each name is decoded only once
             if len(result) == len(lines):
                 return result
     result = []
@@ -141,10 +141,10 @@ def _transposed(records: list[dict[str, Any]]) -> Iterable[tuple[str, Sequence[A
 
 
 def _floats(values: Sequence[Any]) -> np.ndarray | None:
-    """None for a column without a number: text, lists, nothing but null."""
+    """The column as floats; None if it has no number: text, lists, only null."""
     if type(values[0]) in (int, float):
         with suppress(TypeError, OverflowError):
-            return np.frombuffer(array("d", values))  # by far the fastest way; it takes numbers alone
+            return np.frombuffer(array("d", values))  # by far the fastest way; accepts numbers only
     kinds = set(map(type, values))
     if not kinds & {int, float}:
         return None

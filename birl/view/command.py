@@ -1,4 +1,4 @@
-"""`birl view`: start the server, say where it is, open a browser, wait for Ctrl-C."""
+"""`birl view`: start the server, print its address, open a browser, wait for Ctrl-C."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from birl.view.folders import Runs
 
 PORT = 8311
-NEXT = 20  # further ports that are tried where the first is taken
+NEXT = 20  # further ports to try if the first is in use
 USAGE = (
     "Usage: birl view [RUN ...] [--port N] [--no-browser]\n\n"
     "A live page of runs on this machine: curves, comparison, rollouts, waiting. RUN is the folder of a run, or a\n"
@@ -55,12 +55,12 @@ def run(words: list[str]) -> int:
     screen = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if QUIET.name not in flags and screen:
         threading.Timer(0.3, webbrowser.open, (url,)).start()
-    server(runs, listener).run([listener])  # ends by a signal, whose exception asyncio may lose
+    server(runs, listener).run([listener])  # ended by a signal, whose exception asyncio may lose
     return INTERRUPTED
 
 
 def server(runs: "Runs", listener: socket.socket) -> "uvicorn.Server":
-    """The server of the page, not started: `.run([listener])` blocks until a signal."""
+    """The page's server, not started: `.run([listener])` blocks until a signal."""
     import uvicorn
 
     from birl.server.connections import Patient
@@ -75,7 +75,7 @@ def server(runs: "Runs", listener: socket.socket) -> "uvicorn.Server":
 
 
 def listen(port: int | None) -> socket.socket:
-    """A socket on the loopback. `port` None: 8311 or the next that is free; 0: any."""
+    """A socket on the loopback. `port` None: 8311 or the next free one; 0: any."""
     wanted = [port] if port is not None else range(PORT, PORT + NEXT)
     for number in wanted:
         listener = socket.socket()
@@ -93,7 +93,7 @@ def listen(port: int | None) -> socket.socket:
 
 
 def _start(runs: "Runs", named: bool) -> str:
-    """The view to begin with: the curves of runs that were named, else the list."""
+    """The first view: the curves of runs that were named, else the list."""
     result = list(runs)
     if named and 0 < len(result) <= 8:
         return "#/curves?" + "&".join(f"run={run.id}" for run in result)

@@ -1,8 +1,8 @@
-"""The index of rollouts.jsonl: where each episode is in the file, and what it is filtered and sorted by.
+"""Index of rollouts.jsonl: position of each episode in the file, and the columns for filters and sorting.
 
-The file is read once, on from where the last look ended: numbers go into one numpy array (about 100 bytes an episode),
-texts and tokens stay in the file. A half-written last line waits. A broken line is counted and passed over. Where the
-file became shorter, because a resumed run cut it back, the rows behind its end go.
+The file is read incrementally: numbers go into one numpy array (about 100 bytes an episode), texts and tokens stay in
+the file. An incomplete last line is read later. Broken lines are counted and skipped. If a resumed run truncated the
+file, rows beyond its end are removed.
 """
 
 import json
@@ -26,57 +26,56 @@ from birl.view import flags, kept
 
 ROW = np.dtype(
     [
-        ("at", "<i8"),  # where its line begins [bytes]
+        ("at", "<i8"),  # offset of its line [bytes]
         ("size", "<i8"),  # of the line, with its end
-        ("head", "<i4"),  # up to the tokens
+        ("head", "<i4"),  # of the line before the tokens
         ("step", "<i4"),
         ("group", "<i4"),
         ("episode", "<i4"),
         ("turns", "<i4"),
-        ("tokens", "<i4"),  # generated
-        ("prompt", "<i4"),  # tokens before the first of them
+        ("tokens", "<i4"),  # number of generated tokens
+        ("prompt", "<i4"),  # number of tokens before the first generated one
         ("reward", "<f8"),
         ("score", "<f8"),
         ("advantage", "<f8"),
-        ("outcome", "u1"),  # place in OUTCOMES
-        ("flags", "u1"),  # bits, in the order of flags.NAMES
-        ("source", "<i4"),  # place in `sources`
-        ("task", "<i4"),  # place in `tasks`
-        ("key", "<i8"),  # equal where the answers are the same
+        ("outcome", "u1"),  # index into OUTCOMES
+        ("flags", "u1"),  # bits, in order of flags.NAMES
+        ("source", "<i4"),  # index into `sources`
+        ("task", "<i4"),  # index into `tasks`
+        ("key", "<i8"),  # equal for equal answers
     ]
 )
 SCORE = list(ROW.names or ()).index("score")
 OUTCOMES = (*map(str, Outcome), "unknown")
-BLOCK = 1 << 22  # bytes read at once
-WINDOW = 1024  # earlier answers that a length is compared with
-NAMED = 20  # broken lines that are named
+BLOCK = 1 << 22  # bytes per read
+WINDOW = 1024  # earlier answers for the comparison of lengths
+NAMED = 20  # broken lines that are reported one by one
 DIGITS = 12  # bytes of a token and its comma, at most
 FIRST = re.compile(rb',"samples":\[\{"tokens":\[([\d,]+)')
-TOKENS = b',"samples":['  # the writer puts tokens last; inside a text the quotes would be escaped
+TOKENS = b',"samples":['  # tokens are written last; inside a text the quotes would be escaped
 BITS = {name: 1 << place for place, name in enumerate(flags.NAMES)}
-BROKEN = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)  # what reading a line raises
-SAID_ALONE = ("repetition", "format", "unbacked", "script")  # flags that an answer has by itself
+BROKEN = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)  # exceptions of a broken line
+SAID_ALONE = ("repetition", "format", "unbacked", "script")  # flags that depend on the answer only
 
 
 class Episodes:
-    """Everything that is known of a run's episodes without reading the file again. `rows` [N] of type ROW.
+    """The indexed episodes of a run. `rows` [N] of type ROW.
 
-    `threshold`: validation.threshold; `right`: the score from which on an answer is right. One that is neither 0 nor 1
-    takes the flags back that need to know it, where there is no threshold.
-    `begun` counts how often rows were taken back: users of row numbers begin anew when it changes. `settled`:
-    rows whose flags are known; those of a group that was read in part so far are not.
-    `broken`: what was wrong with the first broken lines, by line number; `skipped`: how many there are.
+    `threshold`: validation.threshold; `right`: least score of a right answer. Without a threshold, a score other than 0
+    and 1 removes the flags that depend on it. `begun`: number of times that rows were removed: users of row numbers
+    start again when it changes. `settled`: number of rows whose flags are final; those of an incompletely read group
+    are not. `broken`: line number -> error, for the first broken lines; `skipped`: their number.
 
     Example: episodes = Episodes(Path("runs/demo/rollouts.jsonl")); episodes.read_on(); episodes.rows["reward"].mean()
     """
 
     def __init__(self, path: Path, threshold: float | None = None) -> None:
-        """`threshold` None: that of the configuration beside the file."""
+        """`threshold` None: that of the run's configuration."""
         own = config(Path(path).parent).get("validation.threshold") if threshold is None else threshold
         self.threshold = float(own) if isinstance(own, int | float) else 0.0
         self.path, self.lock, self.begun, self.settled = Path(path), threading.RLock(), 0, 0
         self._empty()
-        self._kept = -1  # rows of the index in the cache; -1: not looked yet
+        self._kept = -1  # rows of the cached index; -1: not loaded yet
 
     def _empty(self) -> None:
         self._rows, self.count = np.zeros(1024, ROW), 0
@@ -84,9 +83,9 @@ class Episodes:
         self.sources: list[str] = []
         self._task_places: dict[str, int] = {}
         self._source_places: dict[str, int] = {}
-        self.read, self.lines, self.size = 0, 0, 0  # bytes and lines that are indexed, bytes that there are
+        self.read, self.lines, self.size = 0, 0, 0  # indexed bytes and lines, size of the file
         self.skipped, self.broken = 0, dict[int, str]()
-        self._mark = b""  # of the last row
+        self._mark = b""  # start of the last row's line
         self.right = self.threshold or 1.0
 
     @property
@@ -94,8 +93,8 @@ class Episodes:
         return self._rows[: self.count]
 
     def read_on(self, seconds: float = inf) -> bool:
-        """Index what is new, for about so many seconds; False where more is left. Raises `BirlError` where there is no
-        such file."""
+        """Index added lines, for about so many seconds; False if more are left. Raises `BirlError` if there is no such
+        file."""
         until = time.monotonic() + seconds
         with self.lock, self._open() as file:
             self.size = file.seek(0, 2)
@@ -113,7 +112,7 @@ class Episodes:
             return True
 
     def _recall(self, file: BinaryIO) -> None:
-        """Go on from the index in the cache, where it is of this very file."""
+        """Load the index from the cache, if it is of this file."""
         self._kept = 0
         if not kept.load(self, ROW):
             return
@@ -123,7 +122,7 @@ class Episodes:
             self._empty()
 
     def take(self, rows: np.ndarray, about: Mapping[str, Any]) -> None:
-        """An index that was made before: its rows, and the other things that `kept.NAMES` names."""
+        """Take over a cached index: its rows, and the attributes of `kept.NAMES`."""
         self._rows, self.count = rows, len(rows)
         self.right = right_from(rows["score"], self.threshold)
         for name in kept.NAMES:
@@ -141,11 +140,11 @@ class Episodes:
             ) from error
 
     def _take_back(self, file: BinaryIO) -> None:
-        """Rows that are not in the file any more. What was cut back and has grown again is seen by its last row."""
+        """Remove rows that the file no longer has. One that has grown again since is detected by its last row."""
         if self.size < self.read:
             ends = self.rows["at"] + self.rows["size"]
             left = int(np.searchsorted(ends, self.size, side="right"))
-            # Not cut back but written anew; or it is not known which broken lines lay behind the cut.
+            # Not truncated but rewritten; or the broken lines beyond the cut are unknown.
             if left and (self.skipped or not self._as_it_was(file, left - 1)):
                 left = 0
             if not left:
@@ -159,7 +158,7 @@ class Episodes:
             self.size, self.begun = file.seek(0, 2), self.begun + 1
 
     def _as_it_was(self, file: BinaryIO, row: int) -> bool:
-        """Does the file still say there what the index says?"""
+        """Whether the file still has the indexed row there."""
         at, size = int(self._rows[row]["at"]), int(self._rows[row]["size"])
         file.seek(at)
         line, old = file.read(size), self._rows[row].copy()
@@ -167,7 +166,7 @@ class Episodes:
             new = np.array([self._row(line[:-1], at)], ROW)[0]
         except BROKEN:
             return False
-        old["flags"] = new["flags"]  # some need other rows
+        old["flags"] = new["flags"]  # some depend on other rows
         return line.endswith(b"\n") and old.tobytes() == new.tobytes()
 
     def _head(self, file: BinaryIO, row: int) -> bytes:
@@ -175,7 +174,7 @@ class Episodes:
         return file.read(int(self._rows[row]["head"]))
 
     def _block(self, file: BinaryIO) -> bool:
-        """Index some whole lines; False where there are none."""
+        """Index a block of whole lines; False if there is none."""
         file.seek(self.read)
         data = file.read(BLOCK)
         while (end := data.rfind(b"\n") + 1) == 0:
@@ -232,7 +231,7 @@ class Episodes:
             self.rows["flags"] &= ~np.uint8(BITS["unbacked"])
 
     def _compare(self, first: int) -> None:
-        """The flags that need other episodes, for the rows from `first` on."""
+        """Set the flags that depend on other episodes, for the rows from `first` on."""
         rows = self.rows
         for start, end in _runs(rows["step"][first:], first):
             limit = flags.BLOWUP * self.usual(start)
@@ -246,14 +245,14 @@ class Episodes:
         new["flags"][remarkable[counts[place.reshape(-1)] > 1]] |= BITS["duplicate"]
 
     def _beginning(self, row: int) -> int:
-        """The first of the rows up to this one that are of its group."""
+        """The first row of the group of this row."""
         rows = self.rows
         while row > 0 and all(rows[row - 1][name] == rows[row][name] for name in ("step", "group")):
             row -= 1
         return row
 
     def usual(self, row: int) -> float:
-        """Tokens that 95 of 100 of the answers before this row's step needed at most; NaN where there are too few."""
+        """95th percentile of the tokens of answers before this row's step; NaN if there are too few."""
         steps, first = self.rows["step"], max(row - WINDOW, 0)
         while first > 0 and (steps[first:row] == steps[row]).all():
             first = max(2 * first - row, 0)
@@ -263,22 +262,22 @@ class Episodes:
         return float(np.quantile(past, 0.95)) if len(past) >= flags.PAST else nan
 
     def line(self, row: int) -> bytes:
-        """The row's line as it is in the file, with its end. Raises `BirlError`."""
+        """The row's line in the file, with its end. Raises `BirlError`."""
         return self._bytes(row, "size")
 
     def record(self, row: int) -> dict[str, Any]:
-        """All of it, tokens included. Raises `BirlError`."""
+        """The whole record, with tokens. Raises `BirlError`."""
         return self._parsed(row, self.line(row))
 
     def head(self, row: int) -> dict[str, Any]:
-        """The row without tokens, which are most of it. Raises `BirlError`."""
+        """The record without tokens, which are most of it. Raises `BirlError`."""
         data = self._bytes(row, "head")
         alone = self._rows[row]["head"] + 1 >= self._rows[row]["size"]  # the line has no tokens
         return self._parsed(row, data if alone else data + b"}")
 
     def given(self, row: int) -> tuple[int, ...]:
-        """The tokens before the first of the model; none where that is no list of whole numbers. Reads no more
-        of the line than that. Raises `BirlError`."""
+        """Tokens before the first generated one; empty if that is no list of integers. Reads no more of the line than
+        that. Raises `BirlError`."""
         count = int(self._rows[row]["prompt"]) if 0 <= row < self.count else 0
         data = self._bytes(row, "size", most=int(self._rows[row]["head"]) + DIGITS * (count + 8))
         result = FIRST.match(data, int(self._rows[row]["head"]))
@@ -310,7 +309,7 @@ class Episodes:
         return [int(n) for n in np.flatnonzero((rows["step"] == own["step"]) & (rows["group"] == own["group"]))]
 
     def reasons(self, row: int, head: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Name and reason of each flag of a row."""
+        """(name, reason) of each flag of a row."""
         own = self._rows[row]
         text = flags.plain(str(head.get("text") or ""))
         result = alone(text, head.get("answer"), number(head.get("score")), self.right)
@@ -323,7 +322,7 @@ class Episodes:
 
 
 def alone(text: str, answer: Any, score: float, right: float) -> list[tuple[str, str]]:
-    """Flags that an answer has by itself; `text` without the tokens that end it. `right`: of `flags.unbacked`."""
+    """Flags that depend on the answer only; `text` without end tokens. `right`: of `flags.unbacked`."""
     reasons = (
         flags.repetition(text),
         flags.format_gaming(text),
@@ -334,7 +333,7 @@ def alone(text: str, answer: Any, score: float, right: float) -> list[tuple[str,
 
 
 def number(value: Any) -> float:
-    """NaN for what is none: a failed episode has no reward."""
+    """A float; NaN if it is not a number: a failed episode has no reward."""
     with suppress(OverflowError):
         return float(value) if isinstance(value, int | float) else nan
     return nan
@@ -354,8 +353,7 @@ def _place(name: str, names: list[str], places: dict[str, int]) -> int:
 
 
 def _lengths(record: Mapping[str, Any], line: bytes, cut: int) -> tuple[int, int]:
-    """Tokens that the model generated, and tokens before the first of them; counted in the bytes where that is
-    possible."""
+    """Number of generated tokens, and of tokens before the first of them; counted in the bytes if possible."""
     total, prompt, place = 0, -1, cut
     while cut >= 0 and (place := line.find(b'"mask":[', place)) >= 0:
         start, place = place + 8, line.find(b"]", place)
@@ -374,6 +372,6 @@ def _counted(samples: Any) -> tuple[int, int]:
 
 
 def _runs(values: np.ndarray, first: int) -> list[tuple[int, int]]:
-    """Where equal neighbours begin and end, counted from `first`."""
+    """(start, end) of each run of equal values, counted from `first`."""
     cuts = (np.flatnonzero(values[1:] != values[:-1]) + 1 + first).tolist()
     return list(zip([first, *cuts], [*cuts, first + len(values)], strict=True))

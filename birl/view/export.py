@@ -1,4 +1,4 @@
-"""Rows of a search as JSONL (the very lines of rollouts.jsonl) or as CSV for a spreadsheet, piece by piece."""
+"""Export of rows as JSONL (unchanged lines of rollouts.jsonl) or as CSV for a spreadsheet, line by line."""
 
 import csv
 import io
@@ -16,12 +16,12 @@ COLUMNS = (
     *("row", "step", "group", "episode", "task", "source", "answer", "outcome", "detail", "reward", "score"),
     *("advantage", "prompt_tokens", "tokens", "turns", "flags", "parts", "text"),
 )
-#: a spreadsheet computes cells that begin so; the last four are the wide forms of = + - @
+# first characters of formulas in a spreadsheet; the last four are the wide forms of = + - @
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 def lines(episodes: Episodes, rows: Iterable[int], form: str) -> Iterator[bytes]:
-    """The file, line by line. Raises `BirlError` for another format than those of FORMATS."""
+    """Lines of the exported file. Raises `BirlError` for a format that is not in FORMATS."""
     if form not in FORMATS:
         raise BirlError(f"export to {form or 'nothing'}: the formats are {' and '.join(FORMATS)}.")
     if form == "jsonl":
@@ -30,7 +30,7 @@ def lines(episodes: Episodes, rows: Iterable[int], form: str) -> Iterator[bytes]
 
 
 def cells(episodes: Episodes, row: int) -> list[object]:
-    """One row as COLUMNS names it; numbers as numbers, text such that no spreadsheet computes with it."""
+    """One row in the order of COLUMNS; numbers as numbers, text so that no spreadsheet evaluates it."""
     head, known = episodes.head(row), episodes.rows[row]
     parts = json.dumps(head.get("parts") or {}, ensure_ascii=False)
     named = [name for name, _ in episodes.reasons(row, head)]
@@ -45,13 +45,13 @@ def cells(episodes: Episodes, row: int) -> list[object]:
 
 
 def _safe(text: str) -> str:
-    """Control characters are spelled out, and an apostrophe stands before what would be a formula."""
+    """Control characters are escaped, and a text like a formula gets a leading apostrophe."""
     text = visible(text)
     return f"'{text}" if text.lstrip(" ").startswith(FORMULA) else text
 
 
 def _written(values: Iterable[object]) -> bytes:
-    """Every cell in quotes: a program that separates cells elsewhere finds no formula behind a semicolon."""
+    """Quote every cell: a program with another separator must not find a formula after a semicolon."""
     line = io.StringIO()
     csv.writer(line, quoting=csv.QUOTE_ALL, lineterminator="\r\n").writerow(values)
     return line.getvalue().encode("utf-8", "replace")

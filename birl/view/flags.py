@@ -1,7 +1,7 @@
-"""Detectors of degeneration and of reward hacking: pure functions on the text of an answer, on its length and on its
-group. Each gives the reason in words, or "" where it sees nothing.
+"""Detectors of degeneration and of reward hacking: pure functions of an answer's text, length and group. Each returns
+the reason as text, or "" if it finds nothing.
 
-A flag says "look here", never "this is wrong": each docstring says what its detector sees and what it misses.
+A flag means "look here", not "this is wrong": each docstring says what its detector finds and what it misses.
 """
 
 import re
@@ -12,17 +12,17 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
-NAMES = ("repetition", "length", "format", "duplicate", "unbacked", "script")  # their bits, in this order
+NAMES = ("repetition", "length", "format", "duplicate", "unbacked", "script")  # in the order of their bits
 
-LOOP = 24  # shortest repeated end that counts [characters]
-TIMES = 4  # how often its unit must be there
-DENSE = 0.2  # zlib makes less than this of a text that says little new
-DENSE_FROM = 200  # shortest text it is tried on [characters]
-BLOWUP = 2.0  # times what 95 of 100 earlier answers needed
-BLOWUP_FROM = 64  # shortest answer that can be one [tokens]
-PAST = 64  # earlier answers that are needed to compare with
-DUPLICATE_FROM = 40  # shortest answer of which two alike are remarkable [characters]
-ANSWER_UP_TO = 64  # longest right answer that is looked for [characters]
+LOOP = 24  # shortest repeated end [characters]
+TIMES = 4  # least number of repetitions
+DENSE = 0.2  # compression ratio of zlib below which a text is repetitive
+DENSE_FROM = 200  # shortest text for that test [characters]
+BLOWUP = 2.0  # multiple of the 95th percentile of earlier answers
+BLOWUP_FROM = 64  # shortest answer that is flagged [tokens]
+PAST = 64  # least number of earlier answers
+DUPLICATE_FROM = 40  # shortest answer that counts as a duplicate [characters]
+ANSWER_UP_TO = 64  # longest right answer that is searched for [characters]
 OTHER_SCRIPT = 0.1  # share of the letters
 OTHER_LETTERS = 8
 
@@ -36,7 +36,7 @@ _MARKERS = (("\\boxed{}", _BOXED), ("<answer>", _TAGGED), ("####", _HASHED))
 
 
 def plain(text: str) -> str:
-    """The text of an answer without the tokens that end it."""
+    """The text of an answer without end tokens."""
     text = text.rstrip()
     while end := _END.search(text[-48:]):
         text = text[: len(text) - len(end[0])].rstrip()
@@ -44,10 +44,9 @@ def plain(text: str) -> str:
 
 
 def repetition(text: str) -> str:
-    """Sees an end that is the same piece of up to 300 characters at least four times over, and a long text of which
-    little is new (zlib makes less than a fifth of it). Misses a loop that was left again in a text of which most is
-    new, one whose pieces differ a little (a counter), and texts below 24 characters. Tables and code that repeat
-    themselves are flagged too."""
+    """Finds an end that repeats the same piece of up to 300 characters at least four times, and long texts that zlib
+    compresses to less than a fifth. Misses loops within a mostly new text, loops whose pieces differ a little (a
+    counter), and texts below 24 characters. Repetitive tables and code are flagged, too."""
     if result := _loop(text):
         unit, times = result
         return f"ends with {_quoted(unit)} {times} times"
@@ -60,7 +59,7 @@ def repetition(text: str) -> str:
 
 
 def _loop(text: str) -> tuple[str, int] | None:
-    """The unit that the end of a text repeats, and how often."""
+    """The unit that the end of a text repeats, and the number of repetitions."""
     text = text.rstrip()
     n = len(text)
     if n < LOOP:
@@ -76,19 +75,18 @@ def _loop(text: str) -> tuple[str, int] | None:
 
 
 def length_blowup(tokens: int, usual: float) -> str:
-    """`usual`: tokens that 95 of 100 answers of earlier steps needed at most; NaN where there are too few of them. Sees
-    an answer of more than twice that. Misses growth over many steps, which moves what is usual, and everything where
-    answers are cut at a limit already; a model that learns to think longer is flagged while it does."""
+    """Finds answers longer than twice `usual`, the 95th percentile of tokens of answers in earlier steps; NaN if there
+    are too few of them. Misses growth over many steps, which moves the percentile, and everything if answers are
+    truncated already; a model that learns to think longer is flagged meanwhile."""
     if tokens >= BLOWUP_FROM and tokens > BLOWUP * usual:
         return f"{tokens} tokens, where 95 of 100 earlier answers had at most {usual:.0f}"
     return ""
 
 
 def format_gaming(text: str) -> str:
-    """Sees answer markers (\\boxed{}, <answer>, ####) without content, several of one kind with different content, and
-    "the answer is" with four or more different values. Misses markers that only a task's own reward knows,
-    content with braces of its own, and content that is there but empty of meaning. An answer that corrects itself is
-    flagged too."""
+    """Finds answer markers (\\boxed{}, <answer>, ####) without content, several of one kind with different content, and
+    "the answer is" with four or more different values. Misses markers that only a task's own reward knows, content that
+    contains braces, and content without meaning. An answer that corrects itself is flagged, too."""
     reasons = []
     for name, pattern in _MARKERS:
         if name[:4].lower() in text or (name == "<answer>" and "<answer>" in text.lower()):
@@ -106,11 +104,10 @@ def format_gaming(text: str) -> str:
 
 
 def unbacked(text: str, answer: str | None, score: float | None, right: float = 1.0) -> str:
-    """Sees a right answer by its score (at least `right`, of `progress.right_from`; NaN: no score says so) although it
-    is not in the text: neither literally (without regard to case, spaces and thousands' commas) nor as a number of the
-    same value. Misses answers that stand there by chance;
-    flags a right answer in another form (x = 2 for {2}). Tasks without an answer, or with one of more than 64
-    characters, are passed over."""
+    """Finds answers that are right by their score (at least `right`, of `progress.right_from`; NaN: unknown) although
+    the text does not contain the right answer, neither literally (ignoring case, spaces and thousands' commas) nor as a
+    number of the same value. Misses answers contained by chance; flags right answers in another form (x = 2 for {2}).
+    Tasks without an answer, or with one of more than 64 characters, are skipped."""
     if not answer or score is None or not score >= right or len(answer) > ANSWER_UP_TO:
         return ""
     wanted = _squeezed(answer)
@@ -123,9 +120,9 @@ def unbacked(text: str, answer: str | None, score: float | None, right: float = 
 
 
 def script_switch(text: str) -> str:
-    """Sees letters of a second script (Latin, Cyrillic, Chinese and Japanese, …) that are at least 8 and a tenth of
-    all letters, and texts of which a tenth are bytes that make no character. Misses a whole answer in another language
-    than its question, and languages that share a script. A translation task is flagged throughout."""
+    """Finds letters of a second script (Latin, Cyrillic, Chinese and Japanese, …) that are at least 8 and a tenth of
+    all letters, and texts with a tenth of invalid bytes. Misses an answer completely in another language than its
+    question, and languages that share a script. Translations are always flagged."""
     if text.isascii():
         return ""
     broken = text.count("\ufffd")
@@ -141,15 +138,14 @@ def script_switch(text: str) -> str:
 
 
 def duplicates(keys: Sequence[int]) -> list[str]:
-    """One reason for each answer of a group; `keys` are those of its texts. Sees answers that are the same but for case
-    and spaces. Misses answers that say the same in other words, and everything below 40 characters: short answers that
-    are right are alike."""
+    """Reason for each answer of a group; `keys`: of their texts. Finds answers that are equal but for case and spaces.
+    Misses paraphrases, and everything below 40 characters, as short right answers are equal."""
     counts = Counter(filter(None, keys))
     return [f"{counts[k]} of {len(keys)} answers of its group are the same" if counts[k] > 1 else "" for k in keys]
 
 
 def key(text: str) -> int:
-    """Equal for answers that count as the same; 0 for one that is too short to be remarkable."""
+    """Equal for answers that count as equal; 0 for one that is too short."""
     if len(text) < DUPLICATE_FROM:
         return 0
     squeezed = " ".join(text.casefold().split()).encode(errors="surrogatepass")
@@ -158,8 +154,8 @@ def key(text: str) -> int:
     return zlib.crc32(squeezed) << 24 | (zlib.adler32(squeezed) & 0xFFFFFF) or 1
 
 
-# First code point of each range, and whose letters are there; "" for no letters of one script. Scripts that one
-# language mixes are one.
+# First code point of each range, and its script; "" if it is of no single script. Scripts that one language
+# mixes count as one.
 _RANGES = (
     *((0x0, ""), (0x41, "Latin"), (0x5B, ""), (0x61, "Latin"), (0x7B, ""), (0xC0, "Latin"), (0x250, "")),
     *((0x370, "Greek"), (0x400, "Cyrillic"), (0x530, "Armenian"), (0x590, "Hebrew"), (0x600, "Arabic"), (0x700, "")),
@@ -173,7 +169,7 @@ _STARTS = [start for start, _ in _RANGES]
 
 
 def script(char: str) -> str:
-    """Whose letter it is; "" for anything else."""
+    """Script of a letter; "" for any other character."""
     return _RANGES[bisect_right(_STARTS, ord(char)) - 1][1]
 
 
@@ -183,7 +179,7 @@ def _squeezed(text: str) -> str:
 
 def _value(text: str) -> Fraction | None:
     text = text.strip().strip("$%").replace(" ", "")
-    if not _NUMBER.fullmatch(text):  # Fraction itself would take 1e999999999, for a long time
+    if not _NUMBER.fullmatch(text):  # Fraction itself would take very long for 1e999999999
         return None
     try:
         return Fraction(text.replace(",", ""))

@@ -1,4 +1,4 @@
-"""Which run folders there are, and what each says about itself."""
+"""The run folders of the page, and their state."""
 
 import hashlib
 import os
@@ -14,12 +14,12 @@ from typing import Any
 from birl.errors import BirlError, did_you_mean
 from birl.track import runs
 
-RESCAN = 2.0  # s; new runs are shown that late
+RESCAN = 2.0  # s; delay until new runs are shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run folder. Everything is read from the files when it is asked for: a run may be going on.
+    """One run folder. Everything is read from the files at each access, as the run may be in progress.
 
     Example: Run(id="demo-1f3a5c", folder=Path("runs/demo"), name="demo")
     """
@@ -30,17 +30,17 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The run's configuration, keys dotted ("optimizer.lr"); empty where config.json cannot be read."""
+        """The configuration by dotted key ("optimizer.lr"); empty if config.json cannot be read."""
         return runs.config(self.folder)
 
     @property
     def problem(self) -> str:
-        """What is wrong with the folder, as a sentence; empty where nothing is."""
+        """What is wrong with the folder, as a sentence; empty if nothing is."""
         return runs.problem(self.folder)
 
     @property
     def running(self) -> bool:
-        """Whether a process of this machine has the folder."""
+        """Whether a process of this machine has locked the folder."""
         return runs.running(self.folder)
 
     @property
@@ -50,13 +50,13 @@ class Run:
 
 
 class Runs:
-    """The runs at or below some folders, by id. New ones are added while the page is open.
+    """The runs at or below some folders, by id. New ones are found while the page is open.
 
     Example: runs = Runs([Path("runs")]); run = next(iter(runs)); runs[run.id].folder
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """Raises `BirlError` where a folder is missing."""
+        """Raises `BirlError` if a folder is missing."""
         self.roots = [Path(root) for root in roots]
         for root in self.roots:
             if not root.is_dir():
@@ -66,7 +66,7 @@ class Runs:
         self._scanned = -RESCAN
 
     def __getitem__(self, run_id: str) -> Run:
-        """Raises `BirlError` for an id that no run has."""
+        """Raises `BirlError` for an unknown id."""
         known = self._found.get(run_id)
         if known is None or not known.folder.is_dir():
             known = self._scan(again=True).get(run_id)
@@ -90,8 +90,8 @@ class Runs:
 
 
 def _named(roots: Sequence[Path]) -> list[tuple[Path, str]]:
-    """Each run once, with the shortest name that no other has."""
-    result: dict[Path, tuple[Path, str]] = {}  # as it was named, and its name there
+    """(folder, name) of each run, with the shortest unique name."""
+    result: dict[Path, tuple[Path, str]] = {}  # resolved folder -> folder as it was given, and its name
     for root in roots:
         for folder in runs.find(root):
             name = root.resolve().name if folder == root else str(folder.relative_to(root))
@@ -101,7 +101,7 @@ def _named(roots: Sequence[Path]) -> list[tuple[Path, str]]:
 
 
 def _id(folder: Path) -> str:
-    """Short, the same in every session, and safe in an address."""
+    """A short id, the same in every session, and safe in a URL."""
     readable = re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-")[:24].strip("-")
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]
     return f"{readable}-{digest}" if readable else digest

@@ -1,4 +1,4 @@
-"""What runs have measured, in memory: the steps and the validations of each, read on while it goes on."""
+"""Steps and validations of runs in memory, read incrementally."""
 
 import hashlib
 import json
@@ -17,34 +17,34 @@ from birl.view.columns import STAMP, Columns
 from birl.view.folders import Run, Runs
 
 AXES = ("step", "time", "tokens")
-LARGE = 1 << 23  # bytes; what is longer is read in the background, and shown by a glimpse until then
-GLIMPSE = 1000  # rows of it
-LATER = 0.5  # s; the page gets its first curves before reading takes the processor
-_READER = threading.Lock()  # one long file after the other
-DIGITS = 6  # significant ones, in what is drawn; `/api/values` has all
-OWN = ("seed", "threads", *ALWAYS_OTHER)  # keys in which seeds of one configuration differ
+LARGE = 1 << 23  # bytes; a longer file is read in the background, and shown by a glimpse until then
+GLIMPSE = 1000  # rows of a glimpse
+LATER = 0.5  # s; the page gets its first curves before the background thread uses the CPU
+_READER = threading.Lock()  # one long file at a time
+DIGITS = 6  # significant digits of curves; `/api/values` has all
+OWN = ("seed", "threads", *ALWAYS_OTHER)  # keys that may differ between seeds of one configuration
 OWN_SECTIONS = ("track.", "checkpoint.")
 
 
 class History:
-    """What a run has measured so far, in memory; `update` reads on."""
+    """Steps and validations of a run in memory; `update` reads added lines."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.lock = run, threading.RLock()
         self._whole = Columns(run.folder / "metrics.jsonl")
         self._glimpse: Columns | None = None
-        self._begun = 0  # bytes that were there when reading in the background began
+        self._begun = 0  # size of the file when the background thread started
         self.validations = Columns(run.folder / "validation.jsonl", keep=lambda name: name.startswith("validation/"))
         self._axes: dict[str, np.ndarray] = {}
 
     @property
     def steps(self) -> Columns:
-        """The rows of metrics.jsonl; while a long file is being read, some from all over it."""
+        """The rows of metrics.jsonl; while a long file is being read, a sample of them."""
         return self._glimpse or self._whole
 
     @property
     def read(self) -> float:
-        """Which share of metrics.jsonl has been read; 1 but for a long file at first."""
+        """Share of metrics.jsonl that has been read; below 1 only at first, for a long file."""
         return 1.0 if self._glimpse is None else min(0.99, self._whole.taken / self._begun)
 
     def update(self) -> None:
@@ -72,18 +72,18 @@ class History:
 
     @property
     def version(self) -> str:
-        """Another text when anything was added or read again."""
+        """Version of the data; changes when anything is added or read again."""
         tables = "-".join(f"{t.generation}.{t.rows}.{t.broken}" for t in (self.steps, self.validations))
         return tables if self._glimpse is None else f"{tables}~{self.read:.2f}"
 
     @property
     def names(self) -> list[str]:
-        with self.lock:  # another request may be reading on, and find new ones
+        with self.lock:  # another request may be reading, and add new ones
             return list(dict.fromkeys([*self.steps.names, *self.validations.names]))
 
     @property
     def constant(self) -> dict[str, float]:
-        """The value of each figure that was the same in all of two or more rows."""
+        """Figures that have the same value in all of two or more rows."""
         result = {}
         for table in (self.steps, self.validations):
             for name in table.names if table.rows > 1 else ():
@@ -96,8 +96,8 @@ class History:
         return self.validations if name in self.validations.names else self.steps
 
     def axis(self, table: Columns, kind: str) -> np.ndarray:
-        """Where each row of a table is on the x-axis: its step; seconds of training since the run began; tokens
-        sampled, or trained on where nothing is sampled, since then."""
+        """x-coordinate of each row of a table: its step; seconds of training since the start of the run; or tokens that
+        were sampled (trained on if nothing is sampled) since then."""
         if kind == "step":
             return table["step"]
         if kind not in self._axes:
@@ -121,18 +121,18 @@ class History:
         return np.full(self.steps.rows, np.nan)
 
     def _summed(self, values: np.ndarray) -> np.ndarray:
-        """The sum so far; a row stands for the steps before it that are not there, too."""
+        """Cumulative sum; a row also stands for missing steps before it."""
         steps = self.steps["step"]
         return np.cumsum(np.nan_to_num(values) * np.maximum(np.diff(steps, prepend=steps[:1] - 1), 0))
 
     def span(self, kind: str) -> tuple[float, float] | None:
-        """Where the x-axis begins and ends; None where nothing is on it."""
+        """Range of the x-axis; None if there are no points."""
         result = [r for table in (self.steps, self.validations) if (r := span(self.axis(table, kind)))]
         return (min(low for low, _ in result), max(high for _, high in result)) if result else None
 
     @property
     def warning(self) -> str:
-        """Where the last step trained nothing; else empty, and while a long file is being read."""
+        """A warning if the last step trained nothing; else empty, also while a long file is being read."""
         with self.lock:
             if self._glimpse is not None:
                 return ""
@@ -175,14 +175,14 @@ class History:
 
 
 class Index:
-    """The histories of all runs that were asked for."""
+    """The histories of all requested runs."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs, self._lock = runs, threading.Lock()
         self._histories: dict[str, History] = {}
 
     def asked(self, query: QueryParams) -> list[History]:
-        """Those of `run=...&run=...`, up to date. Raises `BirlError`."""
+        """Histories of `run=...&run=...`, updated. Raises `BirlError`."""
         wanted = list(dict.fromkeys(query.getlist("run")))
         if not wanted:
             raise BirlError("No run was chosen. Choose one or more from the list of runs.")
@@ -204,10 +204,10 @@ def _at_steps(steps: np.ndarray, known: np.ndarray, values: np.ndarray) -> np.nd
 
 
 def sampled(x: np.ndarray, y: np.ndarray, *, low: float, high: float, width: int) -> dict[str, np.ndarray]:
-    """The curve between `low` and `high`, with a neighbour at each side so that lines reach the edge.
+    """Downsample the curve between `low` and `high`, with a neighbour at each side so that lines reach the edge.
 
     Up to two points for each of `width` columns: {"x", "y"}, every point. Above that also "min", "max" and "n", the
-    number of points behind each: nothing that stands out is lost. NaN is left out.
+    number of points of each, so that outliers remain visible. NaN is left out.
 
     Example: sampled(steps, rewards, low=0, high=100_000, width=600)["max"]
     """
@@ -236,7 +236,7 @@ def sampled(x: np.ndarray, y: np.ndarray, *, low: float, high: float, width: int
 
 
 def _short(values: np.ndarray) -> np.ndarray:
-    """To `DIGITS` significant digits, which a third of the bytes pays for."""
+    """Round to `DIGITS` significant digits, which saves a third of the bytes."""
     size = np.abs(values)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(size)))
@@ -250,8 +250,8 @@ def span(x: np.ndarray) -> tuple[float, float] | None:
 
 
 def family(run_id: str, config: Mapping[str, Any]) -> str:
-    """The same for runs that differ in their seed, their folder and in what they report; a run whose configuration
-    cannot be read is alone."""
+    """Key of a run's configuration without seed, folder and reporting. A run without a readable configuration has its
+    own."""
     if not config:
         return run_id
     kept = {k: v for k, v in config.items() if k not in OWN and not k.startswith(OWN_SECTIONS)}

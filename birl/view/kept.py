@@ -1,5 +1,5 @@
-"""The index of a large rollouts.jsonl, kept in the user's cache (never in the run folder), so that the second opening
-reads only what is new. Whatever is wrong with a kept index, it is only not used."""
+"""The index of a large rollouts.jsonl in the user's cache (never in the run folder), so that only added lines are read
+when it is opened again. An invalid index is ignored."""
 
 import hashlib
 import json
@@ -16,9 +16,9 @@ from birl.cache import cache_folder
 if TYPE_CHECKING:
     from birl.view.episodes import Episodes
 
-MADE_BY = 3  # another number where rows mean something else: a column, a detector or its limits has changed
-WORTH = 20_000  # rows that take about a second to read
-FILES = 16  # the newest of them stay
+MADE_BY = 3  # increased when the meaning of rows changes: a column, a detector or its limits
+WORTH = 20_000  # number of rows that take about a second to read
+FILES = 16  # newest indices that are kept
 NAMES = ("tasks", "sources", "broken", "lines", "skipped", "read")
 
 
@@ -27,7 +27,7 @@ def place(path: Path) -> Path:
 
 
 def save(episodes: "Episodes") -> None:
-    """Old content or new content; a cache that cannot be written is none."""
+    """Write atomically; a cache that cannot be written is ignored."""
     target = place(episodes.path)
     about = {name: getattr(episodes, name) for name in NAMES} | {"made_by": MADE_BY, "threshold": episodes.threshold}
     part = target.with_name(f"{target.name}.{os.getpid()}")
@@ -46,7 +46,7 @@ def save(episodes: "Episodes") -> None:
 
 
 def load(episodes: "Episodes", dtype: np.dtype) -> bool:
-    """Take the kept index over, if there is one that fits; the caller compares it with the file."""
+    """Load the cached index, if there is one; returns whether. The caller compares it with the file."""
     try:
         with np.load(place(episodes.path), allow_pickle=False) as result:
             rows, about = result["rows"], json.loads(result["about"].tobytes())

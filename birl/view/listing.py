@@ -1,4 +1,4 @@
-"""The list of runs: what each came to so far, without reading its long files."""
+"""The list of runs with their current results, without reading their long files."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +14,7 @@ from birl.view.answer import Answer
 from birl.view.columns import Columns
 from birl.view.folders import Run, Runs
 
-POINTS = 60  # lines of metrics.jsonl that the small curve of a run is drawn from
+POINTS = 60  # lines of metrics.jsonl for the small curve of a run
 
 
 def routes(runs: Runs) -> list[Route]:
@@ -24,8 +24,8 @@ def routes(runs: Runs) -> list[Route]:
         return Answer({"folders": [str(root) for root in runs.roots], "runs": [_row(run, kept) for run in runs]})
 
     def told(request: Request) -> Response:
-        """The report as of now, without waiting for the run's end. Only its own script runs, whatever the run wrote."""
-        from birl.track.charts import POLICY  # loads rich
+        """The current report, also of an unfinished run. No other script can run, whatever the run wrote."""
+        from birl.track.charts import POLICY  # imports rich
         from birl.track.report import report
 
         html = report(runs[request.query_params.get("run", "")].folder)
@@ -37,7 +37,7 @@ def routes(runs: Runs) -> list[Route]:
 
 
 def _row(run: Run, kept: dict[str, tuple[object, dict[str, Any]]]) -> dict[str, Any]:
-    """The row of a run, read again only where it began or ended, or one of its files has changed."""
+    """The cached row of a run, renewed when the run starts or ends, or one of its files has changed."""
     files = [run.folder / name for name in ("config.json", "metrics.jsonl", "validation.jsonl", "summary.json")]
     stamp = run.running, *(_stamp(file) for file in files)
     known = kept.get(run.id)
@@ -47,7 +47,7 @@ def _row(run: Run, kept: dict[str, tuple[object, dict[str, Any]]]) -> dict[str, 
 
 
 def row(run: Run) -> dict[str, Any]:
-    """What the list shows of a run; null for what is not known."""
+    """Row of a run in the list; unknown values are null."""
     result, table = about(run.folder), Columns(run.folder / "metrics.jsonl").glimpse(POINTS)
     steps, values = table["step"], table[result.headline]
     there = np.isfinite(steps) & np.isfinite(values)

@@ -1,4 +1,4 @@
-"""What the page asks about the figures of runs: which there are, their curves, exact values, and runs side by side."""
+"""Routes of metrics: their names, curves, exact values, and comparisons of runs."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,8 +18,8 @@ from birl.view.answer import Answer
 from birl.view.folders import Runs
 from birl.view.history import AXES, History, Index
 
-WIDTH = (10, 4000)  # columns of pixels in a chart
-# What should rise and what should fall; of other figures, such as an entropy, neither end is better.
+WIDTH = (10, 4000)  # limits of a chart's width [pixels]
+# Figures that should rise or fall; for others, such as an entropy, neither is better.
 RISING = ("reward/", "score/", "speed/", "accuracy", "margin")
 FALLING = ("loss", "time/", "memory/", "mismatch/", "updates/nonfinite", "updates/skipped", "packing/padding")
 
@@ -52,7 +52,7 @@ def routes(runs: Runs) -> list[Route]:
 
 
 def _curves(histories: list[History], query: QueryParams) -> dict[str, Any]:
-    """The asked metrics of the asked runs, unless nothing is newer than what the page knows."""
+    """The requested curves, unless the page has the newest version."""
     version = _version(histories)
     answer = {
         "version": version,
@@ -75,12 +75,12 @@ def _curves(histories: list[History], query: QueryParams) -> dict[str, Any]:
 
 
 def _version(histories: list[History]) -> str:
-    """Another text when one of them has anything new."""
+    """Version of the data of these histories; changes when one has new rows."""
     return " ".join(history.version for history in histories)
 
 
 def _locked(history: History, act: Callable[..., Any], *words: Any) -> Any:
-    """Requests come in several threads, and another one may be reading on."""
+    """Call `act` under the history's lock, as other request threads may be reading."""
     with history.lock:
         return act(history, *words)
 
@@ -101,18 +101,18 @@ def _number(query: Mapping[str, str], key: str, default: float = 0.0) -> float:
 
 
 def figures(histories: list[History]) -> list[dict[str, Any]]:
-    """For each figure and run the last value and the best, with its step."""
+    """The last and the best value, with its step, for each figure and run."""
     names = dict.fromkeys(name for history in histories for name in history.names)
     result = []
     for name, heading in ((row.name, row.heading) for row in ordered(names)):
-        way = "" if name == "loss" and "reward/mean" in names else better(name)  # a policy's loss says little
+        way = "" if name == "loss" and "reward/mean" in names else better(name)  # a policy's loss is not informative
         values = [_figures(history, name, way) for history in histories]
         result.append({"name": name, "heading": heading, "better": way, "values": values})
     return result
 
 
 def better(name: str) -> str:
-    """ "high", "low", or "" where it is unknown."""
+    """Direction in which a figure is better: "high", "low", or "" if unknown."""
     if name.startswith("validation/"):
         if "/pass@" in name or name.endswith(("/score", "accuracy")):
             return "high"

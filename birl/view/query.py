@@ -1,11 +1,11 @@
-"""Conditions on episodes in SQL, as DuckDB has it:
+"""Conditions on episodes in DuckDB's SQL:
 
     reward < 0.5 and step > 3 order by tokens desc
     'repetition' in flags and text ilike '%apples%'
 
-A condition may come with a link from elsewhere, so it is no SELECT of its own: DuckDB parses it, and every node of the
-tree has to be one that computes with the values of one row. Nothing names a file, a table or a setting, or makes more
-of a text than it is. What runs is written anew from the tree.
+A condition may come from an untrusted link, so it is not executed as it is: DuckDB parses it, and only nodes that
+compute with the values of one row are allowed. None can name a file, a table or a setting, or enlarge a text. The
+executed SQL is generated from the checked tree.
 """
 
 import json
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 NUMBERS = ("row", "step", "group", "episode", "turns", "tokens", "prompt_tokens", "reward", "score", "advantage")
 NAMES = ("outcome", "source", "task", "flags")
-TEXTS = ("text", "prompt", "answer", "detail")  # are read from the file for each row that the other conditions leave
+TEXTS = ("text", "prompt", "answer", "detail")  # read from the file for each row that the other conditions leave
 COLUMNS = (*NUMBERS, *NAMES, *TEXTS)
 LONGEST = 1000  # characters
 PATIENCE = 5.0  # s for one table
 REGEX = (
-    2000  # length times counted repetitions: RE2 takes that many steps a character, and is not interrupted in a text
+    2000  # length times counted repetitions: RE2 takes that many steps a character, and a text cannot be interrupted
 )
 SHAPES = {
     "BETWEEN",
@@ -59,8 +59,8 @@ Node = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """SELECTs of `row` from a table `rollouts`: by the columns of `columns` alone, by texts too, and in order; "" where
-    there is nothing to ask.
+    """SELECTs of `row` from a table `rollouts`: conditions on columns only, conditions on texts, and the order; "" if
+    there is none.
 
     Example: Query.parse("reward >= 1 order by tokens desc", words="apples")
     """
@@ -72,8 +72,8 @@ class Query:
 
     @classmethod
     def parse(cls, condition: str, words: str = "", order: str = "row") -> "Query":
-        """`words`: what prompt or answer must have, in any case. `order`: where the condition has none. Raises
-        `BirlError` with what is not understood."""
+        """`words`: text that prompt or answer must contain, ignoring case. `order`: used if the condition has none.
+        Raises `BirlError` that names what is not valid."""
         if max(len(condition), len(words)) > LONGEST:
             raise BirlError(f"A condition and the words each have at most {LONGEST} characters.")
         where, orders = _parsed(condition)
@@ -94,7 +94,7 @@ class Query:
 
 
 def select(sql: str, table: "pyarrow.Table") -> np.ndarray:
-    """The column `row` of what a SELECT from `rollouts` gives. Raises `BirlError`."""
+    """The column `row` of a SELECT from `rollouts`. Raises `BirlError`."""
     import duckdb
 
     with _connection().cursor() as cursor:
@@ -115,7 +115,7 @@ def select(sql: str, table: "pyarrow.Table") -> np.ndarray:
 
 @cache
 def _connection() -> "duckdb.DuckDBPyConnection":
-    """A database in memory that reads no file, loads nothing and sees no variable of ours."""
+    """A database in memory that cannot read files, load extensions or see our variables."""
     import duckdb
 
     off = ("enable_external_access", "autoinstall_known_extensions", "autoload_known_extensions")
@@ -125,7 +125,7 @@ def _connection() -> "duckdb.DuckDBPyConnection":
 
 
 def _translated(function: str, text: str) -> str:
-    """Between SQL and its tree as JSON. Raises `BirlError`."""
+    """Convert between SQL and its syntax tree as JSON. Raises `BirlError`."""
     import duckdb
 
     try:
@@ -143,7 +143,7 @@ def _tree(sql: str) -> Node:
 
 
 def _parsed(condition: str) -> tuple[list[Node], list[Node]]:
-    """The conditions that all have to hold, and what the order is by. Raises `BirlError`."""
+    """The conjunctive conditions, and the terms of the order. Raises `BirlError`."""
     condition, plain = condition.strip(), "select row from rollouts"
     begin = " " if not condition or condition.casefold().split()[0] == "order" else " where "
     tree = _tree(plain + begin + condition)
@@ -167,7 +167,7 @@ def _parsed(condition: str) -> tuple[list[Node], list[Node]]:
 
 
 def _check(one: Node) -> None:
-    """Raises `BirlError` for what is not of one row."""
+    """Raises `BirlError` for a node that is not an expression of one row."""
     if one["class"] == "COLUMN_REF":
         name = ".".join(one["column_names"])
         if name.lower() not in COLUMNS:

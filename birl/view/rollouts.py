@@ -1,7 +1,7 @@
-"""What the page asks about rollouts: the list of a search, one episode, its group, its pictures, an export.
+"""Routes of rollouts: the list of a search, one episode, its group, its pictures, an export.
 
-An index that is not there yet, and a search through text, go on a little with every question: the answer says how far
-they are, and the page asks again until they are done.
+Indexing and text search advance a little with every request: the response has their progress, and the page polls until
+they are done.
 """
 
 import threading
@@ -28,17 +28,17 @@ from birl.view.tokens import Vocabulary
 from birl.view.trajectory import Prompts, group, picture, summary, trajectory
 from birl.visible import visible
 
-PATIENCE = 0.4  # seconds that one question works on the index, and on the search
-PAGE = 200  # most rows of one answer
-BINS = 120  # most bars of the chart of flags
-SEARCHES = 8  # searches that are remembered
-BEGINNING = 240  # characters of an answer in the list
+PATIENCE = 0.4  # seconds that one request spends on the index, and on the search
+PAGE = 200  # largest number of rows of one response
+BINS = 120  # largest number of bars in the chart of flags
+SEARCHES = 8  # cached searches
+BEGINNING = 240  # characters of an answer that the list shows
 NONE = "This run has no rollouts.jsonl: `birl rl` writes it unless track.rollouts=false, the other commands have none."
 TYPES = {"jsonl": "application/x-ndjson", "csv": "text/csv; charset=utf-8"}
 
 
 class Inspector:
-    """What is remembered of one run."""
+    """Cached state of one run."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -48,8 +48,8 @@ class Inspector:
         self.searches: OrderedDict[Query, Search] = OrderedDict()
 
     def search(self, request: Request, patience: float) -> tuple[Search, bool]:
-        """The search as far as it is, and whether that is all; the newest step first, unless the condition has an
-        order. Raises `BirlError`."""
+        """The search as far as it is, and whether it is complete; newest step first, unless the condition has an order.
+        Raises `BirlError`."""
         asked = request.query_params
         query = Query.parse(asked.get("q", ""), asked.get("text", ""), order="step desc")
         whole = self.episodes.read_on(patience)
@@ -122,8 +122,8 @@ def listed(of: Inspector, row: int) -> dict[str, Any]:
 
 
 def chart(steps: np.ndarray, bits: np.ndarray) -> dict[str, Any]:
-    """How many rows there are, and how many have each flag, by step; neighbouring steps together where there are more
-    than 120. `steps`, `bits` [N]: the step of each row, and its flags."""
+    """Number of rows, and of rows with each flag, by step; neighbouring steps are merged if there are more than 120.
+    `steps`, `bits` [N]: step and flags of each row."""
     if not len(steps):
         return {"from": [], "to": [], "rows": [], "flags": {}, "any": []}
     first, last = int(steps.min()), int(steps.max())
@@ -153,7 +153,7 @@ def _one(of: Inspector, request: Request) -> Response:
 def _group(of: Inspector, request: Request) -> Response:
     of.episodes.read_on(PATIENCE)
     row = _number(request, "row", 0)
-    of.episodes.head(row)  # says what is wrong where there is no such row
+    of.episodes.head(row)  # raises if there is no such row
     return Answer(group(of.episodes, row))
 
 

@@ -1,4 +1,4 @@
-"""`birl rollouts RUN "query"`: the search of the page, in the terminal."""
+"""`birl rollouts RUN "query"`: the page's search of rollouts in the terminal."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A search in the rollouts of a run, which goes on piece by piece: only for texts is the file read again."""
+"""An incremental search in the rollouts of a run: the file is read again only for conditions on texts."""
 
 import time
 from math import inf
@@ -12,15 +12,15 @@ from birl.view.query import NUMBERS, TEXTS, Query, select
 from birl.view.tokens import Vocabulary
 from birl.view.trajectory import Prompts
 
-FIRST = 4  # rows whose texts are looked at together at first, so that an expression that takes long shows early
-MOST = 1024  # twice as many each time that it was quick
+FIRST = 4  # rows of the first batch of texts, so that a slow expression is noticed early
+MOST = 1024  # largest batch; its size doubles while batches are quick
 QUICK = 0.05  # s
-LARGE = 1 << 19  # characters that are enough for one look
+LARGE = 1 << 19  # characters of a batch, at most
 NAMED = [[name for name in flags.NAMES if BITS[name] & bits] for bits in range(1 << len(flags.NAMES))]
 
 
 class Search:
-    """The rows that fit a query, read piece by piece. `looked`: rows that were looked at.
+    """The rows that match a query, searched incrementally. `looked`: number of searched rows.
 
     Example: search = Search(episodes, Query.parse("len(flags) > 0")); search.go_on(); search.rows
     """
@@ -36,8 +36,8 @@ class Search:
         self._order: np.ndarray | None = None
 
     def go_on(self, seconds: float = inf) -> bool:
-        """Look at rows that were not looked at, for about so many seconds; False where more are left. Raises
-        `BirlError` where the condition fails on a row or takes too long."""
+        """Search further rows, for about so many seconds; False if more are left. Raises `BirlError` if the condition
+        fails on a row or takes too long."""
         if self._begun != self.episodes.begun:
             self._begin()
         until, end, many = time.monotonic() + seconds, self.episodes.settled, FIRST
@@ -61,7 +61,7 @@ class Search:
             self._found, self._order = np.concatenate([self._found, rows]), None
 
     def _texts(self, rows: np.ndarray) -> dict[str, list[str]]:
-        """The texts of some of the rows, from the first on."""
+        """The texts of a batch, the first of the rows."""
         texts: dict[str, list[str]] = {name: [] for name in TEXTS if name in self.query.columns}
         size = 0
         for row in rows.tolist():
@@ -74,7 +74,7 @@ class Search:
         return texts
 
     def _table(self, rows: np.ndarray, texts: dict[str, list[str]] | None = None) -> Any:
-        """The columns of the query that are known of these rows; a number that there is not is null."""
+        """The query's columns for these rows; a missing number is null."""
         import pyarrow
 
         known, wanted = self.episodes.rows, self.query.columns
@@ -89,12 +89,12 @@ class Search:
 
     @property
     def rows(self) -> np.ndarray:
-        """Numbers of the rows that fit, in the query's order."""
+        """Numbers of the matching rows, in the query's order."""
         if self._order is None:
             self._order = select(self.query.ordered, self._table(self._found)) if len(self._found) else self._found
         return self._order
 
 
 def _text(value: Any) -> str:
-    """Half an emoji, which is no text for DuckDB, becomes a question mark."""
+    """Replace lone surrogates, which DuckDB refuses, by question marks."""
     return str(value or "").encode("utf-8", "replace").decode()

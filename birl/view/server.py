@@ -1,4 +1,4 @@
-"""The server of the page: files of static/ and the answers of each part, to this machine only."""
+"""The page's server: files of static/ and the routes of each part, for this machine only."""
 
 import mimetypes
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -17,11 +17,11 @@ from birl.view import listing, metrics, rollouts, waiting
 from birl.view.answer import error
 from birl.view.folders import Runs
 
-mimetypes.add_type("text/javascript", ".js")  # Windows may know it as text/plain, which no browser runs
+mimetypes.add_type("text/javascript", ".js")  # on Windows it may be text/plain, which browsers do not run
 STATIC = Path(__file__).parent / "static"
 POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {
-    # Whatever a model has written: no script but ours runs, and nothing is loaded from anywhere else.
+    # Whatever a model has written: only our scripts run, and nothing is loaded from elsewhere.
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -35,7 +35,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def app(runs: Runs, port: int) -> "Guard":
-    """The page for these runs, for a server that listens on 127.0.0.1:`port`."""
+    """The page of these runs, for a server on 127.0.0.1:`port`."""
     routes: list[Any] = [Route("/", _index), Mount("/static", StaticFiles(directory=STATIC))]
     routes += [route for part in (listing, metrics, rollouts, waiting) for route in part.routes(runs)]
     handlers: dict[Any, Any] = {BirlError: _mistake, OSError: _unreadable, HTTPException: _refused, Exception: _broken}
@@ -68,10 +68,10 @@ async def _broken(request: Request, problem: Exception) -> Response:
 
 
 class Guard:
-    """Refuses what does not come from this machine's own page, and adds `HEADERS` to every answer.
+    """Refuses requests that do not come from this page, and adds `HEADERS` to every response.
 
-    A page of the internet can make its own name point to 127.0.0.1 (DNS rebinding) and would then read the answers: the
-    name that the browser was told stands in the Host header.
+    A website can resolve its own name to 127.0.0.1 (DNS rebinding) and could then read the responses; the Host header
+    contains that name.
     """
 
     def __init__(self, inner: Starlette, port: int) -> None:

@@ -1,7 +1,7 @@
-"""Token ids -> what a reader sees of each, by the run's own tokenizer (`model/` in the run folder).
+"""Token ids -> readable text of each, by the run's own tokenizer (`model/` in the run folder).
 
-A token need not be whole characters: an emoji is often two or three tokens. What is only a part of a character is shown
-as bytes, and the character that it belongs to is named; never as a wrong character.
+A token may be a part of a character: an emoji is often two or three tokens. Such a part is shown as bytes, with the
+whole character, and never as a wrong character.
 """
 
 import json
@@ -16,14 +16,14 @@ from birl.regular import read_text
 from birl.text.pictures import is_picture
 from birl.visible import visible
 
-#: text of a token; or, where it holds parts of characters, its pieces: text, or (bytes in hex, the whole character)
+# text of a token; or, if it has parts of characters, its pieces: text, or (bytes in hex, the whole character)
 Shown = str | list[Any]
 BYTE = len("<0x00>")
-PART = "▦"  # a token that stands for a part of a picture
+PART = "▦"  # placeholder token of a picture
 
 
 def _byte_of() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: those that are printable stay what they are."""
+    """Byte-level BPE maps each byte to a printable character; bytes that are printable are mapped to themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
@@ -33,7 +33,7 @@ BYTE_OF = _byte_of()
 
 
 class Vocabulary:
-    """The tokenizer of a run. Without one, or with one that is no `tokenizer.json`, a token is shown as its number.
+    """The tokenizer of a run. Without a `tokenizer.json` a token is shown as its number.
 
     Example: Vocabulary(Path("runs/demo/model")).shown([45, 2]) == ["7", "<|im_end|>"]
     """
@@ -43,7 +43,7 @@ class Vocabulary:
 
     @cached_property
     def _read(self) -> tuple[Any, dict[int, str], set[str]]:
-        """The tokenizer, the tokens that stand for themselves, and the kinds of its decoder. Raises `BirlError`."""
+        """The tokenizer, its special tokens, and the kinds of its decoders. Raises `BirlError`."""
         from tokenizers import Tokenizer
 
         if not self.path.is_file():
@@ -53,7 +53,7 @@ class Vocabulary:
             written = json.loads(text)
             added = {int(token["id"]): str(token["content"]) for token in written.get("added_tokens") or ()}
             return Tokenizer.from_str(text), added, set(_kinds(written.get("decoder")))
-        except Exception as error:  # the tokenizers library has no error type of its own
+        except Exception as error:  # the tokenizers library has no own error type
             raise BirlError(
                 f"{self.path} cannot be read ({error}). Rename it to see the tokens as numbers, or copy the model's "
                 "tokenizer.json there."
@@ -64,7 +64,7 @@ class Vocabulary:
         return self._read[0] is not None
 
     def special(self, token: int) -> bool:
-        """Does it stand for itself, such as <|im_end|>, whatever its letters say?"""
+        """Whether it is a special token, such as the end of a turn, whatever its text is."""
         return token in self._read[1]
 
     def bytes_of(self, token: int) -> bytes:
@@ -85,11 +85,11 @@ class Vocabulary:
         return piece.replace("▁", " ").encode("utf-8", "replace")
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Of all of them; bytes that make no character become U+FFFD."""
+        """Text of all tokens; invalid bytes become U+FFFD."""
         return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
 
     def shown(self, tokens: Sequence[int]) -> list[Shown]:
-        """For each token what to show. Control characters are spelled out."""
+        """Display text of each token. Control characters are escaped."""
         data = [self.bytes_of(token) for token in tokens]
         result: list[Shown] = []
         for n, whole in enumerate(_alone(data)):
@@ -106,7 +106,7 @@ def _kinds(decoder: Any) -> Iterator[str]:
 
 
 def _alone(data: Sequence[bytes]) -> Iterator[bool]:
-    """Is it whole characters?"""
+    """Whether each token consists of whole characters."""
     for piece in data:
         try:
             piece.decode()
@@ -116,7 +116,7 @@ def _alone(data: Sequence[bytes]) -> Iterator[bool]:
 
 
 def _split(data: Sequence[bytes], shown: list[Shown]) -> None:
-    """Fill in the tokens with parts of characters, run by run."""
+    """Fill in the tokens with parts of characters, one sequence of neighbours at a time."""
     for is_part, run in groupby(range(len(data)), lambda n: shown[n] == []):
         if is_part:
             tokens = list(run)
@@ -125,7 +125,7 @@ def _split(data: Sequence[bytes], shown: list[Shown]) -> None:
 
 
 def _pieces(data: Sequence[bytes]) -> list[list[Any]]:
-    """What each token of a run holds: whole characters as text, parts as (bytes in hex, the whole character)."""
+    """Pieces of each token of a sequence: whole characters as text, parts as (bytes in hex, the whole character)."""
     whole, ends = b"".join(data), list(accumulate(map(len, data)))
     result: list[list[Any]] = [[] for _ in data]
     n = 0
@@ -144,7 +144,7 @@ def _pieces(data: Sequence[bytes]) -> list[list[Any]]:
 
 
 def characters(data: bytes) -> Iterator[tuple[int, int, str]]:
-    """Where each character begins and ends, and which it is; "" for a byte that belongs to none.
+    """(start, end, character) of each character; "" for an invalid byte.
 
     Example: list(characters(b"a\\xc3\\xa9\\xff")) == [(0, 1, "a"), (1, 3, "é"), (3, 4, "")]
     """

@@ -1,4 +1,4 @@
-"""One episode as the page shows it: its tokens with all their figures, in the order of its turns; and its group."""
+"""One episode for the page: its tokens with all their figures, in the order of its turns; and its group."""
 
 import difflib
 import math
@@ -16,7 +16,7 @@ from birl.view.episodes import Episodes, number
 from birl.view.tokens import Vocabulary
 from birl.visible import visible
 
-# How chat templates begin a message; the first group is who speaks.
+# Message headers of chat templates; the first regex group is the role.
 HEADERS = re.compile(
     r"<\|im_start\|>([A-Za-z_]{1,20})\n?"
     r"|<\|start_header_id\|>([A-Za-z_]{1,20})<\|end_header_id\|>\n*"
@@ -35,16 +35,16 @@ READERS = (
     *(("<｜tool▁calls▁begin｜>", calls.deepseek), ("[TOOL_CALLS]", calls.mistral), ("<|python_tag|>", calls.llama)),
     *(("<start_function_call>", calls.function_gemma), ("<function=", calls.qwen_coder), ("<tool_call>", calls.hermes)),
 )
-PER_TOKEN = ("logprobs", "versions")  # of every token
-PER_TRAINED = ("advantages", "gaps", "entropies")  # of generated tokens
-ALIKE = 0.5  # below, two texts have words in common and nothing else
-WORDS = 800  # longest answer whose differences are looked for
-KEPT = 4096  # texts; the answers of a group have one prompt
-LARGEST = 2**26  # bytes of a picture's file
+PER_TOKEN = ("logprobs", "versions")  # values of every token
+PER_TRAINED = ("advantages", "gaps", "entropies")  # values of generated tokens
+ALIKE = 0.5  # similarity below which texts are shown as different as a whole
+WORDS = 800  # longest answer that is compared word by word
+KEPT = 4096  # cached texts; the answers of a group share a prompt
+LARGEST = 2**26  # largest file of a picture [bytes]
 
 
 def trajectory(episodes: Episodes, vocabulary: Vocabulary, row: int) -> dict[str, Any]:
-    """All of a row. Raises `BirlError` where it is not there, or its lists do not fit together."""
+    """The whole episode of a row. Raises `BirlError` if it does not exist, or its lists differ in length."""
     record = episodes.record(row)
     try:
         samples = [sample(s, vocabulary, row) for s in record.get("samples") or ()]
@@ -67,7 +67,7 @@ def trajectory(episodes: Episodes, vocabulary: Vocabulary, row: int) -> dict[str
 
 
 def summary(episodes: Episodes, row: int, head: Mapping[str, Any]) -> dict[str, Any]:
-    """What the list, the group and the page of one episode say about a row."""
+    """Summary of a row, for the list, the group and the page of one episode."""
     known = episodes.rows[row]
     names = ("step", "group", "episode", "turns", "tokens", "prompt", "reward", "score", "advantage")
     return {
@@ -83,12 +83,12 @@ def summary(episodes: Episodes, row: int, head: Mapping[str, Any]) -> dict[str, 
 
 
 def figures(named: Any) -> dict[str, float]:
-    """The parts of a reward, or those of agents, by name; NaN for what is no number."""
+    """Parts of a reward, or rewards of agents, by name; NaN if not a number."""
     return {visible(str(name)): number(value) for name, value in named.items()} if isinstance(named, Mapping) else {}
 
 
 def sample(record: Mapping[str, Any], vocabulary: Vocabulary, row: int) -> dict[str, Any]:
-    """One list of tokens with what is known of each, null where nothing is, and the blocks that it falls into."""
+    """One list of tokens with their values, null if unknown, and its blocks."""
     tokens, mask = list(record["tokens"]), [bool(m) for m in record["mask"]]
     _fits("mask", mask, len(tokens), row)
     result: dict[str, Any] = {"ids": tokens, "mask": [int(m) for m in mask]}
@@ -117,10 +117,10 @@ def _fits(name: str, values: Sequence[Any], wanted: int, row: int) -> None:
 
 
 def blocks(tokens: Sequence[int], mask: Sequence[bool], vocabulary: Vocabulary) -> Iterator[dict[str, Any]]:
-    """The messages: where each begins and ends [tokens], its role, where its own words begin behind the
-    header, and the calls in it. A header counts only where the model did not say it itself."""
+    """The messages: start and end [tokens], role, start of the content after the header, and tool calls. A header
+    counts only if the model did not write it."""
     data = [vocabulary.bytes_of(token).decode("utf-8", "replace") for token in tokens]
-    starts = dict[int, tuple[str, int]]()  # first token of a block -> role, first token behind the header
+    starts = dict[int, tuple[str, int]]()  # first token of a block -> role, first token after the header
     edges = [n for n in range(len(mask)) if n == 0 or mask[n] != mask[n - 1]]
     for start, end in zip(edges, [*edges[1:], len(mask)], strict=True):
         if mask[start]:
@@ -131,7 +131,7 @@ def blocks(tokens: Sequence[int], mask: Sequence[bool], vocabulary: Vocabulary) 
         if not own and start == 0:
             own = {0: ("prompt", 0)}
         elif not own and not "".join(data[start:end]).strip():
-            continue  # what a template puts behind an answer, such as a line break
+            continue  # what a template puts after an answer, such as a line break
         elif not own:
             own = {start: ("environment", start)}
         elif start == 0:
@@ -157,7 +157,7 @@ def blocks(tokens: Sequence[int], mask: Sequence[bool], vocabulary: Vocabulary) 
 
 
 def _behind(starts: Mapping[int, tuple[str, int]]) -> set[int]:
-    """Last tokens of an assistant's header: what the model says behind it belongs to the same block."""
+    """Last tokens of assistant headers: what the model writes after them belongs to the same block."""
     return {body - 1 for role, body in starts.values() if role == "assistant"}
 
 
@@ -176,7 +176,7 @@ def _headers(data: Sequence[str], start: int, end: int) -> dict[int, tuple[str, 
 
 
 def called(text: str) -> tuple[ToolCall, ...]:
-    """Tool calls in a text, in the first of the known formats that it has."""
+    """Tool calls in a text, in the first known format that matches."""
     words = flags.plain(text)
     for mark, read in READERS:
         if mark in words:
@@ -185,7 +185,7 @@ def called(text: str) -> tuple[ToolCall, ...]:
 
 
 def group(episodes: Episodes, row: int) -> dict[str, Any]:
-    """All episodes of the row's group, the best reward first, each with what differs from the first of them."""
+    """All episodes of the row's group, the best reward first, each with its differences from the first."""
     members = episodes.group(row)
     heads = {n: episodes.head(n) for n in members}
     order = sorted(members, key=lambda n: -_ranked(episodes.rows[n]["reward"]))
@@ -209,8 +209,8 @@ def _ranked(reward: float) -> float:
 
 
 def differences(best: str, text: str) -> list[list[Any]]:
-    """The text in pieces, each with whether `best` has it there too. A text of more than 800 words is compared at its
-    beginning and end alone."""
+    """The text in pieces, each with whether `best` has it, too. In texts of more than 800 words only the common
+    beginning and end are found."""
     a, b = (re.findall(r"\s+|\w+|[^\w\s]", t) for t in (best, text))
     front = _same(a, b)
     back = min(_same(a[::-1], b[::-1]), len(a) - front, len(b) - front)
@@ -232,9 +232,8 @@ def _same(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def picture(folder: Path, record: Mapping[str, Any], number: int) -> Path:
-    """The file of a screenshot, or of a picture in a prompt. Raises `BirlError` where there is none, or where it is not
-    inside the run folder: rollouts.jsonl may come from anywhere, and must not be able to show another file of this
-    machine."""
+    """File of a screenshot, or of a picture in a prompt. Raises `BirlError` if there is none, or if it is outside of
+    the run folder: rollouts.jsonl may be untrusted, and must not give access to other files of this machine."""
     named = record.get("pictures") or ()
     if not isinstance(named, list) or not 0 <= number < len(named):
         raise BirlError(f"There is no picture {number}; there are {len(named)}, counted from 0.")
@@ -261,8 +260,8 @@ class Prompts:
         self._decoded = lru_cache(KEPT)(self._decode)
 
     def text(self, row: int) -> str:
-        """The user's messages before the model's first token; where the chat template marks none, all text there. Empty
-        where the run has no tokenizer. Raises `BirlError` for a row that there is not."""
+        """The user's messages before the first generated token; if the chat template has no known headers, all text
+        before it. Empty if the run has no tokenizer. Raises `BirlError` for a row that does not exist."""
         return self._decoded(self.episodes.given(row))
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
@@ -271,7 +270,7 @@ class Prompts:
                 return ""
             result = list(blocks(tokens, [False] * len(tokens), self.vocabulary))
         except BirlError:
-            return ""  # a broken tokenizer: the page of one episode tells what is wrong with it
+            return ""  # a broken tokenizer: the page of one episode reports the error
         wanted = [one for one in result if one["role"] == "user"] or [one for one in result if one["role"] != "system"]
         texts = (flags.plain(self.vocabulary.text(tokens[one["body"] : one["end"]])).strip() for one in wanted)
         return "\n".join(filter(None, texts))

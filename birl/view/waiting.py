@@ -1,6 +1,6 @@
-"""Where the time of a run went: the table of waits that `birl trace` prints, and the trace for Perfetto.
+"""Breakdown of a run's time: the table of waits that `birl trace` prints, and the trace for Perfetto.
 
-/api/waiting?run=ID            the sentence, and the share of each wait in every process
+/api/waiting?run=ID            the bottleneck, and the share of each wait in every process
 /api/waiting/trace?run=ID      the trace in Chrome's format, as a file
 """
 
@@ -23,7 +23,7 @@ from birl.view.folders import Run, Runs
 
 @dataclass(slots=True)
 class _Traced:
-    """A run's trace and what follows from it, until there is more of it."""
+    """Cached trace and results of a run, until the trace grows."""
 
     timeline: Timeline
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -46,7 +46,7 @@ def routes(runs: Runs) -> list[Route]:
 
     def trace(request: Request) -> Response:
         run = runs[request.query_params.get("run", "")]
-        Timeline(run.folder).read()  # says what is wrong with it
+        Timeline(run.folder).read()  # raises if the trace is damaged
         name = f"{Path(run.folder).name}.trace.json".encode("ascii", "replace").decode().replace('"', "")
         headers = {"content-disposition": f'attachment; filename="{name}"'}
         return StreamingResponse(joined(run.folder), media_type="application/json", headers=headers)
