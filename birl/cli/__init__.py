@@ -26,11 +26,11 @@ from birl.errors import BirlError, did_you_mean, tell, tell_traceback
 from birl.exits import INTERRUPTED, MISTAKE, Terminated, code_of, terminable, terminate
 
 COMMANDS = tuple(BY_NAME)
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of writes, whose errors do not name the file
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of writes that do not name the file
 
 
 def load(name: str) -> Any:
-    """Import a module. A signal meanwhile is one, whatever a library that is being imported makes of it: transformers
+    """Import a module. A signal meanwhile is raised as such, whatever the imported library makes of it: transformers
     turns the exception into a ModuleNotFoundError."""
     raised: list[type[KeyboardInterrupt]] = []
 
@@ -50,15 +50,15 @@ def load(name: str) -> Any:
             raise raised[-1] from error
         raise
     finally:
-        for number, handler in ours.items():  # asyncio looks for this very handler of SIGINT
+        for number, handler in ours.items():  # asyncio compares SIGINT's handler with this one
             signal.signal(number, handler)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line and return its exit code. A `BirlError` becomes a message, never a traceback."""
+    """Run a command line and return its exit code. A `BirlError` becomes a message, never a traceback."""
     keep_memory()
     sys.excepthook = tell_traceback
-    if isinstance(sys.stdout, TextIOWrapper):  # a character that the terminal's encoding lacks is no reason to stop
+    if isinstance(sys.stdout, TextIOWrapper):  # replace characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="replace")
     words = sys.argv[1:] if argv is None else argv
     try:
@@ -72,11 +72,11 @@ def main(argv: list[str] | None = None) -> int:
         print("birl: interrupted" if code == INTERRUPTED else "birl: terminated", file=sys.stderr)
         return code
     except BrokenPipeError:
-        if not _nobody_reads():  # the pipe to a worker, say
+        if not _nobody_reads():  # another pipe, such as to a worker
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
         return 0
-    except OSError as error:  # damage, a full disk, missing rights: the file and the reason say all
+    except OSError as error:  # damage, a full disk, missing rights: file and reason are enough
         if error.filename is None:
             if error.errno not in FULL:
                 raise
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _key_of(name: str, words: list[str]) -> str:
-    """`KEY=` of the word that has a name, or the longest part of it; `FILE, line N: ` where a file of keys has it."""
+    """`KEY=` of the word that contains a name, or its longest part; `FILE, line N: ` if a YAML file contains it."""
     part = max(name.split("/"), key=len)
     pairs = [word.partition("=")[::2] for word in words]
     long = [(f"{key}=", value.rstrip("/")) for key, value in pairs if len(value) > 200]
@@ -104,9 +104,9 @@ def _key_of(name: str, words: list[str]) -> str:
 
 
 def _nobody_reads() -> bool:
-    """Is our output closed at its other end, as in `birl rl --help | head`?"""
+    """Whether the reader of our output has closed the pipe, as in `birl rl --help | head`."""
     output = select.poll()
-    output.register(sys.stdout.fileno(), 0)  # which reports errors without a request
+    output.register(sys.stdout.fileno(), 0)  # errors are reported without a request
     return bool(output.poll(0))
 
 

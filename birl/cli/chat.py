@@ -1,4 +1,4 @@
-"""`birl chat`: talk to a model, or to what a run has learned."""
+"""`birl chat`: chat with a model, or with the trained model of a run."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ from birl.types import Message, SamplingParams
 
 @dataclass(kw_only=True)
 class Settings(Section):
-    """What `birl chat` takes beside the model."""
+    """Keys of `birl chat` beside the model."""
 
     temperature: Amount = 0.7
     top_p: Nucleus = 0.95
@@ -38,7 +38,7 @@ def run(words: list[str]) -> int:
     target = (named or ["smollm2"])[0]
     settings = read_section(Settings, dict(word.split("=", 1) for word in words if not is_target(word)), "")
     check_model("model.path", target)
-    print(f"birl: loading {target}", file=sys.stderr, flush=True)  # torch alone takes seconds
+    print(f"birl: loading {target}", file=sys.stderr, flush=True)  # importing torch takes seconds
     from birl.models.device import choose
     from birl.parallel.machine import compute_thread
 
@@ -48,7 +48,7 @@ def run(words: list[str]) -> int:
 
 
 def is_target(word: str) -> bool:
-    """Whether a word names the model: the folder of a run of --multirun has an = in its name."""
+    """Whether a word names the model; the folder of a run of --multirun has an = in its name."""
     return "=" not in word or word.startswith("model=") or is_model(word)
 
 

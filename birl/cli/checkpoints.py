@@ -76,7 +76,7 @@ def _list(root: Path) -> int:
         print(f"There is no complete checkpoint in {root} yet.")
         return 0
     for entry in entries:
-        with suppress(BirlError):  # a damaged one is listed as that
+        with suppress(BirlError):  # a damaged one is listed as such
             states[entry.step] = step_folders.read_state(entry.path)
     best = next(reversed(states.values()), {}).get("best_step")
     table = Table("step", "saved", "size", "validation score", "")
@@ -153,20 +153,20 @@ def push(
     policy: str = "",
     adapter: bool = False,
 ) -> str:
-    """The checkpoint `source` of `run` as a model, or as an `adapter` alone, in the repository `name` (USER/NAME) of
-    the hub, which is made where there is none; by the hub's own client, with its settings. Gives its address. Raises
-    `BirlError`; what the hub had before is then there still, as all files come in one commit."""
+    """Push the checkpoint `source` of `run` as a model, or only its `adapter`, to the repository `name` (USER/NAME) of
+    the hub, which is created if needed; by the hub's client, with its settings. Returns the URL. Raises `BirlError`;
+    the hub's earlier content is then unchanged, as all files are in one commit."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 
     api = HfApi()
     try:
-        api.whoami()  # before minutes of exporting, and before torch
+        api.whoami()  # fail before minutes of exporting, and before importing torch
         from birl.cli.model_card import base_of, model_card
         from birl.learner.export import began_with, export, export_adapter
 
         address = api.create_repo(name, private=private or None, exist_ok=True)
-        if private and not api.model_info(address.repo_id).private:  # the call above changes nothing that is there
+        if private and not api.model_info(address.repo_id).private:  # unchanged by the call above
             raise BirlError(
                 f"hf://{name} is there, and public. Make it private in its settings, or leave --private out."
             )
@@ -177,7 +177,7 @@ def push(
             (model / "README.md").write_text(card, "utf-8")
             if adapter:
                 own = read_json(file := model / "adapter_config.json")
-                own["base_model_name_or_path"] = base_of(began_with(run))[0]  # and no folder of this machine
+                own["base_model_name_or_path"] = base_of(began_with(run))[0]  # instead of a local folder
                 file.write_text(json.dumps(own, indent=2), "utf-8")
             files = sorted(path for path in model.rglob("*") if path.is_file())
             added = [CommitOperationAdd(path.relative_to(model).as_posix(), path) for path in files]
@@ -188,7 +188,7 @@ def push(
         raise BirlError(f"hf://{name}: there is no token. Set HF_TOKEN, or run `hf auth login`.") from error
     except BirlError:
         raise
-    except Exception as error:  # of several libraries: refused, no network, no space
+    except Exception as error:  # of several libraries: no permission, no network, no space
         raise BirlError(f"hf://{name}: {first_line(error)}") from error
     return str(address)
 

@@ -1,17 +1,17 @@
-"""Every command: its line in `birl --help`, the function that runs it, and what completion offers."""
+"""All commands: line in `birl --help`, function that runs it, and words for completion."""
 
 from dataclasses import dataclass
 
 from birl import __version__
 
 TRAINING = ("sft", "rm", "dpo", "rl")
-CONFIGURED = (*TRAINING, "eval", "serve", "tinker")  # words are flags, YAML files and key=value (configured.py)
+CONFIGURED = (*TRAINING, "eval", "serve", "tinker")  # take flags, YAML files and key=value (configured.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """`run`: "module:function", imported when it is wanted: words in, exit code out; empty for the configured ones. Its
-    help is in usage.py, or the module's USAGE. `offered`: words that completion knows beside keys and folders.
+    """`run`: "module:function" of words -> exit code, imported on use; empty for the configured ones. Its help is in
+    usage.py, or the module's USAGE. `offered`: further words for completion, beside keys and folders.
 
     Example: Command(name="ledger", brief="where every token went", run="birl.rollout.ledger:run")
     """
@@ -102,7 +102,7 @@ ALL = (
 )
 BY_NAME = {command.name: command for command in ALL}
 
-# What other systems have a command for, or what people try first.
+# Names of commands in other systems, and words that people try first.
 ELSEWHERE = {
     "train": "rl", "rlhf": "rl", "rlvr": "rl", "drgrpo": "rl",
     "finetune": "sft", "fine_tune": "sft", "pretrain": "sft data.train_on=[all]", "lora": "sft lora.rank=16",
@@ -118,7 +118,7 @@ ELSEWHERE = {
 
 
 def instead(word: str) -> str:
-    """The command line for a word that is no command: another system's word, an algorithm, or a preference loss."""
+    """The command line to suggest for an unknown command: another system's name, an algorithm, or a preference loss."""
     from birl.config.keys import documentation, presets
     from birl.config.schema import DPO, RL
 
@@ -145,5 +145,5 @@ Start here
 
 
 def page() -> str:
-    """`birl --help`."""
+    """The text of `birl --help`."""
     return "\n".join([HEAD, *(f"  {command.name:<12} {command.brief}" for command in ALL), "", FOOT])

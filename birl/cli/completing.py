@@ -1,4 +1,4 @@
-"""`birl completion SHELL`: prints the script, which knows the words of every command, and says where it belongs."""
+"""`birl completion SHELL`: prints the completion script with the words of all commands, and where to install it."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ make it anew:
 
 
 def run(words: Sequence[str]) -> int:
-    """Raises `BirlError`."""
+    """Print the script. Raises `BirlError`."""
     if len(words) != 1 or words[0] not in SHELLS:
         unknown = f"There is no completion for {' '.join(words)}. " if words else ""
         raise BirlError(f"{unknown}Name one shell, as in `birl completion bash`: {', '.join(SHELLS)}.")

@@ -1,4 +1,4 @@
-"""Training, `eval` and `serve`: words are flags, YAML files and key=value."""
+"""Commands with a configuration (training, `eval`, `serve`): words are flags, YAML files and key=value."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from birl.errors import BirlError, did_you_mean
 
 FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate", "--judge", "--contamination")
 SHORT_FLAGS = {"-h": "--help", "help": "--help", "-m": "--multirun"}
-ONLY = {  # flag -> the commands that take it, and why others do not
+ONLY = {  # flag -> the commands that accept it, and why others do not
     "--dry-run": (TRAINING, "belongs to training"),
     "--validate": (("eval",), "belongs to `birl eval`, which plays the right answers"),
     "--judge": (("eval",), "belongs to `birl eval`, which compares judges with people"),
@@ -22,7 +22,7 @@ ONLY = {  # flag -> the commands that take it, and why others do not
 }
 
 
-#: what carries a command out
+#: command -> module that runs it
 RUNS = dict.fromkeys(TRAINING, "birl.train.command") | {
     "eval": "birl.cli.evaluation",
     "serve": "birl.server.serve",
@@ -31,7 +31,7 @@ RUNS = dict.fromkeys(TRAINING, "birl.train.command") | {
 
 
 def run(command: str, words: list[str]) -> int:
-    """Exit code; raises `BirlError`."""
+    """Run a command; returns the exit code. Raises `BirlError`."""
     from birl.config.load import load_with_choices, to_yaml
     from birl.config.schema import COMMANDS
 
@@ -58,9 +58,9 @@ def run(command: str, words: list[str]) -> int:
         return load("birl.cli.judging").run(config)
     if command == "eval" and config.baseline:
         load("birl.rollout.compare").Baseline.read(config.baseline)
-    if command == "eval" and config.output:  # better to know now than when the answers are there
+    if command == "eval" and config.output:  # fail before the evaluation
         load("birl.cli.output").prepare(config.output)
-    if RUNS[command] not in sys.modules and _ended(command, config, choices, flags):  # else it tells as soon
+    if RUNS[command] not in sys.modules and _ended(command, config, choices, flags):  # else it reports as soon
         return 0
     if "--validate" in flags:
         return load("birl.cli.validate").run(config)
@@ -81,14 +81,14 @@ def run(command: str, words: list[str]) -> int:
 
 
 def _ended(command: str, config: Any, choices: dict[str, str], flags: set[str]) -> bool:
-    """Is it a run that is over, whose end is shown? Raises `BirlError` for what can be known before torch is there."""
+    """Print the end of a run that has finished before; whether it has. Raises `BirlError` for what needs no torch."""
     from birl.config.load import run_folder
     from birl.preflight import check_folder, check_names, ended
 
     check_names(config)
     if os.environ.get("RANK", "0") != "0":
         return False
-    if command in ("serve", "tinker"):  # of several ranks one listens
+    if command in ("serve", "tinker"):  # only one of several ranks listens
         load("birl.hosts").bind(config.host, config.port).close()
     if command in TRAINING:
         folder = Path(run_folder(config, choices)).absolute()
@@ -97,20 +97,19 @@ def _ended(command: str, config: Any, choices: dict[str, str], flags: set[str]) 
         if alone and (result := ended(folder, config)):
             load("birl.track.tracker").say_end(folder, config.track, result)
             return True
-    print(f"birl: loading {config.model.path}", file=sys.stderr, flush=True)  # torch alone takes seconds
+    print(f"birl: loading {config.model.path}", file=sys.stderr, flush=True)  # importing torch takes seconds
     return False
 
 
 def exit_code(summary: dict[str, Any] | None) -> int:
-    """Of a training: 0, or that of the signal that ended it before its time."""
+    """Exit code of a training: 0, or that of the signal that ended it early."""
     return 128 + summary["signal"] if summary and not summary.get("finished", True) else 0
 
 
 def _over_ranks(
     schema: type[Any], words: list[str], config: Any, choices: dict[str, str]
 ) -> tuple[Any, dict[str, str]]:
-    """Where torchrun or another launcher has started several ranks, and the words do not say how to split the model
-    over them: FSDP."""
+    """Use FSDP if torchrun or another launcher has started several ranks, and no key says how to split the model."""
     from birl.config.load import load_with_choices
 
     ranks = _ranks()
@@ -125,7 +124,7 @@ def _ranks() -> Any:
 
 
 def flags_of(command: str) -> tuple[str, ...]:
-    """Those that it takes."""
+    """Flags that the command accepts."""
     return tuple(flag for flag in FLAGS if command in ONLY.get(flag, ((command,), ""))[0])
 
 
@@ -164,7 +163,7 @@ def _help(command: str, schema: type, words: list[str]) -> None:
 
 
 def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[str]) -> int:
-    """One process per combination, one after the other. All configurations are checked before the first starts."""
+    """Run one process per combination, one after the other. All configurations are checked first."""
     from birl.config.load import load_with_choices, run_folder, to_yaml
     from birl.config.sweep import job_names, swept_keys
     from birl.config.sweep import sweep as combinations

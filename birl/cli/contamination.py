@@ -1,8 +1,8 @@
-"""`birl rl --contamination`: which questions of data.validation does data.train have as well, whole or in parts?
+"""`birl rl --contamination`: questions of data.validation that are in data.train as well, as a whole or in parts.
 
-Parts are runs of eight words, as in the checks of GPT-3 (arXiv:2005.14165, appendix C) and of Tulu 3
-(arXiv:2411.15124, section 3.2). A run that many training prompts have is a form of words, such as a system prompt or
-"How many ... are there?", and says nothing.
+Parts are runs of eight words, as in the checks of GPT-3 (arXiv:2005.14165, appendix C) and of Tulu 3 (arXiv:2411.15124,
+section 3.2). A run in many training prompts is boilerplate, such as a system prompt or "How many ... are there?", and
+does not count.
 """
 
 import re
@@ -16,14 +16,14 @@ from birl.errors import BirlError
 from birl.types import Task
 
 SHOWN = 20  # rows that are printed
-RUN = 8  # words
-SHARE = 0.5  # of a question's own words, from which on it counts as copied
-COMMON = 10  # training prompts, or one in a hundred, beyond which a run is a form of words
+RUN = 8  # words (an n-gram of this length)
+SHARE = 0.5  # share of a question's own words from which on it counts as copied
+COMMON = 10  # training prompts, or one in a hundred, beyond which a run is boilerplate
 
-#: scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, kana and ideographs; each letter is a word
+#: scripts without spaces between words: Thai, Lao, Burmese, Khmer, kana and ideographs; each letter is a word
 UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\U00020000-\U0003ffff"
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[-+*/=<>^%]")
-#: signs with two forms, and characters that nobody sees
+#: signs with two forms, and invisible characters
 SAME = str.maketrans("\u2212\u00d7\u00f7", "-*/", "\u00ad\u200b\u200c\u200d\u2060\ufeff")
 
 Words = tuple[str, ...]
@@ -31,7 +31,7 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A validation row, the training row that has most of it, and how much: 1 where both are the same."""
+    """A validation row, the training row that has most of it, and the share of it: 1 if both are the same."""
 
     where: str
     source: str
@@ -43,14 +43,14 @@ class Copy:
 
 @dataclass(slots=True)
 class Seen:
-    """In how many training prompts a run of words is, and the first of them."""
+    """Number of training prompts that have a run of words, and the first of them."""
 
     prompts: int = 0
     rows: list[str] = field(default_factory=list)
 
 
 def run(config: schema.RL) -> int:
-    """Print the result. 0 where no validation row is in the training data, else 1. Raises `BirlError`."""
+    """Print the result. Returns 0 if no validation row is in the training data, else 1. Raises `BirlError`."""
     for key in ("train", "validation"):
         if not getattr(config.data, key):
             raise BirlError(f"--contamination compares two sets of rows: name the other, as in data.{key}=my.jsonl.")
@@ -69,7 +69,8 @@ def run(config: schema.RL) -> int:
 
 
 def copies(train: Sequence[Tasks], validation: Sequence[Tasks]) -> list[Copy]:
-    """In the order of the validation rows. Time and memory grow with the words of both, not with their product."""
+    """Copies in the order of the validation rows. Time and memory grow with the words of both, not with their
+    product."""
     asked = [(where, words(task), str(task.answer)) for where, task in _rows(validation)]
     seen = {run: Seen() for _, text, _ in asked for run in runs(text)}
     wanted = {(text, answer) for _, text, answer in asked}
@@ -108,7 +109,8 @@ def _part(text: Words, seen: dict[Words, Seen], most: int) -> tuple[str, float] 
 
 
 def words(task: Task) -> Words:
-    """Whatever their case and Unicode form (NFKC); digits and signs that change a question are words, too."""
+    """Words of a task, independent of case and Unicode form (NFKC); digits and signs that change a question count,
+    too."""
     return tuple(WORD.findall(normalize("NFKC", prompt_text(task).translate(SAME)).casefold()))
 
 

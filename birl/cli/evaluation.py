@@ -1,4 +1,4 @@
-"""`birl eval`: its objects, and what it prints."""
+"""`birl eval`: set up engine, tasks and rewards, run the evaluation, and print the results."""
 
 import asyncio
 import sys
@@ -45,12 +45,12 @@ from birl.track.units import counted
 from birl.types import Group
 from birl.visible import visible
 
-EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens is 0
+EVAL_TOKENS = 512  # longest answer in `birl eval` if validation.max_tokens is 0
 
 
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
-    """`weights`: digest of what is measured; empty where a server cannot tell. `data`: of the questions."""
+    """`weights`: digest of the evaluated weights, empty if a server has none; `data`: digest of the questions."""
 
     plan: EvaluationPlan
     rollout: Rollout
@@ -64,7 +64,7 @@ class Evaluation:
 
 
 async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
-    """With servers only the tokenizer is loaded here."""
+    """Build the evaluation. With servers only the tokenizer is loaded in this process."""
     check_world(config.env)
     check_engine(config.engine, trains=False)
     shares(config.engine, config.model.device, 0)
@@ -131,7 +131,7 @@ def embedded(config: schema.Eval, policy: Policy, context: int, asked: tuple[int
 async def served(
     config: schema.Eval, reader: Reader, context: int, asked: tuple[int, int], opened: AsyncExitStack
 ) -> tuple[Servers, str]:
-    """Servers, and the digest of what they hold where all say the same. Their logs go when `opened` is closed."""
+    """The servers, and the digest of their weights if all agree. Their logs are removed when `opened` is closed."""
     logs = opened.enter_context(tempfile.TemporaryDirectory(prefix="birl-engines-"))
     servers = await open_servers(
         config.engine,
@@ -161,7 +161,7 @@ async def served(
 
 
 def run(config: schema.Eval) -> None:
-    """`birl eval`."""
+    """Run `birl eval`."""
     here = config.engine.kind == "embedded" or "model" in schema.reward_functions(config)
     with compute_thread(config.threads, choose(config.model.device) if here else None) as compute:
         try:
@@ -205,7 +205,7 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
 
 
 def check_failures(groups: Sequence[Group]) -> None:
-    """Say why answers have no score; without a single one there is nothing to report."""
+    """Report why answers have no score. Raises `BirlError` if none has one."""
     episodes = [(g.task, t) for g in groups for t in g.trajectories]
     failed = [(task, t) for task, t in episodes if not t.outcome.scored]
     if failed:
@@ -228,13 +228,13 @@ def check_versions(groups: Sequence[Group]) -> None:
 
 
 def tokens(groups: Sequence[Group]) -> dict[str, int]:
-    """What it took, with answers that failed: a prompt counts for each answer to it, a conversation for each turn."""
+    """Number of tokens, also of failed answers; a prompt counts for each answer, a conversation for each turn."""
     turns = [turn for g in groups for t in g.trajectories for turn in t.turns]
     return {"prompts": sum(len(t.prompt) for t in turns), "answers": sum(len(t.completion.tokens) for t in turns)}
 
 
 def ruled(groups: Sequence[Group], threshold: float) -> str:
-    """From which score on an answer is right; empty where that is plain."""
+    """Text: the score from which on an answer is right; empty if that is obvious."""
     if threshold:
         return f"Right: a score of at least {threshold:g} (validation.threshold)."
     if isnan(right_among(groups, threshold)):
@@ -246,8 +246,7 @@ def ruled(groups: Sequence[Group], threshold: float) -> str:
 
 
 def show(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float, float]]) -> None:
-    """Print them as a table, with their 95 % intervals. Names of sources are never cut: in a narrow terminal they go on
-    in the next line."""
+    """Print metrics as a table, with 95 % intervals. Names of sources are wrapped, never cut."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -258,7 +257,7 @@ def show(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float, float]]
         own = {key.rpartition("/")[2]: value for key, value in metrics.items() if source(key) == name}
         rest = (f"{own['score']:.3f}", f"{own['length']:.1f}", f"{own['truncated']:.0f}", f"{own['failed']:.0f}")
         shown = [key for key in own if key.startswith("pass@")]
-        if own.get("pass@1") != own["score"]:  # else its row says both
+        if own.get("pass@1") != own["score"]:  # else its row has both
             shown.insert(0, "score")
         for metric in shown:
             low, high = bounds.get(f"validation/{name}/{metric}", (nan, nan))

@@ -1,4 +1,4 @@
-"""`birl eval --judge`: how far do the judges of `reward.judge` agree with the people who made data.validation?
+"""`birl eval --judge`: agreement of the judges of `reward.judge` with the people who made data.validation.
 
 chosen, rejected                          preferences: text or messages, as `birl dpo` reads them
 response | completion | output, and
@@ -33,12 +33,12 @@ from birl.visible import visible
 
 RESPONSES = ("response", "completion", "output")
 SCORES = ("score", "rating", "human", "label")
-GOOD = 0.5  # a value from which on an answer counts as good where validation.threshold does not say
+GOOD = 0.5  # least value of a good answer, unless validation.threshold is set
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What was asked about each prompt, and for each judge its verdicts."""
+    """Questions for each prompt, and verdicts for each judge."""
 
     gold: list[Gold]
     questions: list[list[Question]]
@@ -46,7 +46,7 @@ class Judged:
 
 
 def run(config: schema.Eval) -> int:
-    """Print the result. Raises `BirlError`, also where no question has a verdict."""
+    """Print the result. Raises `BirlError`, also if no question has a verdict."""
     if not config.data.validation:
         raise BirlError("--judge needs rows that people have judged: name them, as in data.validation=judged.jsonl.")
     panel = Panel.of(settings(config))
@@ -74,13 +74,13 @@ def run(config: schema.Eval) -> int:
 
 
 def columns(panel: Panel) -> list[tuple[str, list[int]]]:
-    """Each judge, and where there are several, all together."""
+    """Each judge, and if there are several, all together."""
     each = [(judge, [i]) for i, judge in enumerate(panel.judges)]
     return each if len(each) == 1 else [*each, (f"{panel.combine} of {len(each)}", list(range(len(each))))]
 
 
 async def ask(panel: Panel, gold: Sequence[Gold], rubrics: Sequence[Rubric]) -> Judged:
-    """Some prompts at a time, so that each request has reward.timeout."""
+    """Ask in batches of prompts, so that each request has the whole reward.timeout."""
     every = [panel.manner.questions(g.prompt, g.right, g.answers, r) for g, r in zip(gold, rubrics, strict=True)]
     asked, judges = counted(sum(map(len, every)), "question"), counted(len(panel.judges), "judge")
     print(f"birl: {asked} about {counted(len(gold), 'prompt')} to {judges} ...", file=sys.stderr)
@@ -102,7 +102,7 @@ async def ask(panel: Panel, gold: Sequence[Gold], rubrics: Sequence[Rubric]) -> 
 
 
 def batches(every: Sequence[list[Question]], size: int) -> Iterator[list[list[Question]]]:
-    """Prompts in their order, each part with at least `size` questions."""
+    """Batches of prompts in order, each with at least `size` questions."""
     part: list[list[Question]] = []
     for questions in every:
         part.append(questions)
@@ -126,7 +126,7 @@ def measured(panel: Panel, judged: Judged, which: list[int], preferences: bool, 
 
 
 def failures(panel: Panel, judged: Judged) -> dict[str, dict[str, int]]:
-    """By judge and kind."""
+    """Number of failures by judge and kind."""
     result: dict[str, dict[str, int]] = {}
     for i, judge in enumerate(panel.judges):
         kinds = Counter(
@@ -137,7 +137,7 @@ def failures(panel: Panel, judged: Judged) -> dict[str, dict[str, int]]:
 
 
 def answers(panel: Panel, judged: Judged) -> list[dict[str, Any]]:
-    """For the file: what people and judges gave each answer, and the judges' replies."""
+    """Records for the output file: values of people and judges for each answer, and the judges' replies."""
     result = []
     for gold, questions, verdicts in zip(judged.gold, judged.questions, judged.verdicts, strict=True):
         values = panel.values(gold.answers, questions, verdicts)
@@ -149,7 +149,7 @@ def answers(panel: Panel, judged: Judged) -> list[dict[str, Any]]:
 
 
 def gold_of(rows: Rows, config: schema.Eval, panel: Panel) -> tuple[list[tuple[Gold, Rubric]], bool]:
-    """The rows of a source, those with one prompt together, and whether they are preferences. Raises `BirlError`."""
+    """Rows of a source, grouped by prompt, and whether they are preferences. Raises `BirlError`."""
     right = column_of(rows, config.data.answer_column, ANSWERS, "data.answer_column")
     pairs = rows.has("chosen") and rows.has("rejected")
     read = _preferences(rows, config) if pairs else _scores(rows, config)
@@ -211,7 +211,7 @@ def _last_text(answer: Conversation) -> str:
 
 
 def show(result: dict[str, list[Measure]]) -> None:
-    """Print them as a table, with their 95 % intervals."""
+    """Print measures as a table, with 95 % intervals."""
     from rich.table import Table
 
     from birl.track.console import Terminal

@@ -1,6 +1,6 @@
-"""What a model's page says on the hub: where it comes from, how it was trained, and how good it was, with intervals.
+"""Model card for the hub: base model and data, training, and evaluation with intervals.
 
-All of it is read from the run's own files. Of local data and models the names are shown, and not the folders.
+Everything is read from the run's files. Local data and models are shown by name, without folders.
 """
 
 import json
@@ -20,7 +20,7 @@ from birl.track.algorithm import algorithm
 from birl.track.progress import is_share, stored, validation_score
 from birl.track.units import count
 
-DEFAULT = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"  # what `smollm2` is, and its licence
+DEFAULT = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"  # hub id and licence of `smollm2`
 SHOWN = (
     "optimizer.lr",
     "rollout.prompts",
@@ -34,11 +34,11 @@ ROWS = 12  # of the curve
 
 
 def model_card(run: Path, step: int, name: str, licence: str = "", adapter: bool = False) -> str:
-    """Markdown with the hub's metadata. `licence`: as the hub names it; empty: the base model's, where it is known."""
+    """Markdown with the hub's metadata. `licence`: the hub's id; empty: the base model's, if known."""
     config = read_json(run / "config.json")
     path = str(config["model.path"])
     base, known = base_of(path)
-    shared = path == "smollm2" or (base == path and not Path(path).expanduser().exists())  # the hub takes no others
+    shared = path == "smollm2" or (base == path and not Path(path).expanduser().exists())  # the hub accepts only these
     licence = licence or known
     method = algorithm(config)
     judges = "ranking.centering" in config
@@ -64,7 +64,7 @@ def model_card(run: Path, step: int, name: str, licence: str = "", adapter: bool
 
 
 def base_of(path: str) -> tuple[str, str]:
-    """The hub's name of a base model, or the last part of a folder's; and its licence, where the hub tells it."""
+    """Hub id of a base model, or the last part of a folder; and its licence, if the hub knows it."""
     if path == "smollm2":
         return DEFAULT
     if Path(path).expanduser().exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
@@ -73,13 +73,13 @@ def base_of(path: str) -> tuple[str, str]:
 
     try:
         about = HfApi().model_info(path).card_data
-    except Exception:  # no network, or gone: then the reader looks
+    except Exception:  # no network, or the model was removed
         return path, ""
     return path, str(about.license) if about and about.license else ""
 
 
 def shown(name: str) -> str:
-    """The name of a file, folder or data set without where it lies on a machine."""
+    """Name of a file, folder or data set without its local folder."""
     local = Path(name.partition(":")[0]).expanduser()
     return Path(name).name if local.is_absolute() or local.exists() else name
 
@@ -90,8 +90,8 @@ def trained(steps: Sequence[Mapping[str, Any]], last: int) -> str:
 
 
 def evaluation(validations: Sequence[Mapping[str, Any]], step: int) -> list[str]:
-    """Score of this very checkpoint with its interval, and how it differs from the first one's, paired by prompt. Of
-    scores that are not 0 or 1, and of several answers to a prompt, the interval is of the answers that the run kept."""
+    """Score of this checkpoint with its interval, and its difference from the first one's, paired by prompt. For scores
+    that are not 0 or 1, and for several answers to a prompt, the interval is of the answers that the run stored."""
     if not validations or validations[-1]["step"] != step or (value := validation_score(validations[-1])) is None:
         return ["", "## Evaluation", "", "This checkpoint was not validated."]
     first, last = validations[0], validations[-1]
@@ -145,5 +145,5 @@ def usage(name: str, base: str, adapter: bool, judges: bool) -> list[str]:
 
 
 def cell(text: str) -> str:
-    """In one cell of a table."""
+    """Escape text for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

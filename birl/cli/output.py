@@ -1,4 +1,4 @@
-"""The file that `output=` names: looked at before the work begins, and written when it is done."""
+"""The file of `output=`: checked before the work begins, and written at its end."""
 
 import json
 import tempfile
@@ -13,8 +13,8 @@ from birl.track.log import encode
 
 
 def prepare(name: str) -> None:
-    """Nothing is there before the results are: `birl reproduce` takes the file for them. Raises `BirlError` where it
-    could not be written."""
+    """Check that the file can be written, but do not create it, as `birl reproduce` takes an existing one for
+    results. Raises `BirlError`."""
     path = Path(name).absolute()
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def prepare(name: str) -> None:
 
 
 def write(name: str, result: Mapping[str, Any]) -> None:
-    """As JSON, which has no NaN. Raises `BirlError`."""
+    """Write JSON, in which NaN is null. Raises `BirlError`."""
     path = Path(name).absolute()
     with _writing(path):
         check_target(path)

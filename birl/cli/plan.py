@@ -1,4 +1,4 @@
-"""`birl plan`: the memory of a training, --simulate and --cluster."""
+"""`birl plan`: memory of a training, with --simulate and --cluster."""
 
 from collections.abc import Sequence
 from math import inf
@@ -11,7 +11,7 @@ from birl.plan.cluster import split_device
 
 
 def gib(text: str) -> float:
-    """A finite number above 0. Raises ValueError."""
+    """Parse a finite number above 0. Raises ValueError."""
     if not 0 < float(text) < inf:
         raise ValueError
     return float(text)
@@ -23,7 +23,7 @@ SIMULATE, CLUSTER = Flag(name="--simulate"), Flag(name="--cluster")
 
 
 def run(words: Sequence[str]) -> int:
-    """Raises `BirlError`."""
+    """Run `birl plan`. Raises `BirlError`."""
     named = {word.partition("=")[0] for word in words}
     if named & {SIMULATE.name, MEASURED.name}:
         from birl.plan import simulate_command

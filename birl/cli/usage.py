@@ -1,4 +1,4 @@
-"""What `birl COMMAND --help` prints, for commands whose module is slow to import or has several."""
+"""Texts of `birl COMMAND --help`, for commands whose module is slow to import or has several."""
 
 USAGE = {
     "status": """\

@@ -1,8 +1,8 @@
-"""`birl eval --validate` checks reference answers: it plays each row's gold answer through its environment and its
-rewards, without any model, and names the rows that do not score 1.
+"""`birl eval --validate` checks reference answers: it runs each row's gold answer through its environment and rewards,
+without a model, and prints the rows that do not score 1.
 
-An environment may say what the gold replies are: `gold(task)`, one text or message for each turn. Without that, the
-row's answer is the only reply.
+An environment may define the gold replies by `gold(task)`, a text or message for each turn. Otherwise the row's answer
+is the only reply.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from birl.rollout.session import Tools
 from birl.rollout.tasks import limits_in
 from birl.types import Agent, Completion, Conversation, Env, Message, Outcome, SamplingParams, Stop, Task, Trajectory
 
-AT_ONCE = 64  # rows that are played at once
+AT_ONCE = 64  # rows that run concurrently
 SHOWN = 20  # failing rows that are printed
 
 
 @dataclass(slots=True)
 class Gold:
-    """The gold replies of one row in the place of an engine and of a chat template: reply n is the token n."""
+    """The gold replies of one row in place of engine and chat template: the tokens of reply n are (n,)."""
 
     replies: Sequence[Message] = ()
     version: int = 0
@@ -78,14 +78,14 @@ class Gold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrong:
-    """A row whose gold answer is not worth 1. `where` is its file and row."""
+    """A row whose gold answer does not score 1. `where`: its file and row."""
 
     where: str
     why: str
 
 
 async def validate(config: schema.Eval, compute: Executor) -> tuple[int, list[Wrong]]:
-    """How many rows there are, and those that are wrong."""
+    """The number of rows, and those that are wrong."""
     check_world(config.env)
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute)
@@ -110,7 +110,7 @@ async def validate(config: schema.Eval, compute: Executor) -> tuple[int, list[Wr
 
 
 def rows(config: schema.Eval, world: World) -> list[Tasks]:
-    """Those of data.validation, else the environment's own of both splits."""
+    """Rows of data.validation, else the environment's own of both splits."""
     given = partial(load_tasks, config.data, chat=True, hosts=config.model.picture_hosts)
     if config.data.validation:
         return given("validation")
@@ -124,7 +124,7 @@ def rows(config: schema.Eval, world: World) -> list[Tasks]:
 
 
 async def problem(config: schema.Eval, world: World, score: Scorer | None, tasks: Tasks, index: int) -> str:
-    """What is wrong with a row. Empty where its gold answer is worth 1."""
+    """What is wrong with a row; empty if its gold answer scores 1."""
     try:
         task = tasks[index]
         env = world.open(task)
@@ -170,12 +170,12 @@ def short(reply: Message) -> str:
 
 
 def text(prompt: Conversation) -> str:
-    """A prompt for environments that work on text; there is no model, so no chat template."""
+    """A prompt as text, for text environments; without a model there is no chat template."""
     return prompt if isinstance(prompt, str) else "\n".join(m.content for m in prompt)
 
 
 def run(config: schema.Eval) -> int:
-    """Print the result. 0 where all rows are right, else 1."""
+    """Print the result. Returns 0 if all rows are right, else 1."""
     with compute_thread(config.threads) as compute:
         total, wrong = asyncio.run(validate(config, compute))
     print(f"{total - len(wrong)} of {total} rows: the gold answer scores 1.")
