@@ -1,5 +1,5 @@
-"""Values -> a configuration, with everything that is wrong told at once, before anything is loaded. What a key takes by
-itself is in the schema; `rules/` holds what several must agree on."""
+"""Checks values of a configuration; all errors are reported at once, before anything is loaded. The types and ranges of
+single keys are in the schema; `rules/` has conditions on several keys."""
 
 import copy
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from birl.config.schema import RL, Config, Stage
 from birl.config.schema.kinds import MOST
 from birl.errors import BirlError, did_you_mean
 
-LIMITS = {  # what pydantic calls a value of the right type that the schema does not allow
+LIMITS = {  # pydantic's error types for values of the right type that the schema does not allow
     *("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"),
     *("literal_error", "string_pattern_mismatch"),
 }
@@ -30,7 +30,7 @@ def check(config: Config) -> None:
 
 
 def problems(config: Config) -> list[str]:
-    """Every reason why this configuration cannot run; empty when it can."""
+    """All reasons why this configuration cannot run; empty if it can."""
     from birl.config.rules import rules
 
     config, refused = configured(type(config), asdict(config))
@@ -39,8 +39,8 @@ def problems(config: Config) -> list[str]:
 
 
 def configured(schema: type[Any], values: Mapping[str, Any]) -> tuple[Any, Refused]:
-    """The object of a schema, and what pydantic says of the values that it cannot have, by key. There it has the
-    defaults, with which the rules of several keys reckon; but names stay, and no rule refuses what goes with one."""
+    """Make an object of a schema; returns it, and pydantic's errors by key. Refused keys get their defaults, so that
+    rules of several keys can be checked; refused names are kept, so that no rule refuses what belongs to them."""
     try:
         return adapter(schema).validate_python(values), {}
     except ValidationError as error:
@@ -63,7 +63,7 @@ def wrong_type(errors: list[ErrorDetails]) -> bool:
 
 
 def refusal(doc: Doc, errors: list[ErrorDetails], prefix: str = "") -> str:
-    """Why a key cannot have a value of the right type."""
+    """Message: why a key cannot have a value of the right type."""
     value, one = errors[0]["input"], errors[0]
     start = f"{prefix}{doc.key}={written(value)}: must be"
     if doc.choices:
@@ -74,7 +74,7 @@ def refusal(doc: Doc, errors: list[ErrorDetails], prefix: str = "") -> str:
 
 
 def command(config: Config | type) -> str:
-    """What `birl` calls the command of a configuration."""
+    """Name of the `birl` command of a configuration."""
     return (config if isinstance(config, type) else type(config)).__name__.lower()
 
 
@@ -89,7 +89,7 @@ def setting(config: Config, key: str) -> str:
 
 
 def capacity_setting(config: RL | Stage) -> str:
-    """How many tokens a packed row may have, and why."""
+    """The setting that limits the tokens of a packed row, and why."""
     each, keys = setting(config, "learner.tokens_per_microbatch"), config.parallel
     axes = {"cp": keys.cp, "tp": keys.splits // keys.cp}
     factors = "".join(f" x parallel.{axis}={n}" for axis, n in axes.items() if n > 1)
@@ -97,5 +97,5 @@ def capacity_setting(config: RL | Stage) -> str:
 
 
 def needed_setting(config: RL | Stage, tokens: int) -> str:
-    """The setting that lets a packed row have so many tokens."""
+    """The setting that allows a packed row of so many tokens."""
     return f"learner.tokens_per_microbatch={-(-tokens // config.parallel.splits)}"

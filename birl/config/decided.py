@@ -1,4 +1,4 @@
-"""What keys come to together: `auto` decided, and which part of the package a setting means."""
+"""Decisions that follow from several keys: values of `auto`, and the implementation that a setting selects."""
 
 import math
 import re
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from birl.allocator import cores
 from birl.config.schema import RL, Engine, Eval, reward_functions
 
-SELF = "self"  # as algorithm.teacher: the model that learns
-CRITIC = ("gae", "turn_gae")  # advantages that need one
-UNCLIPPED = ("reinforce", "importance")  # surrogates without a bound
-#: surrogates whose papers' ratio, mask or bound is against the policy that sampled, however old it is: GSPO
+SELF = "self"  # value of algorithm.teacher: the model that learns
+CRITIC = ("gae", "turn_gae")  # advantages that need a critic
+UNCLIPPED = ("reinforce", "importance")  # surrogates without a trust region
+#: surrogates whose papers' ratio, mask or bound is against the policy that sampled, of any age: GSPO
 #: arXiv:2507.18071 eq. 7, GMPO arXiv:2507.20673 eq. 5, CISPO arXiv:2506.13585 eq. 4, SAPO arXiv:2511.20347 eq. 5, DPPO
 #: arXiv:2602.04879 eq. 11. M2PO arXiv:2510.01161 is known by algorithm.second_moment
 AGAINST_BEHAVIOUR = ("gspo", "gmpo", "cispo", "sapo", "dppo")
-RATIOS = ("clip", *AGAINST_BEHAVIOUR)  # surrogates that differ only where the ratio is not 1
+RATIOS = ("clip", *AGAINST_BEHAVIOUR)  # surrogates that differ only if the ratio is not 1
 
 TEACHER = re.compile(r"([\w.-]+)=(.+)")  # an entry of algorithm.teachers
 
-OWN = "my_file.py:MyEngine"  # stands for every class of the user's
+OWN = "my_file.py:MyEngine"  # stands for all classes of the user
 NAME = re.compile(r"[\w.-]+/[\w.-]+")  # experiment/trial
-LAUNCHED = "birl-launch/"  # names of engines that `birl launch` starts beside the run
+LAUNCHED = "birl-launch/"  # prefix of names of engines that `birl launch` starts beside the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """An engine. `methods`: how it takes weights; `package`: what its server needs; `module`: its part of birl, with
-    `speak` and `start`, empty where it is in the process of the run; `own`: it is `birl serve`, which names and types
-    weights as the learner does."""
+    """An engine. `methods`: how it receives weights; `package`: requirement of its server; `module`: its part of birl,
+    with `speak` and `start`, empty if it is in the run's process; `own`: it is `birl serve`, whose weights have the
+    learner's names and types."""
 
     methods: tuple[str, ...]
     module: str = ""
@@ -49,14 +49,14 @@ ENGINES: dict[str, Kind] = {
 }
 SERVERS = tuple(name for name, kind in ENGINES.items() if kind.module)
 
-USUAL = 10.0  # seconds a call of a reward function may take
-JUDGED = 120.0  # seconds that language models may take to judge a group
-ROOM = 5.0  # seconds beside the tests of code themselves: the first call starts the sandbox
+USUAL = 10.0  # seconds for a call of a reward function
+JUDGED = 120.0  # seconds for language models to judge a group
+ROOM = 5.0  # seconds beside the tests of code: the first call starts the sandbox
 
 
 def proximal(config: RL) -> str:
-    """algorithm.proximal, with auto decided: answers of older weights, or of weights in int8, are corrected by an
-    importance weight, unless the surrogate's own ratio is against what sampled them."""
+    """algorithm.proximal, with auto resolved: answers of older weights, or of int8 weights, are corrected by an
+    importance weight, unless the surrogate's ratio is against the policy that sampled them."""
     keys = config.algorithm
     if keys.proximal != "auto":
         return keys.proximal
@@ -67,19 +67,19 @@ def proximal(config: RL) -> str:
 
 
 def remembers(config: RL) -> bool:
-    """Is the proximal policy computed before the first update? Where there is one update only, it is the learner in
-    that update, whose log-probs are there anyway."""
+    """Whether the log-probs of the proximal policy are computed before the first update. With a single update they are
+    the learner's, which that update computes anyway."""
     updates = config.algorithm.updates_per_batch * config.algorithm.passes
     return proximal(config) == "recompute" and updates > 1
 
 
 def corrects(config: RL) -> bool:
-    """Is there an importance weight of the proximal policy against the one that sampled?"""
+    """Whether there is an importance weight of the proximal policy against the sampling policy."""
     return proximal(config) != "behaviour" and config.algorithm.correction != "none"
 
 
 def algorithm_notes(config: RL) -> list[str]:
-    """What a run says at its start of keys that have no effect in it, and are no mistake."""
+    """Notes at the start of a run on keys that have no effect in it but are no mistake."""
     keys = config.algorithm
     if keys.surrogate not in RATIOS or proximal(config) != "recompute" or remembers(config):
         return []
@@ -92,7 +92,7 @@ def algorithm_notes(config: RL) -> list[str]:
 
 
 def teachers_of(config: RL) -> dict[str, str]:
-    """The model of each teacher by its name, which a single one has not; none without."""
+    """The model of each teacher by name, "" for a single one; empty without teachers."""
     keys = config.algorithm
     if keys.teachers:
         return {match[1]: match[2] for entry in keys.teachers if (match := TEACHER.fullmatch(entry))}
@@ -100,32 +100,31 @@ def teachers_of(config: RL) -> dict[str, str]:
 
 
 def compares(config: RL | Eval) -> bool:
-    """Does the reward need a right answer in every row?"""
+    """Whether the reward needs a right answer in every row."""
     return config.env.kind == "single_turn" and "math" in reward_functions(config)
 
 
 def kind_of(engine: Engine) -> str:
-    """engine.kind, or `OWN`."""
+    """engine.kind, or `OWN` for a class of the user."""
     return OWN if ":" in engine.kind else engine.kind
 
 
 def weights_method(config: RL) -> str:
-    """weights.method, with auto decided."""
+    """weights.method, with auto resolved."""
     if config.weights.method != "auto":
         return config.weights.method
     return "memory" if config.engine.kind == "embedded" else "reload"
 
 
 def answers_at_once(config: RL) -> int:
-    """Answers of the training that are under way at once, at most: those of as many steps as rollout.max_staleness lets
-    overlap."""
+    """Largest number of concurrent training answers: those of as many steps as rollout.max_staleness lets overlap."""
     rollout = config.rollout
     steps = max(rollout.max_staleness - config.weights.sync_every + 2, 1)
     return steps * rollout.prompts * (rollout.group_size + rollout.oversample)
 
 
 def reward_timeout(config: RL | Eval) -> float:
-    """Longest one call of a reward function may take [s]."""
+    """Time limit of a call of a reward function [s]."""
     if config.reward.timeout:
         return config.reward.timeout
     functions = reward_functions(config)
@@ -134,17 +133,17 @@ def reward_timeout(config: RL | Eval) -> float:
 
 
 def tests_seconds(config: RL | Eval) -> float:
-    """What `code` may take for one group [s]."""
+    """Time limit of `code` for one group [s]."""
     return math.ceil(most_answers(config) / at_once(config)) * config.sandbox.total_seconds + ROOM
 
 
 def most_answers(config: RL | Eval) -> int:
-    """Answers that one call judges."""
+    """Largest number of answers that one call judges."""
     if isinstance(config, RL):
         return max(config.validation.samples, config.rollout.group_size + config.rollout.oversample)
     return config.validation.samples
 
 
 def at_once(config: RL | Eval) -> int:
-    """Programs that one reward worker runs at once."""
+    """Number of programs that one reward worker runs concurrently."""
     return config.sandbox.workers or max(1, cores() // config.reward.workers)

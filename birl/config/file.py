@@ -1,4 +1,4 @@
-"""YAML files of keys, in which every value stays the text that it is in the file."""
+"""YAML files of keys, in which every value keeps the text of the file."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ import yaml
 from birl.errors import BirlError, did_you_mean
 from birl.regular import read_text
 
-DEPTH, ENTRIES = 32, 100_000  # of a YAML file: mappings and lists in one another, and all that is in it
+DEPTH, ENTRIES = 32, 100_000  # limits of a YAML file: nesting, and total number of entries
 
 
 def read(name: str) -> Mapping[str, Any]:
@@ -50,8 +50,8 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
 
 
 class _Texts(yaml.BaseLoader):
-    """Every scalar stays the text that it is in the file: YAML would turn `wandb: off` into a boolean. A key that is
-    there twice is an error: YAML would forget the first, with all that is below it."""
+    """Loader that keeps every scalar as its text: YAML would turn `wandb: off` into a boolean. A duplicate key is an
+    error: YAML would drop the first with all that is below it."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -70,7 +70,7 @@ class _Texts(yaml.BaseLoader):
 
 
 def _content(text: str) -> Any:
-    """What a YAML file says; None where it is empty. Raises `yaml.YAMLError`."""
+    """Parse YAML; None if it is empty. Raises `yaml.YAMLError`."""
     loader = _Texts(text)
     try:
         node = loader.get_single_node()
@@ -83,12 +83,12 @@ def _content(text: str) -> Any:
 
 
 def _size(node: yaml.Node, known: dict[int, int], depth: int) -> int:
-    """Entries of a node, those of its aliases counted as often as they are named. Raises `ConstructorError` above
-    `ENTRIES` or `DEPTH`, and for an alias of what it is in."""
+    """Number of entries of a node, with those of aliases at each use. Raises `ConstructorError` above `ENTRIES` or
+    `DEPTH`, and for an alias of a node that contains it."""
     if known.get(id(node)) == 0:
         raise yaml.constructor.ConstructorError(problem="an alias is in what it names", problem_mark=node.start_mark)
     if id(node) not in known:
-        known[id(node)] = 0  # being counted
+        known[id(node)] = 0  # in progress
         inner = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
         inner = inner if isinstance(node, yaml.CollectionNode) else ()
         known[id(node)] = 1 + sum(_size(one, known, depth + 1) for one in inner)

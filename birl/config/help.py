@@ -1,5 +1,4 @@
-"""The pages that `birl rl --help` prints: the keys that people set on one screen, all keys (`--help all`), or those
-that a word finds."""
+"""The pages of `birl rl --help`: common keys on one screen, all keys (`--help all`), or keys that match a word."""
 
 import inspect
 import re
@@ -11,7 +10,7 @@ from typing import Any
 from birl.config import peers
 from birl.config.keys import DEFAULT_PRESETS, Doc, documentation, presets, written
 
-WIDE = 120  # columns from which a key and its text share a line
+WIDE = 120  # least columns for a key and its text on one line
 
 EXAMPLES = {
     "rl": """\
@@ -55,7 +54,7 @@ birl tinker model=/path/to/model names=[Qwen/Qwen3-8B]       # under the name th
 birl tinker keys=tenants.txt host=0.0.0.0                    # for others: a name and a key in each line""",
 }
 
-_TRAINING = {  # the keys on the first screen; a command shows those that it has
+_TRAINING = {  # the keys on the first screen; commands show those that they have
     "run": "run steps epochs seed validation.every checkpoint.every track.wandb",
     "model and data": "model.path data.train data.validation data.train_on data.chosen_column data.rejected_column",
     "task": "env.kind reward.functions",
@@ -89,7 +88,7 @@ EVERYDAY = dict.fromkeys(("rl", "sft", "rm", "dpo"), _TRAINING) | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """The keys of an environment's own: what env.kind is, and their dataclass."""
+    """Keys of an environment: env.kind, and their dataclass."""
 
     kind: str
     section: type
@@ -104,8 +103,8 @@ def render(
     own: Own | None = None,
     flags: tuple[str, ...] = (),
 ) -> str:
-    """A page at most `width` columns wide: one screen of keys; with `only=("all",)` every key and preset; else the
-    keys that these words find. `own` comes last. `flags`: those of the command beside --help."""
+    """A help page of at most `width` columns: one screen of keys; with `only=("all",)` all keys and presets; else the
+    keys that match these words. `own` comes last. `flags`: of the command beside --help."""
     strong = (lambda text: f"\033[1m{text}\033[0m") if bold else str
     usage = f"birl {command} [FILE.yaml] [key=value ...] {' '.join(f'[{flag}]' for flag in flags)} [--help [WORD]]"
     title = _wrap(" ".join((inspect.getdoc(schema) or "").split()), width, "")
@@ -135,7 +134,7 @@ MORE = (
 
 
 def _everyday(command: str, schema: type, width: int, strong: Any) -> str:
-    """The keys that people set, one a line: name, default, unit, and the first sentences of the text that fit."""
+    """Common keys, one a line: name, default, unit, and the first sentences of the text that fit."""
     docs = documentation(schema)
     rows: list[tuple[str, str]] = []  # a title has no text
     for title, names in EVERYDAY[command].items():
@@ -161,7 +160,7 @@ def _brief(text: str, width: int) -> str:
 
 
 def _search(command: str, schema: type, width: int, words: tuple[str, ...], strong: Any) -> str:
-    """The keys whose name has one of the words, then those that another library calls so, or whose text has it."""
+    """Keys whose name contains one of the words, then those with it as another library's name, or in their text."""
     every = list(documentation(schema).values())
     named = [doc for doc in every if any(word in doc.key for word in words)]
     also = [doc for doc in every if doc not in named and any(_about(doc, word) for word in words)]
@@ -171,14 +170,14 @@ def _search(command: str, schema: type, width: int, words: tuple[str, ...], stro
     none = f"No key of `birl {command}` is called {' or '.join(words)}"
     if also:
         return f"{none}; by another name, or in the text:\n\n{_keys(also, width, strong)}"
-    from birl.config.nearest import suggest  # which reads this module
+    from birl.config.nearest import suggest  # which imports this module
 
     hint = "".join(dict.fromkeys(suggest(word, schema) for word in words))
     return f"{none}.{hint} `birl {command} --help all` lists them all."
 
 
 def _about(doc: Doc, word: str) -> bool:
-    """Whether a key's text has the word, or another library calls the key so."""
+    """Whether a key's text contains the word, or another library calls the key so."""
     theirs = any(doc.key in ((one,) if one else row.keys) for row, one in peers.mentioned(word))
     return theirs or re.search(rf"\b{re.escape(word)}", doc.text, re.IGNORECASE) is not None
 
@@ -233,7 +232,7 @@ def _columns(docs: list[Doc]) -> int:
 
 
 def _lines(docs: list[Doc], width: int, columns: int = 0) -> str:
-    """One key below the other."""
+    """Lines of keys, one after the other."""
     lines, columns = [], columns or _columns(docs)
     for doc in docs:
         head = f"  {_left(doc)}"

@@ -1,5 +1,4 @@
-"""What a schema says of each of its keys, and of a section of the user's, as its help, its checks, the hints and the
-completion read it."""
+"""Documentation of each key of a schema or of a user's section, for help, checks, hints and completion."""
 
 import re
 from collections.abc import Mapping
@@ -23,8 +22,8 @@ BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doc:
-    """One key of a schema. `unit` is what the text names in brackets, or a range between two numbers. `choices`: the
-    names it takes, besides what is like `example`. `range`: of its numbers, in words.
+    """One key of a schema. `unit`: the text's last brackets, or a range between two numbers. `choices`: names that it
+    accepts, besides values like `example`. `range`: of its numbers, as text.
 
     Example: Doc(key="rollout.max_tokens", type="int", default=256, text="Longest answer.", unit="tokens per turn")
     """
@@ -49,15 +48,15 @@ class Doc:
 
 @cache
 def documentation(schema: type) -> dict[str, Doc]:
-    """Every key of `schema`, dotted, in the order of the source. A field without a string has an empty text."""
+    """All keys of `schema`, dotted, in the order of the source. A field without a docstring has an empty text."""
     return {doc.key: doc for doc in _walk(schema(), "", _json(schema).get("$defs", {}))}
 
 
 @cache
 def adapter(section: type) -> TypeAdapter[Any]:
-    """What makes an object of a section from values."""
+    """The pydantic adapter that makes an object of a section from values."""
     for one in section.__mro__:
-        if is_dataclass(one) and not hasattr(one, "__pydantic_config__"):  # the user's own, a plain dataclass
+        if is_dataclass(one) and not hasattr(one, "__pydantic_config__"):  # a plain dataclass of the user
             with_config(ConfigDict(use_attribute_docstrings=True))(one)
     return TypeAdapter(section)
 
@@ -93,7 +92,7 @@ def _possible(section: type, key: str) -> bool:
 
 
 def _properties(section: type, its: Mapping[str, Any]) -> Mapping[str, Any]:
-    """JSON schema of each key; a text that is missing in a subclass is that of the class above."""
+    """JSON schema of each key; a field without a text in a subclass has that of the base class."""
     known = dict(its.get("properties", {}))
     for above in filter(is_dataclass, section.__mro__[1:]):
         for name, inherited in _json(above).get("properties", {}).items():
@@ -128,7 +127,7 @@ def _doc(key: str, default: Any, its: Mapping[str, Any]) -> Doc:
 
 
 def presets(schema: type) -> dict[str, dict[str, Path]]:
-    """The config groups of `schema` (its fields that have a folder of presets), each with its files by name."""
+    """The config groups of `schema` (fields with a folder of presets), each with its files by name."""
     names = [field.name for field in fields(schema)]
     return {
         name: {path.stem: path for path in sorted((PRESETS / name).glob("*.yaml"))}
@@ -138,7 +137,7 @@ def presets(schema: type) -> dict[str, dict[str, Path]]:
 
 
 def written(value: Any) -> str:
-    """A value as one types it after `key=`."""
+    """A value as typed after `key=`."""
     match value:
         case bool():
             return str(value).lower()

@@ -1,7 +1,7 @@
-"""`key=value` words and YAML files -> a checked configuration. Hydra composes the presets; a mistake is one line.
+"""`key=value` words and YAML files -> a checked configuration. Hydra composes the presets; an error is one line.
 
-Order: the schema's defaults, then the chosen presets, then files and `key=value` words as they come. Later ones win.
-A text key takes what follows `=` as it is, so that paths, prompts and patterns need no second quoting.
+Order: the schema's defaults, then the chosen presets, then files and `key=value` words in the given order. Later ones
+win. A text key takes the text after `=` literally, so that paths, prompts and patterns need no second quoting.
 """
 
 import copy
@@ -37,14 +37,14 @@ from birl.hub import is_model, is_run
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve, Tinker)
 Section = TypeVar("Section")
 
-FOLDERS = ("run", "resume", "output")  # where ~ is the user's own: no folder of that name is made
-NULL = ("null", "Null", "NULL", "~", "None", "???")  # of YAML, Python and OmegaConf
+FOLDERS = ("run", "resume", "output")  # in these ~ is the user's home: no folder of that name is created
+NULL = ("null", "Null", "NULL", "~", "None", "???")  # null in YAML, Python and OmegaConf
 EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One key, and what was written for it: the text after `=`, or a list from a YAML file. `source` is how to show it;
+    """One key and its written value: the text after `=`, or a list from a YAML file. `source`: its text in messages;
     `exact`: brackets and quotes around a text belong to it, as YAML has its own.
 
     Example: Setting(key="optimizer.lr", value="1e-5", source="optimizer.lr=1e-5")
@@ -57,14 +57,14 @@ class Setting:
 
 
 def load(schema: type[Config], overrides: list[str]) -> Config:
-    """The checked configuration. Raises one `BirlError` that lists everything that is wrong."""
+    """The checked configuration. Raises one `BirlError` that lists all errors."""
     return load_with_choices(schema, overrides)[0]
 
 
 def load_with_choices(schema: type[Config], overrides: list[str]) -> tuple[Config, dict[str, str]]:
-    """Also the presets it was made from, by group: {"algorithm": "grpo", "model": "smollm2"}.
+    """As `load`, also returns the chosen presets by group: {"algorithm": "grpo", "model": "smollm2"}.
 
-    "model" is absent where `model=` named a folder, a file or a hub id: that is in `config.model.path`.
+    "model" is absent if `model=` is a folder, a file or a hub id: then it is in `config.model.path`.
     """
     settings, errors = _read(overrides, schema)
     choices, settings = _choose(settings, schema, errors)
@@ -109,7 +109,7 @@ def _read_argument(argument: str, schema: type) -> Setting:
         hint = f" Did you mean {name}={value or '...'}?" if name in documentation(schema) else suggest(name, schema)
         without = "without dashes" if key[0] == "-" else "and can neither be added (+) nor removed (~)"
         raise BirlError(f"{argument}: keys are written key=value, {without}.{hint}")
-    if not equals and schema in (Eval, Serve, Tinker) and is_model(argument):  # what they are about
+    if not equals and schema in (Eval, Serve, Tinker) and is_model(argument):  # the command's model
         return Setting(key="model.path", value=argument, source=argument)
     if not equals and key in documentation(schema):
         raise BirlError(f"{argument}: has no value; write {key}=VALUE")
@@ -132,13 +132,13 @@ def _read_file(name: str, schema: type) -> list[Setting]:
 
 
 def _file_of(setting: Setting | None) -> str:
-    """`FILE: ` where it was written in one."""
+    """`FILE: ` if the setting is from a file."""
     name, between, _ = setting.source.rpartition(f": {setting.key}: ") if setting else ("", "", "")
     return f"{name}: " if between else ""
 
 
 def _choose(settings: list[Setting], schema: type, errors: list[str]) -> tuple[dict[str, str], list[Setting]]:
-    """Take the choices of presets out of the settings, and expand the shorthands."""
+    """Separate the choices of presets from the settings, and expand the shorthands."""
     groups = presets(schema)
     choices = {group: name for group, name in DEFAULT_PRESETS.items() if group in groups}
     rest = []
@@ -208,11 +208,11 @@ def _apply(config: DictConfig, setting: Setting, schema: type) -> None:
         value = os.path.expanduser(value)
     try:
         OmegaConf.update(config, setting.key, value)
-    except OmegaConfBaseException:  # an interpolation that is none
+    except OmegaConfBaseException:  # an invalid interpolation
         raise BirlError(_wrong_type(doc, setting)) from None
 
 
-#: what a text is read as; the range of the key comes later
+# parsers by type; the key's range is checked later
 PLAIN: dict[str, TypeAdapter[Any]] = {
     "int": TypeAdapter(int),
     "float": TypeAdapter(float),
@@ -226,7 +226,7 @@ PLAIN: dict[str, TypeAdapter[Any]] = {
 def _convert(doc: Doc, setting: Setting) -> Any:
     """The value of a key; one with an interpolation stays text until all are known."""
     value = _given(doc, setting)
-    if doc.several:  # Hydra's grammar made numbers and truth values of what may be meant as text
+    if doc.several:  # Hydra's grammar may have converted texts to numbers and booleans
         value = [str(one).lower() if isinstance(one, int | float) else one for one in value]
     if doc.type not in PLAIN or "${" in str(value):
         return value
@@ -237,13 +237,13 @@ def _convert(doc: Doc, setting: Setting) -> Any:
 
 
 def _given(doc: Doc, setting: Setting) -> str | list[Any]:
-    """A list or a text, as it was written for the key."""
+    """The list or text of a key, as written."""
     value, several = setting.value, doc.several
     if not isinstance(value, str):
         if not several:
             raise BirlError(_wrong_type(doc, setting))
         return value
-    if value.strip() in NULL and not (value == "None" and doc.choices):  # which may be near to one of them
+    if value.strip() in NULL and not (value == "None" and doc.choices):  # which may be a misspelling of one of them
         raise BirlError(
             f"{setting.source}: no key can be null or missing; its default is {doc.key}={written(doc.default)}"
         )
@@ -260,13 +260,13 @@ def _given(doc: Doc, setting: Setting) -> str | list[Any]:
 
 
 def _parse(setting: Setting, text: str, literal: bool) -> Any:
-    """What Hydra's grammar makes of a list or a quoted text; with `literal`, the text itself where it cannot."""
+    """Parse a list or a quoted text by Hydra's grammar; with `literal`, return the text itself if that fails."""
     try:
         value = OverridesParser.create().parse_override(f"key={text}").value()
     except HydraException as error:
         if literal:
             return text
-        if re.fullmatch(r"\[[^\[\]'\"]*\]", text):  # [name=value,...]: the grammar has no = in a list
+        if re.fullmatch(r"\[[^\[\]'\"]*\]", text):  # [name=value,...]: the grammar does not allow = in a list
             return [word.strip() for word in text[1:-1].split(",") if word.strip()]
         reason = first_line(error)
         raise BirlError(
@@ -302,7 +302,7 @@ def _unknown_key(setting: Setting, schema: type) -> str:
 
 
 def _values(config: DictConfig) -> dict[str, Any]:
-    """With what `${section.key}` stands for."""
+    """All values, with `${section.key}` resolved."""
     try:
         return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
@@ -312,8 +312,8 @@ def _values(config: DictConfig) -> dict[str, Any]:
 
 
 def read_section(schema: type[Section], written: Mapping[str, Any], prefix: str) -> Section:
-    """A section that is not part of the configuration, such as an environment's own: a dataclass with what was written
-    for its keys. Raises one `BirlError` that lists everything that is wrong."""
+    """A section that is not part of the configuration, such as an environment's: a dataclass with the given values of
+    its keys. Raises one `BirlError` that lists all errors."""
     try:
         docs = documentation(schema)
     except BirlError as error:
@@ -339,7 +339,7 @@ def read_section(schema: type[Section], written: Mapping[str, Any], prefix: str)
 
 
 def to_yaml(config: AnyConfig) -> str:
-    """The whole configuration. `birl rl FILE.yaml` reads it back to the same values."""
+    """The whole configuration as YAML. `birl rl FILE.yaml` reads it back to the same values."""
     return yaml.safe_dump(_escape(asdict(config)), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -356,13 +356,13 @@ def _escape(value: Any) -> Any:
 
 
 def flatten(config: AnyConfig) -> dict[str, Any]:
-    """Every dotted key and its value, in the schema's order: {"model.path": "smollm2", ..., "threads": 0}."""
+    """All dotted keys and values, in the schema's order: {"model.path": "smollm2", ..., "threads": 0}."""
     return dict(file.flat(asdict(config)))
 
 
 def run_folder(config: RL | Stage, choices: Mapping[str, str], without: Iterable[str] = ()) -> str:
-    """`config.run`, or runs/<model>-<data>-<preset, or command>-<seed> without the parts whose key is in `without` (the
-    swept)."""
+    """`config.run`, or runs/<model>-<data>-<preset, or command>-<seed>, without the parts whose key is in `without`
+    (the swept keys)."""
     if config.run:
         return config.run
     left_out = {key.split(".")[0] for key in without}

@@ -1,4 +1,4 @@
-"""Which key a word stands for that is none: by its name in another system, or by its spelling."""
+"""Suggests keys for an unknown word: by its name in another system, or by its spelling."""
 
 import difflib
 import re
@@ -10,8 +10,7 @@ from birl.config.schema import COMMANDS, Eval
 
 
 def suggest(key: str, schema: type) -> str:
-    """` Did you mean optimizer.lr?`, with what differs where the word is another system's; or nothing where no key is
-    close."""
+    """` Did you mean optimizer.lr?`, with the difference if the word is another system's; empty if no key is close."""
     result, theirs = nearest_keys(key, schema), peers.named(key)
     about = next((row for row, one in theirs if set(result) & {one, *row.keys}), None)
     if result:
@@ -24,7 +23,7 @@ def suggest(key: str, schema: type) -> str:
 
 
 def _differs(row: peers.Row, schema: type) -> str:
-    """What is different from the other system's key; a note that is the value of ours is its default."""
+    """Difference from the other system's key; a note that equals the value of ours is its default."""
     if not row.note:
         return ""
     docs = documentation(schema)
@@ -40,20 +39,20 @@ def _same(ours: str, note: str) -> bool:
 
 
 def _in_terminal(note: str) -> str:
-    """A page of the documentation by its file, in place of Markdown's link."""
+    """Replace Markdown links to documentation pages by file names."""
     return re.sub(r"\[[^\]]*\]\(([^)]*)\)", r"docs/\1", note)
 
 
 def nearest_keys(key: str, schema: type) -> list[str]:
-    """At most three keys that `key` may stand for: its name in another system, same last part, similar spelling, of a
-    section too."""
+    """At most three keys that `key` may mean: its name in another system, same last part, similar spelling, also of a
+    section."""
     key = peers.plain(key)
     keys = list(documentation(schema))
     section, _, last = key.rpartition(".")
     same = [name for name in keys if name.rpartition(".")[2] == last]
     theirs = peers.named(key)
     if theirs and (section or not same):
-        return _few(_keys(theirs, keys))  # perhaps none: the message says why
+        return _few(_keys(theirs, keys))  # may be empty: the message has the reason
     longer = [name for name in keys if section and name.startswith(f"{key}_")]
     result = [*same, *_keys(theirs, keys), *longer]
     if not result and len({one or row.keys for row, one in peers.ends_like(key)}) == 1:
@@ -69,8 +68,8 @@ def _few(names: list[str]) -> list[str]:
 
 
 def _sections_like(word: str, keys: list[str], schema: type) -> list[str]:
-    """What `word=...` sets, for a word that is nearly a section, as in `rewards=math`: the section's kind, its path, or
-    a preset."""
+    """Keys that `word=...` may set, for a word similar to a section, as in `rewards=math`: the section's kind, its
+    path, or a preset."""
     groups = {name.rpartition(".")[0]: name for name in keys if name.endswith(".kind")}
     groups |= {name: f"{name}.path" if f"{name}.path" in keys else name for name in presets(schema)}
     groups |= {name: key for name, key in SHORTHANDS.items() if key in keys}
@@ -78,7 +77,7 @@ def _sections_like(word: str, keys: list[str], schema: type) -> list[str]:
 
 
 def _spelt_like(key: str, keys: list[str]) -> list[str]:
-    """Under a section that is none of ours, only what is nearly the same."""
+    """Keys with similar spelling; in an unknown section only very similar ones."""
     section, _, last = key.rpartition(".")
     ours = difflib.get_close_matches(section, {name.rpartition(".")[0] for name in keys}, n=1, cutoff=0.7)
     parts = {name: name.rpartition(".")[2] for name in keys}
@@ -88,13 +87,13 @@ def _spelt_like(key: str, keys: list[str]) -> list[str]:
 
 
 def _keys(theirs: list[tuple[peers.Row, str]], known: list[str]) -> list[str]:
-    """Those that the names stand for; where they stand for all keys of their rows, those."""
+    """Known keys of the names; for names of a whole row, all its keys."""
     one = [key for _, key in theirs if key in known]
     return one or [key for row, _ in theirs for key in row.keys if key in known]
 
 
 def meant(word: str, schema: type) -> str:
-    """Which key a file or a folder without one belongs to."""
+    """The key that a file or a folder without a key may belong to."""
     path, keys = Path(word), documentation(schema)
     if path.is_dir():
         return f" For the model of that folder: model={word}."

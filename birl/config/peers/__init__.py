@@ -1,5 +1,5 @@
-"""What other systems call our keys: a table for each, as data. Hints of unknown keys, `--help WORD`, `birl.Trainer` and
-the pages docs/from_*.md are made from them. Standard library only.
+"""Names of our keys in other systems: a table for each, as data, for hints on unknown keys, `--help WORD`,
+`birl.Trainer` and the pages docs/from_*.md. Standard library only.
 
 A line of a table: THEIR NAMES | OUR KEYS, or none | what differs | how `birl.Trainer` takes a value: `=` as it is, `-`
 as nothing to do, or THEIRS=OURS pairs; without the last column it takes none. A name that ends in `.*` stands for a
@@ -20,7 +20,7 @@ ROLE = re.compile(r"^(actor_rollout_ref\.)?(ref|critic|teacher(\.train)?)\.")  #
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Names that mean the same. Without `keys`, `note` says why there is none.
+    """Names with the same meaning. Without `keys`, `note` is the reason.
 
     Example: Row(peer="verl", names=("trainer.save_freq",), keys=("checkpoint.every",), note="10; 0 is only at the end")
     """
@@ -43,12 +43,12 @@ class Peer:
 
 @cache
 def peers() -> dict[str, Peer]:
-    """By the name of the file: "trl", "verl", ..."""
+    """All systems by the name of their file: "trl", "verl", ..."""
     return {path.stem: _read(path) for path in sorted(HERE.glob("*.toml"), key=_usual)}
 
 
 def _usual(path: Path) -> tuple[int, str]:
-    """Those that most people come from first."""
+    """Sort key: the systems that most users come from are first."""
     order = ("trl", "verl", "openrlhf", "areal", "rl2")
     return (order.index(path.stem) if path.stem in order else len(order)), path.stem
 
@@ -72,14 +72,14 @@ def rows() -> Iterator[Row]:
 
 
 def plain(word: str) -> str:
-    """A name as it stands in the tables: OpenRLHF's --eps-clip and Hydra's ++actor.lr as well."""
+    """A name in the form of the tables: also for OpenRLHF's --eps-clip and Hydra's ++actor.lr."""
     return word.lower().lstrip("-+~").replace("-", "_").strip()
 
 
 @cache
 def _index() -> tuple[dict[str, list[tuple[Row, str]]], dict[str, list[tuple[Row, str]]]]:
-    """Rows by whole name, and by every dotted ending of one; each with the key of ours that the name's place stands
-    for, where the row has as many of both."""
+    """Rows by whole name, and by every dotted ending of one; each with our key for that name, if the row has as many
+    keys as names."""
     whole: dict[str, list[tuple[Row, str]]] = {}
     endings: dict[str, list[tuple[Row, str]]] = {}
     for row in rows():
@@ -94,26 +94,26 @@ def _index() -> tuple[dict[str, list[tuple[Row, str]]], dict[str, list[tuple[Row
 
 
 def _alike(name: str, keys: tuple[str, ...]) -> str:
-    """lora.alpha for ds.lora.alpha: the one key whose last part is the end of the name."""
+    """lora.alpha for ds.lora.alpha: the only key whose last part is the end of the name, else ""."""
     flat = name.lower().replace(".", "_")
     result = [key for key in keys if flat.endswith(key.rpartition(".")[2])]
     return result[0] if len(result) == 1 and len(keys) > 1 else ""
 
 
 def spelt_like(word: str) -> list[str]:
-    """The name in a table that is spelt most like `word`, if one is close, in its last part too."""
+    """The most similar name in a table, if its last part is similar, too; else empty."""
     word = plain(word)
     last, close = word.rpartition(".")[2], difflib.get_close_matches(word, list(_index()[0]), n=3, cutoff=0.85)
     return [name for name in close if difflib.SequenceMatcher(None, last, name.rpartition(".")[2]).ratio() > 0.8][:1]
 
 
 def named(word: str) -> list[tuple[Row, str]]:
-    """The rows that have this name, whole or without its first parts (`rollout.n`), each with the one key that it
-    stands for, or an empty one where it stands for all of them."""
+    """The rows with this name, also without its first parts (`rollout.n`), each with our key for it, or "" if it stands
+    for all keys of the row."""
     whole, endings = _index()
     rest = word = plain(word)
     result = whole.get(word) or endings.get(word) or _section(word, whole=True)
-    while not result and "." in rest:  # a longer path than theirs, or another role's (critic.optimizer.eps)
+    while not result and "." in rest:  # a longer path, or another role's (critic.optimizer.eps)
         rest = rest.partition(".")[2]
         result = (whole.get(rest) or endings.get(rest) or []) if "." in rest else []
     actors = ROLE.sub("actor.", word)
@@ -122,7 +122,7 @@ def named(word: str) -> list[tuple[Row, str]]:
 
 
 def mentioned(word: str) -> list[tuple[Row, str]]:
-    """The rows with a name that has `word` as whole words between dots and underscores: batch_size in
+    """The rows with a name that contains `word` as whole words between dots and underscores: batch_size in
     per_device_train_batch_size, gpu in n_gpus_per_node."""
     word = re.escape(plain(word))
     pattern = re.compile(rf"(?<![a-z]){word}s?(?![a-z])")
@@ -130,7 +130,7 @@ def mentioned(word: str) -> list[tuple[Row, str]]:
 
 
 def _section(word: str, whole: bool = False) -> list[tuple[Row, str]]:
-    """The rows of the innermost section (`profiler.*`) that the word is in, or begins with if `whole`."""
+    """The rows of the innermost section (`profiler.*`) that contains the word, or with `whole`, that the word begins with."""
     names = [name for name in _index()[0] if name.endswith(".*") and f".{name[:-1]}" in f".{word}"]
     names = [name for name in names if not whole or word.startswith(name[:-1])]
     inner = max(names, key=lambda name: f".{word}".rfind(f".{name[:-1]}"), default="")

@@ -1,4 +1,4 @@
-"""What several keys must agree on."""
+"""Conditions on several keys."""
 
 from birl.config.check import setting, value_of
 from birl.config.keys import documentation
@@ -9,7 +9,7 @@ from birl.config.schema import Config
 
 
 def rules(config: Config) -> list[str]:
-    """Every reason why the keys cannot go together; empty where they can."""
+    """All reasons why the keys cannot be combined; empty if they can."""
     wrong = [
         text.format(c=config)
         for kind, texts in CONFLICTS
@@ -23,12 +23,12 @@ def rules(config: Config) -> list[str]:
 
 
 def _unread(config: Config) -> list[str]:
-    """Keys that were set and that nothing would read: the user believes in them, so they are refused."""
+    """Keys that were set but would have no effect: they are refused, as the user relies on them."""
     docs, why = documentation(type(config)), dict[str, str]()
     changed = [key for key, doc in docs.items() if value_of(config, key) != doc.default]
     for kind, keys, read, reason in UNREAD:
         if isinstance(config, kind) and (idle := [key for key in changed if _named(key, keys)]) and not read(config):
-            why = dict.fromkeys(idle, reason.format(c=config)) | why  # the first reason of each key
+            why = dict.fromkeys(idle, reason.format(c=config)) | why  # the first reason for each key
     return [f"{setting(config, key)}: has no effect because {reason}." for key, reason in why.items()]
 
 

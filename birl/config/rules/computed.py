@@ -1,4 +1,4 @@
-"""Rules whose message names a number to set, or one of several items."""
+"""Rules whose message has a computed number, or one of several items."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from birl.errors import did_you_mean
 from birl.hub import addressed, is_address
 from birl.support import LISTED, MOST
 
-ADDRESSES = {  # where a tracker's address stands, with track.NAME=online
+ADDRESSES = {  # how to set a tracker's address, with track.NAME=online
     "wandb": "export WANDB_BASE_URL=..., then track.wandb=online",
     "mlflow": "export MLFLOW_TRACKING_URI=..., then track.mlflow=online",
     "trackio": "export TRACKIO_SERVER_URL=..., then track.trackio=online",
@@ -34,7 +34,7 @@ ADDRESSES = {  # where a tracker's address stands, with track.NAME=online
 }
 POLICY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
-#: what is told behind the key, with {c} as the configuration -> when
+# message after the key, with {c} as the configuration -> condition
 REFUSED_POLICIES: dict[str, Callable[[RL], object]] = {
     "each policy has a LoRA of its own over model.path; set lora.rank=16": lambda c: c.lora.rank == 0,
     "policies add their matrices to the base instead of merging them, which lora.dora=true needs; set "
@@ -71,7 +71,7 @@ REFUSED_POLICIES: dict[str, Callable[[RL], object]] = {
 
 
 def _policies(c: RL) -> Iterator[str]:
-    """A single policy without a league is the run's ordinary one, under a name."""
+    """A single policy without a league is the ordinary policy of the run, with a name."""
     for name in c.policies:
         if not POLICY.fullmatch(name):
             yield f"policies: {name!r} is no name; use letters, digits, and . _ - behind the first."
@@ -82,7 +82,7 @@ def _policies(c: RL) -> Iterator[str]:
         yield from (f"{setting(c, key)}: {why.format(c=c)}." for why, holds in REFUSED_POLICIES.items() if holds(c))
 
 
-#: of RL, what is told behind engine.weights=int8 -> when
+# of RL, message after engine.weights=int8 -> condition
 REFUSED_INT8: dict[str, Callable[[RL], object]] = {
     "the weights that it rounds are whole ones, of one process or copies (parallel.ddp); leave out other parallel.*": (
         lambda c: max(c.parallel.fsdp, c.parallel.cp, c.parallel.tp, c.parallel.ep) > 1
@@ -115,7 +115,7 @@ def _int8(c: RL | Eval | Serve) -> Iterator[str]:
 
 
 def _own_parts(c: Config) -> Iterator[str]:
-    """my_file.py:NAME and package.module:NAME, as far as can be told without an import."""
+    """Check my_file.py:NAME and package.module:NAME, as far as possible without an import."""
     names = [
         (key, name, doc.example.rpartition(":")[2])
         for key, doc in documentation(type(c)).items()
@@ -152,7 +152,7 @@ def _data(c: RL | Stage) -> Iterator[str]:
             ".csv .parquet .arrow, a folder or a hub name), or start from a recipe, as in "
             f"`birl {command(c)} recipes/NAME.yaml`."
         )
-    if c.data.train or not (isinstance(c, RL) and c.env.kind == "mixture"):  # whose tasks are several sets
+    if c.data.train or not (isinstance(c, RL) and c.env.kind == "mixture"):  # its tasks are several data sets
         yield from _weights(c, "data.weights", len(c.data.train), "training sets", "nothing would be drawn")
 
 
@@ -297,7 +297,7 @@ def _run(c: RL | Stage) -> Iterator[str]:
             yield f"track.{name}={mode}: {name} is not installed; pip install 'birl[{name}]', or track.{name}=off."
 
 
-#: the configurations that have the keys, and what is wrong with one
+# configurations that have the keys, and the function that yields errors
 COMPUTED: tuple[tuple[Any, Callable[[Any], Iterator[str]]], ...] = (
     (object, _own_parts),
     (RL | Eval, _options),

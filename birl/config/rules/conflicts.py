@@ -1,4 +1,4 @@
-"""Values of keys that cannot go together: a table."""
+"""Combinations of values that are not allowed: a table."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def _alone(c: RL) -> bool:
 
 
 def _masked(c: RL) -> bool:
-    """The weight against what sampled is all of the ratio, and bounded."""
+    """Whether the importance weight against the sampling policy is the whole ratio, and bounded."""
     keys = c.algorithm
     return keys.correction == "mask" and keys.proximal == "recompute" and _updates(c) == 1
 
@@ -31,11 +31,11 @@ def _updates(c: RL) -> int:
 
 
 def _served(c: RL) -> bool:
-    """Is a teacher behind an address compared with by its most likely tokens?"""
+    """Whether a served teacher is compared by its top-k tokens."""
     return c.algorithm.teacher_divergence != "sampled" and any(map(addressed, teachers_of(c).values()))
 
 
-#: the configurations that have the keys: what is told, with {c} as the configuration -> when
+# configurations that have the keys: message, with {c} as the configuration -> condition
 CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
     (
         object,

@@ -1,4 +1,4 @@
-"""Keys that other keys leave without a reader: a table."""
+"""Keys without effect, because of other keys: a table."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ ORDER = (
 )
 ONCE = "`birl eval` does not train; it reads data.validation and samples once"
 
-#: configurations, keys of theirs (`critic.` is all of a section), when these are read, and why not else
+# configurations, their keys (`critic.`: a whole section), condition under which these are read, and why not else
 Row = tuple[Any, str, Callable[[Any], Any], str]
 
 
@@ -39,7 +39,7 @@ def _row(of: Any, keys: str, read: Callable[[Any], Any], why: str) -> Row:
 
 
 def _by(key: str, keys: str, *values: str, of: Any = RL) -> Row:
-    """`keys` are read where `key` has one of the values, or names a part of the user's own."""
+    """`keys` are read if `key` has one of the values, or names an implementation of the user."""
 
     def read(config: Any) -> bool:
         value = proximal(config) if key == "algorithm.proximal" else value_of(config, key)
@@ -50,7 +50,7 @@ def _by(key: str, keys: str, *values: str, of: Any = RL) -> Row:
 
 
 def _ordered(key: str, *orders: str) -> Row:
-    """`key` is read by these orders, and by none of the user's own."""
+    """`key` is read by these orders, and by none of the user."""
     why = f"data.order={{c.data.order}} does not read it ({' or '.join(orders)} does)"
     return RL, key, lambda c: c.data.order in orders, why
 
@@ -72,12 +72,12 @@ def _over_http(config: RL | Eval) -> bool:
 
 
 def _held_out(config: RL | Stage) -> bool:
-    own = isinstance(config, RL) and config.env.kind != "single_turn"  # an environment may bring its tasks along
+    own = isinstance(config, RL) and config.env.kind != "single_turn"  # an environment may have its own tasks
     return bool(config.data.validation or config.data.validation_split or own)
 
 
 def _started(config: RL | Eval) -> bool:
-    """Are servers started by the run, or for it by `birl launch`?"""
+    """Whether servers are started by the run, or for it by `birl launch`."""
     attach = config.engine.attach
     return not attach or any(word.startswith(LAUNCHED) for word in attach)
 
