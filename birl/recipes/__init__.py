@@ -1,1 +1,1 @@
-"""Recipes: runs that can be repeated, and whether a repetition gave what the first ones gave."""
+"""Recipes: reproducible runs, with the results that a repetition should give."""

@@ -1,4 +1,4 @@
-"""One attempt to reproduce a recipe with one seed: its stages as `birl` commands, and what they gave."""
+"""One attempt to reproduce a recipe with one seed: its stages as `birl` commands, and their results."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from birl.recipes.band import Finding, Points, compare
 from birl.recipes.recipe import Recipe, Stage, models_in
 from birl.track.runs import mapping, summary
 
-ELSEWHERE = ("run", "resume", "threads", "output")  # in which what is done may differ from what would start now
+ELSEWHERE = ("run", "resume", "threads", "output")  # keys that may differ between a finished stage and its command now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +23,12 @@ class Attempt:
     seed: int
     folder: Path
     words: tuple[str, ...] = ()
-    """More key=value of the user, for every stage."""
+    """Further key=value words of the user, for every stage."""
     below: Path | None = None
-    """The folder that the commands run in, where paths can be short; None: paths are whole."""
+    """Working directory of the commands, below which paths are relative; None: paths are absolute."""
 
     def command(self, stage: Stage) -> list[str]:
-        """The words behind `birl`."""
+        """The words after `birl`."""
         models = {name: self._path(self.model(name)) for name in models_in(stage.words)}
         own = [_filled(word, models) for word in stage.words]
         file = [self._path(stage.file)] if stage.file else []
@@ -45,7 +45,7 @@ class Attempt:
         return self.folder / f"{stage.name}.json"
 
     def check(self) -> None:
-        """Raises one `BirlError` with everything that is wrong with the configurations, before anything starts."""
+        """Check all configurations before anything starts. Raises one `BirlError` that lists all errors."""
         from birl.config.load import load
         from birl.config.schema import COMMANDS
 
@@ -59,7 +59,7 @@ class Attempt:
             raise BirlError("\n".join(problems))
 
     def commands(self) -> Iterator[tuple[Stage, list[str]]]:
-        """Everything that is to be done, in order: the stages, and the models that later ones want."""
+        """All commands in order: the stages, and the exports of models that later ones need."""
         wanted = {name for stage in self.recipe.stages for name in models_in(stage.words)}
         for stage in self.recipe.stages:
             yield stage, self.command(stage)
@@ -68,14 +68,14 @@ class Attempt:
                 yield stage, ["checkpoints", run, "export", "last", model]
 
     def run(self, start: Callable[[Sequence[str]], int | None]) -> int:
-        """Everything that is not done yet; the exit code of the first command that failed, 130 where one was stopped.
-        `start` runs a `birl` command and gives its exit code, None where it did not begin."""
+        """Run everything that is not done yet; returns the exit code of the first command that failed, 130 if one was
+        stopped. `start` runs a `birl` command and returns its exit code, None if it did not begin."""
         for stage, command in self.commands():
             if self.done(stage, command):
                 continue
             code = start(command)
             if code is None or (code == 0 and not self.done(stage, command)):
-                return 130  # a signal: what was done is saved
+                return 130  # a signal: progress is saved
             if code:
                 return code
         return 0
@@ -89,7 +89,8 @@ class Attempt:
         return bool(summary(run).get("finished")) and self._same(stage, mapping(run / "config.json"))
 
     def _same(self, stage: Stage, before: dict[str, Any]) -> bool:
-        """What has another configuration is not done: an evaluation is repeated, a run says what differs."""
+        """Whether a stage was run with this configuration; if not, an evaluation is repeated, and a run reports the
+        difference."""
         from birl.config.load import flatten, load
         from birl.config.schema import COMMANDS
 
@@ -97,7 +98,7 @@ class Attempt:
         return all(before.get(key) == now.get(key) for key in {*before, *now} if key not in ELSEWHERE)
 
     def findings(self) -> list[Finding]:
-        """Every expected figure beside what this attempt gave. Raises `BirlError` for files that cannot be read."""
+        """All expected figures with the results of this attempt. Raises `BirlError` for files that cannot be read."""
         stages = {stage.name: stage for stage in self.recipe.stages}
         return [
             finding

@@ -1,4 +1,4 @@
-"""Is what a run gave within the band around what it gave before? Pure comparison of figures."""
+"""Compares results of a run with the band of earlier results."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Points = list[tuple[int, float]]  # (step, value), in the order of the steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One figure of a run beside its band.
+    """One figure of a run with its band.
 
     Example: Finding(stage="rl", metric="reward/mean", steps="1 to 8", low=0.1, high=0.3, measured=0.22)
     """
@@ -28,7 +28,7 @@ class Finding:
     low: float
     high: float
     measured: float
-    """NaN where the run has no such figure."""
+    """NaN if the run has no such figure."""
 
     @property
     def within(self) -> bool:
@@ -36,8 +36,8 @@ class Finding:
 
 
 def compare(expected: Expectation, measured: Points, seed: int) -> list[Finding]:
-    """One finding for a value, one for each window of a curve. A seed that was measured has the band around its own
-    figure, another one that around all of them."""
+    """One finding for a value, one for each window of a curve. A known seed has the band around its own figure, another
+    seed the band around all figures."""
     if expected.values:
         step, result = _chosen(measured, expected.step)
         values = _own_or_all(expected.values, seed)
@@ -47,7 +47,7 @@ def compare(expected: Expectation, measured: Points, seed: int) -> list[Finding]
     ]
     known = dict(measured)
     findings = []
-    for same in zip(*curves, strict=False):  # the same window of every curve; the shortest one ends it
+    for same in zip(*curves, strict=False):  # the same window of all curves; the shortest one ends it
         steps = [step for step, _ in same[0]]
         label = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
         means = [fmean(value for _, value in window) for window in same]
@@ -57,7 +57,7 @@ def compare(expected: Expectation, measured: Points, seed: int) -> list[Finding]
 
 
 def _finding(expected: Expectation, steps: str, before: Sequence[float], measured: float) -> Finding:
-    slack = expected.tolerance + 1e-9  # of adding up decimals
+    slack = expected.tolerance + 1e-9  # for the rounding of decimals
     low, high = min(before) - slack, max(before) + slack
     return Finding(stage=expected.stage, metric=expected.metric, steps=steps, low=low, high=high, measured=measured)
 
@@ -67,7 +67,7 @@ def _own_or_all(by_seed: Mapping[int, T], seed: int) -> list[T]:
 
 
 def _chosen(measured: Points, step: str) -> tuple[int | str, float]:
-    """The point that `step` names; NaN where there is none."""
+    """The point named by `step`; NaN if there is none."""
     points = [(at, value) for at, value in measured if isfinite(value)]
     if step.isdigit():
         return int(step), dict(points).get(int(step), nan)
@@ -81,7 +81,7 @@ def _windows(points: Points, size: int) -> list[Points]:
 
 
 def read_curve(file: Path, column: str) -> Points:
-    """The points of a column, empty cells left out. Raises `BirlError` naming file, row and column."""
+    """The points of a column without empty cells. Raises `BirlError` naming file, row and column."""
     try:
         with file.open(encoding="utf-8", newline="") as lines:
             rows = list(csv.DictReader(lines))

@@ -22,7 +22,8 @@ DRY = Flag(name="--dry-run")
 
 
 def run(words: Sequence[str]) -> int:
-    """Exit code: 0 within the band, 1 outside or nothing to compare with, else that of the command that failed."""
+    """Returns the exit code: 0 within the band, 1 outside or without anything to compare, else that of the command that
+    failed."""
     name, seed, dry, more = _split(words)
     if not name:
         print("\n".join(_listed()))
@@ -45,7 +46,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def reproduce(attempt: Attempt, start: Callable[[Sequence[str]], int | None]) -> int:
-    """Run what is left of an attempt by `start`, and say how it compares."""
+    """Run the rest of an attempt by `start`, and print the comparison."""
     code = attempt.run(start)
     if code in STOPPED:
         print("birl reproduce: stopped; the same command goes on from here.", file=sys.stderr)
@@ -59,7 +60,7 @@ def reproduce(attempt: Attempt, start: Callable[[Sequence[str]], int | None]) ->
 
 
 def _split(words: Sequence[str]) -> tuple[str, int | None, bool, tuple[str, ...]]:
-    """Name, seed, --dry-run, and key=value words."""
+    """Parse the words: name, seed, --dry-run, and key=value words."""
     flags, rest = taken("reproduce", words, (SEED, DRY))
     more, names = [word for word in rest if "=" in word], [word for word in rest if "=" not in word]
     for word in more:
@@ -92,7 +93,7 @@ def _about(recipe: Recipe, seed: int) -> Iterator[str]:
 
 
 def _indented(text: str) -> str:
-    """Two spaces in, four from the second line on."""
+    """Indent by two spaces, from the second line on by four."""
     width = max(40, min(shutil.get_terminal_size((120, 24)).columns, 120))
     return textwrap.fill(
         text, width, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False

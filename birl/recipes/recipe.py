@@ -1,4 +1,4 @@
-"""What a recipe is: stages, and what they should give. Read from `NAME.expected.yaml`, beside the stages' own files."""
+"""Recipes: stages, and their expected results. Read from `NAME.expected.yaml`, beside the stages' files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ ENDING = ".expected.yaml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One `birl` command. In `words` {NAME} stands for the model that the stage of that name has made.
+    """One `birl` command. In `words` {NAME} stands for the model of the stage of that name.
 
     Example: Stage(name="dpo", command="dpo", file=Path("recipes/pairs/dpo.yaml"), words=("model.path={sft}",))
     """
@@ -22,32 +22,32 @@ class Stage:
     name: str
     command: str
     file: Path | None
-    """Configuration of that command; None: `words` say everything."""
+    """Configuration of that command; None: `words` are complete."""
     words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """One figure, or the curve of one, by seed, and how far another run may be from it.
+    """One figure or curve by seed, and its tolerance.
 
     Example: Expectation(stage="rl", metric="validation/all/score", values={0: 0.96}, tolerance=0.05)
     """
 
     stage: str
     metric: str
-    """Name in validation.jsonl or metrics.jsonl of the stage, or in the output of `birl eval`."""
+    """Name in the stage's validation.jsonl or metrics.jsonl, or in the output of `birl eval`."""
     tolerance: float
-    """In the metric's own unit, on both sides."""
+    """Allowed difference on both sides, in the metric's unit."""
     step: str = "last"
-    """Of which step `values` are: last | first | best (the largest) | a number."""
+    """Step of `values`: last | first | best (the largest) | a number."""
     values: Mapping[int, float]
-    """By seed; of a curve empty."""
+    """Values by seed; empty for a curve."""
     curves: Mapping[int, Path]
-    """CSV files by seed, each with a column `step`; else empty."""
+    """CSV files by seed, each with a column `step`; empty for values."""
     column: str = ""
-    """The column of the curves with this metric."""
+    """Column of the curves with this metric."""
     window: int = 1
-    """So many points of a curve, one after the other, are compared by their mean."""
+    """Number of consecutive points of a curve that are compared by their mean."""
 
     @property
     def seeds(self) -> list[int]:
@@ -61,16 +61,16 @@ class Recipe:
     name: str
     source: Path
     about: str
-    """What is learned, in one line."""
+    """Goal in one line."""
     hardware: str
     minutes: float | None
-    """Of all stages for one seed on that hardware; None where unknown."""
+    """Minutes of all stages for one seed on that hardware; None if unknown."""
     stages: tuple[Stage, ...]
     expected: tuple[Expectation, ...]
     not_run: str
-    """Why it never ran here; empty where it did."""
+    """Why it was never run here; empty if it was."""
     published: str
-    """What its authors report, and where; empty where there is none."""
+    """Results of its authors, with their source; empty if there are none."""
 
 
 TOP = ("about", "hardware", "minutes", "stages", "expect", "not_run", "published")
@@ -79,7 +79,7 @@ EXPECT = ("stage", "metric", "step", "values", "tolerance", "curve", "column", "
 
 
 def read(source: Path, name: str) -> Recipe:
-    """Raises one `BirlError` that lists everything that is wrong with the file."""
+    """Read a recipe. Raises one `BirlError` that lists all errors in the file."""
     return _Reader(source, _content(source)).recipe(name)
 
 
@@ -98,7 +98,7 @@ def _content(source: Path) -> dict[str, Any]:
 
 
 class _Reader:
-    """Collects errors, to report them together."""
+    """Reads a recipe and collects errors, to report them together."""
 
     def __init__(self, source: Path, content: dict[str, Any]) -> None:
         self.source, self.content, self.wrong = source, content, list[str]()
@@ -132,7 +132,7 @@ class _Reader:
         return result
 
     def stages(self, listed: Any) -> tuple[Stage, ...]:
-        """By default one: `birl rl` with the file of the same name."""
+        """The stages; by default one: `birl rl` with the file of the same name."""
         if listed is None:
             listed = [{"command": "rl", "file": self.source.name.replace(ENDING, ".yaml")}]
         if not (isinstance(listed, list) and listed and all(isinstance(entry, dict) for entry in listed)):
@@ -210,7 +210,7 @@ class _Reader:
         return {seed: float(value) for seed, value in table.items()}
 
     def curves(self, pattern: Any, where: str) -> dict[int, Path]:
-        """The files that there are, by the number that stands for {seed}."""
+        """The existing files, by the number in place of {seed}."""
         if pattern is None:
             return {}
         before, seed, behind = str(pattern).partition("{seed}")
@@ -242,7 +242,7 @@ class _Reader:
 
 
 def models_in(words: list[str] | tuple[str, ...]) -> list[str]:
-    """The stages whose models are used: what stands as {NAME}."""
+    """Stages whose models are used, as {NAME}."""
     import re
 
     return [name for word in words for name in re.findall(r"\{(\w+)\}", word)]

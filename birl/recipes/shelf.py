@@ -1,15 +1,15 @@
-"""Where recipes are: the folder `recipes` here, else that of birl's own repository."""
+"""Finds recipes: in the folder `recipes` here, else in that of birl's repository."""
 
 from pathlib import Path
 
 from birl.errors import BirlError, did_you_mean
 from birl.recipes.recipe import ENDING, Recipe, read
 
-OWN = Path(__file__).parents[2]  # the repository, where birl was not installed without it
+OWN = Path(__file__).parents[2]  # the repository, unless birl was installed without it
 
 
 def root() -> Path:
-    """The folder that holds `recipes`: paths in recipes start from there. Raises `BirlError` where there is none."""
+    """The folder that contains `recipes`; paths in recipes are relative to it. Raises `BirlError` if there is none."""
     for folder in (Path.cwd(), OWN):
         if next((folder / "recipes").rglob(f"*{ENDING}"), None) is not None:
             return folder
@@ -20,14 +20,14 @@ def root() -> Path:
 
 
 def names() -> dict[str, Path]:
-    """Every recipe's file by its name, such as gpu/tinyzero_countdown."""
+    """Files of all recipes by name, such as gpu/tinyzero_countdown."""
     shelf = root() / "recipes"
     files = sorted(shelf.rglob(f"*{ENDING}"), key=lambda file: (len(file.parts), file))
     return {file.relative_to(shelf).as_posix().removesuffix(ENDING): file for file in files}
 
 
 def find(name: str) -> tuple[Recipe, Path]:
-    """The recipe of a name, or in a file, and the folder that its paths start from. Raises `BirlError`."""
+    """The recipe with this name or file, and the folder that its paths are relative to. Raises `BirlError`."""
     if name.endswith((".yaml", ".yml")):
         file = Path(name) if name.endswith(ENDING) else Path(name).with_suffix(ENDING)
         if not file.is_file():
