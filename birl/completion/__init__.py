@@ -1,3 +1,3 @@
-"""`birl completion bash | zsh | fish`: a script that completes birl's command line. It holds every word itself, so that
-nothing of birl runs when Tab is pressed: `argcomplete` would start Python each time, and `shtab` completes flags, not
-`key=value`, and not for fish."""
+"""`birl completion bash | zsh | fish`: a script that completes birl's command line. It contains all words, so that Tab
+does not start Python: `argcomplete` would each time, and `shtab` completes flags only, not `key=value`, and not for
+fish."""

@@ -1,4 +1,4 @@
-"""The script for bash, 3.2 (macOS) or newer."""
+"""Completion script for bash, 3.2 (macOS) or newer."""
 
 from collections.abc import Mapping
 
@@ -78,5 +78,5 @@ def script(known: Vocabulary) -> str:
 
 
 def cases(answers: Mapping[str, str]) -> str:
-    """For bash and zsh."""
+    """Cases of a `case` statement, for bash and zsh."""
     return "\n".join(f"  {'|'.join(keys)}) {answer} ;;" for answer, keys in same_answers(answers).items())

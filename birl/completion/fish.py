@@ -1,4 +1,4 @@
-"""The script for fish."""
+"""Completion script for fish."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What can be typed behind `birl`: commands, their words, keys, and the values of keys."""
+"""Words that may follow `birl`: commands, their words, keys, and values of keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from birl.config.keys import SHORTHANDS, Doc, documentation, presets
 from birl.config.schema import COMMANDS
 
-NOTHING = ("int", "float")  # types of keys that only the user knows the value of
+NOTHING = ("int", "float")  # types of keys without known values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What may follow one command. `words` come as they are, keys as `key=`. `files`: any, folders, or none (empty)."""
+    """Completions of one command. `words` are literal, keys become `key=`. `files`: any, folders, or none (empty)."""
 
     text: str
     words: tuple[str, ...] = ()
@@ -21,8 +21,8 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """`values`: of keys with a fixed choice. `free`: keys with numbers, of which nothing can be offered; all others
-    take files. `places`: what follows `birl launch`."""
+    """`values`: of keys with a fixed choice. `free`: keys with numbers, which have no completions; all others take
+    files. `places`: words after `birl launch`."""
 
     commands: Mapping[str, Command]
     values: Mapping[str, tuple[str, ...]]
@@ -31,14 +31,14 @@ class Vocabulary:
 
 
 def filled(script: str, parts: Mapping[str, str]) -> str:
-    """A shell's script with each @NAME@ replaced."""
+    """A shell script with each @NAME@ replaced."""
     for name, text in parts.items():
         script = script.replace(f"@{name}@", text)
     return script
 
 
 def same_answers(cases: Mapping[str, str]) -> dict[str, list[str]]:
-    """answer -> the keys that have it: they share a line of a script."""
+    """answer -> the keys that have it, which share a line of the script."""
     keys: dict[str, list[str]] = {}
     for key, answer in cases.items():
         keys.setdefault(answer, []).append(key)
@@ -51,7 +51,7 @@ def vocabulary(
     environments: tuple[str, ...],
     places: tuple[str, ...],
 ) -> Vocabulary:
-    """`texts`: one line on each command. `flags`: words of each command."""
+    """The vocabulary. `texts`: one line for each command; `flags`: words of each command."""
     result, docs = {}, {key: doc for schema in COMMANDS.values() for key, doc in documentation(schema).items()}
     free = tuple(sorted(key for key, doc in docs.items() if doc.type in NOTHING))
     for name, text in texts.items():

@@ -1,4 +1,4 @@
-"""The script for zsh."""
+"""Completion script for zsh."""
 
 from birl.completion.bash import cases
 from birl.completion.vocabulary import Vocabulary, filled

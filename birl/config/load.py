@@ -212,7 +212,7 @@ def _apply(config: DictConfig, setting: Setting, schema: type) -> None:
         raise BirlError(_wrong_type(doc, setting)) from None
 
 
-# parsers by type; the key's range is checked later
+#: parsers by type; the key's range is checked later
 PLAIN: dict[str, TypeAdapter[Any]] = {
     "int": TypeAdapter(int),
     "float": TypeAdapter(float),

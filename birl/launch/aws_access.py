@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# placeholder in cluster.yaml for the security group, until prepare.sh has created it
+#: placeholder in cluster.yaml for the security group, until prepare.sh has created it
 GROUP = "sg-from-prepare"
 TRUST = {"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}
 TAG = "ray-cluster-name"  # Ray tags every machine of a cluster with it

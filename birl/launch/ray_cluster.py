@@ -33,7 +33,7 @@ STORE = 200 * 2**20  # bytes of Ray's object store in a cluster that we start; j
 START = 120.0  # seconds
 LISTEN = 3.0  # seconds for a head to accept a connection; Ray itself would try for minutes
 MODE = "RAY_AUTH_MODE"
-# 0: Ray keeps 127.0.0.1, on every system. Otherwise it replaces it by the machine's address, and listens there.
+#: 0: Ray keeps 127.0.0.1, on every system. Otherwise it replaces it by the machine's address, and listens there.
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 OPEN = (
     "anybody who reaches that cluster could run programs on it. Start it with RAY_AUTH_MODE=token and a token (`ray "

@@ -26,7 +26,7 @@ from birl.launch.slurm_queue import status as status
 from birl.launch.slurm_queue import stop as stop
 
 SCRIPT = "slurm.sh"
-# variables that are always passed to a job, if set; all others are not
+#: variables that are always passed to a job, if set; all others are not
 PASSED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF"),
     *("PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS"),

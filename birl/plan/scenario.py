@@ -195,7 +195,7 @@ SECTIONS = tuple(f.name for f in fields(Scenario) if f.name != "sources")
 COMPONENTS = ("engine", "learner", "sync", "episodes")
 CPU = "measured: SmolLM2-135M on two CPU cores"
 SETTINGS = ("gpus", "share_prompts", "recompute_kv", "every", "turns", "prompt", "mean", "sigma", "max", "observation")
-# source of the defaults
+#: source of the defaults
 DEFAULT_SOURCES = {
     "engine.table": f"{CPU}, results/rollout.json",
     "engine.prefill": "assumed: twice the learner's tokens per second",

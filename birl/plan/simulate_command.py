@@ -50,7 +50,7 @@ def figures(scenario: Scenario) -> list[tuple[str, Any]]:
     return result
 
 
-# keys without effect, because of another key
+#: keys without effect, because of another key
 HIDDEN: dict[str, Callable[[Any], tuple[str, ...]]] = {
     "engine": lambda its: ("base", "per_sequence") if its.table else ("table",),
     "episodes": lambda its: ("mean", "sigma", "max") if its.tokens else ("tokens",),

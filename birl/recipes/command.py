@@ -22,8 +22,7 @@ DRY = Flag(name="--dry-run")
 
 
 def run(words: Sequence[str]) -> int:
-    """Returns the exit code: 0 within the band, 1 outside or without anything to compare, else that of the command that
-    failed."""
+    """Returns the exit code: 0 within the band, 1 outside or nothing to compare, else of the command that failed."""
     name, seed, dry, more = _split(words)
     if not name:
         print("\n".join(_listed()))

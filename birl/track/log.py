@@ -11,7 +11,7 @@ from typing import Any, overload
 from birl.errors import BirlError, did_you_mean
 from birl.regular import NotRegular, check_target, open_regular, parse_json, read_bytes, writing
 
-# line ends of `str.splitlines` and editors that are allowed in a JSON string
+#: line ends of `str.splitlines` and editors that are allowed in a JSON string
 LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
 BLOCK = 1 << 23  # bytes read at a time
 REMEMBERED = 256  # bytes before the last position, to detect that the file was replaced

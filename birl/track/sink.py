@@ -37,7 +37,7 @@ class Sink(Protocol):
 
 _NAME = r"(?:token|password|passwd|secret|api[-_]?key|access[-_]?key|credentials?|authorization)"
 _SECRET = re.compile(rf"{_NAME}$", re.IGNORECASE)
-# --api-key=abc and API_KEY=abc in a command, and --api-key abc, also as two elements of a list in YAML
+#: --api-key=abc and API_KEY=abc in a command, and --api-key abc, also as two elements of a list in YAML
 _IN_COMMAND = re.compile(rf"([\w-]*{_NAME}=|--[\w-]*{_NAME}['\"]?\s+(?:- )?)[^\s&#]+", re.IGNORECASE)
 _LINE = re.compile(rf"^(\s*[\w.-]*{_NAME}:\s+)(?!''|\"\"|null\b)\S.*$", re.IGNORECASE | re.MULTILINE)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")

@@ -16,7 +16,7 @@ COLUMNS = (
     *("row", "step", "group", "episode", "task", "source", "answer", "outcome", "detail", "reward", "score"),
     *("advantage", "prompt_tokens", "tokens", "turns", "flags", "parts", "text"),
 )
-# first characters of formulas in a spreadsheet; the last four are the wide forms of = + - @
+#: first characters of formulas in a spreadsheet; the last four are the wide forms of = + - @
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 

@@ -16,7 +16,7 @@ from birl.regular import read_text
 from birl.text.pictures import is_picture
 from birl.visible import visible
 
-# text of a token; or, if it has parts of characters, its pieces: text, or (bytes in hex, the whole character)
+#: text of a token; or, if it has parts of characters, its pieces: text, or (bytes in hex, the whole character)
 Shown = str | list[Any]
 BYTE = len("<0x00>")
 PART = "▦"  # placeholder token of a picture

@@ -130,7 +130,7 @@ def mentioned(word: str) -> list[tuple[Row, str]]:
 
 
 def _section(word: str, whole: bool = False) -> list[tuple[Row, str]]:
-    """The rows of the innermost section (`profiler.*`) that contains the word, or with `whole`, that the word begins with."""
+    """The rows of the innermost section (`profiler.*`) with the word in it, or if `whole`, at its begin."""
     names = [name for name in _index()[0] if name.endswith(".*") and f".{name[:-1]}" in f".{word}"]
     names = [name for name in names if not whole or word.startswith(name[:-1])]
     inner = max(names, key=lambda name: f".{word}".rfind(f".{name[:-1]}"), default="")

@@ -34,7 +34,7 @@ ADDRESSES = {  # how to set a tracker's address, with track.NAME=online
 }
 POLICY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
-# message after the key, with {c} as the configuration -> condition
+#: message after the key, with {c} as the configuration -> condition
 REFUSED_POLICIES: dict[str, Callable[[RL], object]] = {
     "each policy has a LoRA of its own over model.path; set lora.rank=16": lambda c: c.lora.rank == 0,
     "policies add their matrices to the base instead of merging them, which lora.dora=true needs; set "
@@ -82,7 +82,7 @@ def _policies(c: RL) -> Iterator[str]:
         yield from (f"{setting(c, key)}: {why.format(c=c)}." for why, holds in REFUSED_POLICIES.items() if holds(c))
 
 
-# of RL, message after engine.weights=int8 -> condition
+#: of RL, message after engine.weights=int8 -> condition
 REFUSED_INT8: dict[str, Callable[[RL], object]] = {
     "the weights that it rounds are whole ones, of one process or copies (parallel.ddp); leave out other parallel.*": (
         lambda c: max(c.parallel.fsdp, c.parallel.cp, c.parallel.tp, c.parallel.ep) > 1
@@ -297,7 +297,7 @@ def _run(c: RL | Stage) -> Iterator[str]:
             yield f"track.{name}={mode}: {name} is not installed; pip install 'birl[{name}]', or track.{name}=off."
 
 
-# configurations that have the keys, and the function that yields errors
+#: configurations that have the keys, and the function that yields errors
 COMPUTED: tuple[tuple[Any, Callable[[Any], Iterator[str]]], ...] = (
     (object, _own_parts),
     (RL | Eval, _options),

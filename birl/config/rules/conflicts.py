@@ -35,7 +35,7 @@ def _served(c: RL) -> bool:
     return c.algorithm.teacher_divergence != "sampled" and any(map(addressed, teachers_of(c).values()))
 
 
-# configurations that have the keys: message, with {c} as the configuration -> condition
+#: configurations that have the keys: message, with {c} as the configuration -> condition
 CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
     (
         object,

@@ -30,7 +30,7 @@ ORDER = (
 )
 ONCE = "`birl eval` does not train; it reads data.validation and samples once"
 
-# configurations, their keys (`critic.`: a whole section), condition under which these are read, and why not else
+#: configurations, their keys (`critic.`: a whole section), condition under which these are read, and why not else
 Row = tuple[Any, str, Callable[[Any], Any], str]
 
 
