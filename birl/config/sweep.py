@@ -1,4 +1,4 @@
-"""The jobs of `--multirun`."""
+"""Jobs of `--multirun`."""
 
 import itertools
 import re
@@ -21,7 +21,7 @@ def swept_keys(overrides: list[str]) -> list[str]:
 
 
 def job_names(jobs: list[list[str]], swept: list[str]) -> list[str]:
-    """What tells the jobs apart, as a folder name: `lr=1e-5,seed=1`."""
+    """Folder names of the jobs, from their swept values: `lr=1e-5,seed=1`."""
     names: list[str] = []
     last = [key.rpartition(".")[2] for key in swept]
     for job in jobs:
@@ -38,7 +38,7 @@ def job_names(jobs: list[list[str]], swept: list[str]) -> list[str]:
 
 
 def _values(argument: str) -> list[str]:
-    """One word per value. A text that Hydra's grammar cannot read is one value: `load` takes it or explains it."""
+    """One word per value. A text that Hydra's grammar cannot read is one value; `load` accepts it or reports it."""
     if "=" not in argument:
         return [argument]
     try:

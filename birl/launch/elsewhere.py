@@ -39,7 +39,7 @@ LINE = re.compile(rf"^\s+(\S+) (\d+)\s+({'|'.join(STATES)})\b\s*(.*)$")
 
 @dataclass(kw_only=True)
 class Keys(jobs.Keys):
-    """Of every place that brings its own machines."""
+    """Keys of launchers that bring their own machines."""
 
     files: list[str] = field(default_factory=list)
     """Files and folders that go along, beside those that the command or its recipe names. Relative to the current

@@ -129,11 +129,11 @@ def clear_cache(model: str = "") -> list[str]:
 
 @app.function(**COMMON, **SETTINGS.engine.words(), timeout=1800)
 def test_rollout(model: str = "smollm2", prompt: str = "What is 3 + 4?", max_tokens: int = 32) -> dict[str, Any]:
-    """Does an engine start here, and what does it answer?"""
+    """Start an engine and sample an answer."""
     return modal_checks.rollout(model, prompt, max_tokens)
 
 
 @app.function(**COMMON, timeout=1800)
 def test_reward(reward: str = "math", completion: str = "3 + 4 = 7", gold: str = "7") -> dict[str, Any]:
-    """What a reward function makes of one answer: by name, or file.py:function."""
+    """The reward of one answer, by a function of this name, or file.py:function."""
     return modal_checks.reward(reward, completion, gold)

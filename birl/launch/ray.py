@@ -26,7 +26,7 @@ OWN = ("BIRL_CACHE",)  # variables that are always passed to the processes, if s
 
 @dataclass(kw_only=True)
 class Keys(jobs.Keys):
-    """What Ray asks for besides."""
+    """Keys of the ray launcher."""
 
     address: str = ""
     """Of the cluster, as host:port. Empty: RAY_ADDRESS, else the one that runs on this machine, else one is started

@@ -2,7 +2,7 @@
 
     admit    a slot is free        B groups at every end of a training step, after the first (e - n + 2) B - w
     roll     `Fleet`               groups end at their own times
-    take     the first groups that are there and at most w places behind the first that was not taken
+    take     the first finished groups at most w places after the first untaken one
     train    B groups, then new weights; then their slots are free
 
 B groups a step, e = max_staleness, n = sync.every, w = order_window.

@@ -1,4 +1,4 @@
-// The shell: which view the address names, what the server answers, dark or light.
+// The shell of the page: routing to views, requests to the server, dark or light theme.
 import { el, fill, trouble } from "./dom.js";
 
 const VIEWS = [ // path, name, module
@@ -9,7 +9,7 @@ const VIEWS = [ // path, name, module
   ["/waiting", "Waiting", "./waiting.js"],
 ];
 
-/** What the server says to /api/path. query: an object, values may be lists, or URLSearchParams. Throws an Error with
+/** Response of the server to /api/path. query: an object, values may be lists, or URLSearchParams. Throws an Error with
  *  the server's own sentence. */
 export async function api(path, query) {
   const words = query instanceof URLSearchParams ? query : new URLSearchParams();
@@ -53,7 +53,7 @@ async function show() {
   } catch (problem) {
     if (mine === turn) fill(root, el("h1", {}, view[1]), el("p", { class: "problem", role: "alert" }, problem.message));
   }
-  if (mine !== turn) return; // another view is shown by now
+  if (mine !== turn) return; // another view is shown meanwhile
   root.removeAttribute("aria-busy");
   document.title = `${view[1]} · birl`;
 }
@@ -88,7 +88,7 @@ function themes() {
 }
 
 document.querySelector(".skip").addEventListener("click", (event) => {
-  event.preventDefault(); // the address is the view's
+  event.preventDefault(); // the URL belongs to the view
   document.getElementById("content").focus();
 });
 addEventListener("hashchange", show);

@@ -1,20 +1,20 @@
-// One chart: uPlot draws it; around that are its title, the values at an x with names, and keys. Page and report use it.
+// One chart, drawn by uPlot, with its title, the values at the pointer, and keyboard control. For page and report.
 import { el, fill, visible } from "./dom.js";
 import { count, duration, exact, figure } from "./figures.js";
 
 const HEIGHT = 190, LEFT = 46, DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]], COLOURS = 8;
-const LISTED = 12; // runs at the pointer
+const LISTED = 12; // runs listed at the pointer
 const WHOLE = Array.from({ length: 19 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, ...WHOLE.map((n) => 86400 * n)];
 
-/** What can be across: the name, the distances of its marks, a mark as text, a value with all its digits. */
+/** Kinds of x-axes: name, distances of ticks, text of a tick, a value with all digits. */
 export const AXES = {
   step: { name: "step", incrs: WHOLE, text: count, exact },
   time: { name: "time", incrs: SECONDS, text: (value) => (value ? duration(value) : "0"), exact: duration },
   tokens: { name: "tokens", incrs: WHOLE, text: count, exact },
 };
 
-/** Colours as the canvas wants them, by name of the custom property; asked for again when the theme changes. */
+/** Colours for the canvas, by name of the custom property; read again when the theme changes. */
 export function palette() {
   const probe = el("span", { hidden: true });
   document.body.append(probe);
@@ -66,13 +66,13 @@ export function chart({ name, heading, about, named }, hooks) {
     over.setAttribute("aria-valuemax", String(state.high));
   }
 
-  /** The line at the x that is told. */
+  /** The vertical line at x. */
   function line() {
     const { plot, state, at } = it, there = at !== null && at >= state.low && at <= state.high;
     plot?.setCursor(there ? { left: plot.valToPos(at, "x"), top: 0 } : { left: -10, top: -10 }, false);
   }
 
-  /** told: [{color, label, value}] at x, or the last ones where x is null. */
+  /** told: [{color, label, value}] at x, or the last ones if x is null. */
   function mark(x, told, where) {
     it.at = x;
     const wide = element.clientWidth, room = Math.max(1, Math.floor(x === null ? wide / 60 : (wide - 60) / 75));
@@ -98,10 +98,10 @@ export function chart({ name, heading, about, named }, hooks) {
   return { element, draw, mark, at: (x) => told(it.state, x), get state() { return it.state; } };
 }
 
-/** Columns on one common x, as uPlot wants them, and how each is drawn. */
+/** Columns on a common x for uPlot, and the style of each. */
 function aligned({ series, colors, log }) {
   const series_ = [{}], bands = [], tables = [];
-  const fits = (values) => (log ? values.map((value) => (value > 0 ? value : null)) : values); // a log scale has no place for others
+  const fits = (values) => (log ? values.map((value) => (value > 0 ? value : null)) : values); // a log scale has no other values
   const faint = (color, share) => color.replace("rgb(", "rgba(").replace(")", `, ${share})`);
   for (const { points, line, raw, color, dash, solid } of series) {
     const stroke = colors[color], table = [points.x], add = (values, looks) => {
@@ -135,7 +135,7 @@ function options(it, hooks, width, series, bands) {
       init: [({ over }) => {
         const tell = (event) => hooks.mark(it.plot.posToVal(event.clientX - over.getBoundingClientRect().left, "x"));
         for (const kind of ["pointerdown", "pointermove"]) over.addEventListener(kind, tell);
-        over.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && hooks.mark(null)); // a touch is told until the next
+        over.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && hooks.mark(null)); // a touch stays until the next one
       }],
       setSelect: [(u) => {
         const { left, width: wide } = u.select;
@@ -146,28 +146,28 @@ function options(it, hooks, width, series, bands) {
   };
 }
 
-/** Lowest and highest value that is seen, with some air. */
+/** Range of the visible values, with a margin. */
 function reach(low, high, log) {
   if (low === null || !(low <= high)) return log ? [1, 10] : [0, 1];
   if (log) return low === high ? [low / 2, high * 2] : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
-  const varies = high - low > 1e-9 * Math.max(Math.abs(low), Math.abs(high)); // less is rounding: a mean of equal values
+  const varies = high - low > 1e-9 * Math.max(Math.abs(low), Math.abs(high)); // smaller differences are rounding errors: a mean of equal values
   const air = varies ? (high - low) * 0.06 : Math.max(Math.abs(low), Math.abs(high)) * 0.1 || 1;
   return [low >= 0 && low - air < 0 ? Math.min(0, low) - air * 0.3 : low - air, high + air];
 }
 
-/** The marks of a y-axis in as few characters as tell them apart; null is a mark without a word. */
+/** Tick labels of a y-axis with the fewest digits that distinguish them; null is a tick without a label. */
 export function labels(marks, log) {
   const known = marks.filter((mark) => mark !== null), size = Math.max(...known.map(Math.abs));
   const digits = Math.max(...known.map((mark) => (String(Number(mark.toPrecision(6))).split(".")[1] || "").length));
   return marks.map((mark) => {
-    if (mark === null || (log && Number(mark.toPrecision(1)) !== Number(mark.toPrecision(6)))) return ""; // the scale's own end
+    if (mark === null || (log && Number(mark.toPrecision(1)) !== Number(mark.toPrecision(6)))) return ""; // the end of the scale
     if (log ? mark < 1e-3 : size < 0.1 && digits > 4) return mark ? Number(mark.toPrecision(2)).toExponential() : "0";
     if (log ? mark >= 1e4 : size >= 1e4) return count(mark);
     return log ? String(Number(mark.toPrecision(3))) : mark.toFixed(digits);
   });
 }
 
-/** Of each series its value at x, or its last one: [{...series, value, x, there}]. */
+/** The value of each series at x, or its last one: [{...series, value, x, there}]. */
 function told(state, x) {
   return (state?.series || []).map((one) => {
     const all = one.points.x, i = x === null ? all.length - 1 : nearest(all, x), there = x === null || !beyond(all, x);
@@ -175,7 +175,7 @@ function told(state, x) {
   });
 }
 
-/** Index of the x that is nearest to `at`; x rises. -1: there is none. */
+/** Index of the x that is nearest to `at`; x rises. -1 if there is none. */
 function nearest(x, at) {
   if (!x.length) return -1;
   let low = 0, high = x.length - 1;
@@ -186,7 +186,7 @@ function nearest(x, at) {
   return Math.abs(x[low] - at) <= Math.abs(x[high] - at) ? low : high;
 }
 
-/** Whether `at` is farther from both ends of a curve than the points there are from one another: it has no value there. */
+/** Whether `at` is farther beyond a curve's ends than the distance of its points there: then it has no value. */
 function beyond(x, at) {
   const last = x.length - 1;
   if (last < 1) return false;
@@ -198,7 +198,7 @@ function keys(event, it, hooks) {
   const { low, high, series } = it.state, points = series.flatMap((s) => s.points.x).filter((x) => x >= low && x <= high);
   const at = it.at === null ? high : it.at, width = high - low;
   const pick = (fits, best) => points.filter(fits).reduce((one, other) => (one === null ? other : best(one, other)), null) ?? at;
-  const go = (x) => { it.at = x; hooks.mark(x); }; // the next key may come before the next frame is drawn
+  const go = (x) => { it.at = x; hooks.mark(x); }; // the next key press may precede the next frame
   const moves = {
     ArrowLeft: () => go(event.shiftKey ? Math.max(low, at - width / 10) : pick((x) => x < at, Math.max)),
     ArrowRight: () => go(event.shiftKey ? Math.min(high, at + width / 10) : pick((x) => x > at, Math.min)),

@@ -1,8 +1,8 @@
-// Which runs a view shows, and the controls above the curves.
+// The selection of runs in a view, and the controls above the curves.
 import { AXES, look } from "./chart.js";
 import { el, fill, name, visible } from "./dom.js";
 
-/** The runs of the address; where it names none, the one that was written last. */
+/** The runs in the URL; if there are none, the run that was updated last. */
 export async function choose(params, api) {
   const named = [...new Set(params.getAll("run"))];
   if (named.length) return named;
@@ -11,7 +11,7 @@ export async function choose(params, api) {
   return newest ? [newest.id] : [];
 }
 
-/** A list of runs, for a view that shows one of them. */
+/** A selection of runs, for a view of one run. */
 export async function offer(root, api, title) {
   const { runs } = await api("runs");
   fill(root, el("h1", {}, title), el("p", {}, runs.length ? "Of which run?" : "There are no runs yet."),
@@ -19,14 +19,14 @@ export async function offer(root, api, title) {
   return null;
 }
 
-/** Which look the i-th run has: its own, or that of the first seed that is shown with it as a band. */
+/** Style of the i-th run: its own, or that of the first seed in the same band. */
 export function place(it, i) {
   if (!it.view.band) return i;
   const first = it.about.findIndex((run) => run.family === it.about[i].family && !it.view.hidden.has(run.id));
   return first < 0 || it.view.hidden.has(it.about[i].id) ? i : first;
 }
 
-/** The controls. act: changed() draw again, asked() other data are needed, found() other charts, reset(). */
+/** The controls. act: changed() redraw, asked() other data are needed, found() other charts, reset(). */
 export function bar(root, it, act) {
   const { view } = it;
   const weight = el("output", { class: "small", for: "smooth" }, view.smooth ? view.smooth.toFixed(3) : "off");
@@ -53,7 +53,7 @@ export function bar(root, it, act) {
 /** A link to the report of a run. */
 export const report = (id) => el("a", { class: "small", href: `/report?${new URLSearchParams({ run: id })}`, target: "_blank", rel: "noopener" }, "report");
 
-/** Every run with its colour: a button that hides it and shows it again. */
+/** Every run with its colour: a button that toggles it. */
 export function legend(root, it, act) {
   const others = [el("a", { href: "#/", class: "small" }, "other runs"), it.runs.length < 2 ? report(it.runs[0]) : null];
   it.swatches = it.about.map(() => el("i", {}));
@@ -70,7 +70,7 @@ export function legend(root, it, act) {
   }), others, it.about.length > 1 ? el("a", { class: "small", href: `#/compare?${new URLSearchParams(it.runs.map((id) => ["run", id]))}` }, "compare") : null));
 }
 
-/** The swatches as the curves are. */
+/** Update the swatches to the styles of the curves. */
 export function recolor(it) {
   it.swatches.forEach((swatch, i) => {
     const { color, dash } = look(place(it, i));

@@ -4,7 +4,7 @@ import { choose } from "./chosen.js";
 import { el, fill, name, repeat } from "./dom.js";
 import { count, exact, figure } from "./figures.js";
 
-const EVERY = 5; // s between questions to the server
+const EVERY = 5; // s between requests to the server
 
 export async function show(root, params, api) {
   const runs = await choose(params, api);
@@ -62,7 +62,7 @@ function line(row) {
     }));
 }
 
-/** A value as `key=value` would say it. */
+/** A value as in `key=value`. */
 const written = (value) => {
   if (typeof value === "string") return value || "“”";
   return typeof value === "number" && value && Math.abs(value) < 1e-3 ? value.toExponential() : JSON.stringify(value);

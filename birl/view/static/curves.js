@@ -1,4 +1,4 @@
-// Curves of one or more runs, drawn again as they go on.
+// Curves of one or more runs, updated while they run.
 import { AXES, chart, look, palette } from "./chart.js";
 import { bar, choose, legend, place, recolor } from "./chosen.js";
 import { el, fill, keep, repeat, say, trouble, visible } from "./dom.js";
@@ -6,7 +6,7 @@ import { figure } from "./figures.js";
 import { band, smoothed } from "./smooth.js";
 
 const FLAT = "Unchanged", OPEN = ["Overview", "Other figures"], JUDGED = /^(reward\/mean|loss|nll|accuracy|validation\/all\/score)$/;
-// Seconds between questions to the server: while a run goes on, when none does, and while files are read.
+// Seconds between requests to the server: while a run is running, if none is, and while files are read.
 const WATCHED = 2, ENDED = 15, READING = 0.5;
 
 export async function show(root, params, api) {
@@ -15,7 +15,7 @@ export async function show(root, params, api) {
     el("a", { href: "#/" }, "The list"), " shows them as soon as they begin.")) && null;
   const number = (key) => (params.get(key) && Number.isFinite(Number(params.get(key))) ? Number(params.get(key)) : null);
   const zoomed = number("from") !== null && number("from") < number("to");
-  const view = { // what the address keeps; a word that makes no sense there is as if it was not there
+  const view = { // state in the URL; invalid values are ignored
     axis: Object.hasOwn(AXES, params.get("x")) ? params.get("x") : "step", smooth: Math.min(0.999, Math.max(0, number("smooth"))),
     log: params.get("log") === "1", band: params.get("band") !== "0", find: params.get("find") || "",
     low: zoomed ? number("from") : null, high: zoomed ? number("to") : null, hidden: new Set(params.getAll("hide")),
@@ -51,7 +51,7 @@ export async function show(root, params, api) {
   };
 }
 
-/** What the runs have measured: names, state. Builds anew what shows something else. */
+/** Load the names and states of the runs; rebuilds what has changed. */
 async function learn(it) {
   const { runs, version, figures } = await it.api("metrics", { run: it.runs });
   const differs = (key) => JSON.stringify(runs.map((run) => run[key])) !== JSON.stringify(it.about.map((run) => run[key]));
@@ -63,7 +63,7 @@ async function learn(it) {
   told(it);
 }
 
-/** How much of the runs has been read, by what is drawn as well as by what the server has read since. */
+/** Progress of reading the runs, of the drawn data and of the server. */
 const share = (it) => Math.min(it.read, it.about.reduce((sum, run) => sum + run.read, 0) / it.about.length);
 
 function told(it) {
@@ -78,7 +78,7 @@ function told(it) {
 
 // ---- controls
 
-/** The legend says which runs go on; the controls stay as they are, as somebody may be typing. */
+/** Update the legend with the running runs; the controls are not rebuilt, as somebody may be typing. */
 function controls(it) {
   const act = { changed: () => { remember(it); recolor(it); drawAll(it); }, asked: () => { remember(it); stale(it); ask(it); },
     found: () => { remember(it); sections(it); }, reset: () => zoom(it, null, null) };
@@ -99,7 +99,7 @@ function remember(it) {
   keep(query);
 }
 
-/** Names of the figures that are one value in all rows of all runs; what a run is judged by is none of them. */
+/** Names of the figures that are constant in all rows of all runs, without the main figures of a run. */
 function unchanging(it) {
   return it.figures.map(({ name }) => name).filter((name) => {
     const runs = it.about.filter((run) => run.names.includes(name)), values = runs.map((run) => own(run.constant, name));
@@ -107,7 +107,7 @@ function unchanging(it) {
   });
 }
 
-/** The charts by section, those that matter most first and open; those that are flat lines behind them. */
+/** The charts by section, the most important first and open; constant ones last. */
 function sections(it) {
   it.watch.disconnect();
   it.seen.clear();
@@ -154,21 +154,21 @@ function noticed(it, entries) {
     const name = entry.target.dataset.metric;
     if (!entry.isIntersecting) { it.seen.delete(name); continue; }
     it.seen.add(name);
-    if (it.fresh.has(name)) draw(it, name); // as everything else may be drawn by now
+    if (it.fresh.has(name)) draw(it, name); // other charts may be drawn meanwhile
   }
   ask(it);
 }
 
-/** The server is asked again for everything that is seen; what is drawn stays until the answer comes. */
+/** Request all visible data again; the drawn curves stay until the response. */
 function stale(it) {
   it.fresh.clear();
   it.question += 1;
 }
 
-/** Fetch what is seen and is not there yet. */
+/** Fetch visible data that is missing. */
 const ask = (it) => gather(it).catch((problem) => trouble(problem.message));
 
-/** The same; `poll`: also ask whether anything is newer. */
+/** The same; `poll`: also ask for newer data. */
 async function gather(it, poll = false) {
   if (it.asking) { it.again = true; return; }
   it.asking = true;
@@ -217,7 +217,7 @@ function width(it) {
 
 // ---- drawing
 
-/** The curves of a metric: of each run that is not hidden, or of each family of seeds. */
+/** The curves of a metric: of each visible run, or of each family of seeds. */
 function series(it, name) {
   const curves = it.data.get(name);
   const shown = it.about.map((run, i) => ({ run, ...look(place(it, i)), points: own(curves?.[run.id], name) }))
@@ -263,7 +263,7 @@ function mark(it, x) {
   if (x !== null && thinned) it.wait = setTimeout(() => figures(it, x), 60);
 }
 
-/** A point of a long curve stands for many steps: the server knows each. */
+/** A point of a long curve stands for many steps: the exact values come from the server. */
 async function figures(it, x) {
   const found = await it.api("values", { run: it.runs, x: it.view.axis, at: x }).catch(() => null);
   if (!found || it.over || it.at !== x) return;

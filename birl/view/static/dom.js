@@ -26,7 +26,7 @@ export function add(node, children) {
   }
 }
 
-/** Puts children in the place of everything inside node. */
+/** Replace the content of node by children. */
 export function fill(node, ...children) {
   const fresh = document.createDocumentFragment();
   add(fresh, children);
@@ -34,36 +34,36 @@ export function fill(node, ...children) {
   return node;
 }
 
-// What a browser would obey instead of show: control characters, bidi overrides, invisible tags, lone surrogates.
+// Characters that a browser interprets instead of showing: control characters, bidi overrides, invisible tags, lone surrogates.
 // Newline, tab and the two joiners (emoji and Persian are wrong without them) stay.
 const OBEYED = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Cs}]/gu;
 
-/** The text with those spelled out, as birl/visible.py does: visible("a\u202eb") is "a⟪U+202E⟫b". */
+/** Escape these characters, as birl/visible.py does: visible("a\u202eb") is "a⟪U+202E⟫b". */
 export function visible(text) {
   return String(text).replace(OBEYED, (c) => ("\n\t\u200c\u200d".includes(c) ? c
     : `⟪U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟫`));
 }
 
-/** A name from a file: spelled out, and its direction kept to itself. */
+/** A name from a file: escaped, with isolated text direction. */
 export function name(text) {
   return el("bdi", {}, visible(text));
 }
 
-/** Tells a screen reader, once. */
+/** Announce to screen readers, once. */
 export function say(text) {
   const place = document.getElementById("said");
   if (place.textContent !== text) place.textContent = text;
 }
 
-/** Says above the view what does not work now; "" when it works again. */
+/** Show an error above the view; "" removes it. */
 export function trouble(text) {
   const place = document.getElementById("trouble");
   if (place.textContent !== text) place.textContent = text;
   place.hidden = !text;
 }
 
-/** Calls act now and then every `seconds`, not while the tab is hidden, never twice at once. Returns what stops it.
- *  act may return a number: seconds until the next call. What it throws is shown above the view until it succeeds. */
+/** Call act now and every `seconds`, not while the tab is hidden, never concurrently. Returns a function to stop.
+ *  act may return a number: seconds until the next call. Its errors are shown above the view until it succeeds. */
 export function repeat(act, seconds) {
   let timer = 0, stopped = false, busy = false;
   const turn = async () => {
@@ -89,7 +89,7 @@ export function repeat(act, seconds) {
   };
 }
 
-/** Puts params into the address without showing the view anew. */
+/** Put params into the URL without reloading the view. */
 export function keep(params) {
   const path = location.hash.split("?")[0] || "#/";
   const query = params.toString();

@@ -17,7 +17,7 @@ export async function showEpisode(root, params, api) {
   const legend = el("div", {});
   const choice = el("select", { id: "colour", on: { change: () => colour(choice.value) } },
     COLOURS.map(([key, label]) => el("option", { value: key }, label)));
-  let aim = Number(params.get("at") || row), turn = 0; // place in the list that the keys have come to
+  let aim = Number(params.get("at") || row), turn = 0; // position in the list reached by keys
   const talk = el("div", { class: "talk", tabindex: "0", role: "group", "aria-label": "Conversation, token by token",
     on: { mouseover: hover, mouseleave: back, click: hover, keydown: move } }, conversation(episode, tokens));
   const beside = el("section", { "aria-label": "The group" }, el("h2", {}, "The group"), el("p", { class: "muted" }, "…"));
@@ -61,7 +61,7 @@ export async function showEpisode(root, params, api) {
     return node;
   }
 
-  /** Choose a token: its values are shown, and the address names it. */
+  /** Select a token: its values are shown, and it is in the URL. */
   function point(n, scroll) {
     at = n;
     const node = mark();
@@ -87,7 +87,7 @@ export async function showEpisode(root, params, api) {
 
   function move(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || !tokens.length) return;
-    const first = Math.max(0, tokens.findIndex((token) => token.mask)); // where the model begins
+    const first = Math.max(0, tokens.findIndex((token) => token.mask)); // first token of the model
     const to = { ArrowRight: at < 0 ? first : at + 1, ArrowLeft: at < 0 ? first : at - 1, Home: 0, End: tokens.length - 1 }[event.key];
     if (to === undefined) return;
     event.preventDefault();
@@ -105,7 +105,7 @@ export async function showEpisode(root, params, api) {
     }
   }
 
-  /** The run and what is searched there, and more. */
+  /** URL parameters: the run, its search, and more. */
   function address(more) {
     return new URLSearchParams({ run, ...(q && { q }), ...(text && { text }), ...more });
   }
@@ -114,7 +114,7 @@ export async function showEpisode(root, params, api) {
     return `#/rollouts?${address({ at: params.get("at") || "0" })}`;
   }
 
-  /** To the next, or the one before: from where the key before this one wanted to go. */
+  /** Go to the next or previous one, counted from the target of the last key press. */
   async function go(by) {
     if (aim + by < 0) return;
     aim += by;

@@ -1,4 +1,4 @@
-// Figures as people read them, as birl/track/units.py does.
+// Formatting of numbers, as in birl/track/units.py.
 
 /** 0.5 -> "0.500", 0.00012 -> "0.00012", 0.00000836823 -> "8.37e-6", 12345.6 -> "12,345.6"; null -> "–" */
 export function figure(value) {
@@ -12,13 +12,13 @@ export function figure(value) {
 
 const plain = (value) => (Math.abs(value) < 1e-4 ? value.toExponential() : String(value));
 
-/** Six digits, three of a number near 0. */
+/** Six digits, three for a number near 0. */
 export function exact(value) {
   if (value === null || value === undefined) return "–";
   return Number.isInteger(value) ? grouped(value, 0) : plain(Number(value.toPrecision(Math.abs(value) < 1e-4 ? 3 : 6)));
 }
 
-/** So many significant digits; null -> "–" */
+/** This number of significant digits; null -> "–" */
 export function short(value, digits = 3) {
   return value === null || value === undefined ? "–" : String(Number(value.toPrecision(digits))).replace("-", "−");
 }

@@ -1,4 +1,4 @@
-// What is remarkable: a row of bars, how many episodes of each step are flagged; the reasons of one episode; how it ended.
+// Flags: bars with the number of flagged episodes of each step; the reasons and the outcome of one episode.
 import { el } from "./dom.js";
 
 const MEANING = {
@@ -10,7 +10,7 @@ const MEANING = {
   script: "letters of a second script",
 };
 
-/** found: what /api/rollouts says as chart. narrow(from, to): called with the steps of a bar that was clicked. */
+/** found: the chart of /api/rollouts. narrow(from, to): called with the steps of a bar that was clicked. */
 export function chart(found, narrow) {
   if (!found || !found.from.length) return null;
   const counts = Object.entries(found.flags).map(([name, values]) => [name, values.reduce((a, b) => a + b, 0)]);

@@ -1,7 +1,7 @@
-// A list of very many rows: those that can be seen are fetched and drawn, and one of them is chosen.
+// A virtual list of very many rows: only visible rows are fetched and drawn; one row is selected.
 import { el } from "./dom.js";
 
-const PAGE = 100; // rows of one question
+const PAGE = 100; // rows of one request
 const TALLEST = 8e6; // px; browsers cannot make a box as high as a million rows
 
 /** heads: the cells of its header. hooks: page(first, count), the promise of so many rows; cells(row); chosen(at); open(row,
@@ -35,13 +35,13 @@ function grow(it, total, appended) {
   draw(it);
 }
 
-/** Pages that are asked for again; what they show stays until the answer comes. */
+/** Request pages again; the shown rows stay until the response. */
 function old(it, which) {
   it.age += 1;
   for (const page of it.pages.values()) page.fresh &&= !which(page.rows);
 }
 
-/** Where it is scrolled to [px in a box as high as all rows], and how much of that a px of the scroll bar stands for. */
+/** Scroll position [px in a box as high as all rows], and px of that box for each px of the scroll bar. */
 function scrolled(it) {
   it.row = parseFloat(getComputedStyle(it.element).getPropertyValue("--row")) || 28;
   const high = it.total * it.row, view = it.element.clientHeight || 400;

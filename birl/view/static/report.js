@@ -1,4 +1,4 @@
-// The charts of a report or of a notebook, which have their data with them.
+// The charts of a report or of a notebook, with embedded data.
 import { chart, look, palette } from "./chart.js";
 import { exact } from "./figures.js";
 import { smoothed } from "./smooth.js";

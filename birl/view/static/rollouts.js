@@ -1,4 +1,4 @@
-// Rollouts of a run: a search and its list; with row= in the address, one episode (episode.js).
+// Rollouts of a run: a search and its list; with row= in the URL, one episode (episode.js).
 import { offer } from "./chosen.js";
 import { el, fill, keep, name, repeat, say } from "./dom.js";
 import { showEpisode } from "./episode.js";
@@ -6,18 +6,18 @@ import { short, whole } from "./figures.js";
 import { chart, outcome } from "./flags.js";
 import { grid } from "./grid.js";
 
-const READY = [ // what people look for first
+const READY = [ // common searches
   ["right without a digit", "reward >= 1 and not regexp_matches(text, '\\d')"],
   ["truncated", "outcome = 'truncated'"],
   ["longest", "order by tokens desc"],
   ["failed", "outcome not in ('ok', 'truncated')"],
   ["flagged", "len(flags) > 0"],
 ];
-const COLUMNS = [ // name, what it sorts by, class
+const COLUMNS = [ // name, sort key, class
   ["row", "", "n number"], ["step", "step", "n step"], ["outcome", "", "outcome"], ["reward", "reward", "n"],
   ["tokens", "tokens", "n"], ["flags", "", "marks"], ["prompt", '"group"', "asked"], ["answer", "", "start"],
 ];
-// Seconds between questions to the server: while it is searching, while the run goes on, when nothing is to come.
+// Seconds between requests to the server: while it is searching, while the run is running, and otherwise.
 const SEARCHING = 0.05, WATCHED = 4, ENDED = 60, FAILED = 30;
 
 export async function show(root, params, api) {
@@ -29,7 +29,7 @@ export async function show(root, params, api) {
 
 let styled = null;
 
-/** The sheet of these views, once; done when it is there, as the list measures its rows. */
+/** Load the style sheet of these views, once; resolves when it is loaded, as the list measures its rows. */
 function sheet() {
   styled ||= new Promise((done) => {
     document.head.append(el("link", { rel: "stylesheet", href: "/static/rollouts.css", on: { load: done, error: done } }));
@@ -62,12 +62,12 @@ function list(root, params, api) {
   document.addEventListener("keydown", keys);
   addEventListener("resize", size);
   it.rows.clear(Number(params.get("at")) || 0);
-  it.return = params.has("at"); // to the row that the address names, as soon as it is there
+  it.return = params.has("at"); // to the row in the URL, when it is loaded
   if (it.return) it.rows.element.focus({ preventScroll: true });
   remember(it);
   it.stop = repeat(() => ask(it), WATCHED);
   return () => {
-    it.turn += 1; // what is still asked for comes too late
+    it.turn += 1; // pending responses are dropped
     it.stop();
     document.removeEventListener("keydown", keys);
     removeEventListener("resize", size);
@@ -86,12 +86,12 @@ function seek(it, query, words = it.words) {
   it.stop = repeat(() => ask(it), WATCHED);
 }
 
-/** The run and what is searched there. */
+/** URL parameters: the run and its search. */
 function address({ run, query, words }) {
   return new URLSearchParams({ run, ...(query && { q: query }), ...(words && { text: words }) });
 }
 
-/** The address of the page, and what else follows from the query. */
+/** Update the URL, and what else depends on the query. */
 function remember(it) {
   const now = address(it);
   if (it.rows.at) now.set("at", it.rows.at);
@@ -116,7 +116,7 @@ function narrow(it, from, to) {
   seek(it, `step between ${from} and ${to}${others && ` and (${others})`}${order}`);
 }
 
-/** What the server says to the query; null where that is not wanted any more. */
+/** Response of the server to the query; null if it is outdated. */
 async function asked(it, words) {
   const { turn } = it, found = await it.api("rollouts", { run: it.run, q: it.query, text: it.words, ...words });
   if (turn !== it.turn) return null;
@@ -127,7 +127,7 @@ async function asked(it, words) {
 
 const page = async (it, offset, limit) => (await asked(it, { offset, limit }))?.rows || [];
 
-/** How far the search is; seconds until the next question. */
+/** Show the search's progress; returns seconds until the next request. */
 async function ask(it) {
   const { turn } = it;
   let found;
@@ -155,7 +155,7 @@ async function ask(it) {
   return found.done ? (found.running ? WATCHED : ENDED) : SEARCHING;
 }
 
-/** Says what is wrong. Where nothing was found yet, what is said of the query before goes. */
+/** Show an error. If nothing was found yet, the text of the query before is removed. */
 function wrong(it, error) {
   it.wrong = true;
   fill(it.place.problem, el("p", { class: "problem", role: "alert" }, error.message));

@@ -1,10 +1,10 @@
-// The list of runs: sorted by any column, chosen for curves and comparison.
+// The list of runs: sortable by any column, with a selection for curves and comparison.
 import { report } from "./chosen.js";
 import { el, fill, name, repeat, visible } from "./dom.js";
 import { count, duration, figure } from "./figures.js";
 
-const EVERY = 5; // s between questions to the server
-const COLUMNS = [ // key, heading, what it sorts by, number?
+const EVERY = 5; // s between requests to the server
+const COLUMNS = [ // key, heading, sort key, number?
   ["name", "run", (run) => run.name.toLowerCase()],
   ["state", "state", (run) => run.state],
   ["step", "steps", (run) => run.step, true],
@@ -53,7 +53,7 @@ function draw(it) {
 const empty = (folders) => el("div", { class: "note" }, el("p", {}, `No runs yet below ${folders.map(visible).join(", ")}.`),
   el("p", {}, "Start one in a terminal, and it appears here: ", el("code", {}, "birl rl data.train=my.jsonl")));
 
-/** Runs without the value come last, whichever way it is sorted. */
+/** Runs without the value come last in both directions. */
 function compare(a, b, down) {
   const [without, other] = [a, b].map((value) => value === null || value === undefined || value === "");
   if (without || other) return without - other;
@@ -91,7 +91,7 @@ function row(it, run) {
     cell("updated", run.updated ? ago(run.updated) : "–"));
 }
 
-/** A cell that says on a narrow screen which column it is of. */
+/** A cell that shows its column's name on narrow screens. */
 function cell(key, ...inside) {
   const [, words, , number] = COLUMNS.find(([one]) => one === key);
   return el("td", { class: number ? "n" : null, data: { column: key, words } }, inside);
@@ -99,7 +99,7 @@ function cell(key, ...inside) {
 
 const progress = (run) => (run.total ? el("progress", { max: String(run.total), value: Math.min(run.step, run.total), "aria-label": `Steps of ${visible(run.name)}` }) : null);
 
-/** The curve of the reward or loss, as high as its values reach. */
+/** Sparkline of the reward or loss, scaled to its range. */
 function spark(run) {
   const points = run.curve || [], [wide, high] = [96, 18];
   if (points.length < 2) return null;

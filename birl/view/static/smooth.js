@@ -1,4 +1,4 @@
-// What is done to curves before they are drawn.
+// Smoothing and averaging of curves.
 
 /** Exponential smoothing with weight `w` (0: none) of the value before, for each point that stands for n steps; the
  *  start is not pulled to zero. x and n as they are. */

@@ -1,4 +1,4 @@
-// Tokens coloured by one of their figures, with a legend and the exact values of the one that is pointed at.
+// Tokens coloured by one of their figures, with a legend and the exact values of the token at the pointer.
 import { el, fill } from "./dom.js";
 import { short } from "./figures.js";
 
@@ -23,7 +23,7 @@ const LOW = "−", SCALES = {
 };
 export const COLOURS = Object.entries(SCALES).map(([key, scale]) => [key, scale.label]);
 
-/** Flat tokens of all samples: what the server says, turned from lists into one object for each token. */
+/** Flat tokens of all samples: the response's lists as one object for each token. */
 export function tokensOf(episode) {
   const found = [];
   episode.samples.forEach((sample, part) => {
@@ -37,7 +37,7 @@ export function tokensOf(episode) {
   return found;
 }
 
-/** Bins for this episode: [highest value, class, label], and what is looked up in them. */
+/** Bins for this episode: [highest value, class, label], and the value that they are applied to. */
 function scaleOf(key, tokens) {
   if (key === "advantage") {
     const most = tokens.reduce((all, t) => Math.max(all, Math.abs(t.advantage ?? 0)), 0);
@@ -62,7 +62,7 @@ function classOf(scale, token) {
   return bin ? bin[1] : "";
 }
 
-/** What is on the page of a token: whitespace is marked, parts of characters are bytes. */
+/** Display text of a token: whitespace is marked, parts of characters are bytes. */
 function content(token) {
   const pieces = typeof token.shown === "string" ? [token.shown] : token.shown;
   return pieces.map((piece) => (typeof piece === "string" ? spaced(piece)
@@ -76,7 +76,7 @@ function spaced(text) {
     : part));
 }
 
-/** A token on the page. */
+/** Element of a token. */
 export function tokenNode(token) {
   const text = typeof token.shown === "string" ? token.shown : "";
   const right = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff]/.test(text);

@@ -1,9 +1,9 @@
-// Where the time of a run went: who waited for whom, and the trace for Perfetto.
+// Breakdown of a run's time: waits of each process, and the trace for Perfetto.
 import { offer } from "./chosen.js";
 import { el, fill, name, repeat } from "./dom.js";
 import { count, duration } from "./figures.js";
 
-const LIVE = 3, ENDED = 30; // seconds between two looks
+const LIVE = 3, ENDED = 30; // seconds between two requests
 
 export async function show(root, params, api) {
   const run = params.get("run");
