@@ -26,7 +26,7 @@ from birl.launch.launcher import Handle, Status, find
 from birl.launch.modal_plan import VARIABLE, Keys, ModalPlan, prepare
 
 MODULE = "birl.launch.modal_app"
-REWARDS = "birl.launch.modal_rewards"  # module of a reward function that runs on this machine, in the cloud
+REWARDS = "birl.launch.modal_rewards"  # in the cloud, module of reward functions of this machine
 SILENT = 60.0  # s without a note after which a container's state is unknown
 POLL = 2.0  # s
 

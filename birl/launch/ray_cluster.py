@@ -147,7 +147,7 @@ def begin(*, private: bool = False) -> str:
     if os.environ.get(MODE) == "token":
         _call([ray, "get-auth-token", "--generate"])  # an old token, or a new one; its output must not be logged
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: all other processes would have priority
-    atexit.register(end)  # registered after Ray's own, so that its client still works
+    atexit.register(end)  # runs while Ray's client still works
     folder = tempfile.mkdtemp(prefix="birl-ray-") if private else ""
     with socket.create_server((LOCAL, 0)) as free:
         port = free.getsockname()[1]

@@ -89,7 +89,7 @@ class Attempt:
         return bool(summary(run).get("finished")) and self._same(stage, mapping(run / "config.json"))
 
     def _same(self, stage: Stage, before: dict[str, Any]) -> bool:
-        """Whether a stage was run with this configuration; if not, an evaluation is repeated, a run fails."""
+        """Whether a stage was run with this configuration; if not, an evaluation is repeated, a run reports it."""
         from birl.config.load import flatten, load
         from birl.config.schema import COMMANDS
 
