@@ -69,8 +69,7 @@ def run(config: schema.RL) -> int:
 
 
 def copies(train: Sequence[Tasks], validation: Sequence[Tasks]) -> list[Copy]:
-    """Copies in the order of the validation rows. Time and memory grow with the words of both, not with their
-    product."""
+    """Copies in the order of the validation rows. Time and memory grow with the words of both, not their product."""
     asked = [(where, words(task), str(task.answer)) for where, task in _rows(validation)]
     seen = {run: Seen() for _, text, _ in asked for run in runs(text)}
     wanted = {(text, answer) for _, text, answer in asked}
@@ -109,8 +108,7 @@ def _part(text: Words, seen: dict[Words, Seen], most: int) -> tuple[str, float] 
 
 
 def words(task: Task) -> Words:
-    """Words of a task, independent of case and Unicode form (NFKC); digits and signs that change a question count,
-    too."""
+    """Words of a task, independent of case and Unicode form (NFKC); digits and signs that change a question count."""
     return tuple(WORD.findall(normalize("NFKC", prompt_text(task).translate(SAME)).casefold()))
 
 
