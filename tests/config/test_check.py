@@ -145,6 +145,7 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"data__validation_split": 0.1, "data__validation": ["b"]}, ["data.validation_split=0.1", "drop one"]),
         ({"data__validation_data_split": "test"}, ["data.validation is empty"]),
         ({"data__max_validation_samples": 5}, ["no held-out data"]),
+        ({"validation__every": 5}, ["validation.every=5", "no held-out data"]),
         ({"data__system_prompt": "x", "data__apply_chat_template": False}, ["data.system_prompt"]),
         ({"rollout__top_p": 0.9, "engine__kind": "vllm"}, ["rollout.top_p=0.9", "engine.kind=vllm", "rollout.top_p=1"]),
         ({"rollout__top_k": 129, "engine__kind": "vllm"}, ["rollout.top_k=129", "at most 128", "rollout.top_k=0"]),

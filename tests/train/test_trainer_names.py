@@ -158,7 +158,7 @@ def test_a_zero_that_was_given_wins_over_a_preset() -> None:
         ({"args": {"max_steps": 10, "warmup_ratio": 0.1}, "max_steps": -1}, "optimizer.warmup_steps", 1),
         ({"save_steps": 4}, "checkpoint.every", 4),
         ({"save_strategy": "no", "overrides": {}}, "checkpoint.every", 0),
-        ({"eval_steps": 4, "eval_strategy": "steps"}, "validation.every", 4),
+        ({"eval_steps": 4, "eval_strategy": "steps", "eval_dataset": ROWS}, "validation.every", 4),
         ({"adam_beta2": 0.99}, "optimizer.beta2", 0.99),
         ({"max_grad_norm": 0.2}, "optimizer.max_grad_norm", 0.2),
         ({"weight_decay": 0.1}, "optimizer.weight_decay", 0.1),

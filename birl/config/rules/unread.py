@@ -253,7 +253,7 @@ UNREAD: tuple[Row, ...] = (
         "data.validation is empty; name a held-out set",
     ),
     _row(RL | Stage, "data.max_validation_samples", _held_out, HELD_OUT),
-    _row(Stage, "validation.every", lambda c: not c.validation.every or _held_out(c), HELD_OUT),
+    _row(RL | Stage, "validation.every", lambda c: not c.validation.every or _held_out(c), HELD_OUT),
     _row(Stage, "model.tool_format", lambda c: False, "the rows have no tools; `birl rl`, `eval` and `serve` read it"),
     _by("preference.loss", "preference.label_smoothing", "dpo", "robust", of=DPO),
     _by("preference.loss", "preference.margin", "simpo", of=DPO),
