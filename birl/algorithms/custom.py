@@ -17,7 +17,7 @@ from birl.named import load
 
 @dataclass(frozen=True, slots=True)
 class NamedFunction:
-    """A function with its constant options; `tensors` are those that it wants of each step."""
+    """A function with its constant options; `tensors`: names of the step's tensors that it takes."""
 
     function: Callable[..., Any]
     options: Mapping[str, Any]
@@ -31,7 +31,7 @@ class NamedFunction:
 def part(
     key: str, name: str, table: Mapping[str, Callable[..., Any]], keys: Any, args: Sequence[str], offered: Sequence[str]
 ) -> NamedFunction:
-    """The function that `key`=`name` stands for. `keys`: the section with keys such as clip_low. `offered`: tensors."""
+    """Return the function of `key`=`name`. `keys`: the section with keys such as clip_low. `offered`: tensors."""
     function = table.get(name) or load(key, name, table)
     given = dict(_split(f"{key}_args", word) for word in args)
     options: dict[str, Any] = {}
@@ -71,7 +71,7 @@ def _split(key: str, word: str) -> tuple[str, str]:
 
 
 def _read(key: str, parameter: inspect.Parameter, value: str) -> Any:
-    """In the type of the parameter's default, else of its annotation, else a number where it reads as one."""
+    """Parse by the type of the parameter's default, else of its annotation, else as a number if it is one."""
     default: Any = parameter.default
     wanted: Any = parameter.annotation
     if default is not parameter.empty:

@@ -45,5 +45,5 @@ DIVERGENCES: dict[str, Callable[..., Divergence]] = {"reverse_kl": reverse_kl, "
 
 
 def divergence(name: str, beta: float) -> Callable[[Tensor, Tensor], Divergence]:
-    """A row of the table, with its option."""
+    """Return the divergence of that name, with its option bound."""
     return partial(jsd, beta=beta) if name == "jsd" else DIVERGENCES[name]

@@ -1,4 +1,4 @@
-"""Advantages by name, rows of a table: rewards [E] and the group of each [E] -> one number an episode [E].
+"""Advantage estimators by name: rewards [E] and the group of each [E] -> one advantage for each episode [E].
 
 What else an estimator needs (`TENSORS`, options of the algorithm) it names among its parameters.
 """
@@ -41,7 +41,7 @@ def best_and_worst(rewards: Tensor, group: Tensor) -> Tensor:
 
 
 def zero(rewards: Tensor, group: Tensor) -> Tensor:
-    """Nothing: the rewards are only watched (distillation)."""
+    """Advantages of 0: rewards are only reported (distillation)."""
     return torch.zeros_like(rewards)
 
 

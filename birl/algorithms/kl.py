@@ -49,7 +49,7 @@ def corrected(estimate: Tensor, logp: Tensor, old_logp: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class FixedKL:
-    """coef: stays what it is."""
+    """A constant coefficient."""
 
     coef: float
 

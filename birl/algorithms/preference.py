@@ -104,7 +104,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 
 
 
 def preferred(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """1 where the chosen answer is ahead, 0 where the other is, 0.5 where they are equal, as before the first step."""
+    """1 if the chosen answer has the higher value, 0 if the other has, 0.5 if equal, as before the first step."""
     return (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
 
 

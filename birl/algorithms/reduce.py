@@ -1,4 +1,4 @@
-"""What the summed loss is divided by: one number for a whole optimizer step, so that micro-batches, packing and ranks
+"""Loss denominators: one for a whole optimizer step, so that micro-batches, packing and ranks
 cannot change it. Each function maps the trained lengths of all samples of the step, the group of each (any ids) and the
 longest allowed answer to the weight of each sample's tokens."""
 

@@ -1,5 +1,5 @@
-"""Sums and means over a sample's trained tokens, spread back over them: the one place where a token learns of its
-sample.
+"""Segment sums and means over a sample's trained tokens, broadcast back to them: the only place where the tokens of a
+sample are combined.
 
 `sample` [N] int64 says which sample each token belongs to. A sample's tokens lie together; its number may be anything,
 as a micro-batch holds some of the samples. Every function takes N = 0.

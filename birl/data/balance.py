@@ -1,8 +1,8 @@
-"""Sequences -> micro-batches that cost alike, within a bound on tokens: largest differencing of groups, or where these
-begin alike runs of neighbours.
+"""Load balancing, sequences -> micro-batches of about equal cost within a bound on tokens: largest differencing of
+groups, or runs of neighbours if groups have common prefixes.
 
-Ranks go through their micro-batches side by side: the i-th ones of all shares form a round, which lasts as long as its
-dearest. What is equal in tokens is not equal in cost: a token of a long sequence attends to more of them.
+Ranks compute their micro-batches in parallel: the i-th ones of all shares form a round, which lasts as long as its most
+expensive one. Equal numbers of tokens are not equal costs: a token of a long sequence attends to more tokens.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ import numpy as np
 
 from birl.data.trees import Forest
 
-ENOUGH = 0.998  # of what a round may cost; the rest of the items need not be tried
+ENOUGH = 0.998  # share of a round's allowed cost from which on no further items are tried
 NONE = np.zeros(1, dtype=bool)
-BISECTIONS = 24  # of what a run may cost
-SAVED = 0.05  # of a step's cost that groups must have in common to be computed in common trees
+BISECTIONS = 24  # of the allowed cost of a run
+SAVED = 0.05  # smallest share of a step's cost in common prefixes of groups, for common trees
 
 
 class Item(NamedTuple):
-    """Samples that stay together, their tokens as trees, and the cost of these."""
+    """Samples that stay together, with their tokens and cost as trees."""
 
     samples: tuple[int, ...]  # indices
     size: int
@@ -32,8 +32,8 @@ class Item(NamedTuple):
 def micro_batches(
     ids: Sequence[np.ndarray], groups: Sequence[int], max_tokens: int, parts: int, pair_cost: float
 ) -> list[list[list[int]]]:
-    """Sequences [T] of groups, the members of which are neighbours -> for each micro-batch its sequences, in clusters
-    that are computed in common trees. A group stays together unless that alone exceeds max_tokens."""
+    """Sequences [T], ordered by group -> for each micro-batch its sequences, in clusters that share trees. A group
+    stays together unless it alone exceeds max_tokens."""
     numbered = groupby(range(len(ids)), key=groups.__getitem__)
     items = [item for _, group in numbered for item in pieces(list(group), ids, max_tokens, pair_cost)]
     costs = [item.cost for item in items]
@@ -45,12 +45,12 @@ def micro_batches(
 
 
 def cost(tokens: int, pair_cost: float) -> float:
-    """Of a sequence, where a token without attention costs 1."""
+    """Cost of a sequence; a token without attention costs 1."""
     return tokens + pair_cost * tokens * (tokens + 1) / 2
 
 
 def pieces(group: Sequence[int], ids: Sequence[np.ndarray], max_tokens: int, pair_cost: float) -> list[Item]:
-    """The samples of a group, which are cut between branches where they have more than max_tokens."""
+    """Items of a group's samples, split between branches if they have more than max_tokens."""
     order = Forest([ids[i] for i in group]).order()
     sizes = [(len(ids[group[n]]), shared) for n, shared in order]
     alone = [(n, cost(n, pair_cost)) for n, _ in sizes]
@@ -65,7 +65,7 @@ def pieces(group: Sequence[int], ids: Sequence[np.ndarray], max_tokens: int, pai
 def common_trees(
     items: Sequence[Item], ids: Sequence[np.ndarray], max_tokens: int, parts: int, pair_cost: float, time: float
 ) -> list[list[int]]:
-    """Items in bins of those that begin alike, as `balance` gives them; none where that takes no less than `time`."""
+    """Items in bins by common prefix, in the form of `balance`; empty if that takes no less than `time`."""
     order = Forest([ids[item.samples[0]] for item in items]).order()
     if sum(cost(shared, pair_cost) for _, shared in order) < SAVED * sum(item.cost for item in items):
         return []
@@ -80,7 +80,7 @@ def common_trees(
 
 
 def waited(costs: Sequence[float], parts: int) -> float:
-    """What all rounds cost: each as much as its dearest bin."""
+    """Cost of all rounds: each costs as much as its most expensive bin."""
     return sum(max(costs[i : i + parts]) for i in range(0, len(costs), parts))
 
 
@@ -88,9 +88,9 @@ def balance(
     sizes: Sequence[int], capacity: int, parts: int = 1, costs: Sequence[float] | None = None
 ) -> list[list[int]]:
     """Item indices in bins: as few as possible, a multiple of `parts`, none with more than `capacity` tokens unless
-    one item alone has more. Each `parts` bins in order cost alike, and so do the sums of every `parts`-th one.
+    one item alone has more. Each `parts` bins in order have about equal cost, and so have the sums of each share.
 
-    sizes: tokens; costs: those where None. The same lists give the same bins, always.
+    sizes: tokens; costs: None for `sizes`. The result is deterministic.
     """
     costs = sizes if costs is None else costs
     filled = first_fit(sizes, capacity)
@@ -104,8 +104,8 @@ def balance(
 
 
 def by_level(sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int, parts: int) -> list[list[int]]:
-    """Equal in cost; but where one item costs more than a bin should, its whole round may cost as much, so that the
-    others of the round wait for less. Such rounds are filled first, dearest items first."""
+    """Bins of equal cost; but if one item costs more than the mean bin, its whole round may cost as much, so that the
+    others of the round wait less. Such rounds are filled first, most expensive items first."""
     left = sorted(range(len(sizes)), key=lambda i: (-costs[i], i))
     total, bins, smallest = float(sum(costs)), [], min(sizes, default=0)
     while count - len(bins) > parts and left and (level := costs[left[0]]) > total / (count - len(bins)):
@@ -134,11 +134,11 @@ def by_level(sizes: Sequence[int], costs: Sequence[float], capacity: int, count:
 def runs(
     alone: Sequence[tuple[int, float]], after: Sequence[tuple[int, float]], capacity: int, parts: int = 1
 ) -> list[range]:
-    """Items whose neighbours have something in common, in runs of neighbours: as few as fit into `capacity` tokens, a
-    multiple of `parts`, the dearest as cheap as can be (the linear partition problem: bisection, and each run takes as
-    much as it may).
+    """Runs of consecutive items, which share prefixes with their neighbours: as few as fit into `capacity` tokens, a
+    multiple of `parts`, with the least cost of the most expensive one (the linear partition problem: bisection with
+    greedily filled runs).
 
-    alone, after: tokens and cost of each item, as the first of its run and behind another one.
+    alone, after: tokens and cost of each item, as the first of its run and after another one.
     """
 
     def filled(most: float) -> list[range]:
@@ -168,8 +168,8 @@ def runs(
 
 
 def imbalance(costs: Sequence[float], parts: int) -> float:
-    """sum over rounds of the dearest x parts / all - 1: the time that shares wait for others, by the time they work.
-    Never below (dearest share / mean share) - 1."""
+    """(sum over rounds of the largest cost) x parts / total cost - 1: the time that shares wait for others, relative to
+    the time they work. Never below (largest share / mean share) - 1."""
     total = sum(costs)
     return waited(costs, parts) * parts / total - 1 if total else 0.0
 
@@ -245,7 +245,7 @@ def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _spread(bins: list[list[int]], costs: Sequence[float], count: int) -> list[list[int]]:
-    """Bins up to `count` of them: the dearest that can be are split in two, as long as there are any."""
+    """Increase the number of bins to `count`: split the most expensive ones while possible, then add empty ones."""
     heap = [(-sum(costs[i] for i in items), items) for items in bins if len(items) > 1]
     result = [items for items in bins if len(items) == 1]
     heapify(heap)
@@ -262,7 +262,7 @@ def _spread(bins: list[list[int]], costs: Sequence[float], count: int) -> list[l
 
 
 def in_rounds(bins: list[list[int]], costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Dearest round first. Within a round the dearest bin goes to the share that has least so far."""
+    """Order bins by round, most expensive first. In a round the most expensive bin goes to the least loaded share."""
     total = {id(items): float(sum(costs[i] for i in items)) for items in bins}
     bins = sorted(bins, key=lambda items: (-total[id(items)], items[0] if items else len(costs)))
     loads, result = [0.0] * parts, []

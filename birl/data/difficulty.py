@@ -1,8 +1,8 @@
-"""How often a run has solved each of its tasks, and how often it will: Beta counts that are forgotten with the policy.
+"""Difficulty of tasks: success rates of each task, past and predicted, as Beta counts with forgetting.
 
 The success rate of a task has a Beta posterior (MoPPS, arXiv:2507.04632). Its counts lose half of their weight in
-`half_life` steps, as the policy that they are of is gone by then. What is forgotten, or was never seen, falls back to
-the prior: PRIOR answers at the mean rate of the tasks that were seen.
+`half_life` steps, as the policy changes. Tasks that are forgotten or unseen fall back to the prior: PRIOR answers at
+the mean rate of the tasks that were seen.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-PRIOR = 2.0  # answers that the prior counts for: at a mean of 1/2 it is Beta(1, 1)
+PRIOR = 2.0  # weight of the prior [answers]: at a mean of 1/2 it is Beta(1, 1)
 NEVER = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a group shows of its task: `rates`, the success of each of its answers in [0, 1], and whether it has a
-    signal, rewards that are not all equal."""
+    """Result of a group: `rates`, the success of each of its answers in [0, 1], and `signal`: whether its rewards are
+    not all equal."""
 
     id: str
     rates: Sequence[float]
@@ -26,13 +26,12 @@ class Outcome:
 
 
 class Difficulty:
-    """`counts`: what is known of each task that was seen, by its id, as a checkpoint holds it: successes and failures
-    at the step in which it was seen last, that step, and how many groups in a row were all right (above 0) or all wrong
-    (below).
+    """`counts`: statistics of each seen task by id, as in a checkpoint: successes and failures at the step in which it
+    was seen last, that step, and the number of groups in a row that were all right (above 0) or all wrong (below).
 
-    `half_life` [steps]; 0: nothing is forgotten. A task rests for `retire_for` steps after `retire_after` groups in a
-    row that were all right (it is solved) or all wrong (it is hopeless); 0: never. One more such group sends it to rest
-    again. Arrays are of float64 or int64 with one entry a task.
+    `half_life` [steps]; 0: no forgetting. A task is retired for `retire_for` steps after `retire_after` groups in a row
+    that were all right (solved) or all wrong (hopeless); 0: never. One more such group retires it again. Arrays are
+    float64 or int64 with one entry for each task.
     """
 
     def __init__(self, ids: Sequence[str], *, half_life: float, retire_after: int, retire_for: int) -> None:
@@ -44,14 +43,14 @@ class Difficulty:
         self.seen, self.alike = np.full(len(ids), NEVER, np.int64), np.zeros(len(ids), np.int64)
 
     def restore(self, counts: dict[str, list[Any]]) -> None:
-        """From a checkpoint. Tasks that are no longer in the data are dropped."""
+        """Restore from a checkpoint. Tasks that are no longer in the data are dropped."""
         self.counts = {name: row for name, row in counts.items() if name in self.index}
         for name, row in self.counts.items():
             i = self.index[name]
             self.successes[i], self.failures[i], self.seen[i], self.alike[i] = row
 
     def posterior(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Alpha and beta of each task after so many steps."""
+        """Alpha and beta of each task after `step` steps."""
         age = np.where(self.seen == NEVER, 0, step - self.seen)
         kept = self.keep**age
         successes, failures = self.successes * kept, self.failures * kept
@@ -62,13 +61,13 @@ class Difficulty:
         return successes + PRIOR * mean, failures + PRIOR * (1 - mean)
 
     def resting(self, step: int) -> np.ndarray:
-        """Which tasks are retired, bool."""
+        """Mask of retired tasks, bool."""
         if not self.retire_after:
             return np.zeros(len(self.ids), np.bool_)
         return (np.abs(self.alike) >= self.retire_after) & (step - self.seen < self.retire_for)
 
     def update(self, step: int, outcomes: Iterable[Outcome]) -> None:
-        """What step `step` has seen. Of an answer that spans several steps the last counts; it is at most
+        """Add the outcomes of step `step`. An answer that spans several steps counts in the last one; it is at most
         rollout.max_staleness steps late."""
         for outcome in outcomes:
             if outcome.id not in self.index or not outcome.rates:
@@ -84,7 +83,7 @@ class Difficulty:
             self.counts[outcome.id] = [value.item() for value in now]
 
     def figures(self, step: int, n: int, outcomes: Sequence[Outcome]) -> dict[str, float]:
-        """What was predicted of the groups of a step, before `update`, and what came: means over its groups of `n`
+        """Predicted (call it before `update`) and observed figures of a step: means over its groups of `n`
         answers."""
         told = [outcome for outcome in outcomes if outcome.rates and outcome.id in self.index]
         where = [self.index[outcome.id] for outcome in told]
@@ -102,7 +101,7 @@ class Difficulty:
         return {name: float(values.mean()) if told else float("nan") for name, values in columns.items()}
 
     def pools(self, step: int) -> dict[str, float]:
-        """How many tasks were seen, and how many rest as solved and as hopeless."""
+        """Numbers of seen tasks, and of those retired as solved and as hopeless."""
         rest = self.resting(step)
         return {
             "order/seen": float((self.seen != NEVER).sum()),
@@ -112,7 +111,7 @@ class Difficulty:
 
 
 def signal_of(alpha: np.ndarray, beta: np.ndarray, n: int) -> np.ndarray:
-    """1 - E[p^n] - E[(1-p)^n] for p ~ Beta(alpha, beta): how likely n answers are neither all right nor all wrong.
+    """1 - E[p^n] - E[(1-p)^n] for p ~ Beta(alpha, beta): chance that n answers are neither all right nor all wrong.
 
     E[p^n] is the product of (alpha + i) / (alpha + beta + i) over i < n.
     """

@@ -5,9 +5,9 @@
             chosen + rejected, each a whole conversation or text    two that share their beginning
     labels  prompt + completion + label                             one, and whether it is good
 
-These are also the forms of TRL's page on dataset formats: prompts and answers are text, or lists of messages.
+These are the formats of TRL's page on dataset formats: prompts and answers are text, or lists of messages.
 
-All rows are made into tokens once, before the first step, so that a broken one is reported with its file and row now.
+All rows are tokenized once, before the first step, so that a broken one is reported with its file and row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """What one row becomes. `id`: of no other row of the run, neither in training nor in validation. `sequences`: one,
-    or the chosen and the rejected one. `margin`: by how much the chosen one is better; `good`: whether a single answer
-    is. `key`: what makes two rows ask the same."""
+    """A tokenized row. `id`: unique among training and validation rows of the run. `sequences`: one, or the chosen and
+    the rejected one. `margin`: by how much the chosen one is better; `good`: label of a single answer. `key`: equal for
+    rows with the same prompt."""
 
     id: str
     key: str
@@ -44,7 +44,7 @@ class Example:
 
     @property
     def room(self) -> int:
-        """Tokens that it takes in a micro-batch, at most: its prompt once, both answers, a place for the score of
+        """Largest number of its tokens in a micro-batch: its prompt once, both answers, a token for the score of
         each."""
         sides = self.sequences
         together = sum(map(len, sides)) + len(sides)
@@ -82,8 +82,8 @@ Which = Literal["train", "validation"]
 
 
 def load_examples(config: Any, which: Which, chat: "Chat", limit: int, given: Any = None) -> list[Examples]:
-    """The sources of data.train or data.validation, for SFT (`schema.Texts`), or for reward models and preference
-    losses; sequences of at most `limit` tokens. Raises `BirlError`."""
+    """Load the sources of data.train or data.validation, for SFT (`schema.Texts`), or for reward models and preference
+    losses; sequences have at most `limit` tokens. Raises `BirlError`."""
     encoder = Encoder(chat, config, limit)
     result, side = [], "validation/" if which == "validation" else ""
     for rows, prefix in read_sources(config, which, given, partial(is_text, config)):
@@ -111,7 +111,7 @@ def load_examples(config: Any, which: Which, chat: "Chat", limit: int, given: An
 
 
 def _cut(example: Example, limit: int) -> Example:
-    """Raises `Unfit` where both sides become the same."""
+    """Truncate the sequences to `limit` tokens. Raises `Unfit` if both sides become equal."""
     sides = tuple(Tokens(ids=s.ids[:limit], mask=s.mask[:limit]) for s in example.sequences)
     if len(sides) == 2 and sides[0].ids == sides[1].ids:
         raise Unfit
@@ -120,7 +120,7 @@ def _cut(example: Example, limit: int) -> Example:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """One row of SFT -> Example."""
+    """Builds an Example from a row of SFT."""
 
     encoder: Encoder
     form: TextForm
@@ -138,7 +138,7 @@ class Texts:
         return Example(id=name, key=key, sequences=(self.encoder.tokens(result, where, roles),))
 
     def _continued(self, prompt: Conversation, talk: tuple[Message, ...], where: str) -> Encoded:
-        """A prompt, and the messages that answer it: of those, what data.train_on names is learned."""
+        """Encode a prompt and the messages that answer it; of those, the roles of data.train_on are trained."""
         roles = self.form.roles
         asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
         asked = self.encoder.led(asked)
@@ -152,7 +152,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """One row with a chosen and a rejected answer (or one answer and a label) -> Example."""
+    """Builds an Example from a row with a chosen and a rejected answer (or one answer and a label)."""
 
     encoder: Encoder
     form: PairForm
@@ -193,7 +193,7 @@ def shown(encoder: Encoder, folder: Path, row: dict[str, Any], where: str) -> Sh
 
 
 def _behind(prompt: tuple[Message, ...], talk: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Messages of an answer behind their prompt; where they repeat its question, the longer beginning of the two."""
+    """Append the messages of an answer to their prompt; if they repeat its question, the longer history is kept."""
     asked = [i for i, m in enumerate(talk) if _key((m,)) == _key(prompt[-1:])]
     if talk[0].role == "assistant" or not asked:
         return (*prompt, *talk)

@@ -1,7 +1,7 @@
-"""One file -> the rows of it.
+"""Read the rows of one file.
 
-`datasets` does the reading and keeps big sets on disk. Its errors name no line, it stops at columns whose type changes
-late in a file, and it turns text such as "2024-05-01" into dates. Where that happens, `parse.py` reads the file again.
+`datasets` reads it and keeps big sets on disk. Its errors name no line, it stops at columns whose type changes late in
+a file, and it turns text such as "2024-05-01" into dates. In these cases `parse.py` reads the file again.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from birl.regular import open_regular
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-MOST, RATIO = 2**30, 1000  # bytes that a Parquet file may come to, or so many times its own size
+MOST, RATIO = 2**30, 1000  # largest decompressed size of a Parquet file [bytes], or as a multiple of its own size
 EXACT = 15  # digits that a float has
 LONG_FRACTION = re.compile(r"[+-]?(?=[\d.]{18})\d+\.\d+")
 WIDE = 256  # columns above which a row's absent ones cost more than reading JSON in plain Python
 
 
 def data_files(folder: Path) -> Iterator[Path]:
-    """Files of a known format in a folder and in those within it, the outermost first."""
+    """Yield files of a known format in a folder and its subfolders, the outermost first."""
     for place, _, names in os.walk(folder):
         yield from (Path(place, name) for name in names if Path(name).suffix.lower() in FORMATS)
 
@@ -37,7 +37,7 @@ def no_column(name: str, value: str) -> bool:
 
 
 def read_file(path: Path, label: str = "", text: Callable[[str, str], bool] = no_column) -> SourceFile:
-    """`text`: which columns of CSV, which has no types, stay text for a value in them, though it looks like more."""
+    """Read one file. `text`: whether a column of CSV stays text because of a value, even if it looks like a number."""
     kind = check_readable(path)
     try:
         if kind == "csv":
@@ -52,7 +52,7 @@ def read_file(path: Path, label: str = "", text: Callable[[str, str], bool] = no
 
 
 def check_readable(path: Path) -> str:
-    """The format of a file. Raises `BirlError` where it has none, is empty or cannot be opened."""
+    """Return the format of a file. Raises `BirlError` if it is unknown, or the file is empty or cannot be opened."""
     try:
         with open_regular(path) as file:
             head = file.read(8)
@@ -98,7 +98,7 @@ def _has_large_floats(table: Any) -> bool:
 
 
 def _floats(column: Any) -> Iterator[Any]:
-    """The columns of floats in a column of Arrow's, those in lists and objects too."""
+    """Yield the float columns within an Arrow column, including those in lists and structs."""
     import pyarrow.compute as compute
     from pyarrow import types
 
@@ -142,7 +142,7 @@ def _read_binary(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
 
 
 def first_parquet(path: Path, count: int) -> list[dict[str, Any]] | None:
-    """The first `count` rows, without `datasets`; None where that is long work, or one cannot be read. Raises
+    """Read the first `count` rows without `datasets`; None if that takes long, or if one cannot be read. Raises
     `BirlError` as `read_file` does."""
     import pyarrow
     import pyarrow.parquet as parquet
@@ -159,8 +159,8 @@ def first_parquet(path: Path, count: int) -> list[dict[str, Any]] | None:
 
 
 def _check_parquet(path: Path) -> None:
-    """Raises `BirlError` where there are no rows, or where those that name one long text again and again come to far
-    more than the file."""
+    """Raises `BirlError` if there are no rows, or if repeated long texts decompress to far more than the file's
+    size."""
     import pyarrow.parquet as parquet
 
     most = max(MOST, RATIO * path.stat().st_size)
@@ -191,7 +191,7 @@ def _load(path: Path, kind: str, **options: Any) -> Any:
 
 
 def _digest(path: Path) -> str:
-    """Part of the cache's key. `datasets` itself looks at the time of the last change only, which copies may keep."""
+    """Part of the cache's key. `datasets` itself checks only the modification time, which copies may keep."""
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
     with open_regular(path) as file:
@@ -202,7 +202,7 @@ def _digest(path: Path) -> str:
 
 
 def undecoded(table: Any) -> Any:
-    """Pictures and sounds stay bytes: nothing here looks at them."""
+    """Keep pictures and sounds as bytes, without decoding them."""
     for name, feature in table.features.items():
         if getattr(feature, "decode", False) and type(feature).__name__ in ("Image", "Audio", "Video", "Pdf"):
             table = table.cast_column(name, type(feature)(decode=False))
@@ -211,7 +211,7 @@ def undecoded(table: Any) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no log lines: what goes wrong is raised."""
+    """Disable progress bars and log lines of `datasets`; errors are raised."""
     import datasets
 
     bars, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()

@@ -1,6 +1,6 @@
-"""Rows of SFT, reward models and preference losses -> what they say, before anything becomes a token.
+"""Parse rows of SFT, reward models and preference losses into prompts and answers, before tokenization.
 
-Which columns there are decides the form of all rows of a source; an error in a row is reported with its place.
+The columns of a source decide the form of all its rows; an error in a row is reported with file and row.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from birl.errors import BirlError
 from birl.types import Conversation, Message
 
 TRUE, FALSE = (True, 1, "true", "yes", "1"), (False, 0, "false", "no", "0", -1)
-#: columns of TRL's formats that say what the model sees or learns, and why they are refused
+#: columns of TRL's formats that would change model input or training, and the reason why they are refused
 UNREAD = {
     "tools": NO_TOOLS,
     "chat_template_kwargs": "templates get no options of a row. Remove the column.",
@@ -25,7 +25,7 @@ UNREAD = {
 
 
 def text_form(rows: Rows, config: schema.Texts) -> "TextForm":
-    """Raises `BirlError` where the columns are not those of SFT."""
+    """Return the form of SFT rows. Raises `BirlError` if the columns do not fit."""
     prompt = column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column")
     response = column_of(rows, config.answer_column, RESPONSES, "data.answer_column")
     learned = config.answer_column or rows.has("text")
@@ -42,8 +42,8 @@ def text_form(rows: Rows, config: schema.Texts) -> "TextForm":
 
 
 def pair_form(rows: Rows, config: schema.Pairs, preference: schema.Preference | None = None) -> "PairForm":
-    """Raises `BirlError` where the columns are not those of pairs, or of answers with a label, or not those of the
-    `preference` loss."""
+    """Return the form of preference rows. Raises `BirlError` if the columns are not those of pairs or labelled answers,
+    or do not fit the `preference` loss."""
     config = _as_labelled(rows, config)
     label = getattr(config, "label_column", "")
     if label and preference and preference.loss != "kto":
@@ -63,7 +63,7 @@ def pair_form(rows: Rows, config: schema.Pairs, preference: schema.Preference | 
 
 
 def _as_labelled(rows: Rows, config: schema.Pairs) -> schema.Pairs:
-    """Rows with one answer and a `label`, as TRL has them for KTO, need no key."""
+    """Detect rows with one answer and a `label`, TRL's format for KTO, which need no key."""
     unset = schema.LabelledPairs()
     if not isinstance(config, schema.LabelledPairs) or config.label_column or not rows.has("label"):
         return config
@@ -74,7 +74,7 @@ def _as_labelled(rows: Rows, config: schema.Pairs) -> schema.Pairs:
 
 
 def is_text(config: Any, name: str, value: str) -> bool:
-    """All columns but those of labels and margins."""
+    """Whether a column of CSV stays text: all but labels and margins."""
     own = (getattr(config, "label_column", ""), getattr(config, "margin_column", ""))
     return name not in (*own, "label", "margin")
 
@@ -87,7 +87,7 @@ def _check_read(row: dict[str, Any], where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TextForm:
-    """Of SFT. `roles`: who is learned from."""
+    """Form of SFT rows. `roles`: roles whose messages are trained."""
 
     roles: Sequence[str]
     prompt: str | None
@@ -96,8 +96,8 @@ class TextForm:
     def read(
         self, row: dict[str, Any], where: str, shown: Shown | None = None
     ) -> tuple[Conversation | None, Conversation]:
-        """A prompt and what answers it; or no prompt and a whole text or conversation. `shown`: the row's pictures.
-        Raises `BirlError`."""
+        """Return a prompt and its answer, or None and a whole text or conversation. `shown`: the row's pictures. Raises
+        `BirlError`."""
         _check_read(row, where)
         check_input(row, self.prompt, where)
         shown = shown or Shown()
@@ -126,15 +126,15 @@ class TextForm:
         return prompt, plain_text(answer, where, self.response)
 
     def _is_prompt(self, value: Any, answer: Any) -> bool:
-        """Messages that end with something to answer, and an answer in a column of its own."""
+        """Whether `value` is a prompt: there is an answer column, and it does not end with an assistant message."""
         last = value[-1] if isinstance(value, list) and value else None
         return answer is not None and not (isinstance(last, dict) and last.get("role") == "assistant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """What a row says: `answers`: the chosen and the rejected answer, or the only one, which is `good` or not; each is
-    text, or messages that may repeat the prompt."""
+    """Parsed preference row. `answers`: the chosen and the rejected answer, or the only one, labelled by `good`; each
+    is text, or messages that may repeat the prompt."""
 
     prompt: Conversation | None
     answers: tuple[Conversation, ...]
@@ -144,7 +144,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class PairForm:
-    """Of reward models and preference losses."""
+    """Form of rows for reward models and preference losses."""
 
     config: schema.Pairs
     prompt: str | None
@@ -212,13 +212,13 @@ def _prompt(value: Any, where: str, name: str, shown: Shown) -> Conversation:
 
 
 def unplaced(shown: Shown, where: str) -> None:
-    """Raises `BirlError` where there are pictures, and no message to put them into."""
+    """Raises `BirlError` if there are pictures, but no message to put them into."""
     if shown.beside:
         raise BirlError(f"{where}: has pictures, and text without messages, which has no place for them.")
 
 
 def _same_beginning(chosen: str, rejected: str) -> tuple[str | None, list[Any]]:
-    """Two texts without a prompt share it: their common beginning, up to a space (TRL's extract_prompt)."""
+    """Extract the prompt of two texts: their common prefix, up to a space (TRL's extract_prompt)."""
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     same -= same > 0 and chosen[same - 1] == " "
     if not chosen[:same].strip() or not chosen[same:].strip() or not rejected[same:].strip():

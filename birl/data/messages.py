@@ -1,7 +1,7 @@
 """A list of {role, content} in a row -> `Message`s, as the chat templates of OpenAI, transformers and TRL have them.
 
-content       text, or a list of parts, texts and pictures (`birl/text/parts.py`); null or left out where an assistant
-              only calls
+content       text, or a list of text and picture parts (`birl/text/parts.py`); null or absent if an assistant only
+              calls tools
 tool_calls    {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments as an object or as JSON text
 """
 
@@ -19,9 +19,9 @@ COLUMNS = ("images", "image")
 
 KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 THOUGHTS = ("reasoning_content", "thinking")
-LEARNED = {"weight": 1, "train": True, "training": True}  # of formats in which a message may be left out of training
+LEARNED = {"weight": 1, "train": True, "training": True}  # fields by which some formats exclude a message from training
 
-# Those of chat templates. Another one would be rendered by some templates and left out by others.
+# Roles of chat templates. Others would be rendered by some templates and left out by others.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment")
 ALIASES = {
     **dict.fromkeys(("bot", "model", "gpt", "ai", "chatbot", "agent", "chatgpt", "answer"), "assistant"),
@@ -34,7 +34,7 @@ SPEAKS = re.compile(r"""["']role["']\s*:\s*["'](system|user|assistant)["']""")
 
 @dataclass(slots=True)
 class Shown:
-    """The pictures beside a row's messages, in its column `images` or `image`, and where others may come from."""
+    """The pictures of a row's column `images` or `image`, and the finder of all others."""
 
     finder: Finder = field(default_factory=Finder)
     beside: tuple[Picture, ...] = ()
@@ -52,7 +52,7 @@ class Shown:
             raise BirlError(f"{where}: `{name}` {error}.") from error
 
     def placed(self, messages: tuple[Message, ...], taken: int) -> tuple[Message, ...]:
-        """Where no message has shown them, the first of a user does, before its text (as TRL does)."""
+        """Put the row's pictures before the text of the first user message if no message shows them (as TRL does)."""
         if taken == len(self.beside):
             return messages
         first = next((i for i, m in enumerate(messages) if m.role == "user"), 0)
@@ -79,8 +79,8 @@ def text_of(value: Any, where: str, field: str) -> str:
 
 
 def plain_text(value: Any, where: str, field: str) -> str:
-    """A column that is text. Raises `BirlError` where it is a list of messages that became text, as in CSV: a model
-    would read its brackets and quotes."""
+    """Return a text column. Raises `BirlError` if it is a list of messages written as text, as in CSV: a model would
+    read its brackets and quotes."""
     text = text_of(value, where, field)
     if WRITTEN.match(text) and SPEAKS.search(text):
         raise BirlError(
@@ -93,8 +93,8 @@ NO_TOOLS = "no tools are written into these prompts. Write them into the system 
 
 
 def check_input(row: Mapping[str, Any], prompt: str | None, where: str, alone: bool = False) -> None:
-    """Raises `BirlError` for what the prompt would lack: the half of an instruction in Alpaca's columns, and tools,
-    where the row is `alone`, without an environment that may have them."""
+    """Raises `BirlError` for columns that would be missing in the prompt: `input` beside Alpaca's `instruction`, and
+    tools if the row is `alone`, without an environment that may have them."""
     if alone and row.get("tools"):
         raise BirlError(f"{where}: `tools` would be left out: {NO_TOOLS} An environment can have tools.")
     if prompt == "instruction" and row.get("input"):
@@ -104,7 +104,7 @@ def check_input(row: Mapping[str, Any], prompt: str | None, where: str, alone: b
 
 
 def _whole(value: str, where: str, field: str) -> str:
-    """Of a program's own rows: a file cannot hold it. No tokenizer takes half a character."""
+    """Raises `BirlError` for a lone surrogate, which no tokenizer accepts; rows of a program may have one."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -115,9 +115,9 @@ def _whole(value: str, where: str, field: str) -> str:
 def messages_of(
     value: Any, where: str, field: str, whole: bool = False, shown: Shown | None = None
 ) -> tuple[Message, ...]:
-    """A list of {role, content}. Unless it is the `whole` conversation, something must be left to answer. `shown`: the
-    row's pictures. Raises `BirlError`, also for what a message says beside its content: a model would learn an answer
-    without it."""
+    """Parse a list of {role, content}. Unless it is the `whole` conversation, it must not end with an answer. `shown`:
+    the row's pictures. Raises `BirlError`, also for parts of a message beside its content, such as thoughts: a model
+    would learn an answer without them."""
     if not isinstance(value, list):
         raise BirlError(f"{where}: {field} is {kind(value)}, it needs to be text or a list of messages.")
     if not value:
@@ -187,7 +187,7 @@ def _optional(value: Mapping[str, Any], name: str, where: str, field: str) -> st
 
 
 def _content(value: Any, where: str, field: str, given: Given) -> tuple[str, tuple[Picture, ...]]:
-    """Text, or parts, joined as templates join them, and the pictures among them."""
+    """Return the text, or the parts joined as templates do, and their pictures."""
     if not isinstance(value, list):
         if not isinstance(value, str):
             raise BirlError(f"{where}: {field} is {kind(value)}, it needs to be text.")

@@ -1,17 +1,17 @@
-"""Which task comes next, by how often the run has solved it (`data.order`).
+"""Order of tasks by how often the run has solved them (`data.order`).
 
     thompson     the tasks whose success rate, drawn from its posterior, is nearest to the target: MoPPS,
-                 arXiv:2507.04632. Tasks that are hardly known have wide posteriors, and so get their chance.
-    curriculum   the same with a target that goes from easy to hard while the run goes on, as in AdaRFT,
+                 arXiv:2507.04632. Tasks with few answers have wide posteriors and are therefore explored.
+    curriculum   the same with a target that moves from easy to hard during the run, as in AdaRFT,
                  arXiv:2504.05520, which moves it by the rewards.
     difficulty   at random, in proportion to the chance of a group with a signal: sampling for learnability,
                  arXiv:2502.12272, with that chance in the place of p (1 - p).
 
 DAPO's dynamic sampling (arXiv:2503.14476) rejects groups without signal after they were generated; this predicts them.
-Both work together: what takes the place of a rejected group is the next best prediction.
+Both can be combined: a rejected group is replaced by the next best prediction.
 
-The choice is a function of the state: counts, finished steps and the tasks that are on their way. All of it is in the
-checkpoint, on rank 0 alone, and a group of a record names its task. Random numbers depend on the seed and the step.
+The choice is a function of the state: counts, finished steps and pending tasks. All of it is in the checkpoint, on
+rank 0 only, and each recorded group has its task's id. Random numbers depend on the seed and the step.
 """
 
 from bisect import bisect_right
@@ -36,8 +36,8 @@ RANKING = 2  # an independent stream of random numbers, beside those of stream.p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """`by`: a name of ORDERS, or file.py:function. `target`: the success rate that is looked for; a curriculum begins
-    at `start`. `threshold`: the score from which an answer is right; 0: scores are success rates. `n`: answers of a
+    """`by`: a name of ORDERS, or file.py:function. `target`: the target success rate; a curriculum begins at
+    `start`. `threshold`: the score from which an answer is right; 0: scores are success rates. `n`: answers of a
     group."""
 
     by: str
@@ -52,7 +52,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskState:
-    """What a function of the user's sees of a task. `successes`, `failures`: answers, with forgetting; `rate`: mean of
+    """Statistics of a task for a user's function. `successes`, `failures`: answers, with forgetting; `rate`: mean of
     the posterior; `seen`: the step in which it was trained last, or None."""
 
     id: str
@@ -66,7 +66,7 @@ class TaskState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What an order is made of: the posterior of each task, and the step's random numbers."""
+    """Inputs of a cost function: the posterior of each task, and the step's random numbers."""
 
     alpha: np.ndarray
     beta: np.ndarray
@@ -88,7 +88,7 @@ def proportional(look: Outlook) -> np.ndarray:
     return look.rng.exponential(size=len(weight)) / np.maximum(weight, 1e-6)
 
 
-#: what each task costs: the cheapest comes next
+#: cost of each task: the cheapest is next
 ORDERS: Mapping[str, Callable[[Outlook], np.ndarray]] = {
     "difficulty": proportional,
     "thompson": nearest,
@@ -100,8 +100,8 @@ class Order:
     """The tasks of a run, chosen one by one.
 
     With `weights` a task's source is drawn first, by the same draws as in `Stream`; else all are one pool. No task is
-    on its way twice unless all of its pool are, and a retired one comes only where no other is left. `end`: draws after
-    which the data are over; `steps`: the length of the run, where it is known.
+    pending twice unless all of its pool are, and a retired one is chosen only if no other is left. `end`: number of
+    draws after which the data end; `steps`: the length of the run, if it is known.
 
     Example: order = Order(sources, Rule(by="thompson", n=8), seed=0); order.choose(0)
     """
@@ -135,17 +135,17 @@ class Order:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds. It shares what grows, so that it stays current without a copy at each step."""
+        """State for a checkpoint. It references the live counts, so that no copy is needed at each step."""
         return {"counts": self.known.counts, "pending": self.pending}
 
     @property
     def progress(self) -> float:
-        """How much of the run is over; 0 where its length is not known."""
+        """Finished share of the run; 0 if its length is not known."""
         over = self.step / self.steps if self.steps else self.position / self.end if self.end else 0.0
         return min(over, 1.0)
 
     def restore(self, state: Mapping[str, Any] | None, step: int, position: int) -> None:
-        """From a checkpoint after `step` steps; None: of a run that had another order."""
+        """Restore from a checkpoint after `step` steps; `state` None: of a run with another order."""
         self.step, self.position, self._ranked = step, position, None
         if state is not None:
             self.known.restore(state["counts"])
@@ -154,13 +154,13 @@ class Order:
                 self._flying[self.known.index[name]] += 1
 
     def tasks(self, position: int, ahead: Collection[int] = ()) -> Iterator[Task]:
-        """The tasks of the groups from number `position` on. Those of numbers `ahead` are consumed, and the caller
-        passes over them."""
+        """Yield the tasks of the groups from number `position` on. Those with numbers in `ahead` are consumed, and the
+        caller skips them."""
         for number in count(position) if self.end is None else range(position, self.end):
             yield self._task(0) if number in ahead else self.choose(number)
 
     def choose(self, number: int) -> Task:
-        """The task of the group with this number, from now on on its way."""
+        """Return the task of the group with this number, and mark it as pending."""
         if str(number) not in self.pending:
             i = self._cheapest(self._mix.choose(number))
             self.pending[str(number)] = self.known.ids[i]
@@ -170,8 +170,8 @@ class Order:
     def observe(
         self, step: int, position: int, groups: Sequence[tuple[Group, Sequence[int], bool]]
     ) -> dict[str, float]:
-        """Step `step` is over, and everything before number `position` consumed: its groups, each with the places of
-        the episodes that count, and whether their rewards differ. Gives the step's figures."""
+        """Update after step `step`, when all groups before number `position` are consumed. `groups`: of the step, each
+        with the indices of its usable episodes, and whether their rewards differ. Returns the step's figures."""
         outcomes = [self._outcome(*group) for group in groups]
         figures = self.known.figures(step, self.rule.n, outcomes)
         self.known.update(step, outcomes)
@@ -182,7 +182,7 @@ class Order:
         return figures | self.known.pools(step)
 
     def _outcome(self, group: Group, usable: Sequence[int], signal: bool) -> Outcome:
-        """Raises `BirlError` where scores are no success rates and there is no threshold."""
+        """Raises `BirlError` if scores are no success rates and there is no threshold."""
         task, scores = group.task.id, [group.trajectories[i].score for i in usable]
         if self.rule.threshold:
             scores = [float(score >= self.rule.threshold) for score in scores]
@@ -195,7 +195,7 @@ class Order:
         return Outcome(id=task, rates=scores, signal=signal)
 
     def _cheapest(self, pool: int) -> int:
-        """Of a pool: the least often on their way first, of those what does not rest, of those the cheapest."""
+        """Best task of a pool: of the least often pending ones those not retired, and of these the cheapest."""
         where = self._pools[pool]
         cost, flying = self._costs()[where], self._flying[where]
         left = np.isfinite(cost)
@@ -205,7 +205,7 @@ class Order:
         return int(np.argmin(np.where(left, cost, np.inf))) + (where.start or 0)
 
     def _costs(self) -> np.ndarray:
-        """Of each task, until the next step is over: [tasks], float64; infinite: it is not to be asked."""
+        """Costs of each task until the end of the next step, [tasks] float64; infinite: not to be chosen."""
         if self._ranked is None:
             rng = np.random.default_rng([self.seed % 2**64, RANKING, self.step])
             alpha, beta = self.known.posterior(self.step)
@@ -219,7 +219,7 @@ class Order:
         return self._ranked
 
     def _own(self, function: Callable[..., Any], rate: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The places in what a user's function returns. Raises `BirlError`."""
+        """Costs from a user's function: positions in the list that it returns. Raises `BirlError`."""
         known, key = self.known, f"data.order={self.rule.by}"
         kept, resting = known.keep ** np.maximum(self.step - known.seen, 0), known.resting(self.step)
         states = [

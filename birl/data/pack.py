@@ -1,9 +1,9 @@
-"""Samples -> Batches: many sequences in one row without padding, and what begins alike only once.
+"""Sequence packing, samples -> batches: many sequences in one row without padding, common prefixes only once.
 
-Answers to one prompt share its tokens, branches of an agent all turns before they part. Packed as trees (`trees.py`)
-these are computed once, and their gradient is the sum of what all that follow send back: the same numbers as computing
-each sequence alone, for less work. No micro-batch has more than `max_tokens` tokens, and those that are computed side
-by side cost alike (`balance.py`).
+Answers to one prompt share its tokens, branches of an agent all turns before they diverge. Packed as trees (`trees.py`)
+these are computed once, and their gradient is the sum of those from all continuations: the same numbers as computing
+each sequence alone, for less work. No micro-batch has more than `max_tokens` tokens, and those that are computed in
+parallel have about equal cost (`balance.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,33 +22,33 @@ from birl.errors import BirlError
 from birl.support import Support
 from birl.types import Sample
 
-NOTHING = (Tree((1,), (-1,)),)  # the trees of a micro-batch without samples: a model wants a token
+NOTHING = (Tree((1,), (-1,)),)  # the trees of a micro-batch without samples: a model needs a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One micro-batch. T packed tokens, N trained ones; the trained ones come sample by sample. U predictions: samples
-    that are the same up to and with a trained token have one of it in common.
+    """One micro-batch. T packed tokens, N trained tokens, ordered by sample. U predictions: samples that are equal up
+    to and including a trained token share one prediction of it.
 
-    tokens, positions [T]; trees: of the row, one behind the other;
-    copies [T] float32: how many samples each packed token stands for; 0 where there is nothing to compute;
-    source [U]: which packed token's hidden state predicts; targets [U]: which id;
-    entry [N]: which of the U predictions is of this trained token;
+    tokens, positions [T]; trees: of the row, in order;
+    copies [T] float32: number of samples that share each packed token; 0 for a dummy token;
+    source [U]: packed token whose hidden state predicts; targets [U]: predicted id;
+    entry [N]: index of a trained token's prediction among the U;
     logprobs [N]: the engine's; proximal [N]: the learner's before the batch's first update, or the engine's;
-    versions [N]; advantages [N]; returns, values [N]: a critic's, zeros without one; predicted [N]: values of now
-    of a critic on the same backbone, with their gradient; divergence [N]: from a teacher, in nats, with its gradient;
-    observed [O]: which of the U predictions is of this token of an environment, where these are asked for;
-    observed_weights [O] as weights; observed_logprobs [O]: the learner's of now, with their gradient;
-    sample [N]: index of its sample in the step; group [N]: of its sample; turn [N]: counts the stretches of trained
-    tokens within a sample;
+    versions [N]; advantages [N]; returns, values [N]: a critic's, zeros without one; predicted [N]: current values of
+    a critic on the same backbone, with gradient; divergence [N]: from a teacher [nats], with gradient;
+    observed [O]: index of the prediction of an environment's token, if these are predicted;
+    observed_weights [O]: their weights; observed_logprobs [O]: the learner's current ones, with gradient;
+    sample [N]: index of its sample in the step; group [N]: of its sample; turn [N]: number of the contiguous span of
+    trained tokens within a sample;
     weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`;
-    routes [T, bytes] uint8: which experts computed each token in the engine, where samples say so;
-    support: the tokens that each of the U predictions was drawn from, where samples have them; then U is N, as samples
-    may have drawn one token from different supports;
-    hinted: the same samples behind prompts with a hint, for a teacher; its N, and its U, are in the order of this
-    batch's, and its weights are 0 where a sample has no such prompt;
-    likely [N, k] int64, likely_logprobs [N, k + 1]: what a served teacher says, where samples have it;
-    policy: whose weights all of it goes through, where a run trains several; teacher: whom all of it is compared with.
+    routes [T, bytes] uint8: experts that computed each token in the engine, if samples have them;
+    support: the sets of tokens that the U predictions were sampled from, if samples have them; then U is N, as samples
+    may have sampled one token from different supports;
+    hinted: the same samples after prompts with a hint, for a teacher; its N and U are in the order of this batch's, and
+    its weights are 0 for samples without such a prompt;
+    likely [N, k] int64, likely_logprobs [N, k + 1]: most likely tokens of a served teacher, if samples have them;
+    policy: the policy of all samples, if a run trains several; teacher: the teacher of all samples.
 
     Example: pack([Sample(...)], weights=[0.5], max_tokens=4096)[0]
     """
@@ -99,14 +99,14 @@ def pack(
     pair_cost: float = 0.0,
     observed: Sequence[float] = (),
 ) -> list[Batch]:
-    """All samples of one optimizer step as micro-batches, whose number is a multiple of `parts`; where there are too
-    few samples for that, some train nothing. `parts` in order cost alike (`balance.py`). The samples of a group stay
-    together unless that alone exceeds max_tokens, and each policy and teacher has its own micro-batches. Raises
-    `BirlError` when one sample exceeds it. Prompts with a hint are beside that bound: what reads them keeps nothing for
-    a gradient.
+    """Pack all samples of an optimizer step into micro-batches, whose number is a multiple of `parts`; with too few
+    samples some are empty. Each `parts` in order have about equal cost (`balance.py`). The samples of a group stay
+    together unless the group exceeds max_tokens, and each policy and teacher has its own micro-batches. Raises
+    `BirlError` if one sample exceeds max_tokens. The bound does not apply to prompts with a hint, as the teacher that
+    reads them stores no activations.
 
-    pair_cost: of a token and one that it attends to, by the cost of a token's products with weights.
-    observed: of each sample the weight of its tokens that an environment wrote; without, those are not predicted.
+    pair_cost: cost of attention to one token, relative to a token's products with weights.
+    observed: weight of the environment's tokens, for each sample; if empty, those are not predicted.
     """
     longest = max((len(s.tokens) for s in samples), default=0)
     if longest > max_tokens:
@@ -141,7 +141,7 @@ def pack(
 
 
 def owners(samples: Sequence[Sample]) -> list[tuple[str, str]]:
-    """Policy and teacher of samples, each pair once, those of a policy together."""
+    """Distinct (policy, teacher) of samples, ordered by policy."""
     pairs = dict.fromkeys((s.policy, s.teacher) for s in samples)
     return [pair for policy in dict.fromkeys(p for p, _ in pairs) for pair in pairs if pair[0] == policy] or [("", "")]
 
@@ -156,7 +156,7 @@ def _with_likely(batch: Batch, samples: Sequence[Sample]) -> Batch:
 
 
 def hinted(sample: Sample) -> Sample:
-    """What a teacher reads: the prompt with the hint, and the same tokens from the first trained one on."""
+    """Sample for a teacher: the prompt with the hint, then the same tokens from the first trained one on."""
     if sample.hinted is None:
         return sample
     first, prompt = int(sample.mask.argmax()), sample.hinted
@@ -175,7 +175,7 @@ def hinted(sample: Sample) -> Sample:
 
 
 def sequences(samples: Sequence[Sample]) -> list[np.ndarray]:
-    """What makes tokens of two samples the same computation [T]: their ids, and the experts that they are sent to."""
+    """Keys [T] that are equal if tokens of two samples are the same computation: ids, and experts if known."""
     size = max((len(s.routes) // len(s.tokens) for s in samples), default=0)
     if size == 0:
         return [s.tokens for s in samples]
@@ -189,16 +189,16 @@ def sequences(samples: Sequence[Sample]) -> list[np.ndarray]:
 
 @dataclass(slots=True)
 class Row:
-    """A packed row that grows tree by tree. `place` of each sample: where its tokens are."""
+    """A packed row that grows tree by tree. `place`: sample -> places of its tokens."""
 
-    owners: list[tuple[int, int, int]]  # of each node: sample, and which of its tokens
+    owners: list[tuple[int, int, int]]  # of each node: sample, start and end of its tokens
     trees: list[Tree]
-    before: list[int]  # of each node: the packed token before its first one, -1 where there is none
+    before: list[int]  # of each node: the packed token before its first one, -1 if there is none
     passed: list[int]  # of each node: samples that go through it
     place: dict[int, np.ndarray]
 
     def add(self, cluster: Sequence[int], ids: Sequence[np.ndarray]) -> None:
-        """Samples whose tokens are in common trees."""
+        """Add samples that share trees."""
         size = sum(map(len, self.trees))
         ways: list[list[np.ndarray]] = []
         sizes: list[int] = []
@@ -254,7 +254,7 @@ def _batch(
 
     logprobs = column("logprobs")
     return Batch(
-        tokens=tokens,  # a model wants a token where there is nothing to compute
+        tokens=tokens,  # a dummy token if there is nothing to compute
         positions=_joined([np.arange(a, b) for _, a, b in row.owners] or [np.zeros(1)], torch.int64),
         trees=tuple(row.trees) or NOTHING,
         copies=_joined([np.repeat(np.array(row.passed or [0], np.float32), sizes if len(sizes) else 1)], torch.float32),
@@ -279,7 +279,7 @@ def _batch(
 
 
 def _column(given: Sequence["np.ndarray | float | None"], places: Sequence[np.ndarray]) -> Tensor:
-    """[N] float32: of each sample a value for each of its tokens, one for all, or none, 0."""
+    """[N] float32 from values of each sample: one for each token, one for all, or None (0)."""
     if not any(isinstance(values, np.ndarray) for values in given):
         return _repeated([cast(float, values or 0.0) for values in given], [len(p) for p in places], torch.float32)
     each = zip(given, places, strict=True)
@@ -294,7 +294,7 @@ def _repeated(values: Iterable[float], counts: Sequence[int], dtype: torch.dtype
 
 
 def _predictions(places: Sequence[np.ndarray], tokens: int, alone: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Packed places of trained tokens -> those that are predicted [U], and which of them each trained token is [N]."""
+    """Packed places of trained tokens -> predicted places [U], and the index of each trained token among them [N]."""
     if alone:
         chosen = np.concatenate([np.zeros(0, np.int64), *places])
         return chosen, np.arange(len(chosen))
@@ -306,7 +306,7 @@ def _predictions(places: Sequence[np.ndarray], tokens: int, alone: bool) -> tupl
 
 
 def stretches(places: np.ndarray) -> np.ndarray:
-    """Rising numbers -> of each, how many gaps are before it."""
+    """Ascending numbers -> number of gaps before each."""
     ends = np.flatnonzero(places[1:] - places[:-1] > 1) + 1
     return np.repeat(np.arange(len(ends) + 1), np.diff(ends, prepend=0, append=len(places)))
 
@@ -316,7 +316,7 @@ def _joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
 
 
 def _routes(row: Row, samples: Sequence[Sample]) -> Tensor | None:
-    """[T, bytes] uint8; all ones where unknown."""
+    """Routes [T, bytes] uint8; all bits 1 if unknown."""
     size = max((len(samples[i].routes) // len(samples[i].tokens) for i, _, _ in row.owners), default=0)
     if size == 0:
         return None
@@ -325,7 +325,7 @@ def _routes(row: Row, samples: Sequence[Sample]) -> Tensor | None:
 
 
 def _support(samples: Sequence[Sample], numbers: Sequence[int], counts: Sequence[int]) -> SupportRows | None:
-    """Of the trained tokens of these samples, so many each, and of what they read, which were not drawn."""
+    """Supports of these samples' trained tokens; `counts`: of each, and last of observed tokens, without support."""
     *own, read = counts
     each = [(samples[i].support, n) for i, n in zip(numbers, own, strict=True)]
     own = Support.joined([*each, (None, read)])

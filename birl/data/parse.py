@@ -1,4 +1,4 @@
-"""JSON and CSV in plain Python: slower than `datasets`, keeps values as written, and names the line that is wrong."""
+"""JSON and CSV in plain Python: slower than `datasets`, but keeps values as written and reports the faulty line."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ from birl.errors import BirlError
 from birl.regular import open_regular, read_bytes
 
 COLUMNS = 4096  # of one file
-DEPTH = 64  # lists and objects in one another
+DEPTH = 64  # nested lists and objects
 MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]')  # a text, which may hold brackets, or a bracket
 LONG = re.compile(rb"\d{20}")
 WHOLE = re.compile(rb'"(?:[^"\\]|\\.)*"?|(?<![\w.+-])-?\d{20,}(?![\d.eE])')  # a text, or an integer
@@ -21,7 +21,7 @@ CSV_FIELD_LIMIT = 2**31 - 1  # characters; Python's own limit of 128 Ki is too s
 
 def check_json(path: Path) -> None:
     """Raises `BirlError` naming the first line that is not UTF-8, or that is nested deeper than `DEPTH`: pyarrow would
-    end the process without a word, Python with a RecursionError."""
+    end the process without a message, Python with a RecursionError."""
     depth = 0
     with open_regular(path) as file:
         for number, line in enumerate(file, 1):
@@ -41,16 +41,16 @@ def _check_integers(line: bytes, path: Path, number: int) -> None:
 
 
 def has_long(path: Path) -> bool:
-    """Whether a float cannot be one of the integers in it, of those that JSON may have."""
+    """Whether the file has an integer that may not be exact as a float."""
     with open_regular(path) as file:
         return any(EXACT.search(line) for line in file)
 
 
 def _depth(line: bytes, depth: int, path: Path, number: int) -> int:
-    """How many brackets are open behind the line, of `depth` before it. Raises `BirlError` above `DEPTH`."""
+    """Number of open brackets after the line, given `depth` before it. Raises `BirlError` above `DEPTH`."""
     whole = depth == 0 and line.startswith(b"{") and line.endswith(b"}")
     if whole and line.count(b"{") + line.count(b"[") <= DEPTH:
-        return 0  # a row; were it half of one, JSON would not go on with a line that begins so
+        return 0  # a whole row: within a row no line begins with a brace at depth 0
     for mark in MARKS.findall(line):
         depth = max(depth + (mark in b"[{") - (mark in b"]}"), 0) if len(mark) == 1 else depth
         if depth > DEPTH:
@@ -62,12 +62,12 @@ def _depth(line: bytes, depth: int, path: Path, number: int) -> int:
 
 
 def begins_with_row(path: Path) -> bool:
-    """Whether the first thing in it is an object."""
+    """Whether the file begins with an object."""
     return _head(path).startswith(b"{")
 
 
 def one_object(path: Path) -> dict[str, Any] | None:
-    """What a file of one object has, on one line or on several; None of any other file. Raises `BirlError`."""
+    """Return the object of a file with only one, on one line or several; None for other files. Raises `BirlError`."""
     with open_regular(path) as file:
         head = next((line for line in file if line.strip(b" \t\r\n\xef\xbb\xbf")), b"")
         if head.rstrip().endswith(b"}") and file.readline():
@@ -89,13 +89,13 @@ def _head(path: Path) -> bytes:
 
 
 def check_columns(path: Path, count: int) -> None:
-    """Raises `BirlError`: each row has each column, so that thousands take minutes."""
+    """Raises `BirlError` for too many columns: each row has each of them, so that thousands take minutes."""
     if count > COLUMNS:
         raise BirlError(f"{path}: {count:,} columns; at most {COLUMNS:,} are read. Put them into one, as an object.")
 
 
 def parse_json(path: Path) -> Iterator[dict[str, Any]]:
-    """A list of objects, one object, or one object a line."""
+    """Yield the rows of a list of objects, of one object, or of one object a line."""
     head = _head(path)
     if not head:
         raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
@@ -158,7 +158,7 @@ def _decode(line: bytes, path: Path, number: int) -> str:
 
 
 def parse_csv(path: Path) -> Iterator[dict[str, str]]:
-    """All values as text. The file needs one header line, and each row as many fields as that has."""
+    """Yield rows with all values as text. The file needs one header line, and each row as many fields as that."""
     csv.field_size_limit(max(csv.field_size_limit(), CSV_FIELD_LIMIT))
     with open_regular(path) as file:
         reader = csv.reader((_decode(line, path, i) for i, line in enumerate(file, 1)), strict=True)

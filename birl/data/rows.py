@@ -1,5 +1,5 @@
-"""Rows of one source: plain dicts by index, each of which knows its file and row. `sources.py` reads them; `given`
-takes what a Python program has."""
+"""Rows of one source: plain dicts by index, with file and row for messages. `sources.py` reads them; `given` takes
+those of a Python program."""
 
 import base64
 import datetime
@@ -21,8 +21,8 @@ PEEK = 100  # rows in which a nested field is looked for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """The rows of one file. `label` is its name in ids, which no other part of its source has; `place` its path, for
-    messages; `narrow`: the features of columns with floats of 16 or 32 bits."""
+    """The rows of one file. `label`: its name in ids, unique within its source; `place`: its path, for messages;
+    `narrow`: the features of columns with floats of 16 or 32 bits."""
 
     label: str
     place: str
@@ -33,7 +33,7 @@ class SourceFile:
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """All rows of one source. Values are what JSON knows; a column that a row lacks is None.
+    """All rows of one source. Values are of JSON's types; a missing column is None.
 
     Example: read("train.jsonl")[0] == {"prompt": "What is 3 + 4?", "answer": "7"}
     """
@@ -64,12 +64,12 @@ class Rows(Sequence[dict[str, Any]]):
         return dict.fromkeys(self.columns) | own
 
     def where(self, index: int) -> str:
-        """For messages; counts from 1."""
+        """File and row for messages; counts from 1."""
         part, i = self._find(index)
         return f"{part.place}, row {i + 1}"
 
     def folder(self, index: int) -> Path:
-        """What paths in a row are relative to: where its file is; of rows without one, where the program runs."""
+        """Base folder of paths in a row: that of its file, or the working directory for rows without one."""
         place = Path(self._find(index)[0].place)
         return place.parent if place.is_file() else Path()
 
@@ -98,7 +98,7 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 def pick(row: Mapping[str, Any], path: str) -> Any:
-    """The value of a column or of a dotted path, None where there is none. A column whose name has a dot comes first.
+    """Value of a column or of a dotted path; None if there is none. A column whose name has a dot takes precedence.
 
     Example: pick({"extra_info": {"answer": "7"}}, "extra_info.answer") == "7"
     """
@@ -111,8 +111,8 @@ def pick(row: Mapping[str, Any], path: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The same value in JSON's types: dates as ISO text, arrays as lists, bytes as their text in UTF-8, or else, as of
-    pictures, as base64."""
+    """Convert a value to JSON's types: dates to ISO text, arrays to lists, bytes to text if they are UTF-8, else to
+    base64 (as for pictures)."""
     if isinstance(value, str | bool | int | float):
         return value
     if value is None or type(value).__name__ in ("NAType", "NaTType"):  # pandas
@@ -135,7 +135,7 @@ def plain(value: Any) -> Any:
 
 
 def _number(value: decimal.Decimal) -> int | float | str:
-    """As text where a float would be another number."""
+    """Convert a decimal; to text if a float would round it."""
     if not value.is_finite():
         return float(value)
     if value == value.to_integral_value():
@@ -144,7 +144,7 @@ def _number(value: decimal.Decimal) -> int | float | str:
 
 
 def _shortest(value: Any, feature: Any) -> Any:
-    """The number that was meant: 0.1 of 32 bits is 0.10000000149 in 64."""
+    """Shortest number that rounds to a narrow float: 0.1 in 32 bits is 0.10000000149 in 64."""
     if isinstance(value, float):
         narrow = getattr(feature, "dtype", "") in ("float16", "float32")
         return float(str(np.dtype(feature.dtype).type(value))) if narrow else value
@@ -157,7 +157,7 @@ def _shortest(value: Any, feature: Any) -> Any:
 
 
 def _written(value: bytes) -> str:
-    """The text that some programs write to Parquet as bytes, empty where they are none."""
+    """Text that some programs write to Parquet as bytes; empty if it is none."""
     try:
         text = value.decode()
     except UnicodeDecodeError:
@@ -166,7 +166,7 @@ def _written(value: bytes) -> str:
 
 
 def given(rows: Any, name: str, limit: int = 0) -> Rows:
-    """Rows that a Python program hands over: a `datasets.Dataset` or a list of dicts; the first `limit`, 0: all."""
+    """Rows passed by a Python program: a `datasets.Dataset` or a list of dicts; the first `limit`, 0: all."""
     if isinstance(rows, list | tuple):
         for i, row in enumerate(rows):
             if not isinstance(row, Mapping):
@@ -196,7 +196,7 @@ def part(label: str, stem: str, table: Any, place: str = "") -> SourceFile:
 
 
 def reason(error: BaseException) -> str:
-    """The first lines of what went wrong at the bottom."""
+    """First two lines of the innermost cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,5 +1,5 @@
-"""Texts and conversations -> ids, and which of them are learned. What cannot fit is neither rendered nor encoded: it is
-known by its characters."""
+"""Texts and conversations -> ids and loss mask. Those that cannot fit, by their number of characters, are neither
+rendered nor encoded."""
 
 from array import array
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", str, tuple[Message, ...])
 Encoded = tuple[tuple[int, ...], tuple[bool, ...]]
-"""The ids of a sequence, and for each whether it is learned."""
+"""The ids of a sequence, and its loss mask."""
 
 
 class Unfit(Exception):
-    """A sequence has more tokens than the limit, or nothing within it that is to be learned."""
+    """A sequence has more tokens than the limit, or no trained token within it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """One sequence in little memory: ids, and for each whether it is learned."""
+    """One sequence in compact form: ids and loss mask."""
 
     ids: array
     mask: bytes
@@ -51,8 +51,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Encodes at most what `limit` tokens need, and one more. Raises `Unfit` for what is known to have more, unless
-    data.too_long=truncate."""
+    """Encodes texts and conversations of at most `limit` tokens. Raises `Unfit` for those that are known to have more,
+    unless data.too_long=truncate."""
 
     chat: "Chat"
     config: schema.Files
@@ -63,13 +63,13 @@ class Encoder:
         return getattr(self.config, "too_long", "") == "truncate"
 
     def text(self, whole: str) -> Encoded:
-        """All of a text, and the token that ends it."""
+        """Encode a text and its end token; all of it is trained."""
         text = self._bounded(whole)
         ids = (*self.chat.render(text), *self._end(text == whole))
         return ids, (False, *(True,) * (len(ids) - 1))
 
     def answered(self, prompt: str | tuple[Message, ...], answer: str, roles: Sequence[str]) -> Encoded:
-        """A prompt and its answer, which is learned together with the token that ends it."""
+        """Encode a prompt and its answer; the answer is trained with its end token."""
         asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
         reply = Message(role="assistant", content=answer)
         if isinstance(prompt, str) and not (self.chat.has_template and self.config.apply_chat_template):
@@ -84,7 +84,7 @@ class Encoder:
         return self.spoken((*self.led(asked), reply), ["assistant"] if alone else roles, "", last=alone)
 
     def spoken(self, talk: Sequence[Message], roles: Sequence[str], where: str, last: bool = False) -> Encoded:
-        """A conversation; `last`: only what its last message says is learned."""
+        """Encode a conversation; `last`: only its last message is trained."""
         if talk[0].role == "assistant" and "assistant" in roles:
             raise BirlError(
                 f"{where}: the conversation begins with the assistant, so nothing comes before what it says."
@@ -96,16 +96,16 @@ class Encoder:
         return (ids, _last_stretch(mask)) if last else (ids, mask)
 
     def led(self, talk: Sequence[Message]) -> tuple[Message, ...]:
-        """Behind data.system_prompt, unless there is a system message."""
+        """Prepend data.system_prompt, unless there is a system message."""
         if self.config.system_prompt and talk[0].role != "system":
             return (Message(role="system", content=self.config.system_prompt), *talk)
         return tuple(talk)
 
     def tokens(self, encoded: Encoded, where: str, roles: Sequence[str]) -> Tokens:
-        """Raises `BirlError` where nothing is to be learned."""
+        """Return the compact form. Raises `BirlError` if no token is trained."""
         ids, mask = encoded
-        mask = (False, *mask[1:])  # nothing comes before the first token that it could be predicted from
-        if is_picture(max(ids, default=0)):  # what stands for a picture is no word
+        mask = (False, *mask[1:])  # the first token has no context to be predicted from
+        if is_picture(max(ids, default=0)):  # placeholders of pictures are not trained
             mask = tuple(m and not is_picture(token) for token, m in zip(ids, mask, strict=True))
             ids, mask = self._before_cut_picture(ids, mask)
         if len(ids) > self.limit and not (self.cuts and any(mask[: self.limit])):
@@ -115,7 +115,7 @@ class Encoder:
         return Tokens(ids=array("i", ids), mask=bytes(mask))
 
     def _before_cut_picture(self, ids: tuple[int, ...], mask: tuple[bool, ...]) -> Encoded:
-        """A sequence that is cut ends before a picture of which the limit would leave a part."""
+        """Cut a sequence before a picture that the limit would split."""
         if len(ids) <= self.limit or self.chat.pictures is None:
             return ids, mask
         firsts = (s.places[0] for s in self.chat.pictures.spans(ids) if s.places[0] < self.limit <= s.places[-1])
@@ -137,7 +137,7 @@ class Encoder:
 
 
 def only_what_differs(sides: list[Encoded]) -> list[Encoded]:
-    """Answers that both conversations begin with are their prompt: they are the same, so nothing is preferred."""
+    """Mask answers in the common prefix of both conversations: they are equal, so neither is preferred."""
     (a, _), (b, _) = sides
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     result = []
@@ -158,8 +158,8 @@ def _last_stretch(mask: tuple[bool, ...]) -> tuple[bool, ...]:
 
 
 def scored(tokens: Tokens, group: int) -> Sample:
-    """A sequence whose score is asked for: it is read where the token behind the last one would be predicted. That
-    token only marks the place; nothing attends to it."""
+    """Sample for scoring a sequence: the score is read from the state after its last token. The appended token only
+    marks that place; nothing attends to it."""
     sample = tokens.sample(group)
     n = len(sample.tokens)
     return replace(
@@ -172,6 +172,6 @@ def scored(tokens: Tokens, group: int) -> Sample:
 
 
 def observations(sample: Sample) -> np.ndarray:
-    """Places of the tokens that came between what the model wrote, [O]: an environment's, a tool's or another agent's,
-    with what the chat template puts around them. Placeholders of pictures are no words."""
+    """Places [O] of the tokens after the first answer that the model did not sample: an environment's, a tool's or
+    another agent's, with the chat template's around them; without placeholders of pictures."""
     return np.flatnonzero(np.logical_or.accumulate(sample.mask) & ~sample.mask & (sample.tokens < FIRST))

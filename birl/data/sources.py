@@ -1,4 +1,4 @@
-"""What `data.train` and `data.validation` name: a file, a folder with splits, or a data set of the hub."""
+"""Sources in `data.train` and `data.validation`: a file, a folder with splits, or a data set of the hub."""
 
 import difflib
 import os
@@ -26,10 +26,10 @@ def read(
     limit: int = 0,
     text: Callable[[str, str], bool] = no_column,
 ) -> Rows:
-    """Rows of a file, a folder or a hub name, each optionally as `split@path`.
+    """Read the rows of a file, a folder or a hub name, each optionally as `split@path`.
 
-    `splits`: which to take where `path` names none and has several, in order of preference. `limit`: only the first n
-    rows, 0: all. `text`: which columns of CSV stay text for a value in them (`read_file`).
+    `splits`: splits in order of preference, if `path` names none and has several. `limit`: only the first n rows, 0:
+    all. `text`: whether a column of CSV stays text because of a value (`read_file`).
     """
     split, place = _parse(path)
     local = Path(place).expanduser()
@@ -44,7 +44,7 @@ def read(
 
 
 def check_place(path: str) -> None:
-    """Raises `BirlError` where there is no such file or folder, nor a data set of the hub. Reads nothing."""
+    """Raises `BirlError` if there is no such file, folder or data set of the hub. Reads nothing."""
     split, place = _parse(path)
     local = Path(place).expanduser()
     if local.exists():
@@ -144,7 +144,7 @@ def _read_hub(name: str, subset: str, split: str, splits: Sequence[str]) -> Sour
 
 
 def _builder(name: str, subset: str) -> Any:
-    """`datasets`' view of a folder or repository: which files belong to which split."""
+    """The `datasets` builder of a folder or repository, with the files of each split."""
     from datasets import load_dataset_builder
 
     with quiet():
@@ -158,7 +158,7 @@ def _builder(name: str, subset: str) -> Any:
 
 @contextmanager
 def _offline_unless_reachable(name: str) -> Iterator[None]:
-    """Without a network `datasets` tries for half a minute before it looks into its cache. One try tells as much."""
+    """Go offline if a request fails: without a network `datasets` retries for half a minute before using its cache."""
     from datasets import config
     from huggingface_hub import HfApi
 

@@ -1,6 +1,6 @@
-"""The order in which rows are handed out: shuffled, mixed, and a pure function of (seed, position).
+"""The order of rows: shuffled, mixed, and a pure function of (seed, position).
 
-A position is one integer. Nothing else has to be saved, and going on from it reads no row twice.
+A position is one integer. Nothing else has to be saved, and resuming from it reads no row twice.
 """
 
 import math
@@ -16,7 +16,7 @@ from birl.errors import BirlError
 T = TypeVar("T")
 S = TypeVar("S", covariant=True)
 
-BLOCK = 4096  # draws between sources that are made at once
+BLOCK = 4096  # choices of a source that are drawn at once
 MIX, ORDER = 0, 1  # independent streams of random numbers
 
 
@@ -33,10 +33,10 @@ class Source(Protocol[S]):
 
 
 class Stream(Iterator[T]):
-    """Rows of several sources.
+    """Iterator over the rows of several sources.
 
-    Without `weights` an epoch is one permutation of all rows together. With them each draw first chooses its source,
-    and each source goes through its own permutations; an epoch is then as many draws as there are rows. `epochs` None:
+    Without `weights` an epoch is one permutation of all rows together. With them each draw first chooses a source, and
+    each source goes through its own permutations; an epoch is then as many draws as there are rows. `epochs` None:
     endless.
 
     Example: stream = Stream(sources, weights=[3, 1], seed=0, shuffle=True, epochs=None, start=128); next(stream)
@@ -62,7 +62,7 @@ class Stream(Iterator[T]):
 
     @property
     def position(self) -> int:
-        """How many rows were handed out since the run's start."""
+        """Number of rows returned since the run's start."""
         return self._position
 
     def __iter__(self) -> "Stream[T]":
@@ -79,7 +79,7 @@ class Stream(Iterator[T]):
 
 
 class Pool(Generic[T]):
-    """Rows that are visited each once an epoch. `get(n)` is the n-th draw from it, epochs counted through."""
+    """Rows that are visited once each per epoch. `get(n)` is the n-th draw, counted over all epochs."""
 
     def __init__(self, sources: Sequence[Source[T]], *, seed: int, number: int, shuffle: bool) -> None:
         self._sources = sources
@@ -98,7 +98,7 @@ class Pool(Generic[T]):
 
 
 class Mix:
-    """Which pool draw n comes from: independent choices with the given weights."""
+    """Chooses the pool of draw n: independently, with the given weights."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         self._bounds = np.cumsum(weights) / sum(weights)
@@ -113,7 +113,7 @@ class Mix:
         return int(self._block[i])
 
     def drawn(self, n: int) -> list[int]:
-        """How many of the first n draws came from each pool."""
+        """Number of the first n draws from each pool."""
         pools = len(self._bounds)
         if pools == 1:
             return [n]

@@ -1,4 +1,4 @@
-"""Supports of a micro-batch's predictions, and which logits they leave out; how a micro-batch comes to its device."""
+"""Supports of a micro-batch's predictions (the tokens that they were sampled from), and uploads to a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +10,8 @@ from birl.support import Support
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on `device`. To a card it goes from pinned memory, and the host goes on: what is there already is
-    not waited for."""
+    """Copy a tensor to `device`. To a GPU it is copied asynchronously from pinned memory, without waiting for queued
+    work."""
     if torch.device(device).type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -19,8 +19,8 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SupportRows:
-    """Of U predictions: the sizes of their supports, counts [U] int64, 0 for all tokens; the tokens, ids [K] int64; and
-    where each prediction's begin in them, U + 1 numbers, known to the host."""
+    """Supports of U predictions: their sizes, counts [U] int64, 0 for all tokens; the tokens, ids [K] int64; and the
+    start of each support in `ids`, U + 1 numbers on the host."""
 
     counts: Tensor
     ids: Tensor
@@ -35,7 +35,7 @@ class SupportRows:
         return replace(self, counts=upload(self.counts, device), ids=upload(self.ids, device))
 
     def rows(self, chosen: Tensor) -> "SupportRows":
-        """Of the predictions `chosen` [C], in this order. Waits for the device."""
+        """Supports of the predictions `chosen` [C], in this order. Waits for the device."""
         counts, device = self.counts[chosen], self.ids.device
         ends = counts.cumsum(0)
         first = (self.counts.cumsum(0) - self.counts)[chosen] - (ends - counts)
@@ -44,7 +44,7 @@ class SupportRows:
         return SupportRows(counts, self.ids[place + torch.arange(starts[-1], device=device)], starts)
 
     def outside(self, rows: slice, first: int, vocab: int) -> Tensor:
-        """[rows, tokens] bool: which tokens from `first` on a prediction's support leaves out."""
+        """Mask [rows, tokens] bool of the tokens from `first` on that are outside a prediction's support."""
         counts, ids = self.counts[rows], self.ids[self.starts[rows.start] : self.starts[rows.stop]] - first
         row = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts, output_size=len(ids))
         result = torch.ones(len(counts) * vocab + 1, dtype=torch.bool, device=ids.device)

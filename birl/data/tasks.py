@@ -1,8 +1,8 @@
-"""Rows -> `Task`s: which column is the prompt, which the answer; everything else goes to the reward functions.
+"""Rows -> `Task`s: selects the columns of prompt and answer; all others go to the reward functions.
 
 messages | prompt | question                                          text, or a list of {role, content}
 ground_truth | answer | solution | extra_info.answer | reward_model.ground_truth
-data_source | extra_info.data_source                                  what validation results are grouped by
+data_source | extra_info.data_source                                  groups validation results
 """
 
 import difflib
@@ -40,8 +40,8 @@ THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """How the rows of one source become Tasks. `answer` None: they have none. `raw`: text stays text. `alone`: no
-    environment reads the rows. `sources`: columns of `Task.source`. `hosts`, `offline`: of `Finder`."""
+    """Converts the rows of one source to Tasks. `answer` None: there is no answer column. `raw`: text stays text.
+    `alone`: no environment reads the rows. `sources`: columns of `Task.source`. `hosts`, `offline`: of `Finder`."""
 
     prompt: str
     answer: str | None
@@ -103,7 +103,7 @@ class Reader:
 
 
 class Tasks(Sequence[Task]):
-    """The tasks of one source, made when asked for. `rows[i]` for i in `indices`.
+    """The tasks of one source, created on access. `rows[i]` for i in `indices`.
 
     Example: load_tasks(Data(train=["train.jsonl"]), "train", chat=True)[0][0].answer == "7"
     """
@@ -141,15 +141,15 @@ class Tasks(Sequence[Task]):
 def load_tasks(
     config: Data, which: Which, *, chat: bool, given: Any = None, hosts: Sequence[str] = (), **of: Any
 ) -> list[Tasks]:
-    """One `Tasks` for each source of data.train or data.validation; `given` rows, or such by name, take their place.
-    `chat`: the tokenizer has a chat template. `hosts`: of `Finder`; `of`: `Reader`. What is wrong with a source as a
-    whole raises `BirlError` at once, what is wrong with a row raises when that row is asked for."""
+    """Return one `Tasks` for each source of data.train or data.validation; `given` rows, or rows by name, replace
+    these. `chat`: the tokenizer has a chat template. `hosts`: of `Finder`; `of`: fields of `Reader`. Errors of a
+    whole source raise `BirlError` at once, errors of a row when that row is accessed."""
     sources = read_sources(config, which, given, partial(_is_text, config))
     return [Tasks(s, reader_of(s, config, chat, tuple(hosts), **of), prefix=p) for s, p in sources]
 
 
 def _is_text(config: Any, name: str, value: str) -> bool:
-    """Prompts, and answers such as TRUE, which a reader of CSV takes for a boolean."""
+    """Whether a column of CSV stays text: prompts, and answers such as TRUE, which would be parsed as a boolean."""
     answer = name == config.answer_column or name in ANSWERS
     return value.lower() in ("true", "false") if answer else name == config.prompt_column or name in PROMPTS
 
@@ -157,7 +157,7 @@ def _is_text(config: Any, name: str, value: str) -> bool:
 def read_sources(
     config: Files, which: Which, given: Any = None, text: Callable[[str, str], bool] = no_column
 ) -> list[tuple[Rows, str]]:
-    """The rows of each source of data.train or data.validation, and what goes before their ids to tell them apart.
+    """Return the rows of each source of data.train or data.validation, and a prefix that makes their ids unique.
     `text`: see `read`."""
     if given is not None:
         limit = config.max_samples if which == "train" else config.max_validation_samples
@@ -211,14 +211,14 @@ def split_validation(
 
 
 def filter_by_length(tasks: Tasks, length_of: Callable[[Task], int], limit: int) -> tuple[Tasks, int]:
-    """The tasks with `length_of(task) <= limit`, and how many were dropped."""
+    """Return the tasks with `length_of(task) <= limit`, and the number of dropped ones."""
     fitting = [i for i, task in enumerate(tasks) if length_of(task) <= limit]
     return tasks.select(fitting), len(tasks) - len(fitting)
 
 
 def overlap(train: Iterable[Task], validation: Iterable[Task]) -> int:
-    """How many validation tasks are training tasks as well: the same prompt with the same answer. (Where an environment
-    hides what is right, many tasks have one prompt.)"""
+    """Number of validation tasks that are also training tasks: the same prompt with the same answer. (If an environment
+    hides the right answer, many tasks share a prompt.)"""
     asked = [(prompt_text(task), task.answer) for task in validation]
     wanted = set(asked)
     shared = {both for task in train if (both := (prompt_text(task), task.answer)) in wanted}
@@ -226,20 +226,20 @@ def overlap(train: Iterable[Task], validation: Iterable[Task]) -> int:
 
 
 def prompt_text(task: Task) -> str:
-    """What makes two prompts the same: their words, white space aside."""
+    """Key by which prompts are compared: their text, ignoring white space."""
     if isinstance(task.prompt, str):
         return squeezed(task.prompt)
     return "\n".join(f"{m.role}: {squeezed(m.content)}{m.digests}" for m in task.prompt)
 
 
 def squeezed(text: str) -> str:
-    """White space aside; a text of megabytes stays as it is, as its words would take gigabytes."""
+    """Normalise white space; a text of megabytes is unchanged, as its words would take gigabytes."""
     return " ".join(text.split()) if len(text) < 2**20 else text
 
 
 def answer_text(value: Any) -> str:
     """An answer as text: numbers without a useless .0, GSM8K's `... #### 1,234` as 1234, lists and objects as JSON. NaN
-    is what pandas has for none."""
+    is pandas' missing value."""
     if value is None or value != value:
         return ""
     if isinstance(value, float) and value.is_integer():
@@ -252,7 +252,7 @@ def answer_text(value: Any) -> str:
 
 
 def check_answers(rows: Rows, answer: str | None, compared: bool) -> None:
-    """Raises `BirlError` where a reward compares with right answers, and no column (`answer`) has them."""
+    """Raises `BirlError` if a reward compares with right answers, but there is no `answer` column."""
     if compared and answer is None:
         raise BirlError(
             f"{rows.name} has no column {', '.join(ANSWERS[:3])}, with whose answers reward.functions=math compares. "
@@ -262,7 +262,7 @@ def check_answers(rows: Rows, answer: str | None, compared: bool) -> None:
 
 
 def teacher_named(task: Task, column: str, names: Collection[str], where: str = "") -> str:
-    """Which of several teachers a row's column names. Raises `BirlError`."""
+    """Return the teacher that a row's column names. Raises `BirlError`."""
     name: Any = task.columns.get(column)
     if name not in names:
         what = f"has no column {column!r} that names its teacher" if name is None else f"{column} is {name!r}"
@@ -297,7 +297,7 @@ def column_of(rows: Rows, chosen: str, candidates: Sequence[str], key: str) -> s
 
 
 def for_another(rows: Rows, *commands: str) -> str:
-    """Which command the rows are for, as an error ends, where it is none of `commands`; else empty."""
+    """Hint for an error message: the command that the rows are for; empty if it is one of `commands` or unknown."""
     names = set(rows.columns)
     answered = any(rows.has(name) for name in RESPONSES)
     if {"chosen", "rejected"} <= names:
@@ -320,7 +320,7 @@ def existing(rows: Rows) -> str:
 
 
 def _prefixes(sources: Sequence[Rows]) -> list[str]:
-    """Sources that have files of the same name get their folder, or else their number, into the ids of their rows."""
+    """Prefixes of row ids: the folder of sources with files of the same name, or else the number of each source."""
     labels = [[part.label for part in source.parts] for source in sources]
     often = Counter(label for own in labels for label in own)
     folders = [PurePath(source.name).parent.name for source in sources]

@@ -1,7 +1,7 @@
-"""Sequences -> trees, in which what begins alike is there once.
+"""Prefix trees: sequences -> trees, in which common prefixes are stored once.
 
-A packed row is trees behind one another. A token sees those before it in its own node and in the nodes above, so each
-sequence is a way from a root down to a node, and is computed as if it were alone (`models/attention.py`).
+A packed row is a concatenation of trees. A token attends to those before it in its own node and in its ancestors, so
+each sequence is a path from a root to a node, and is computed as if it were alone (`models/attention.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +12,8 @@ import numpy as np
 
 
 class Node(NamedTuple):
-    """Tokens [first, first + count) of a row; `before` tokens of their sequence are above them, in node `parent` and
-    the nodes above that (-1: it is a root)."""
+    """Tokens [first, first + count) of a row; `before` tokens of their sequence precede them, in node `parent` and its
+    ancestors (-1: it is a root)."""
 
     first: int
     count: int
@@ -23,8 +23,8 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A stretch of a packed row. Node i has sizes[i] tokens and goes on from node parents[i] < i, the root from
-    nothing: -1. Behind a node come all that go on from it (pre-order). A plain sequence is Tree((n,), (-1,))."""
+    """A contiguous part of a packed row. Node i has sizes[i] tokens and parent parents[i] < i; -1 for the root. A node
+    is followed by its descendants (pre-order). A plain sequence is Tree((n,), (-1,))."""
 
     sizes: tuple[int, ...]
     parents: tuple[int, ...]
@@ -48,16 +48,16 @@ class Tree:
         return sum(self.sizes)
 
     def positions(self) -> list[int]:
-        """Of each token in its own sequence."""
+        """Position of each token in its own sequence."""
         return [n.before + i for n in nodes([self]) for i in range(n.count)]
 
     def pairs(self) -> int:
-        """Of a token and one that it sees, itself included."""
+        """Number of pairs of a token and one that it attends to, itself included."""
         return sum(n.count * n.before + n.count * (n.count + 1) // 2 for n in nodes([self]))
 
 
 def nodes(trees: Sequence[Tree]) -> list[Node]:
-    """Of a row: trees behind one another."""
+    """Nodes of a row of concatenated trees."""
     result, first = list[Node](), 0
     for tree in trees:
         root = len(result)
@@ -70,7 +70,7 @@ def nodes(trees: Sequence[Tree]) -> list[Node]:
 
 
 def ways(trees: Sequence[Tree]) -> Iterator[tuple[Node, list[range]]]:
-    """Each node of a row that has tokens, and the places of all that its last one sees, in order of position."""
+    """Yield each non-empty node of a row, and the places of all tokens that its last one attends to, by position."""
     every: list[list[range]] = []
     for node in nodes(trees):
         own = range(node.first, node.first + node.count)
@@ -81,7 +81,7 @@ def ways(trees: Sequence[Tree]) -> Iterator[tuple[Node, list[range]]]:
 
 @dataclass(slots=True)
 class Branch:
-    """A node that grows: tokens [start, end) of sequence `owner`; the sequences that end with it, and how many pass."""
+    """A growing node: tokens [start, end) of sequence `owner`; sequences that end in it, number that pass it."""
 
     owner: int
     start: int
@@ -92,7 +92,7 @@ class Branch:
 
 
 class Forest:
-    """The trees of some sequences [T], and what is where. Items of a sequence are the same where they are equal."""
+    """Builds the prefix trees of some sequences [T], whose items are compared by equality."""
 
     def __init__(self, sequences: Sequence[np.ndarray]) -> None:
         self.sequences = sequences
@@ -125,7 +125,7 @@ class Forest:
         branch.end, branch.ends, branch.branches = place, [], {key: rest}
 
     def walk(self) -> Iterator[tuple[Branch, int]]:
-        """Each node behind the one that it goes on from, and that one's number."""
+        """Yield each node after its parent, and the parent's number."""
         todo, number = [(branch, -1) for branch in reversed(self.roots.values())], 0
         while todo:
             branch, parent = todo.pop()
@@ -134,7 +134,7 @@ class Forest:
             number += 1
 
     def order(self) -> list[tuple[int, int]]:
-        """The sequences as they come in the trees, and how much each has in common with those before it."""
+        """The sequences in the order of the trees, each with the length of its common prefix with earlier ones."""
         result, shared = list[tuple[int, int]](), 0
         for branch, _ in self.walk():
             shared = min(shared, branch.start)
@@ -145,7 +145,7 @@ class Forest:
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many items both begin with."""
+    """Length of the common prefix."""
     n = min(len(one), len(other))
     apart = one[:n] != other[:n]
     first = int(apart.argmax()) if n else 0

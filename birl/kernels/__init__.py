@@ -1,11 +1,11 @@
-"""Kernels for the CPU, in C: compiled when first needed, kept in the cache.
+"""Kernels for the CPU, in C: compiled on first use, kept in the cache.
 
 PyTorch's operators for a decoder layer cost more than its matrix products once there are only a few dozen rows, and
 none promises bit-identical results for a row in another batch. These do (see `common.h`), and the engine and the
 learner both use them. Where there is no C compiler, or the model's shape does not fit, everything runs on PyTorch's
 operators.
 
-    kernels = birl.kernels.load(torch.bfloat16, head_dim=64)     # None where they cannot be had; why: `problem()`
+    kernels = birl.kernels.load(torch.bfloat16, head_dim=64)     # None if they are not available; why: `problem()`
 
 All tensors are contiguous unless a stride is passed. Each method checks types, shapes and indexes once a call, before
 its kernel runs, and raises `BirlError` for what would lead the kernel out of memory. T rows, H hidden size, I inner
@@ -174,7 +174,7 @@ class Kernels(Checks):
     def gemm_float(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, into: Tensor | None = None
     ) -> Tensor:
-        """The same, not rounded: [T, N] float32, `into` where it is given."""
+        """`gemm` without rounding: [T, N] float32, written to `into` if given."""
         y = torch.empty(x.shape[0], weight.rows, dtype=torch.float32) if into is None else into
         self._gemm(x, weight, bias, y, KEEP)
         return y
@@ -234,7 +234,7 @@ class Kernels(Checks):
         )
 
     def cache_write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, pages: Tensor, places: Tensor):
-        """Rows of key and value [T, kv_heads, D] go to place places[t] of page pages[t] (int32)."""
+        """Write rows of key and value [T, kv_heads, D] to place places[t] of page pages[t] (int32)."""
         self._heads(key, value)
         self._groups(key.shape[1], key.shape[1], value.shape[1])
         self.check_pages(keys, values, key.shape[1])
@@ -315,7 +315,7 @@ class Kernels(Checks):
     def head_logprobs(
         self, hidden: Tensor, head: PackedWeight, bias: Tensor | None, targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of the logits hidden W' + bias, hidden [N, K], which are never all in memory. Bit-identical."""
+        """`logprobs` of the logits hidden W' + bias, hidden [N, K], which are never all in memory. Bit-identical."""
         rows, vocabulary = len(hidden), head.rows
         expect(hidden, self.dtype, rows, head.columns, apart=True)
         self._product(head, bias)
@@ -365,7 +365,7 @@ class Kernels(Checks):
     def head_sample(
         self, hidden: Tensor, head: PackedWeight, bias: Tensor | None, temperatures: Tensor, uniforms: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The same of the logits hidden W' + bias, hidden [B, K], which are never all in memory. Bit-identical."""
+        """`sample` from the logits hidden W' + bias, hidden [B, K], which are never all in memory. Bit-identical."""
         rows, vocabulary = len(hidden), head.rows
         expect(hidden, self.dtype, rows, head.columns, apart=True)
         self._product(head, bias)

@@ -19,7 +19,7 @@ FLAGS = ["-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility
 
 
 def problem() -> str:
-    """Why there are no kernels on this machine; empty where there are. Raises `BirlError` for a wrong BIRL_ISA."""
+    """Reason why there are no kernels on this machine; empty if there are. Raises `BirlError` for a wrong BIRL_ISA."""
     if os.environ.get("BIRL_KERNELS", "1") == "0":
         return "switched off by BIRL_KERNELS=0"
     if not sys.platform.startswith("linux"):
@@ -76,7 +76,7 @@ def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
 
 
 def sources(rounded: bool) -> list[Path]:
-    """Of bfloat16, or of float32, whose products are PyTorch's; attention is another in each type."""
+    """Source files for bfloat16, or for float32, whose matrix products are PyTorch's; attention differs by type."""
     return [f for f in sorted(HERE.glob("*.c")) if (f.name != "attention.c" if rounded else f.name[:4] != "gemm")]
 
 

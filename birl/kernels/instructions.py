@@ -1,4 +1,4 @@
-"""The instructions that kernels are compiled for, best first, and what the processor has."""
+"""The instruction sets that kernels are compiled for, best first, and those of the processor."""
 
 import os
 import platform
@@ -35,8 +35,8 @@ INSTRUCTIONS = ARM if platform.machine() in ("aarch64", "arm64") else X86
 
 
 def marches() -> list[str]:
-    """What to compile for, in the order in which it is tried: of `BIRL_ISA` where that is set, else this processor, and
-    the next best where the kernel does not grant AMX. Raises `BirlError` for a name that is none, and for instructions
+    """Targets to compile for, in the order of trials: that of `BIRL_ISA` if it is set, else this processor, and the
+    next best if the operating system does not grant AMX. Raises `BirlError` for an unknown name, and for instructions
     that the processor lacks."""
     name, have = os.environ.get(VARIABLE, ""), flags()
     if not name:
@@ -56,17 +56,17 @@ def best() -> str:
 
 
 def missing(name: str) -> list[str]:
-    """What the processor lacks of these instructions."""
+    """Flags of these instructions that the processor lacks."""
     return sorted(INSTRUCTIONS[name].needs - flags())
 
 
 def flags() -> frozenset[str]:
-    """Of this processor, as Linux calls them."""
+    """Flags of this processor, by their names in Linux."""
     return frozenset(_fact("flags", "Features").split())
 
 
 def processor() -> str:
-    """Its name."""
+    """Name of the processor."""
     return _fact("model name", "Processor") or platform.processor() or platform.machine()
 
 
@@ -76,7 +76,7 @@ def _fact(*names: str) -> str:
 
 @cache
 def _facts() -> dict[str, str]:
-    """What Linux says of its first processor: reading it for hundreds of them takes a while."""
+    """Entries of the first processor in /proc/cpuinfo: reading them for hundreds takes a while."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:

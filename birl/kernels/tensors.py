@@ -29,12 +29,12 @@ class PackedWeight:
 
     @property
     def codes(self) -> int:
-        """`CODES` where it is in int8, else 0."""
+        """`CODES` if it is in int8, else 0."""
         return CODES if self.data.dtype == torch.int8 else 0
 
 
 class Address(ctypes.c_void_p):
-    """A parameter of a kernel: where a tensor's numbers lie; null for None."""
+    """A parameter of a kernel: address of a tensor's data; null for None."""
 
     @classmethod
     def from_param(cls, tensor: Tensor | None) -> "Address":
@@ -71,7 +71,7 @@ CODE = {"p": Address, "n": ctypes.c_long, "f": ctypes.c_float, "i": ctypes.c_int
 
 
 def declare(lib: ctypes.CDLL) -> None:
-    """The types of the library's functions; one for float32 lacks products."""
+    """Declare the types of the library's functions; a library for float32 has no matrix products."""
     for name, signature in SIGNATURES.items():
         if hasattr(lib, name):
             function = getattr(lib, name)
@@ -119,8 +119,8 @@ def coded_size(rows: int, columns: int) -> int:
 
 
 def expect(x: Tensor, dtype: torch.dtype, *shape: int, apart: bool = False) -> None:
-    """A contiguous tensor of this type and shape on the CPU, or with rows that are `apart`. Raises `BirlError` for
-    anything else: behind a wrong one a kernel would read, or write, memory that is not its own."""
+    """Check that a tensor has this type and shape, is on the CPU, and contiguous, or with rows that are `apart`. Raises
+    `BirlError` for anything else: with a wrong one a kernel would read or write out of bounds."""
     laid_out = x.is_contiguous() or (apart and x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1])
     if x.shape != shape or x.dtype != dtype or x.device.type != "cpu" or not laid_out:
         raise BirlError(
@@ -130,7 +130,7 @@ def expect(x: Tensor, dtype: torch.dtype, *shape: int, apart: bool = False) -> N
 
 
 class Checks:
-    """Of what the methods of `Kernels` are given: raises `BirlError`."""
+    """Checks of the arguments of `Kernels`; each raises `BirlError`."""
 
     lib: ctypes.CDLL
     dtype: torch.dtype

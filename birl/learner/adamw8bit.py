@@ -1,10 +1,10 @@
-"""AdamW with both moments in 8 bits (arXiv:2110.02861): 2.03 bytes a parameter instead of 8, or a little more.
+"""AdamW with both moments in 8 bits (arXiv:2110.02861): 2.03 bytes a parameter or a little more, instead of 8.
 
-A moment of a weight [..., K] is a byte for each element and a float32 scale for each 256 elements of a row, their
-largest absolute value. The last block of a row may be shorter: blocks end with their row, so ranks that share out the
-rows have the bits of one rank. An element is scale x level, of 256 levels that lie ten times closer for each decade
-towards 0 (`levels`). A second moment above 0 is never rounded to 0: under a mean that is not 0 the step would then be
-as large as 1 / eps allows. A step computes in float32, a piece of a weight after the other.
+A moment of a weight [..., K] has a byte for each element and a float32 scale for each block of 256 elements of a row,
+their largest absolute value. The last block of a row may be shorter: blocks end with their row, so results on ranks
+that split the rows equal those of one rank bit for bit. An element is scale x level, with 256 levels that lie ten times
+closer for each decade towards 0 (`levels`). A second moment above 0 is never rounded to 0: with a mean that is not 0
+the step would be as large as 1 / eps allows. A step computes in float32, one piece of a weight at a time.
 
 Vectors, tensors of fewer than 4,096 elements and rows of fewer than 64 keep float32 moments and PyTorch's fused step.
 """
@@ -26,8 +26,8 @@ TINY = torch.finfo(torch.float32).tiny
 
 def levels(signed: bool) -> Tensor:
     """[256] float32, ascending: dynamic tree quantisation (arXiv:2110.02861, section 1.3), the numbers of bitsandbytes
-    and torchao. The decade below 10^(i - 6) has the middles of 2^i equal parts (twice as many without a sign), i from 0
-    to 6; and there are 0 and 1."""
+    and torchao. The decade below 10^(i - 6) has the middles of 2^i equal parts (twice as many if unsigned), i from 0 to
+    6; and there are 0 and 1."""
     result = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float32)
@@ -37,7 +37,7 @@ def levels(signed: bool) -> Tensor:
 
 
 def limits(of: Tensor) -> Tensor:
-    """[255]: a number above limit n has level n + 1 or a higher one, the nearest; without a sign 0 alone has 0."""
+    """Limits between the levels [255], for rounding to the nearest one; if unsigned, only 0 itself is encoded as 0."""
     between = (of[1:] + of[:-1]) / 2
     return between if of[0] < 0 else torch.cat([of[:1], between[1:]])
 
@@ -52,7 +52,7 @@ def encode(values: Tensor, between: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, of: Tensor) -> Tensor:
-    """The numbers [..., K] float32."""
+    """Codes and scales -> values [..., K] float32."""
     return of[codes.int()].mul_(scales.repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]])
 
 
@@ -62,13 +62,13 @@ def quantized(shape: Sequence[int]) -> bool:
 
 
 def stored(shape: Sequence[int]) -> int:
-    """Bytes of both moments."""
+    """Bytes of both moments of a tensor."""
     return 2 * (prod(shape) + 4 * prod(shape[:-1]) * -(-shape[-1] // BLOCK)) if quantized(shape) else 8 * prod(shape)
 
 
 def first_state(master: Tensor, whole: Sequence[int]) -> dict[str, Tensor]:
-    """Moments of 0 for this rank's part of a tensor of shape `whole`. The step count of those in 8 bits stays in CPU
-    memory, where the host reads it."""
+    """Moments of 0 for this rank's part of a tensor of shape `whole`. The step count of 8-bit moments is in CPU memory,
+    where the host reads it."""
     if not quantized(whole):
         return wide_state(master)
     state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
@@ -80,7 +80,7 @@ def first_state(master: Tensor, whole: Sequence[int]) -> dict[str, Tensor]:
 
 
 class AdamW8bit(torch.optim.AdamW):
-    """`state` is made from outside: `first_state` of each tensor."""
+    """`state` is set by the caller: `first_state` of each tensor."""
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, fused=True, **options)
@@ -90,7 +90,7 @@ class AdamW8bit(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """The gradient of what has moments in 8 bits is gone afterwards."""
+        """Gradients of tensors with 8-bit moments are set to None afterwards."""
         for group in self.param_groups:
             for master in group["params"]:
                 if master.grad is not None and "exp_avg_scale" in self.state[master]:
@@ -115,7 +115,7 @@ class AdamW8bit(torch.optim.AdamW):
 
 
 def pieces(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Views of the same rows of all of them, as many as PIECE allows."""
+    """Yield views of the same rows of all tensors, of at most PIECE elements."""
     first = tensors[0]
     rows = max(1, PIECE // max(1, first[:1].numel()))
     for parts in zip(*(t.split(rows) for t in tensors), strict=True):

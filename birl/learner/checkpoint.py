@@ -1,12 +1,12 @@
-"""Checkpoints: the bytes of tensors, JSON for the rest, a manifest with digests, an atomic rename. Nothing is pickled.
+"""Checkpoints: tensors as bytes, the rest as JSON, a manifest with digests, an atomic rename. Nothing is pickled.
 
     checkpoints/step-000010/
         tensors/            weights, buffers, optimizer state (`learner/tensors.py`)
         state.json          counters, data position, log offsets
         manifest.json       bytes and SHA-256 of every file above; written last
 
-A folder without the `.part` suffix is complete: a crash while saving leaves the previous checkpoint as the newest. What
-does not match the model in any key, shape or type is refused.
+A folder without the `.part` suffix is complete: a crash while saving leaves the previous checkpoint as the newest. A
+checkpoint that differs from the model in any key, shape or type is refused.
 """
 
 import contextlib
@@ -45,9 +45,9 @@ def save(
     ranks: Ranks | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write a checkpoint of `step` under `root`; with `ranks` all of them, each its own parts, planned over `group`
-    (None: the default one). Raises `BirlError` on all of them when the disk of one is full; nothing but a `.part`
-    folder is left."""
+    """Write a checkpoint of `step` under `root`; with `ranks` each rank writes its own parts, planned over `group`
+    (None: the default one). Raises `BirlError` on all ranks if one fails, as with a full disk; at most a `.part` folder
+    is left."""
     ranks = ranks or Ranks()
     target = root / f"step-{step:06d}"
     part = root / f"{target.name}.part"
@@ -77,7 +77,7 @@ def save(
 
 
 def agreed(work: Callable[[], T], ranks: Ranks, group: dist.ProcessGroup | None) -> list[T]:
-    """What `work` gives on each rank. Raises on all of them where it raises on one: none waits for one that failed."""
+    """Results of `work` on each rank. Raises on all ranks if it raises on one, so that none waits for a failed one."""
     if ranks.alone:
         return [work()]
     value, error = None, None
@@ -95,20 +95,20 @@ def agreed(work: Callable[[], T], ranks: Ranks, group: dist.ProcessGroup | None)
 
 
 def own_files(folder: Path, rank: int) -> list[Path]:
-    """The files of a checkpoint's tensors that this rank writes; the first one also writes the index."""
+    """Tensor files of a checkpoint that this rank writes; rank 0 also writes the index."""
     result = list((folder / "tensors").glob(f"__{rank}_*"))
     return sorted([*result, folder / "tensors" / INDEX] if rank == 0 else result)
 
 
 def load(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
-    """`fill`, once every file has its digest; otherwise nothing is written and `BirlError` names what is
-    wrong."""
+    """Check the digests of all files, then `fill`. Raises `BirlError` that names the problems; then nothing is
+    written."""
     check(path, ranks)
     return fill(path, tensors, ranks)
 
 
 def check(path: Path, ranks: Ranks | None = None) -> None:
-    """`verify`, which raises `BirlError` that names what is wrong."""
+    """`verify`, but raises `BirlError` that names the problems."""
     if problems := verify(path, ranks):
         raise BirlError(
             f"The checkpoint {path} is damaged: {'; '.join(problems)}. Choose an older one (`birl checkpoints "
@@ -117,9 +117,9 @@ def check(path: Path, ranks: Ranks | None = None) -> None:
 
 
 def fill(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
-    """Read a checkpoint into the given tensors, in place, and return its state; with `ranks` each its own parts,
-    however many had written it and however it was split. Every key, shape and type must match both ways; otherwise
-    nothing is written and `BirlError` names what is wrong."""
+    """Read a checkpoint into the given tensors, in place, and return its state; with `ranks` each rank reads its own
+    parts, regardless of the number of ranks and the split that wrote it. Every key, shape and type must match both
+    ways; otherwise nothing is written and `BirlError` names the problems."""
     reader = Reader(path / "tensors")
     result = {k: (tuple(m.size), m.properties.dtype) for k, m in reader.tensors.items()}
     wanted = {k: (tuple(t.shape), t.dtype) for k, t in tensors.items()}
@@ -140,14 +140,14 @@ def fill(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> 
 
 
 def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
-    """All tensors whose name starts with `prefix`, which is cut off. "model." gives the float32 weights by the model's
-    own names, without needing the model."""
+    """Read all tensors whose name starts with `prefix`, which is removed. "model." gives the float32 weights by the
+    model's names, without the model."""
     reader = Reader(path / "tensors")
     return read_some(reader, prefix, list(shapes(reader, prefix)))
 
 
 def read_some(reader: Reader, prefix: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors PREFIX + name, by name."""
+    """Read the tensors PREFIX + name, by name."""
     wanted = {prefix + name: reader.tensors[prefix + name] for name in names}
     tensors = {name: torch.empty(tuple(m.size), dtype=m.properties.dtype) for name, m in wanted.items()}
     _read(reader, tensors, True)
@@ -163,14 +163,14 @@ def _read(reader: Reader, tensors: Mapping[str, Tensor], alone: bool) -> None:
 
 
 def shapes(reader: Reader, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """Of all tensors whose name starts with `prefix`, which is cut off; nothing of them is read."""
+    """Shapes of all tensors whose name starts with `prefix`, which is removed; reads no tensors."""
     entries = reader.tensors.items()
     return {name.removeprefix(prefix): tuple(m.size) for name, m in entries if name.startswith(prefix)}
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> list[str]:
-    """What is wrong with the files of a checkpoint; empty when all digests hold and each can be read. `ranks` share the
-    files out, and all get the same answer."""
+    """Problems of a checkpoint's files; empty if all digests match and all can be read. The files are divided among
+    `ranks`, and all get the same answer."""
     ranks = ranks or Ranks()
     old = (path / "tensors" / ".metadata").exists()  # of a version before `birl checkpoints RUN convert`
     required = ("state.json", "tensors/.metadata" if old else f"tensors/{INDEX}")
@@ -203,8 +203,8 @@ def _entries(folder: Path, files: list[Path]) -> dict[str, dict[str, Any]]:
 
 
 def complete(part: Path, target: Path, state: dict[str, Any], entries: dict[str, Any] | None = None) -> None:
-    """Everything but the tensors, and the name under which it counts. `entries`: of the files of tensors, as the
-    manifest has them, where they are known."""
+    """Write everything but the tensors, and rename the folder to its final name. `entries`: manifest entries of the
+    tensor files, if they are known."""
     (part / "state.json").write_text(json.dumps({**state, "format": FORMAT}, indent=1))
     entries = _entries(part, _files(part / "tensors")) if entries is None else entries
     entries = entries | _entries(part, [part / "state.json"])

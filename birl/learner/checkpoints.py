@@ -1,11 +1,11 @@
-"""The checkpoints of a run on every rank: in the run folder, copied to an object store, old ones deleted.
+"""Checkpointing of a run on every rank: writes to the run folder, copies to an object store, deletes old ones.
 
-They are written in the background: the step stands still only while the tensors are copied to CPU memory.
+They are written in the background: the step waits only while the tensors are copied to CPU memory.
 
     tensors -> copies in CPU memory -> a thread writes them -> complete, or an error at the next step
 
-At most one is being written: the next one waits for it, and so does the end of the run. Every rank has a thread of its
-own, and these talk over a process group of their own, so that their collectives cannot mix with those of training.
+At most one is being written: the next one waits for it, and so does the end of the run. Every rank has a writer thread,
+and these use a separate process group, so that their collectives cannot mix with those of training.
 """
 
 import sys
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from birl.learner.store import Store
 
 
-LONG = timedelta(days=1)  # a rank may wait for another one whose part takes long to write; one that died ends the wait
+LONG = timedelta(days=1)  # a rank may wait long for another one that writes; the death of a rank ends the wait
 
-#: what is written, and the process group to plan it over
+#: (tensors to write, process group to plan it over)
 Write = Callable[[dict[str, Tensor], "dist.ProcessGroup | None"], None]
 
 
 class Writer:
-    """Writes one checkpoint after the other. `staged`: bytes that this rank's last one took in CPU memory."""
+    """Writes checkpoints in a thread, one at a time. `staged`: bytes of this rank's last one in CPU memory."""
 
     def __init__(self) -> None:
         self.staged = 0
@@ -48,8 +48,8 @@ class Writer:
         self._error: BaseException | None = None
 
     def begin(self, tensors: dict[str, Tensor], write: Write, ranks: Ranks) -> None:
-        """Copy the tensors, and `write` the copies while the caller goes on. With `ranks` all of them call it. Raises
-        what the previous one had failed with."""
+        """Copy the tensors, and `write` the copies in the background. All ranks must call it. Raises the error of the
+        previous checkpoint."""
         self.wait()
         if self._group is None and not ranks.alone:
             self._group = dist.new_group(backend="gloo", timeout=LONG)
@@ -59,12 +59,12 @@ class Writer:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises what a checkpoint failed with that was begun; one that is still being written is no failure."""
+        """Raise the error of a failed checkpoint, without waiting for one that is being written."""
         if self._thread is None or not self._thread.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises what it failed with, once."""
+        """Wait until nothing is being written. Raises the error of a failed checkpoint, once."""
         if self._thread is not None:
             while self._thread.is_alive():
                 self._thread.join(1.0)
@@ -75,7 +75,7 @@ class Writer:
             raise error
 
     def finish(self) -> None:
-        """`wait` where something else has ended the run already: a failure is printed, not raised."""
+        """`wait` at the end of a run that has failed already: an error is printed, not raised."""
         try:
             self.wait()
         except BirlError as error:
@@ -95,7 +95,7 @@ class Writer:
 
 
 def staged(tensor: Tensor) -> Tensor:
-    """A copy in CPU memory; of a DTensor one of this rank's part, that still says which part it is."""
+    """Copy to CPU memory; of a DTensor this rank's shard, as a DTensor of the same layout."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         return DTensor(tensor.to_local().to("cpu", copy=True), tensor._spec, requires_grad=False)
@@ -104,7 +104,7 @@ def staged(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class Checkpoints:
-    """Those below `run`. `warnings`: of the thread that writes, until rank 0 shows them."""
+    """The checkpoints of `run`. `warnings`: of the writer thread, until rank 0 shows them."""
 
     run: Path
     keys: schema.Checkpoint
@@ -118,7 +118,7 @@ class Checkpoints:
         return self.run / "checkpoints"
 
     def write(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], kept: set[int]) -> None:
-        """A checkpoint; then the old ones go, but for the newest and those of the steps in `kept`."""
+        """Write a checkpoint, then delete old ones except the newest and the steps in `kept`."""
         ranks, keys, root = self.ranks, self.keys, self.folder
 
         def work(tensors: dict[str, torch.Tensor], group: Any) -> None:
@@ -137,8 +137,8 @@ class Checkpoints:
             work(tensors, None)
 
     def copy(self, path: Path, step: int, kept: set[int], group: Any) -> None:
-        """A complete checkpoint to the object store. That it could not be is a warning: the run folder has
-        it, and the next one may get through."""
+        """Copy a complete checkpoint to the object store. A failure is only a warning: the run folder has it, and the
+        next copy may succeed."""
         from birl.learner.store import Store, location
 
         ranks, keys = self.ranks, self.keys
@@ -154,7 +154,7 @@ class Checkpoints:
             self.warnings.append(f"WARNING: step {step} is not on the store. {error}")
 
     def damage(self, path: Path, wanted: Sequence[str]) -> list[str]:
-        """What is wrong with the files of a checkpoint, whose state.json has the `wanted` keys."""
+        """Problems of a checkpoint's files; its state.json must have the `wanted` keys."""
         damage = checkpoint.verify(path, self.ranks)
         if not damage:
             state = step_folders.read_state(path)

@@ -1,4 +1,4 @@
-"""Engine against learner: a few tokens of every version of the weights that a step trains on, scored under the weights
+"""Log-probs of engine and learner compared: a few tokens of every weight version in a step are scored under the weights
 that sampled them. Tokens of the current version are compared by the loss itself, at no cost."""
 
 from collections import Counter
@@ -25,18 +25,18 @@ from birl.types import Sample
 
 KEPT = 4  # versions before the current one whose weights stay in memory
 SHARE = 0.02  # of a step's tokens that are scored: without a gradient, a token costs about a third
-#: nats a token that right engines and learners stay below: birl's differ by less than 1e-5 in float32; in bfloat16 by
-#: 0.04 with published models, and by 0.43 with large random weights in two implementations
+#: largest gap of correct engines and learners [nats a token]: birl's differ by less than 1e-5 in float32; in bfloat16
+#: by 0.04 with published models, and by 0.43 with large random weights in two implementations
 GAPS = {"float32": 0.002, "bfloat16": 0.5}
-FEWEST = 8  # tokens of an answer that are looked at where nothing fits into that
+FEWEST = 8  # tokens of an answer that are scored if no sample fits into that
 
 
 class Past:
     """(every rank) Weights of at most `most` versions before the current one, in CPU memory: a copy of the trained
-    weights for each, in the type that the module holds them in. Each rank has the parts that are its own.
-    `int8`: what samples is these weights in int8, so scores are under that.
-    `logprobs`, on rank 0: of micro-batches that are `Shared`, each under the weights of a version; equally many of each
-    version for every share."""
+    weights for each, in the module's type. Each rank has its own shards.
+    `int8`: the engine samples with these weights in int8, so scores are computed with int8 weights.
+    `logprobs`, on rank 0: log-probs of `Shared` micro-batches, each under the weights of a version; every share must
+    have equally many of each version."""
 
     def __init__(self, learner: Learner, most: int, crew: RankGroup | None = None, int8: bool = False) -> None:
         self.learner, self.most = learner, most
@@ -44,19 +44,19 @@ class Past:
         self.logprobs = self._logprobs if crew is None else crew.everywhere(self._logprobs)
         self.versions: dict[int, list[Tensor]] = {}
         trained = [p for p in learner.model.parameters() if p.requires_grad]
-        # of what is quantised only what LoRA trains changes
+        # of quantised weights only the LoRA matrices change
         self.parameters = [t for p in trained for t in (p.master.tensors().values() if p.is_meta else (p,))]  # pyright: ignore
-        # where parameters may point to other memory, without a copy
+        # parameters may point to other memory, without a copy
         self.plain = not learner.ranks.sharded and learner.device.type == "cpu"
 
     @property
     def compares(self) -> bool:
-        """Are there tokens that the loss does not compare: of older weights, or of weights in int8?"""
+        """Whether there are tokens that the loss does not compare: of older weights, or of int8 weights."""
         return self.most > 0 or bool(self.linears)
 
     @torch.no_grad()
     def keep(self) -> None:
-        """The weights as they are now; the oldest of too many go."""
+        """Store the current weights; the oldest versions beyond `most` are dropped."""
         if self.most and self.learner.version not in self.versions:
             self.versions[self.learner.version] = self._copies()
         for version in sorted(self.versions)[: -self.most or None]:
@@ -64,8 +64,8 @@ class Past:
 
     @contextmanager
     def instead(self) -> Iterator[Callable[[int], None]]:
-        """Gives a function that puts the weights of a kept version, or those of now, into the module (compute thread,
-        between two steps of an engine). At the end those of now are back, bit for bit."""
+        """Yield a function that puts the weights of a kept version, or the current ones, into the module (compute
+        thread, between two steps of an engine). On exit the current ones are restored bit for bit."""
         now = [p.data for p in self.parameters] if self.plain else self._copies()
         plain = [m.weight.data for m in self.linears]
         current = self.learner.version
@@ -116,14 +116,14 @@ class Past:
 
 
 def _own(parameter: Tensor) -> Tensor:
-    """This rank's part of it."""
+    """This rank's shard."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """gaps: by version, the mean |engine log-prob - learner log-prob| [nats] and of how many tokens. figures: the share
-    of trained tokens of versions whose weights are gone, and what rounding to int8 changes [nats]."""
+    """gaps: by version, the mean |engine log-prob - learner log-prob| [nats] and the number of tokens. figures: the
+    share of trained tokens whose version's weights are dropped, and the effect of rounding to int8 [nats]."""
 
     gaps: dict[int, tuple[float, int]]
     figures: dict[str, float]
@@ -132,8 +132,8 @@ class Compared:
 def compare(
     past: Past, samples: Sequence[Sample], computed: int, known: Mapping[int, tuple[float, int]], size: int
 ) -> Compared:
-    """(rank 0) The versions among the samples' tokens, of `computed` tokens in the step; a sequence has at most `size`
-    tokens. `known`: what the loss has compared already, which is with the weights before they are rounded."""
+    """(rank 0) Compare the versions of the samples' tokens. `computed`: tokens of the step; a sequence has at most
+    `size` tokens; `known`: gaps that the loss has computed already, with the unrounded weights."""
     learner, done = past.learner, {} if past.linears else dict(known)
     count = sum((s.by_version() for s in samples), Counter[int]())
     present = sorted((v for v in count if v not in done), reverse=True)  # the weights of now come first
@@ -154,8 +154,8 @@ def compare(
 
 
 def check(stats: Stats, gaps: Mapping[int, tuple[float, int]], version: int, most: float) -> None:
-    """The figures of `gaps`, by version, and of each policy's own. `version`: of the learner. Raises `BirlError` above
-    `most` of any."""
+    """Store the figures of `gaps` (by version) and of each policy in `stats`. `version`: the learner's. Raises
+    `BirlError` if any gap is above `most`."""
     stats.other["mismatch/tokens"] = float(sum(n for _, n in gaps.values()))
     stats.first_gap = sum(gap * n for gap, n in gaps.values()) / stats.other["mismatch/tokens"] if gaps else nan
     for each, (mean, _) in gaps.items():
@@ -166,8 +166,8 @@ def check(stats: Stats, gaps: Mapping[int, tuple[float, int]], version: int, mos
 
 
 def check_gap(mean: float, version: int, most: float) -> None:
-    """`mean`: between the log-probs of engine and learner, of the same tokens and weights [nats a token]. Raises
-    `BirlError` above `most`."""
+    """Raises `BirlError` if `mean` is above `most`. `mean`: gap between log-probs of engine and learner for the same
+    tokens and weights [nats a token]."""
     if not mean <= most:
         raise BirlError(
             f"The engine's log-probs of tokens of version {version} differ from the learner's by {mean:.3g} nats a "
@@ -177,8 +177,8 @@ def check_gap(mean: float, version: int, most: float) -> None:
 
 
 def few(samples: Sequence[Sample], version: int, room: int, start: int = 0) -> list[Sample]:
-    """Samples up to their last token of this version, of at most `room` tokens in all; where none fits, the first
-    tokens of one that has few before them. `start`: each step begins with others."""
+    """Select samples, cut after their last token of this version, of at most `room` tokens in all; if none fits, the
+    first such tokens of a sample with few tokens before them. `start`: rotates the selection between steps."""
     own = [s for s in samples if version in s.versions]
     own = own[start % len(own) :] + own[: start % len(own)]
     result: list[Sample] = []
@@ -193,12 +193,12 @@ def few(samples: Sequence[Sample], version: int, room: int, start: int = 0) -> l
 
 
 def end_of(sample: Sample, version: int, most: int | None = None) -> int:
-    """Where its last token of this version ends, or the `most`-th."""
+    """End of the sample's last token of this version, or of the `most`-th one."""
     return int(np.flatnonzero(sample.versions == version)[:most][-1]) + 1
 
 
 def upto(sample: Sample, version: int, end: int) -> Sample:
-    """Its first `end` tokens, of which those of this version alone are trained."""
+    """The sample's first `end` tokens, of which only those of this version are trained."""
     trained = np.flatnonzero(sample.mask)
     return Sample(
         tokens=sample.tokens[:end],

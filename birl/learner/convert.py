@@ -1,7 +1,7 @@
-"""`birl checkpoints RUN convert`: checkpoints of earlier versions, whose index is a pickle, in the format of today.
+"""`birl checkpoints RUN convert`: converts checkpoints of earlier versions, whose index is a pickle.
 
-Their index is read by an unpickler that knows the dozen classes of such an index and refuses every other, and their
-tensors by `torch.load(weights_only=True)`. Nothing else in birl unpickles what is in a folder.
+The index is read by an unpickler that allows only the dozen classes of such an index, the tensors by
+`torch.load(weights_only=True)`. Nothing else in birl unpickles files.
 """
 
 import io
@@ -46,7 +46,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor in an old checkpoint, and where it is."""
+    """A part of a tensor in an old checkpoint, and its location."""
 
     name: str
     at: tuple[int, ...]
@@ -65,8 +65,8 @@ class _Index(pickle.Unpickler):
 
 
 def convert(path: Path) -> bool:
-    """Put a checkpoint of today's format in the place of one of the earlier one; False where it is of today's already.
-    Raises `BirlError` where it is damaged or none of ours; then it stays as it was."""
+    """Replace a checkpoint of the old format by one of the current format; False if it has that already. Raises
+    `BirlError` if it is damaged or was not written by birl; then it is unchanged."""
     if not (path / "tensors" / OLD).exists():
         return False
     if problems := checkpoint.verify(path):
@@ -104,7 +104,7 @@ def _rewrite(source: Path, target: Path) -> None:
 
 
 def _pieces(folder: Path) -> Iterator[tuple[Piece, tuple[int, ...]]]:
-    """Every part of every tensor, and the shape of the whole."""
+    """Yield every part of every tensor, with the tensor's shape."""
     with open_regular(folder / OLD) as file:
         index = _Index(file).load()
     names = {dtype: name for name, dtype in DTYPES.items()}

@@ -1,4 +1,4 @@
-"""The loss of a critic with a backbone of its own, and what any critic reports."""
+"""The loss of a critic with its own backbone, and the figures of any critic."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def critic_figures(predicted: Tensor, returns: Tensor, each: Tensor, clipped: Te
 
 
 def critic_loss(clip: float, weight: float) -> Loss:
-    """The loss of a critic with a backbone of its own: a mean over all tokens of the step, 1 / weight of them."""
+    """Loss of a critic with its own backbone: the mean over all 1 / weight tokens of the step."""
 
     def loss(values: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
         each, clipped = value_loss(values, batch.values, batch.returns, clip=clip)
@@ -30,8 +30,8 @@ def critic_loss(clip: float, weight: float) -> Loss:
 
 
 def fit(critic: Learner, batches: Sequence[Batch], loss: Loss, passes: int, rate: float) -> Stats:
-    """(every rank) So many steps of a critic with a model of its own. Its gradient norm, and as `other` its figures,
-    which are means over the same tokens: those of the last pass."""
+    """(every rank) Take `passes` steps of a critic with its own backbone. Returns the gradient norm and, as `other`,
+    the figures of the last pass, which are means over the same tokens."""
     result = Stats()
     for _ in range(passes):
         own = Stats()

@@ -1,8 +1,8 @@
-"""A teacher whose next-token distributions the learner's own are compared with: a frozen model beside it; or the
-learner itself, now or as a slow average (`Average`), with a hint in its prompt (`rollout/hints.py`).
+"""Distillation: compares the learner's next-token distributions with a teacher's. The teacher is a frozen model, or the
+learner itself, with its current weights or a slow average (`Average`), with a hint in its prompt (`rollout/hints.py`).
 
-told     micro-batch -> the teacher's hidden states, or its most likely tokens
-then     the learner's forward pass makes of them one divergence for each trained token (`models/divergence.py`)
+teacher     micro-batch -> the teacher's hidden states, or its most likely tokens
+learner     its forward pass turns them into one divergence for each trained token (`models/divergence.py`)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +33,9 @@ TeacherLogprobs = Callable[[Sequence[Batch], Sequence[Sample]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
-    """`function`: a row of `DIVERGENCES`. `top_k`: over the teacher's k most likely tokens and all others as one; 0:
-    over all tokens. Both distributions are at `temperature`. `student`: the model that learns. `teachers`: by the
-    names that batches have; without any the batch has the most likely tokens of one that is served."""
+    """`function`: a divergence of `DIVERGENCES`. `top_k`: over the teacher's k most likely tokens and one bucket of all
+    others; 0: over all tokens. Both distributions are at `temperature`. `student`: the trained model. `teachers`: by
+    the name in a batch; if empty, the batch has the most likely tokens of a served teacher."""
 
     teachers: Mapping[str, Learner]
     student: nn.Module
@@ -44,7 +44,7 @@ class Distillation:
     temperature: float
 
     def __call__(self, batch: Batch) -> Compared:
-        """(every rank) Raises `BirlError` for a picture where the teacher reads text alone."""
+        """(every rank) Raises `BirlError` for a picture if the teacher is served, as it then reads text only."""
         if not self.teachers:
             if pictures_of(self.student) is not None and bool((batch.tokens >= FIRST).any()):
                 raise BirlError("A row has a picture, and a served teacher reads text alone: train on rows without.")
@@ -60,13 +60,13 @@ class Distillation:
         return partial(self.compared, target)
 
     def compared(self, target: Full | TopK, hidden: Tensor, layer: nn.Linear) -> Tensor:
-        """[U]."""
+        """Divergence from the teacher's predictions [U]."""
         own = Head(layer.weight, layer.bias, after_head(self.student), self.temperature)
         return token_divergence(hidden, own, target, self.function)
 
 
 def taught_by(models: Mapping[str, Learner], served: TeacherLogprobs | None, crew: RankGroup) -> TeacherLogprobs:
-    """(rank 0) Frozen models by name, and those behind an address."""
+    """(rank 0) Log-probs of teachers: frozen local models by name, and `served` ones for all other names."""
     ask: Callable[[Sequence[Batch]], list[Tensor]] = crew.each(lambda batch: models[batch.teacher].forward(batch))
 
     def teacher(batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor]:
@@ -83,8 +83,8 @@ def taught_by(models: Mapping[str, Learner], served: TeacherLogprobs | None, cre
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """(every rank) A slow average of the weights that are trained: phi <- phi + rate (theta - phi) after every step of
-    the optimizer (SDFT arXiv:2601.19897 algorithm 1, SDPO arXiv:2601.20802). Of LoRA the matrices are averaged.
+    """(every rank) An exponential moving average of the trained weights: phi <- phi + rate (theta - phi) after every
+    optimizer step (SDFT arXiv:2601.19897 algorithm 1, SDPO arXiv:2601.20802). With LoRA the matrices are averaged.
     `teacher`: a learner that takes no step; its float32 masters are the average."""
 
     teacher: Learner
@@ -98,6 +98,6 @@ class Average:
         own.publish()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold of it, by name, as the live tensors."""
+        """The tensors to checkpoint by name, as the live tensors."""
         own = self.teacher.masters
         return {f"average.{name}": own.whole(name, master.data) for name, master in own.tensors.items()}

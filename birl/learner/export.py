@@ -1,4 +1,4 @@
-"""A checkpoint as a model folder in Hugging Face format, or, of LoRA, as an adapter folder in peft's."""
+"""Export a checkpoint as a model folder in Hugging Face format or, with LoRA, as an adapter folder in peft's."""
 
 import json
 import secrets
@@ -33,10 +33,10 @@ OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 def resolved(path: str, key: str = "model.path", weights: bool = True, say: Callable[[str], None] = print) -> Path:
-    """The model folder that any key or command means by `path`: smollm2, a folder, a .gguf file, a hub id, or the
-    folder of a run or of one of its checkpoints. Of the last two it is the export in Hugging Face format beside them,
-    which is made once. Without `weights` no weights are downloaded or exported. `key` is what the errors call it.
-    Raises `BirlError`."""
+    """Return the model folder for a `path` in any key or command: smollm2, a folder, a .gguf file, a hub id, or the
+    folder of a run or of one of its checkpoints. For the last two it is the export in Hugging Face format beside them,
+    which is made once. Without `weights` no weights are downloaded or exported. `key`: its name in errors. Raises
+    `BirlError`."""
     folder = Path(path).expanduser()
     run = run_of(folder)
     if run is None:
@@ -64,11 +64,11 @@ def export(
     anew: bool = True,
     policy: str = "",
 ) -> None:
-    """The checkpoint `path` of the run `run` as a whole model of `dtype` (None: the run's model.dtype), in files of at
-    most `shard_gb` [GB], of which one is in memory at a time; with a score head as a sequence-classification model of
-    one label; of LoRA the merged one, for which the model that the run began with must still be there, and of several
-    policies the one of that name. Raises `BirlError` where `target` exists, unless it need not be made `anew`, and
-    where the checkpoint is damaged."""
+    """Write the checkpoint `path` of the run `run` as a whole model of `dtype` (None: the run's model.dtype), in files
+    of at most `shard_gb` [GB], of which one is in memory at a time. A model with a score head becomes a
+    sequence-classification model with one label; LoRA is merged, which needs the run's base model; of several policies
+    the one named `policy` is written. Raises `BirlError` if `target` exists (unless `anew` is false), and if the
+    checkpoint is damaged."""
     checkpoint.check(path)
     dtype, tokenizer = dtype or computed_in(run), load_tokenizer(run / "model")  # one that cannot be read is told here
     with written(target, anew) as part:
@@ -104,9 +104,9 @@ def write_shards(
     dtype: torch.dtype,
     limit: int,
 ) -> None:
-    """model.safetensors, or model-00001-of-0000N.safetensors and an index, each of at most `limit` bytes unless what
-    belongs together is larger. Names are those that transformers publishes the model with. Parameters are of `dtype`;
-    buffers, such as what a router adds to its scores, keep their own."""
+    """Write model.safetensors, or model-00001-of-0000N.safetensors and an index, each of at most `limit` bytes unless
+    tensors that belong together are larger. Names are those of the model as published in transformers' format.
+    Parameters are of `dtype`; buffers, such as the bias of router scores, keep their own."""
     own = {name: buffer.dtype for name, buffer in model.named_buffers()}
     wanted = {name: (tuple(shapes[name]), own.get(name, dtype)) for name in sorted(shapes)}
     shards: list[list[str]] = [[]]
@@ -131,18 +131,18 @@ def write_shards(
 
 
 def computed_in(run: Path) -> torch.dtype:
-    """The type that the run's model computed in; bfloat16 where its configuration does not tell."""
+    """The run's compute type; bfloat16 if its configuration has none."""
     return {"float32": torch.float32, "float16": torch.float16}.get(configured(run, "model.dtype"), torch.bfloat16)
 
 
 def quantized_as(run: Path) -> str:
-    """nf4 or int8, where the run's base model was quantised (`lora.quantize`); else empty."""
+    """nf4 or int8 if the run's base model was quantised (`lora.quantize`); else empty."""
     name = configured(run, "lora.quantize")
     return name if name in BITS else ""
 
 
 def configured(run: Path, key: str) -> str:
-    """A value of the run's configuration; empty where that does not tell."""
+    """Return a value of the run's configuration; empty if it cannot be read."""
     try:
         return str(read_json(run / "config.json")[key])
     except (OSError, ValueError, KeyError, TypeError):
@@ -150,8 +150,8 @@ def configured(run: Path, key: str) -> str:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """All files of a folder, those of its subfolders too. Raises `BirlError` for a link that leads out of it, and for
-    what is no regular file."""
+    """Copy all files of a folder and its subfolders. Raises `BirlError` for a link that leads out of it, and for
+    anything but a regular file."""
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source).as_posix()
         if not inside(source, name).is_dir():
@@ -164,7 +164,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def check_names(path: Path, run: Path, model: nn.Module, stored: set[str]) -> None:
-    """Tied weights are there once. Raises `BirlError`."""
+    """Raises `BirlError` unless the stored names are the model's; of tied weights one name is enough."""
     names: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
@@ -177,7 +177,7 @@ def check_names(path: Path, run: Path, model: nn.Module, stored: set[str]) -> No
 
 
 def of_policy(path: Path, policy: str) -> dict[str, Tensor]:
-    """What was trained, of several policies that of one. Raises `BirlError` where it is not clear which."""
+    """Return the trained tensors, of one policy if there are several. Raises `BirlError` if `policy` does not fit."""
     weights = checkpoint.read_tensors(path, "model.")
     names = sorted({name.partition("/")[0] for name in weights if "/" in name})
     if policy not in (names or [""]):
@@ -189,11 +189,11 @@ def of_policy(path: Path, policy: str) -> dict[str, Tensor]:
 
 
 def whole_of_adapters(path: Path, run: Path, policy: str) -> dict[str, Tensor]:
-    """The base model's weights with the trained matrices merged in, as the run had them: numbers of the type that it
-    computed in. Heads as they are."""
+    """Return the base model's weights with the trained matrices merged in, rounded as in the run: to its compute type.
+    Heads are copied."""
     weights = of_policy(path, policy)
     heads = {f"{name}.weight": weights[f"{name}.weight"] for name in HEADS if f"{name}.weight" in weights}
-    base = base_model(path, run)  # of a quantised one what its codes say
+    base = base_model(path, run)  # a quantised one dequantised
     on_grid((p.data for p in base.parameters()), computed_in(run))
     trained = adapters(weights)
     whole = merged_weights(base, trained, alpha_of(path))
@@ -206,16 +206,16 @@ def whole_of_adapters(path: Path, run: Path, policy: str) -> dict[str, Tensor]:
 
 
 def padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """A token to pad with that ends no text. transformers reads a score at the last token that is not padding: were
-    that the end token, as in many chat models, it would read one token too early."""
+    """A padding token that is not the end token. transformers reads a score at the last token that is not padding: if
+    the end token were the padding token, as in many chat models, it would read one token too early."""
     special = [i for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id]
     return special[0] if special else None
 
 
 def export_adapter(path: Path, run: Path, target: Path, policy: str = "") -> None:
-    """The LoRA matrices alone, for `peft.PeftModel.from_pretrained(base, target)`. The metadata of the safetensors file
-    says how the base was quantised (`base_quantized`). Raises `BirlError` where `target` exists, and for a checkpoint
-    that holds whole weights."""
+    """Write only the LoRA matrices, for `peft.PeftModel.from_pretrained(base, target)`. The metadata of the safetensors
+    file has the quantisation of the base (`base_quantized`). Raises `BirlError` if `target` exists, and for a
+    checkpoint with whole weights."""
     from peft import LoraConfig
 
     checkpoint.check(path)
@@ -251,8 +251,8 @@ def export_adapter(path: Path, run: Path, target: Path, policy: str = "") -> Non
 
 @contextmanager
 def written(target: Path, anew: bool = True) -> Iterator[Path]:
-    """A new folder that gets its name when it is complete; unless it must be made `anew`, that of another process
-    which was faster will do."""
+    """Yield a temporary folder that is renamed to `target` when it is complete. Without `anew`, a `target` that another
+    process wrote meanwhile is kept."""
     if anew:
         check_new(target)
     try:
@@ -277,7 +277,7 @@ def written(target: Path, anew: bool = True) -> Iterator[Path]:
 
 
 def adapters(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Module -> lora_A, lora_B and lora_magnitude -> tensor; empty where whole weights were trained."""
+    """Module -> lora_A, lora_B and lora_magnitude -> tensor; empty if whole weights were trained."""
     result: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
@@ -300,8 +300,8 @@ def merged_weights(base: nn.Module, adapters: dict[str, dict[str, Tensor]], alph
 
 
 def base_model(path: Path, run: Path) -> nn.Module:
-    """The model that the run began with, and of a quantised one the numbers that its codes say, in float32. Raises
-    `BirlError` where it is gone or has changed."""
+    """Load the run's base model; a quantised one with its dequantised weights, in float32. Raises `BirlError` if it is
+    gone or has changed."""
     name, kind = began_with(run), quantized_as(run)
     try:
         model = load_model(resolved(name), pictures=configured(run, "model.pictures") == "True")
@@ -335,7 +335,7 @@ def began_with(run: Path) -> str:
 
 
 def base_name(run: Path) -> str:
-    """What peft loads the base model from: a hub id, or an absolute path."""
+    """Path that peft loads the base model from: a hub id, or an absolute path."""
     name = began_with(run)
     if name != "smollm2" and not Path(name).expanduser().exists():
         return name
@@ -343,13 +343,13 @@ def base_name(run: Path) -> str:
 
 
 def taken_for_experts(names: list[str], model: nn.Module) -> list[str]:
-    """Layers beside the experts of a layer whose names as target modules peft would read as those of experts, which
-    transformers holds together: it would leave out their matrices. As target parameters they are what they are."""
+    """Layers beside the experts of a layer whose names, as target modules, peft would take for those of experts, which
+    transformers holds together: it would leave out their matrices. As target parameters they are read correctly."""
     experts = any(hasattr(m, "is_transposed") and hasattr(m, "has_gate") for m in model.modules())
     return [n for n in names if experts and n.rpartition(".")[2] in OF_EXPERTS]
 
 
 def short(names: list[str], model: nn.Module) -> list[str]:
-    """Target modules by their last names (q_proj) where that means the same, as other programs expect; else in full."""
+    """Target modules by their last names (q_proj), as other programs expect, if that selects the same; else in full."""
     last = sorted({name.rpartition(".")[2] for name in names})
     return last if targets(model, last) == names else names

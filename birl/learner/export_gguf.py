@@ -1,8 +1,8 @@
-"""A model folder in Hugging Face format as a .gguf file, which llama.cpp and what is built on it read.
+"""Export a model folder in Hugging Face format as a .gguf file for llama.cpp and programs built on it.
 
-Names of tensors, keys and types are the `gguf` package's; the form of each architecture is llama.cpp's
-(convert_hf_to_gguf.py): rows of q and k of a Llama in the order that its rotary embedding takes, a tokenizer with byte
-pairs, and the name of the rule by which it splits texts first.
+Names of tensors, keys and types come from the `gguf` package; each architecture follows llama.cpp's
+convert_hf_to_gguf.py: rows of q and k of a Llama in the order of its rotary embedding, a BPE tokenizer, and the name of
+its pre-tokenizer.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from birl.regular import clear, read_json
 
 
 class Form(NamedTuple):
-    """`name`: llama.cpp's of the architecture. `paired`: its rotary embedding turns neighbours, not halves."""
+    """`name`: llama.cpp's name of the architecture. `paired`: its rotary embedding rotates neighbours, not halves."""
 
     name: str
     paired: bool = False
@@ -32,12 +32,12 @@ class Form(NamedTuple):
 
 #: by model_type
 FORMS = {"llama": Form("LLAMA", paired=True), "qwen2": Form("QWEN2"), "qwen3": Form("QWEN3")}
-#: how weights may be kept; norms and biases are always of float32
+#: types of weights; norms and biases are always float32
 TYPES = ("f16", "bf16", "f32", "q8_0")
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: how a tokenizer splits a text before it joins bytes -> what llama.cpp calls that
+#: pre-tokenizer steps -> llama.cpp's name of the pre-tokenizer
 SPLITS = {
     ("bytes with words",): "gpt-2",
     ("digits", "bytes with words"): "smollm",
@@ -47,8 +47,8 @@ SPLITS = {
 
 
 def to_gguf(folder: Path, target: Path, kind: str = "f16") -> None:
-    """Write `target`, with weights of a type in `TYPES`. Raises `BirlError` for a model or a tokenizer that has no form
-    here, for weights that the type cannot hold, and where `target` exists."""
+    """Write `target`, with weights of a type in `TYPES`. Raises `BirlError` if the model or tokenizer is not supported,
+    if the type cannot hold the weights, and if `target` exists."""
     check(folder, target, kind)
     from gguf import MODEL_ARCH, GGUFWriter, LlamaFileType, get_tensor_name_map
 
@@ -82,7 +82,7 @@ def to_gguf(folder: Path, target: Path, kind: str = "f16") -> None:
 
 
 def check(folder: Path, target: Path, kind: str) -> None:
-    """What can be known from a model's folder without weights. Raises `BirlError`."""
+    """Check all that a model's folder shows without its weights. Raises `BirlError`."""
     if kind not in TYPES:
         raise BirlError(f"--type {kind}: expected one of {', '.join(TYPES)}.")
     if importlib.util.find_spec("gguf") is None:
@@ -92,7 +92,7 @@ def check(folder: Path, target: Path, kind: str) -> None:
 
 
 def turned(name: str, tensor: Tensor, config: Any) -> Tensor:
-    """Rows of q and k [heads * D, ...]: the two that the embedding turns together become neighbours."""
+    """Reorder rows of q and k [heads * D, ...]: two that the rotary embedding rotates together become neighbours."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:
         return tensor
@@ -100,7 +100,7 @@ def turned(name: str, tensor: Tensor, config: Any) -> Tensor:
 
 
 def coded(name: str, tensor: Tensor, kind: str) -> tuple[np.ndarray, Any]:
-    """Vectors, and rows that do not divide into blocks of 32, are float32."""
+    """Encode a tensor as `kind`; vectors, and for q8_0 rows that do not divide into blocks of 32, as float32."""
     from gguf import GGMLQuantizationType, quants
 
     whole = tensor.ndim < 2 or (kind == "q8_0" and tensor.shape[-1] % 32 > 0)
@@ -126,7 +126,7 @@ def form_of(folder: Path, config: Any) -> Form:
 
 
 def describe(writer: Any, config: Any, name: str) -> None:
-    """What llama.cpp wants to know of the model's shape."""
+    """Write the model's dimensions."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_name(name)
     writer.add_context_length(config.max_position_embeddings)
@@ -144,7 +144,7 @@ def describe(writer: Any, config: Any, name: str) -> None:
 
 
 def add_tokenizer(writer: Any, folder: Path, size: int) -> None:
-    """Of byte pairs. Raises `BirlError` for others, and for a way to split texts that llama.cpp has no name for."""
+    """Write the BPE tokenizer. Raises `BirlError` for other kinds, and for a pre-tokenizer unknown to llama.cpp."""
     from gguf import TokenType
 
     with quiet():
@@ -170,7 +170,7 @@ def add_tokenizer(writer: Any, folder: Path, size: int) -> None:
 
 
 def split_of(folder: Path) -> str:
-    """llama.cpp's name of the way a tokenizer splits texts."""
+    """llama.cpp's name of the tokenizer's pre-tokenizer."""
     try:
         told = read_json(folder / "tokenizer.json")
         kind, splits = told["model"]["type"], told["pre_tokenizer"]
@@ -198,7 +198,7 @@ def _split(step: Any) -> str:
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Of all its files, one at a time."""
+    """Yield the tensors of all safetensors files by name, one at a time."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118

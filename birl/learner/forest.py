@@ -1,4 +1,4 @@
-"""Rows of one pass of training, packed: neighbours that begin alike have their beginning computed once."""
+"""Rows of one training pass, packed: the common prefix of neighbouring rows is computed once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from torch import Tensor
 from birl.data.trees import Tree
 from birl.text.pictures import FIRST
 
-SHARED = 16  # tokens: a shorter beginning in common is computed again
+SHARED = 16  # tokens: a shorter common prefix is not shared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetRow:
-    """Tokens [T] int64 of one datum, and what is predicted from each of them, targets [T, K] int64."""
+    """Tokens [T] int64 of one datum, and K target tokens predicted from each of them [T, K] int64."""
 
     tokens: Tensor
     targets: Tensor
@@ -22,8 +22,8 @@ class TargetRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forest:
-    """Rows behind one another, and what neighbours begin with in common only once: tokens and positions [T], their
-    trees, and of each row where its tokens are."""
+    """Concatenated rows in which neighbours share their common prefix: tokens and positions [T], their trees, and for
+    each row the places of its tokens."""
 
     tokens: Tensor
     positions: Tensor
@@ -32,7 +32,7 @@ class Forest:
 
 
 def plant(rows: Sequence[TargetRow]) -> Forest:
-    """As `data/pack.py` has groups of samples. What comes of a row does not depend on who else is in its tree."""
+    """Pack rows as `data/pack.py` packs groups of samples. A row's results do not depend on other rows of its tree."""
     tokens, positions, trees, places, start = [], [], [], [], 0
     while rows:
         prefix, count = beginning(rows)
@@ -54,7 +54,7 @@ def plant(rows: Sequence[TargetRow]) -> Forest:
 
 
 def beginning(rows: Sequence[TargetRow]) -> tuple[int, int]:
-    """Of the first rows that begin alike: how many tokens, and how many rows."""
+    """Length [tokens] of the prefix that the first rows have in common, and the number of these rows."""
     first, common, count = rows[0].tokens, len(rows[0].tokens) - 1, 1
     for row in rows[1:]:
         size = min(common, len(row.tokens) - 1)

@@ -1,6 +1,6 @@
-"""The four verbs of training: forward, forward_backward, optim_step, state. Every loop is made of them.
+"""The four operations of training: forward, forward_backward, optim_step, state. Every training loop uses them.
 
-Not here: what is minimised (a loss is a function that is passed in), where the batches come from, when to save.
+Not here: losses (functions that are passed in), the source of batches, when to save.
 """
 
 import math
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # loaded by the runs that have them
 
 #: logp [N] (or scores), entropy [N], batch -> scalar loss, and figures to report: name -> [N], or [pairs]
 Loss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
-#: a micro-batch -> how its next-token distributions are compared with a teacher's
+#: a micro-batch -> a function that compares its next-token distributions with a teacher's
 Teacher = Callable[[Batch], Compared]
 
 BALANCE = "router/balance"
@@ -44,8 +44,8 @@ BALANCE = "router/balance"
 
 @dataclass(slots=True)
 class Stats:
-    """Figures of one training step, summed over its micro-batches. Means are over what the loss counts: trained
-    tokens, or pairs of answers."""
+    """Figures of one training step, summed over its micro-batches. Means are over the units of the loss:
+    trained tokens, or pairs of answers."""
 
     loss: float = 0.0
     count: int = 0  # trained tokens, or pairs
@@ -63,8 +63,8 @@ class Stats:
     on_device: list[tuple[tuple[str, ...], tuple[str, ...], Tensor]] = field(default_factory=list)  # not yet read
 
     def add(self, loss: Tensor, figures: dict[str, Tensor], computed: int, parts: Mapping[str, Tensor] = {}) -> None:
-        """One micro-batch, with its `parts` [] of figures in `other`. Does not wait for the device: the figures count
-        from the next `read` on."""
+        """Add one micro-batch, with its `parts` [] of figures in `other`. Does not wait for the device: the figures
+        are included by the next `read`."""
         lowest = loss.new_full((), float("-inf"), dtype=torch.float64)
         numbers = [loss.double()]
         for values in figures.values():
@@ -75,7 +75,7 @@ class Stats:
         self.count += len(next(iter(figures.values()), ()))
 
     def read(self) -> None:
-        """Waits for the device once, for the figures of all micro-batches."""
+        """Read the figures of all micro-batches, waiting for the device once."""
         waiting, self.on_device = self.on_device, []
         numbers = iter(torch.cat([each for _, _, each in waiting]).tolist() if waiting else ())
         for names, parts, _ in waiting:
@@ -87,7 +87,7 @@ class Stats:
                 self.other[name] = self.other.get(name, 0.0) + next(numbers)
 
     def merge(self, other: "Stats", ranks: Ranks) -> None:
-        """Add the figures of `other`, which each of `ranks` has of its own micro-batches."""
+        """Add the figures of `other`, summed over `ranks`, of which each has its own micro-batches."""
         other.read()
         counted = ranks.total({"loss": other.loss, "count": other.count, "computed": other.computed})
         self.loss += counted["loss"]
@@ -99,31 +99,31 @@ class Stats:
             self.maxima[name] = max(self.maxima.get(name, float("-inf")), value)
 
     def take(self, policy: str, figures: "Stats") -> None:
-        """Add what all ranks have of one policy's micro-batches."""
+        """Add the figures, already of all ranks, of one policy's micro-batches."""
         for total in (self, self.of.setdefault(policy, Stats())):
             total.merge(figures, Ranks())
         self.other |= figures.other
 
     def mean(self, name: str) -> float:
-        """NaN where nothing was trained: 0 would look like a collapse."""
+        """Mean of a figure; NaN if nothing was trained: 0 would look like a collapse."""
         return self.sums.get(name, 0.0) / self.count if self.count else math.nan
 
 
 class Learner:
-    """A model, and (unless it is frozen) its optimizer. Weights are float32; `dtype` is what it computes in.
+    """A model, and (unless it is frozen) its optimizer. Weights are float32; `dtype` is the compute type.
 
-    `version` counts optimizer steps: it names the weights. `rounded` counts the weights of this rank that were not
-    numbers of `dtype`, and are trained from the nearest one on (`rounding.py`). With `lora` small matrices are trained
-    instead of the weights, and the model's own parameters hold the merged ones (`lora.py`); where it names policies,
-    each micro-batch is of one of them, and a step moves those that had one (`policies.py`).
+    `version` counts optimizer steps and identifies the weights. `rounded` counts the weights of this rank that were not
+    numbers of `dtype`, and are trained from the nearest one (`rounding.py`). With `lora` low-rank matrices are trained
+    instead of the weights, and the model's parameters hold the merged weights (`lora.py`); if it names policies, each
+    micro-batch belongs to one of them, and a step updates those with micro-batches (`policies.py`).
 
-    With `ranks` there is one learner in each process, and all must call the same verbs with the same arguments. A
-    micro-batch is for one share of them: `each`, `learn` and `survey` share a step's micro-batches out. The model may
-    be one that has no weights yet (`models/slices.py`), where the ranks have parts of it. With `teacher` losses find
-    the divergence from it in their batch.
+    With `ranks` there is one learner in each process, and all must call the same methods with the same arguments. A
+    micro-batch is computed by one share of the ranks: `each`, `learn` and `survey` divide a step's micro-batches. If
+    the model is sharded, it may be passed without weights (`models/slices.py`). With `teacher` losses find the
+    divergence from it in their batch.
     """
 
-    average: "Average | None" = None  # of its weights, that teaches it
+    average: "Average | None" = None  # of its weights, which is its teacher
 
     def __init__(
         self,
@@ -145,10 +145,10 @@ class Learner:
         router_replay: bool = False,
         teacher: Teacher | None = None,
     ) -> None:
-        """`router_aux_coef`: weight of the balance of a mixture-of-experts model's experts (`routing.balance`) beside
-        every loss. `router_replay`: tokens take the routes that their batch names."""
+        """`router_aux_coef`: weight of the balance of a mixture-of-experts model's experts (`routing.balance`) added
+        to every loss. `router_replay`: tokens take the routes in their batch."""
         self.model, self.teacher, self.policies, self.dtype = model, teacher, None, dtype
-        self.device = device_of(model)  # where it computes: with `offload` FSDP keeps the parts in CPU memory
+        self.device = device_of(model)  # compute device: with `offload` FSDP keeps the shards in CPU memory
         self.ranks = ranks = ranks or Ranks()
         self.max_grad_norm, self.router_aux_coef, self.version, self.rounded = max_grad_norm, router_aux_coef, 0, 0
         self.replays = routing_for(model) if router_replay else None
@@ -188,20 +188,20 @@ class Learner:
 
     @property
     def rounded_share(self) -> float:
-        """Of the trained weights; those of a checkpoint, which are read later, are not rounded."""
+        """`rounded` as a share of the trained weights; those of a checkpoint, which are read later, are not rounded."""
         return self.rounded / max(1, sum(t.numel() for t in self.masters.tensors.values())) if self.rounded else 0.0
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
-        """[N] float32: log-probs of the trained tokens under the sampling temperature; with a score head, the score of
-        the state that each of them is predicted from."""
+        """[N] float32: log-probs of the trained tokens under the sampling temperature; with a score head, the
+        score of the state that each of them is predicted from."""
         return self._passed(batch.to(self.device))[0]
 
     def forward_backward(
         self, batch: Batch, loss: Loss, stats: Stats, chosen: Tensor | None = None, wait: bool = True
     ) -> None:
-        """Add this micro-batch's gradient to what is there, and its figures to `stats`. `chosen` [layers, experts]: how
-        often the whole step chooses each expert, for `router_aux_coef`. Without `wait` the figures are there after
+        """Accumulate this micro-batch's gradient, and add its figures to `stats`. `chosen` [layers, experts]: how often
+        each expert is chosen in the whole step, for `router_aux_coef`. Without `wait` the figures are available after
         `Stats.read`."""
         batch = batch.to(self.device)
         with self._routed(batch):  # the backward pass may compute layers again
@@ -215,7 +215,7 @@ class Learner:
             stats.read()
 
     def learn(self, work: Sequence[tuple[Batch, Loss]], stats: Stats) -> None:
-        """Add the gradients of a step's micro-batches, which the ranks share out, and the figures of all to `stats`."""
+        """Accumulate the gradients of a step's micro-batches, divided among ranks, and add all figures to `stats`."""
         own = Stats()
         chosen = self._chosen([batch for batch, _ in work]) if self.router_aux_coef > 0 else None
         for batch, loss in self.ranks.mine(work):
@@ -227,8 +227,8 @@ class Learner:
 
     @torch.no_grad()
     def _chosen(self, batches: Sequence[Batch]) -> Tensor:
-        """How often each expert is chosen in a step, [layers, experts] float64. Its micro-batches go through the model
-        once more for that: what is balanced is the step, however it is packed and shared out."""
+        """How often each expert is chosen in a step, [layers, experts] float64. This takes an additional forward pass
+        over its micro-batches, so that the balance is of the whole step, regardless of packing and ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in self.ranks.mine(batches):
             batch = batch.to(self.device)
@@ -239,7 +239,7 @@ class Learner:
         return total
 
     def survey(self, work: Sequence[tuple[Batch, Loss]], stats: Stats) -> None:
-        """The figures that `learn` would give, and no gradient."""
+        """Add the figures that `learn` would give, without gradient."""
         own = Stats()
         for batch, loss in self.ranks.mine(work):
             self.measure(batch, loss, own)
@@ -253,21 +253,21 @@ class Learner:
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
-        """[N] float32: what the critic on this backbone says of the state before each trained token."""
+        """Values of the critic on this backbone for the state before each trained token, [N] float32."""
         predicted = self._passed(batch.to(self.device))[2].predicted
         assert predicted is not None, "this learner has no critic on its backbone"
         return predicted
 
     @torch.no_grad()
     def measure(self, batch: Batch, loss: Loss, stats: Stats) -> None:
-        """The figures that `forward_backward` would give, and no gradient."""
+        """Add the figures that `forward_backward` would give, without gradient."""
         batch = batch.to(self.device)
         value, figures = loss(*self._passed(batch, self.teacher)[:3])
         stats.add(value, figures, len(batch.tokens))
 
     def optim_step(self, lr: float) -> float:
-        """One step at rate `lr`; returns the global gradient norm before clipping. The gradient is gone
-        afterwards."""
+        """Take one optimizer step at rate `lr`; returns the global gradient norm before clipping. Clears the
+        gradient."""
         drop_gathered(self.outputs)
         self.masters.gather()
         norm = self._clipped() if self.policies is None else self.policies.clip(self.max_grad_norm)
@@ -284,7 +284,7 @@ class Learner:
         return size
 
     def _clipped(self) -> Tensor:
-        """The gradient's norm before it was clipped."""
+        """Clip the gradient; returns its norm before clipping."""
         tensors = list(self.masters.tensors.values())
         for tensor in tensors:
             if tensor.grad is None:
@@ -298,7 +298,7 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint must hold, by name, as the live tensors: float32 weights, persistent buffers,
-        optimizer state. With LoRA the matrices instead of the weights, and which base they belong to."""
+        optimizer state. With LoRA the matrices instead of the weights, and the digest of their base."""
         drop_gathered(self.outputs)
         result = dict(self.masters.marks)
         for name, master in self.masters.tensors.items():
@@ -312,11 +312,11 @@ class Learner:
         return result | ({} if self.average is None else self.average.tensors())
 
     def weights(self) -> dict[str, Tensor]:
-        """The float32 weights alone, by the model's own names."""
+        """The float32 weights only, by the model's names."""
         return self.masters.weights()
 
     def loaded(self, version: int) -> None:
-        """Call after new values were written into `tensors()`. Raises `BirlError` where they belong to another base."""
+        """Call after new values were written into `tensors()`. Raises `BirlError` if they belong to another base."""
         drop_gathered(self.outputs)
         self.masters.loaded()
         if self.average is not None:
@@ -324,8 +324,8 @@ class Learner:
         self.version = version
 
     def _passed(self, batch: Batch, teacher: Teacher | None = None) -> tuple[Tensor, Tensor, Batch, Seen]:
-        """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. A critic on the same backbone and a
-        teacher put what they say into the batch. Last, what the routers did, where `router_aux_coef` asks for it."""
+        """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. The returned batch has
+        the values of a critic on the same backbone and the divergence from a teacher. Last, the watched routers."""
         compared = None if teacher is None else teacher(batch)
         watching = nullcontext({}) if self.watched is None else self.watched.watching()
         with self._routed(batch), watching as seen:
@@ -338,7 +338,7 @@ class Learner:
         return nullcontext() if self.replays is None else self.replays.replaying(batch.routes)
 
     def _shard(self, dtype: torch.dtype, offload: bool) -> list[str]:
-        """Names of the parameters whose gradients have to be summed over the ranks of tp."""
+        """Shard the model. Returns the names of parameters whose gradients must be summed over the ranks of tp."""
         from birl.parallel.regions import Regions
         from birl.parallel.shard import settle, shard
         from birl.parallel.tensor import split
@@ -360,7 +360,7 @@ class Learner:
 def masters_of(
     model: nn.Module, lora: Lora | None, dtype: torch.dtype, offload: bool
 ) -> "tuple[MasterWeights | Adapters | Policies, Policies | None]":
-    """What is trained of a model that one process has, and that again where it is several policies."""
+    """Return the masters of a model that is not sharded, and these again if they are several policies."""
     if lora is None:
         return MasterWeights(model, dtype, offload), None
     if not lora.policies:

@@ -1,16 +1,16 @@
 """LoRA (arXiv:2106.09685) and DoRA (arXiv:2402.09353): train small matrices A and B instead of the weights.
 
-The module keeps its ordinary linear layers, and these always hold the merged weight W + s B A, rounded to the compute
-type (`rounding.py`). So engine, kernels and learner know nothing of adapters. A backward pass gives the gradient G of
-one merged weight after the other; each is turned into those of A and B (dB = s G A', dA = s B' G), which are summed in
-float32 over micro-batches, and is gone before the next. The optimizer steps A and B and merges anew. A merge begins
-with W, never with the last merge, so nothing drifts.
+The module keeps its ordinary linear layers, which always hold the merged weight W + s B A, rounded to the compute type
+(`rounding.py`). So engine, kernels and learner need no code for adapters. A backward pass computes the gradient G of
+one merged weight after another; each is turned into those of A and B (dB = s G A', dA = s B' G), which are summed in
+float32 over micro-batches, and is freed before the next. The optimizer steps A and B, then weights are merged again. A
+merge starts from W, never from the last merge, so there is no drift.
 
-Memory: W is kept beside the merged weight as the nearest numbers of the compute type, in bfloat16 where that is exact,
-else in float32; on a GPU in CPU memory, from where every merge reads it once (not with DoRA, whose gradients need it).
-A base that is quantised (`models/quantized.py`) is its codes: there is no merged weight, each product merges anew.
-What is saved is the gradients, AdamW's state and the masters of all weights; embeddings, head, norms
-and biases are frozen.
+Memory: W is kept beside the merged weight, rounded to the compute type, as bfloat16 if that is exact, else as float32;
+on a GPU in CPU memory, from where every merge reads it once (not with DoRA, whose gradients need it).
+A quantised base (`models/quantized.py`) is kept as codes: there is no merged weight, each product merges again.
+Compared with full training, the gradients, AdamW's state and the masters of all weights are saved; embeddings, head,
+norms and biases are frozen.
 
 Shapes: a weight is [N, K]; A [R, K], B [N, R], magnitude [N].
 """
@@ -38,9 +38,9 @@ Total = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """targets: names of linear layers by peft's rules ("q_proj", "layers.0.mlp.up_proj"), or "all-linear": every one
-    but the head. seed: of A, which is random; B is zero, so that the first policy is the base model. policies: each has
-    matrices of its own, and `past` earlier versions of them (`policies.py`)."""
+    """targets: names of linear layers by peft's rules ("q_proj", "layers.0.mlp.up_proj"), or "all-linear": all but the
+    head. seed: of A, which is random; B is zero, so that the initial policy is the base model. policies: names; each
+    has its own matrices, and `past` earlier versions of them (`policies.py`)."""
 
     rank: int
     alpha: float = 32.0
@@ -54,20 +54,20 @@ class Lora:
 def merged(
     weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale: float, total: Total | None = None
 ) -> Tensor:
-    """V = W + s B A; with a magnitude m, V's rows at that length: m V / |V|. The gradient takes |V| for a constant
-    (DoRA section 4.3, as in peft)."""
+    """V = W + s B A; with a magnitude m, V's rows are scaled to that length: m V / |V|. The gradient treats |V| as a
+    constant (DoRA section 4.3, as in peft)."""
     whole = torch.addmm(weight, b, a, alpha=scale)
     return whole if magnitude is None else whole * (magnitude / lengths(whole.detach(), total))[:, None]
 
 
 def lengths(weight: Tensor, total: Total | None = None) -> Tensor:
-    """Of the rows, of which other ranks may have the rest of the columns; never 0, by which nothing can be divided."""
+    """Norms of the rows, of which other ranks may have the other columns; never 0, so that one can divide by them."""
     result = torch.linalg.vector_norm(weight, dim=1) if total is None else total(weight.square().sum(1)).sqrt()
     return result.clamp_min(torch.finfo(weight.dtype).tiny)
 
 
 def targets(model: nn.Module, wanted: Sequence[str]) -> list[str]:
-    """Names of the linear layers that are meant, in the model's order. Raises `BirlError` for one that means none."""
+    """Names of the selected linear layers, in the model's order. Raises `BirlError` for a target that selects none."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -93,7 +93,7 @@ def targets(model: nn.Module, wanted: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """One weight, and what it is made of. Kernels and autograd see it as the weight's master."""
+    """LoRA adapter of one weight. Kernels and autograd see it as the weight's master."""
 
     parameter: nn.Parameter  # holds the merged weight, unless W is quantised
     weight: Tensor | QuantizedLinear  # W
@@ -129,19 +129,19 @@ class Adapter:
         return result if self.magnitude is None else result | {"lora_magnitude": self.magnitude}
 
     def base(self) -> Tensor:
-        """W in float32, where A and B are."""
+        """W in float32, on the device of A and B."""
         if isinstance(self.weight, QuantizedLinear):
             return self.weight.base()
         return self.weight.to(self.a.device, non_blocking=True).float()
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """[N, K] float32, where what is rounded to bfloat16 is dithered."""
+        """Merged weight [N, K] float32, dithered if it will be rounded to bfloat16."""
         result = merged(self.base(), self.a, self.b, self.magnitude, self.scale, self.total)
         return result if self.dither is None else self.dither(result)
 
     def absorb(self, grad: Tensor) -> None:
-        """A gradient of the merged weight, added to those of A, B and the magnitude."""
+        """Turn a gradient of the merged weight into those of A, B and the magnitude, and add them."""
         whole = grad.float()
         if self.magnitude is None:  # on the device of the gradient, which is large; what comes of it is small
             a, b = self.a.to(whole.device), self.b.to(whole.device)
@@ -155,8 +155,8 @@ class Adapter:
         self.add(grads)
 
     def absorb_product(self, x: Tensor, grad: Tensor) -> None:
-        """The same for y = x V', of x [T, K] and the gradient by y [T, N]; that by V, [N, K], is only there with a
-        magnitude."""
+        """The same for y = x V', from x [T, K] and the gradient by y [T, N]; the gradient by V [N, K] is only computed
+        with a magnitude."""
         if self.magnitude is not None:
             self.absorb(grad.T @ x)
             return
@@ -164,27 +164,27 @@ class Adapter:
         self.add([((grad @ self.b).T @ x).mul_(self.scale), (grad.T @ (x @ self.a.T)).mul_(self.scale)])
 
     def add(self, grads: Sequence[Tensor]) -> None:
-        """To those of A, B and the magnitude."""
+        """Add to the gradients of A, B and the magnitude."""
         for tensor, each in zip(self.tensors().values(), grads, strict=True):
             tensor.grad = each if tensor.grad is None else tensor.grad.add_(each)
 
     def absorb_from(self, parameter: Tensor) -> None:
-        """After autograd's backward pass of the merged weight; the kernels have called `absorb`, and left nothing."""
+        """Hook after autograd's backward pass of the merged weight; kernels call `absorb` and leave no gradient."""
         if parameter.grad is not None:
             self.absorb(parameter.grad)
             parameter.grad = None
 
 
 def first_a(lora: Lora, width: int, random: torch.Generator) -> Tensor:
-    """As in peft; on the CPU, so the same everywhere."""
+    """Initial A, as in peft; drawn on the CPU, so the same on every device."""
     a = torch.empty(lora.rank, width, dtype=torch.float32)
     nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=random)
     return a
 
 
 def kept(weight: Tensor, dtype: torch.dtype, offload: bool) -> Tensor:
-    """A copy of W, as the nearest numbers of `dtype`: a weight that lies halfway between two of them would be rounded
-    along the sign of a step of any size (`rounding.py`)."""
+    """Copy of W, rounded to `dtype`: a weight halfway between two of its numbers would be rounded along the sign of a
+    step of any size (`rounding.py`)."""
     nearest = weight.to(dtype)
     rounded = nearest.to(torch.bfloat16)
     result = rounded if torch.equal(rounded.to(dtype), nearest) else nearest
@@ -195,7 +195,7 @@ def kept(weight: Tensor, dtype: torch.dtype, offload: bool) -> Tensor:
 
 
 class Origin:
-    """What the matrices belong to: a base model, by its digest, and an alpha. A checkpoint has both, as `marks`."""
+    """The base model, by its digest, and the alpha that the matrices belong to. A checkpoint has both, as `marks`."""
 
     def __init__(self, base: bytes, alpha: float) -> None:
         self.base, self.alpha = base, alpha
@@ -206,7 +206,7 @@ class Origin:
         self._write()
 
     def check(self) -> None:
-        """Raises `BirlError` where something else was written into `marks`, which then are again what they were."""
+        """Raises `BirlError` if other values were written into `marks`, which are restored in any case."""
         base, alpha = bytes(self.marks["lora.base"].tolist()), self.marks["lora.alpha"].item()
         self._write()
         if base != self.base:
@@ -226,7 +226,7 @@ class Origin:
 
 
 class Adapters(Masters):
-    """A, B and magnitudes as the masters of a module."""
+    """A, B and magnitudes as the masters of a module's weights."""
 
     def __init__(self, model: nn.Module, lora: Lora, dtype: torch.dtype, offload: bool = False) -> None:
         self.model = model
@@ -251,11 +251,11 @@ class Adapters(Masters):
         self.tensors = self.heads.tensors | matrices
 
     def gather(self) -> None:
-        self.heads.gather()  # those of the merged weights are where they belong already
+        self.heads.gather()  # gradients of merged weights are in A, B and magnitudes already
 
     def publish(self) -> None:
-        """Merge into the module's own parameters, and have every copy of them made anew; of what is quantised there are
-        copies only."""
+        """Merge into the module's parameters, and invalidate all copies of these; quantised layers have only such
+        copies."""
         self.heads.publish()
         with torch.no_grad():
             for adapter in self.adapters.values():
@@ -267,20 +267,20 @@ class Adapters(Masters):
                     adapter.parameter.copy_(adapter.merged())
 
     def loaded(self) -> None:
-        """New values were written into `tensors` and `marks`. Raises `BirlError` where they belong to another base."""
+        """Call after writing `tensors` and `marks`. Raises `BirlError` if they belong to another base."""
         self.origin.check()
         self.publish()
 
     def weights(self) -> dict[str, Tensor]:
-        """All float32 weights by the model's own names: merged where something is trained, elsewhere what the module
-        computes with."""
+        """All float32 weights by the model's names: merged ones of trained layers, the module's weights of all
+        others."""
         result = {name: p.detach().float() for name, p in self.model.named_parameters() if not p.is_meta}
         result |= {name: layer.matrix().float() for name, layer in quantized_layers(self.model).items()}
         return result | self.heads.weights() | {f"{name}.weight": x.merged() for name, x in self.adapters.items()}
 
 
 def digest(model: nn.Module) -> bytes:
-    """SHA-256 of all float32 weights but new heads. A checkpoint has it, since it has not the weights."""
+    """SHA-256 of all float32 weights but new heads. A checkpoint has it in place of the weights."""
     result = hashlib.sha256()
     for name, value in values(model):
         if name.removesuffix(".weight") in HEADS:

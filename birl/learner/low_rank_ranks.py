@@ -1,18 +1,18 @@
-"""A frozen base on several ranks, each with a whole copy (`parallel.ddp`) or a part (`SplitBase`): they share out the
-rows of each pass.
+"""A frozen base on several ranks, each with a whole copy (`parallel.ddp`) or a shard (`SplitBase`): the rows of each
+pass are divided among them.
 
-    rank 0      RankedBase.learn      log-probs of all rows, the loss and its gradient by them, as one rank has them
-    all ranks   Copy.forward          log-probs of the rank's own rows, with what going back needs
+    rank 0      RankedBase.learn      log-probs of all rows, the loss, and its gradient by the log-probs, as on one rank
+    all ranks   Copy.forward          log-probs of the rank's own rows, with the graph for the backward pass
                 Copy.backward         gradients of the adapters, summed over the ranks
 
-Masters and optimizers are rank 0's alone, as is the whole copy that it samples with. The others are sent what is
-computed with (`AdapterWeights`), once for each content, and the files of pictures. How the rows of one adapter are
-shared out does not depend on others in the pass.
+Only rank 0 has masters and optimizers, and the whole copy that it samples with. The other ranks are sent the rounded
+adapters (`AdapterWeights`), once for each content, and the files of pictures. How the rows of one adapter are divided
+does not depend on other adapters in the pass.
 
-Of a split base FSDP gathers weights within the forward and backward pass of a module: those of a layer within its own,
-the head's and the embedding's within those of `_Whole`, which therefore has all that a pass computes. Under tensor
-parallelism a rank has those rows of B that belong to its rows of W, and those columns of A that belong to its columns
-(`part`); what it adds to its summand of a layer's output is a summand, too, and so are its gradients.
+For a split base FSDP gathers weights within the forward and backward pass of a module: those of a layer within its own,
+the head's and the embedding's within those of `_Whole`, which therefore runs the whole pass. Under tensor parallelism a
+rank has those rows of B that belong to its rows of W, and those columns of A that belong to its columns (`part`); its
+contribution to a layer's output is a summand, and so are its gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ Work = Sequence[tuple[AdapterWeights | None, Sequence[TargetRow]]]
 
 @dataclass(slots=True)
 class Copy:
-    """One rank's: `adapters` by their numbers; `rows`: log-probs of the pass that is open."""
+    """One rank's base and its `adapters` by number; `rows`: log-probs of the current pass."""
 
     base: SharedBase
     ranks: Ranks
@@ -68,9 +68,9 @@ class Copy:
         work: Sequence[list[tuple[int, Sequence[TargetRow]]]],
         trained: bool,
     ) -> list[Any]:
-        """To rank 0: of each rank, log-probs [T, K] of its rows, or why there are none. `work`: for each rank, numbers
-        of adapters (0: none) and rows; `wanted`: those of the pass; `kept`: those that are used from now on, of which
-        `new` are not known yet."""
+        """Return to rank 0 for each rank the log-probs [T, K] of its rows, or an error message. `work`: for each rank,
+        adapter numbers (0: none) and rows; `wanted`: adapters of the pass; `kept`: adapters to keep from now on, of
+        which `new` are not known yet."""
         self.adapters = {n: a for n, a in self.adapters.items() if n in kept}
         for number, layers in new.items():
             parts = {name: self.base.part(name, *both) for name, both in layers.items()}
@@ -118,7 +118,7 @@ class Copy:
         return result
 
     def backward(self, numbers: Sequence[int], grads: Sequence[list[Tensor]]) -> list[Any]:
-        """To rank 0: of each rank "" or why there are no gradients; the sums of all are its adapters' gradients."""
+        """Return for each rank "" or an error message; `sums` are the adapters' gradients, summed over the ranks."""
         (own,) = self.ranks.mine(grads)
         word = ""
         try:
@@ -141,7 +141,7 @@ class Copy:
         return words
 
     def close(self) -> None:
-        """Nothing goes back any more."""
+        """End the current pass; there is no backward pass after this."""
         self.rows = []
         self.open.close()
 
@@ -156,7 +156,7 @@ class Copy:
 
 
 class _Whole(nn.Module):
-    """The model, and all that is computed with it."""
+    """The model as a module whose forward pass is the whole computation."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _Whole(nn.Module):
 
 class SplitBase(SharedBase):
     def __init__(self, model: nn.Module, dtype: torch.dtype, max_tokens: int, ranks: Ranks) -> None:
-        """(every rank) `model`: without weights (`models/slices.py`). Raises `BirlError` where it cannot be split."""
+        """(every rank) `model`: without weights (`models/slices.py`). Raises `BirlError` if it cannot be split."""
         device = device_of(model)
         super().__init__(cast(model, dtype), dtype, max_tokens, split=ranks.grid.tp > 1)
         self.device, self.tp, self.place = device, ranks.grid.tp, ranks.rank % ranks.grid.tp
@@ -189,7 +189,7 @@ class SplitBase(SharedBase):
         settle(self.whole)
 
     def part(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's part of A and B of a layer, as views."""
+        """Return this rank's part of A and B of a layer, as views."""
         if self.tp == 1:
             return a, b
         if self.kinds[name] == "colwise":
@@ -206,14 +206,14 @@ class RankedBase(SharedBase):
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, max_tokens: int, crew: RankGroup, own: SharedBase | None = None
     ) -> None:
-        """`model`: whole. `own`: what rank 0 has of it for passes, where that is another one."""
+        """`model`: whole. `own`: rank 0's base for passes, if that is another one."""
         super().__init__(model, dtype, max_tokens)
         self.crew, self.alike = crew, self.alike if own is None else own.alike
         self.copy = Copy(own or self, crew.ranks)
-        self.known: dict[int, AdapterWeights] = {}  # what the others have
+        self.known: dict[int, AdapterWeights] = {}  # adapters that the other ranks have
 
     def learn(self, work: Work, loss: Callable[[int, Sequence[Tensor]], Tensor] | None) -> list[list[Tensor]]:
-        """As on one rank. Where a rank is gone the process ends: nothing was answered, and the next one goes on."""
+        """`SharedBase.learn`, distributed. If a rank is lost the process ends before anything is answered."""
         adapters = {a.number: a for a, _ in work if a is not None}
         new = {n: sent(a) for n, a in adapters.items() if n not in self.known}
         self.known = {n: a for n, a in self.known.items() if n not in adapters} | adapters
@@ -282,12 +282,12 @@ def ended(error: BaseException) -> NoReturn:
 
 
 def sent(adapter: AdapterWeights) -> dict[str, tuple[Tensor, Tensor]]:
-    """In CPU memory: what is pickled on a GPU comes back on the GPU of that number, which is another rank's."""
+    """Copy to CPU memory: a tensor pickled on a GPU is restored on the GPU of that number, which is another rank's."""
     return {name: (f.a.cpu(), f.b.cpu()) for name, f in adapter.factors.items()}
 
 
 def shared_out(rows: Sequence[TargetRow], ranks: int) -> list[slice]:
-    """Neighbours for each rank, about as many tokens for each."""
+    """Slices of consecutive rows, one for each rank, with about equally many tokens."""
     ends = list(accumulate(len(row.tokens) for row in rows))
     bounds = [sum(end <= ends[-1] * rank / ranks for end in ends) for rank in range(ranks + 1)]
     return [slice(start, stop) for start, stop in pairwise(bounds)]

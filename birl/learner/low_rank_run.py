@@ -1,8 +1,8 @@
-"""A low-rank adapter that is trained over a base which is never changed: its masters, gradients and optimizer.
+"""A LoRA adapter that is trained on a frozen base: its masters, gradients and optimizer.
 
-Many of these share one base and one pass (`SharedBase.learn`); what a run's numbers are depends on its own requests
-alone. A and B are float32 masters; what is computed with is their rounding, made anew after each step.
-Shapes: of a layer [N, K]: A [r, K], B [N, r].
+Many adapters share one base and one pass (`SharedBase.learn`); the results of a run depend on its own requests only.
+A and B are float32 masters; passes compute with their rounded copy, which is renewed after each step.
+Shapes: for a layer [N, K]: A [r, K], B [N, r].
 """
 
 import math
@@ -30,17 +30,17 @@ from birl.models.vision import ATTENTION
 from birl.parallel.layout import gathered_for
 
 SEEING = {"visual", "vision_tower", "vision_model", "multi_modal_projector"}  # modules without factors
-ALPHA = 32.0  # of every adapter, as the service that this is like has it: the scale is 32 / rank
-NUMBERS = count(1)  # of the contents of adapters, in this process
+ALPHA = 32.0  # of every adapter, as in the service with this API: the scale is 32 / rank
+NUMBERS = count(1)  # numbers of adapter contents in this process
 
 
 class BrokenPass(RuntimeError):
-    """A backward pass failed on its way: what its adapters had collected is dropped, with the part that it added."""
+    """A backward pass failed. The collected gradients of its adapters are dropped, as it may have added a part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankConfig:
-    """rank; seed of A; which parts of the model have factors."""
+    """Rank, seed of A, and the parts of the model with LoRA factors."""
 
     rank: int
     seed: int = 0
@@ -51,7 +51,7 @@ class LowRankConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamStep:
-    """Of one step of AdamW, with decoupled weight decay. `clip`: the largest norm of the whole gradient, 0: none."""
+    """Hyperparameters of an AdamW step with decoupled weight decay. `clip`: largest norm of the gradient, 0: none."""
 
     learning_rate: float
     beta1: float = 0.9
@@ -62,8 +62,8 @@ class AdamStep:
 
 
 class LowRankMasters:
-    """A and B of some layers as float32 masters, where the layers are, and `weights`, their rounding, which is computed
-    with."""
+    """A and B of some layers as float32 masters, on the layers' devices, and `weights`, their rounded copy that passes
+    compute with."""
 
     def __init__(self, layers: Mapping[str, nn.Linear], *, rank: int, seed: int, scale: float, dtype: torch.dtype):
         self.scale, self.dtype, self.names = scale, dtype, list(layers)
@@ -77,7 +77,7 @@ class LowRankMasters:
         self.round()
 
     def round(self) -> None:
-        """The masters have changed."""
+        """Renew `weights` after the masters have changed."""
         factors = {}
         for name in self.names:
             a, b = (self.masters[f"{name}.lora_{key}"].detach() for key in "AB")
@@ -86,19 +86,19 @@ class LowRankMasters:
 
     @torch.no_grad()
     def copy(self, other: "LowRankMasters") -> None:
-        """Become what another is, of the same layers and rank."""
+        """Copy the masters of another one with the same layers and rank."""
         for name, master in self.masters.items():
             master.copy_(other.masters[name])
         self.round()
 
     def collect(self) -> None:
-        """Have places for the gradients of the step that begins."""
+        """Allocate the gradients of a new step."""
         for f in self.weights.factors.values():
             if f.gradients is None:
                 f.gradients = torch.zeros_like(f.a, dtype=torch.float32), torch.zeros_like(f.b, dtype=torch.float32)
 
     def gather(self) -> None:
-        """What was collected becomes the masters' gradients; where nothing was, they have none."""
+        """Move collected gradients to the masters; layers without any get none."""
         for name, f in self.weights.factors.items():
             if f.gradients is not None:
                 a, b = self.masters[f"{name}.lora_A"], self.masters[f"{name}.lora_B"]
@@ -111,7 +111,7 @@ class LowRankMasters:
 
 
 class LowRankRun(LowRankMasters):
-    """One adapter in training. Everything in `state` is what it is; the rest follows from it."""
+    """One adapter in training. `state` holds all of it; everything else is derived."""
 
     def __init__(self, config: LowRankConfig, layers: Mapping[str, nn.Linear], dtype: torch.dtype) -> None:
         super().__init__(layers, rank=config.rank, seed=config.seed, scale=ALPHA / config.rank, dtype=dtype)
@@ -120,7 +120,7 @@ class LowRankRun(LowRankMasters):
         self.steps = 0
 
     def gradients(self) -> dict[str, Tensor]:
-        """What was collected, by name; nothing where a step begins."""
+        """Gradients collected since the last step, by name."""
         result = {}
         for name, f in self.weights.factors.items():
             if f.gradients is not None:
@@ -135,8 +135,8 @@ class LowRankRun(LowRankMasters):
 
     @torch.no_grad()
     def step(self, how: AdamStep) -> float:
-        """One step with what was collected; gives the gradient's norm before clipping. The gradient is gone afterwards.
-        Raises `BirlError` where it is not finite, and then nothing else has changed."""
+        """Take one optimizer step; returns the gradient's norm before clipping. The gradient is dropped afterwards.
+        Raises `BirlError` if it is not finite; then nothing else has changed."""
         self.gather()
         masters = list(self.masters.values())
         for master in masters:
@@ -162,7 +162,7 @@ class LowRankRun(LowRankMasters):
         return norm.item()
 
     def state(self, optimizer: bool = True) -> dict[str, Tensor]:
-        """Masters, and AdamW's moments where a step was taken, by name."""
+        """Masters and, after a first step, AdamW's moments, by name."""
         result = {name: master.detach() for name, master in self.masters.items()}
         if optimizer:
             for name, master in self.masters.items():
@@ -172,7 +172,7 @@ class LowRankRun(LowRankMasters):
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], steps: int = 0) -> None:
-        """What `state` gave. Raises `BirlError` where a name or shape is another, or a number is none."""
+        """Load a result of `state`. Raises `BirlError` for a missing name, another shape, or a non-finite value."""
         for name, master in self.masters.items():
             value = state.get(name)
             if value is None or value.shape != master.shape or not value.isfinite().all():
@@ -191,11 +191,11 @@ class LowRankRun(LowRankMasters):
 
 
 class SharedBase:
-    """A frozen model, and passes through it for rows of different adapters."""
+    """A frozen base model with passes for rows of different adapters."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, max_tokens: int = 4096, split: bool = False) -> None:
-        """`max_tokens`: most of one pass. `split`: layers will be split over ranks. Raises `BirlError` for a model
-        whose head does more than multiply."""
+        """`max_tokens`: limit of one pass. `split`: layers will be split over ranks. Raises `BirlError` for a model
+        that scales or caps its logits."""
         if after_head(model) is not None:
             raise BirlError(f"{type(model).__name__} scales or caps its logits, which shared adapters do not support.")
         self.model, self.dtype, self.max_tokens = model.requires_grad_(False), dtype, max_tokens
@@ -212,7 +212,7 @@ class SharedBase:
         return LowRankRun(config, self.chosen(config), self.dtype)
 
     def chosen(self, config: LowRankConfig) -> dict[str, nn.Linear]:
-        """The layers that have factors."""
+        """The layers with LoRA factors."""
         wanted = {"attention": config.attention, "mlp": config.mlp, "unembed": config.unembed}
         result = {name: m for name, m in self.layers.items() if wanted[part_of(name)]}
         if not result:
@@ -220,7 +220,7 @@ class SharedBase:
         return result
 
     def hidden(self, tokens: Sequence[Tensor]) -> Tensor:
-        """Of sequences behind one another, [T, H]; within `adapted`."""
+        """Hidden states of concatenated sequences [T, H]; call it within `adapted`."""
         positions = torch.cat([torch.arange(len(t), dtype=torch.int64) for t in tokens])
         return self._hidden(torch.cat(list(tokens)), positions, [Tree.of(len(t)) for t in tokens])
 
@@ -229,9 +229,9 @@ class SharedBase:
         work: Sequence[tuple[AdapterWeights | None, Sequence[TargetRow]]],
         loss: Callable[[int, Sequence[Tensor]], Tensor] | None,
     ) -> list[list[Tensor]]:
-        """One pass for several adapters, each with sequences of its own: the log-probs of their targets, [T, K] each.
-        With a `loss` (of the number of the work, and the log-probs of its sequences, which have a gradient) its
-        gradients are added to those that the adapters collect."""
+        """One pass for several adapters with their sequences. Returns the log-probs of the targets, [T, K] for each
+        sequence. With `loss` (index into `work`, log-probs of its sequences with gradient -> loss) the gradients are
+        added to those that the adapters collect."""
         with self.passed(work, trained=loss is not None) as rows:
             if loss is not None:
                 total = sum(loss(number, own) for number, own in enumerate(rows))
@@ -247,7 +247,7 @@ class SharedBase:
     def passed(
         self, work: Sequence[tuple[AdapterWeights | None, Sequence[TargetRow]]], trained: bool
     ) -> Iterator[list[list[Tensor]]]:
-        """The log-probs; a backward pass belongs within."""
+        """Context with the log-probs; a backward pass must run within it."""
         forests = [plant(rows) for _, rows in work]
         starts = [0, *accumulate(len(f.tokens) for f in forests)]
         groups = [
@@ -294,8 +294,8 @@ class SharedBase:
 
 
 def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows [N, C] of whole numbers from 0 to 2^31: those that differ, in their order, and for each row which one it
-    is. As `torch.unique(dim=0)` does, whose comparisons take fifty times as long."""
+    """Distinct rows of [N, C] integers from 0 to 2^31, sorted, and for each row the index of its distinct one. As
+    `torch.unique(dim=0)`, whose comparisons take fifty times as long."""
     where = rows[:, 0]
     for column in rows.T[1:]:
         where = (where << 32 | column).unique(return_inverse=True)[1]
@@ -305,13 +305,13 @@ def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def backward(total: Tensor | int) -> None:
-    """From the sum of some losses, of which there may be none that depend on anything."""
+    """Backward pass from a sum of losses; nothing if none of them has a gradient."""
     if isinstance(total, Tensor) and total.requires_grad:
         total.backward()
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every linear layer of the language model by its name, in the model's order, the head as `HEAD` and last."""
+    """Linear layers of the language model by name, in the model's order; the head is last, as `HEAD`."""
     output = head(model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in HEADS and m is not output}
     seeing = {n for n in layers if not SEEING.isdisjoint(n.split("."))}
@@ -320,7 +320,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def part_of(name: str) -> str:
-    """attention | mlp | unembed."""
+    """Part of the model that a layer belongs to: attention | mlp | unembed."""
     words = name.split(".")
     if name == HEAD:
         return "unembed"
@@ -328,7 +328,7 @@ def part_of(name: str) -> str:
 
 
 def parts_bytes(config: LowRankConfig, layers: Mapping[str, nn.Linear], dtype: torch.dtype) -> int:
-    """Memory of an adapter in training: masters, two moments, gradients, and what is computed with."""
+    """Bytes of an adapter in training: masters, two moments, gradients, and the rounded copy."""
     numbers = sum(config.rank * (m.in_features + m.out_features) for m in layers.values())
     padded = sum(math.ceil(config.rank / 32) * 32 * (m.in_features + m.out_features) for m in layers.values())
     return 12 * numbers + (4 + dtype.itemsize * 5) * padded

@@ -1,15 +1,15 @@
-"""Muon: the momentum of a hidden matrix, orthogonalised (K. Jordan, 2024; arXiv:2502.16982, algorithm 1).
+"""Muon: steps along the orthogonalised momentum of hidden matrices (K. Jordan, 2024; arXiv:2502.16982, algorithm 1).
 
 M <- mu M + (1 - mu) G;   O = orthogonal((1 - mu) G + mu M);   W <- (1 - lr decay) W - 0.2 lr sqrt(max(A, B)) O
 
 for a weight W [A, B] and its gradient G, as in `torch.optim.Muon`. The factor (arXiv:2502.16982, section 2.2) gives the
-step the root mean square of AdamW's, so that `lr` and decay mean what they mean there. Hidden matrices are all but
-embeddings, heads, kernels of convolutions and what is multiplied or added one by one (`ELEMENTWISE`); experts that are
-held together [E, A, B] are E matrices, what a model has as one matrix (gate_up_proj, qkv_proj) is one. All else is
-stepped by AdamW.
+step the root mean square of AdamW's, so that `lr` and decay have the same meaning. Hidden matrices are all but
+embeddings, heads, kernels of convolutions and parameters that are multiplied or added elementwise (`ELEMENTWISE`);
+stacked experts [E, A, B] are E matrices, a fused matrix of the model (gate_up_proj, qkv_proj) is one. All other
+parameters are stepped by AdamW.
 
-Of a matrix that ranks have in parts each has a part of M; a step gathers the whole of what is orthogonalised, one
-matrix at a time, and every rank computes the same. Experts that are shared out whole are gathered by none.
+Of a sharded matrix each rank has a shard of M; a step gathers the whole matrix to orthogonalise, one at a time, and
+every rank computes the same. Experts that are sharded as whole matrices need no gather.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ from birl.parallel.layout import Layout, cut
 COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # of the quintic iteration, by K. Jordan
 RMS = 0.2  # of AdamW's steps
 
-Whole = Callable[[Tensor], Tensor]  # this rank's part of something of a matrix's size -> the DTensor
+Whole = Callable[[Tensor], Tensor]  # this rank's shard of a tensor of a matrix's size -> the DTensor
 
 
 def hidden(model: nn.Module) -> set[str]:
@@ -50,7 +50,7 @@ def matrix(shape: torch.Size) -> bool:
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW for `groups`, whose matrices in `matrices` are stepped by Muon: each with what makes a whole of a part."""
+    """AdamW for `groups`, except that the keys of `matrices` are stepped by Muon; values: shard -> DTensor."""
 
     def __init__(self, groups: list[dict[str, Any]], matrices: Mapping[Tensor, Whole], **options: Any):
         super().__init__(groups, fused=True, **options)
@@ -62,7 +62,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """The gradient of what Muon steps is gone afterwards."""
+        """Gradients of matrices that Muon steps are set to None afterwards."""
         for group in self.param_groups:
             for master in group["params"]:
                 if master in self.matrices and master.grad is not None:

@@ -1,4 +1,4 @@
-"""The learner that a configuration asks for, and the models beside it."""
+"""Build the learner of a configuration, its teachers and other models."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -38,8 +38,8 @@ def make_learner(
     routed: bool = True,
     teacher: Teacher | None = None,
 ) -> Learner:
-    """The learner that is trained. Its log-probs are those of the temperature that sampled, where something did.
-    `routed`: what the configuration says of routers is about this model."""
+    """Return the trained learner. In RL its log-probs are at the sampling temperature. `routed`: the configuration's
+    settings of routers apply to this model."""
     optimizer = config.optimizer
     check_device(config, device_of(model))
     return Learner(
@@ -82,7 +82,7 @@ def replays(config: schema.RL | schema.Stage) -> bool:
 
 
 def check_split(config: schema.RL | schema.Stage, folder: Path) -> None:
-    """Can the model of a folder, or its rows, be split over that many ranks? Before its weights are loaded. Raises
+    """Check before loading weights that the model of a folder, and its rows, can be split over the ranks. Raises
     `BirlError`."""
     if config.parallel.tp * config.parallel.cp == 1:
         return
@@ -96,8 +96,8 @@ def check_split(config: schema.RL | schema.Stage, folder: Path) -> None:
 
 
 def own_teacher(config: schema.RL, policy: Policy, ranks: Ranks) -> Learner | None:
-    """Before the learner is made: its first weights, or those that will be its average, where algorithm.teacher=self
-    asks for them; the average has no optimizer."""
+    """Return the teacher if algorithm.teacher=self, before the learner is made: its initial weights, or the average of
+    its weights, which has no optimizer state. None if there is no such teacher."""
     keys = config.algorithm
     if keys.teacher != SELF or keys.teacher_rate == 1:
         return None
@@ -109,7 +109,7 @@ def own_teacher(config: schema.RL, policy: Policy, ranks: Ranks) -> Learner | No
 
 
 def frozen(config: schema.RL | schema.SFT, model: nn.Module, ranks: Ranks) -> Learner:
-    """A model that only says something; a sampled token's log-prob at the temperature that sampled."""
+    """Return a frozen learner, which only computes; in RL log-probs are at the sampling temperature."""
     temperature = config.rollout.temperature if isinstance(config, schema.RL) else 1.0
     dtype = DTYPES[config.model.dtype]
     return Learner(model, dtype=dtype, temperature=temperature, trainable=False, ranks=ranks)
@@ -118,8 +118,8 @@ def frozen(config: schema.RL | schema.SFT, model: nn.Module, ranks: Ranks) -> Le
 def distilled(
     config: schema.RL | schema.SFT, policy: Policy, ranks: Ranks, own: Learner | None = None
 ) -> Teacher | None:
-    """What compares the learner with its teacher over the vocabulary; None where nothing does. `own`: what
-    algorithm.teacher=self means. Raises `BirlError`."""
+    """Return the comparison of learner and teacher over the vocabulary; None if there is none. `own`: the teacher of
+    algorithm.teacher=self. Raises `BirlError`."""
     if isinstance(config, schema.RL):
         keys, temperature, paths = config.algorithm, config.rollout.temperature, teachers_of(config)
         name, beta, top_k = keys.teacher_divergence, keys.teacher_beta, keys.teacher_top_k
@@ -143,7 +143,7 @@ def distilled(
 def local_teachers(
     config: schema.RL | schema.SFT, paths: Mapping[str, str], policy: Policy, ranks: Ranks, own: Learner | None
 ) -> dict[str, Learner]:
-    """By name, those that are not behind an address. Raises `BirlError`."""
+    """Teachers that are not served, by name. Raises `BirlError`."""
     key = "distill.teacher" if isinstance(config, schema.SFT) else "algorithm.teacher" + "s" * ("" not in paths)
     known: dict[str, Learner] = {} if own is None else {SELF: own}
     for path in paths.values():
@@ -153,8 +153,8 @@ def local_teachers(
 
 
 def other_model(config: schema.RL | schema.SFT, path: str, policy: Policy, key: str, ranks: Ranks) -> nn.Module:
-    """A model that reads the policy's own tokens: that of critic.path with the score head that its folder may hold, or
-    a teacher. Raises `BirlError`."""
+    """Load a model with the policy's vocabulary: a teacher, or the model of critic.path, with its score head if its
+    folder has one. Raises `BirlError`."""
     folder = resolved(path, key)
     theirs, own = load_tokenizer(folder).get_vocab(), policy.tokenizer.get_vocab()
     if theirs != own:

@@ -1,8 +1,8 @@
 """AdamW on float32 master weights, its schedule, and clipping by the global norm.
 
-The module that generates and trains holds its weights in the compute type. When that is bfloat16, each parameter has a
+The module that generates and trains holds its weights in the compute type. If that is bfloat16, each parameter has a
 float32 master: gradients are summed in float32, AdamW updates the master, and the parameter is the master rounded.
-`rounding.py` has the numbers that masters begin with.
+`rounding.py` chooses the initial values of masters.
 
 AdamW on bfloat16 weights would not move them at all at the learning rates of reinforcement learning: the step is
 smaller than half a unit in the last place (measured; `tests/learner/test_optimizer.py`).
@@ -21,30 +21,30 @@ from birl.models.decoder import weights_changed
 from birl.parallel.layout import Layout
 from birl.parallel.norm import sum_gradients
 
-#: ends of the names of parameters that are added or multiplied one by one, also where they have two dimensions: biases
-#: of experts, scales of heads, Mamba's A
+#: suffixes of names of parameters that are added or multiplied elementwise, even if they have two dimensions: biases of
+#: experts, scales of heads, Mamba's A
 ELEMENTWISE = ("bias", "A_log", "scale")
 
 
 class Masters:
-    """What is trained: float32 `tensors` by name, whole on every rank, and `marks`, what else a checkpoint must agree
-    with."""
+    """Trained float32 `tensors` by name, whole on every rank, and `marks`: further tensors that a checkpoint must
+    match."""
 
     tensors: dict[str, Tensor]
     marks: dict[str, Tensor]
 
     def whole(self, name: str, value: Tensor) -> Tensor:
-        """Something of the size of a master, or of its optimizer state, as a checkpoint has it."""
+        """Return a tensor of a master's size, or of its optimizer state, in the form for a checkpoint."""
         return value
 
     def copies(self, name: str) -> int:
-        """How many ranks have each element of a master, of all those that train; 0: every one of them."""
+        """Number of ranks that hold each element of a master; 0: all ranks."""
         return 0
 
 
 class MasterWeights(Masters):
     """float32 masters of a module's parameters; `tensors[name].grad` is the float32 gradient summed over
-    micro-batches. With `offload` masters and gradients are in CPU memory, and so AdamW's state and its step."""
+    micro-batches. With `offload` masters, gradients and AdamW's state are in CPU memory, and its step runs there."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, offload: bool = False) -> None:
         self.model = model
@@ -66,12 +66,12 @@ class MasterWeights(Masters):
                 parameter.master = master  # pyright: ignore  birl's kernels add gradients to it directly
 
     def gather(self) -> None:
-        """Before the step: every gradient is in its master, or on its way there."""
+        """Call before a step: waits until every offloaded gradient is in its master."""
         if self.gradients is not None:
             self.gradients.arrive()
 
     def publish(self) -> None:
-        """Round the masters into the module's own parameters, and have every copy of them made anew."""
+        """Round the masters into the module's parameters, and invalidate all copies of these."""
         weights_changed(self.model)
         if self.separate and self.tensors:
             with torch.no_grad():
@@ -82,7 +82,7 @@ class MasterWeights(Masters):
                 torch._foreach_copy_(list(self.parameters.values()), list(self.tensors.values()))
 
     def loaded(self) -> None:
-        """New values were written into `tensors`."""
+        """Call after writing `tensors`."""
         self.publish()
 
     def weights(self) -> dict[str, Tensor]:
@@ -90,19 +90,19 @@ class MasterWeights(Masters):
 
 
 class ShardedMasterWeights(Masters):
-    """This rank's parts of the parameters of a model that FSDP has split. They are the float32 masters themselves; the
-    copies that are computed with exist only for a moment."""
+    """This rank's shards of the parameters of a model split by FSDP. They are the float32 masters themselves; copies in
+    the compute type exist only temporarily."""
 
     def __init__(self, parameters: dict[str, Any], summands: Sequence[str] = (), group: Any = None) -> None:
-        """`parameters`: DTensors by name. `summands`: those that the ranks of `group` have alike, but each with a part
-        of the gradient."""
+        """`parameters`: DTensors by name. `summands`: those that are replicated over `group` while each rank has a
+        summand of the gradient."""
         self.parameters, self.group = parameters, group
         self.summands = [name for name in summands if name in parameters]
         self.tensors = {n: p.to_local().detach() for n, p in self.parameters.items()}
         self.marks = {}
 
     def gather(self) -> None:
-        """Every gradient, summed over the ranks by now, goes to its part."""
+        """Move every gradient, which FSDP has summed over the ranks, to its shard."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 self.tensors[name].grad = parameter.grad.to_local()
@@ -110,17 +110,17 @@ class ShardedMasterWeights(Masters):
         sum_gradients([self.tensors[name] for name in self.summands], self.group)
 
     def publish(self) -> None:
-        """The parts are the parameters."""
+        """Nothing to do: the shards are the parameters."""
 
     def loaded(self) -> None:
-        """New values were written into `tensors`."""
+        """Call after writing `tensors`."""
 
     def weights(self) -> dict[str, Tensor]:
-        """As DTensors."""
+        """Weights by name, as DTensors."""
         return {name: p.data for name, p in self.parameters.items()}
 
     def whole(self, name: str, value: Tensor) -> Tensor:
-        """A part as the DTensor that it is a part of; a step count is no part of anything."""
+        """Return a shard as its DTensor; a step count, which is not sharded, unchanged."""
         return value if value.ndim == 0 else Layout.of(self.parameters[name]).whole(value, self.tensors[name].shape)
 
     def copies(self, name: str) -> int:
@@ -128,9 +128,9 @@ class ShardedMasterWeights(Masters):
 
 
 class Gradients:
-    """Gradients on their way to CPU memory (`optimizer.offload=cpu`), pinned and beside the backward pass where that is
-    on a GPU; on a CPU the same steps copy plainly. `send` begins a copy behind what computes them, and `arrive` adds
-    what has come to the masters' float32 gradients, in the order in which it was sent."""
+    """Gradients in transfer to CPU memory (`optimizer.offload=cpu`): from a GPU into pinned memory, overlapped with the
+    backward pass; on a CPU they are copied synchronously. `send` starts a copy after the gradient's computation, and
+    `arrive` adds finished copies to the masters' float32 gradients, in the order of sending."""
 
     def __init__(self) -> None:
         self.under_way: deque[tuple[Tensor, Any, Any]] = deque()
@@ -151,7 +151,7 @@ class Gradients:
         self.arrive(wait=False)
 
     def arrive(self, wait: bool = True) -> None:
-        """Without `wait` only what is there already, and the last one stays: it was just sent."""
+        """Add sent gradients to the masters. Without `wait` only finished copies, and not the last one sent."""
         while len(self.under_way) > (0 if wait else 1):
             host, master, sent = self.under_way[0]
             if sent is not None:
@@ -163,7 +163,7 @@ class Gradients:
 
 
 def add_grad(master: Any, grad: Tensor) -> None:
-    """To the float32 sum in `master.grad`, where `grad` may be in another type."""
+    """Add to the float32 sum in `master.grad`; `grad` may have another type."""
     if master.grad is None:
         master.grad = grad.to(torch.float32)
     else:
@@ -171,25 +171,25 @@ def add_grad(master: Any, grad: Tensor) -> None:
 
 
 def staging(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """CPU memory for a copy to or from the device of `like`; PyTorch keeps pinned memory for the next one, and does not
-    give it away before a copy that was begun on it is over."""
+    """CPU memory for a copy to or from the device of `like`. PyTorch caches pinned memory, and does not reuse it before
+    copies that were started on it are finished."""
     return torch.empty(like.shape, dtype=dtype, pin_memory=like.is_cuda)
 
 
 def bring(parameter: Tensor, master: Tensor) -> None:
-    """Round a master into the parameter; the next one is rounded while this one is copied."""
+    """Round a master into the parameter; the copy is asynchronous, so the next master is rounded meanwhile."""
     host = staging(parameter, parameter.dtype)
     host.copy_(master)
     parameter.copy_(host, non_blocking=True)
 
 
 def move_grad_to(master: Any, gradients: Gradients | None = None):
-    """After each backward pass of a parameter: its gradient goes to where `master.grad` is summed in float32, over
-    `gradients` where that is in CPU memory."""
+    """Return a hook for a parameter after its backward pass: adds the gradient to the float32 `master.grad`, through
+    `gradients` if that is in CPU memory."""
 
     def hook(parameter: Tensor) -> None:
         grad = parameter.grad
-        if grad is None:  # the kernels have put it where it belongs
+        if grad is None:  # the kernels have added it to the master
             return
         if gradients is not None:
             gradients.send(grad.detach(), master)
@@ -210,9 +210,9 @@ def adamw(
     weight_decay: float,
     still: Collection[str] = (),
 ) -> torch.optim.AdamW:
-    """Weight decay is for matrices; norms and biases have none, those of experts, [E, A], neither. `kind`: adamw |
-    adamw8bit | muon, whose momentum is the first of `betas`; `still`: names of masters that keep their values. AdamW
-    makes its state at the first step; a checkpoint needs the tensors to exist before that."""
+    """Return the optimizer. Weight decay applies to matrices, not to norms and biases, nor to those of experts [E, A].
+    `kind`: adamw | adamw8bit | muon, whose momentum is the first of `betas`; `still`: names of masters that keep their
+    values. The state is created here, not at the first step, as a checkpoint may be loaded before that."""
     moving = {name: tensor for name, tensor in masters.tensors.items() if name not in still}
     tensors = list(moving.values())
     decayed = {n: t.ndim >= 2 and not n.endswith(ELEMENTWISE) for n, t in moving.items()}
@@ -239,7 +239,7 @@ def adamw(
 
 
 def wide_state(master: Tensor) -> dict[str, Tensor]:
-    """Float32 moments of 0, as fused AdamW has them."""
+    """State of fused AdamW: float32 moments of 0 and the step count."""
     step = torch.zeros((), dtype=torch.float32, device=master.device)
     return {"step": step, "exp_avg": torch.zeros_like(master.data), "exp_avg_sq": torch.zeros_like(master.data)}
 

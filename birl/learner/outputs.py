@@ -1,4 +1,4 @@
-"""What a model says of the trained tokens of a micro-batch: the forward pass of training, as one module."""
+"""The forward pass of training as one module: log-probs and entropies of the trained tokens of a micro-batch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,12 +22,12 @@ from birl.parallel import context
 from birl.parallel.layout import gathered_for
 from birl.parallel.ranks import Ranks
 
-#: hidden states [U, H] and the head -> the divergence of what they say from what a teacher says [U]
+#: hidden states [U, H] and the head -> the divergence of their distributions from a teacher's [U]
 Compared = Callable[[Tensor, nn.Linear], Tensor]
 
 
 class Outputs(nn.Module):
-    """A module, so that FSDP gathers what is no layer: the head's own forward pass is never called."""
+    """A module, so that FSDP gathers weights outside the layers: the head's own forward pass is never called."""
 
     def __init__(self, model: nn.Module, temperature: float, checkpointing: bool, ranks: Ranks) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class Outputs(nn.Module):
 
     def forward(self, batch: Batch, compared: Compared | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. Third, columns of the batch [N]:
-        what a critic on the same backbone says, the divergence from a teacher, and log-probs of what an environment
-        wrote [O]. Ranks that share a row each compute their part of it, and all get all of it."""
+        values of a critic on the same backbone, the divergence from a teacher, and log-probs of the environment's
+        tokens [O]. Ranks that share a row each compute a part of it, and all get the whole result."""
         model = self.model
         part, hidden = self._states(batch)
         if score := score_head(model):
@@ -64,8 +64,8 @@ class Outputs(nn.Module):
         return logp, entropy, result
 
     def states(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What a teacher says all with: hidden states of this rank's predictions [U, H], the head's weight, and its
-        bias. Copies of what FSDP has gathered, as that is given back."""
+        """A teacher's distributions in compact form: hidden states of this rank's predictions [U, H], the head's weight
+        and bias. Copies if FSDP has gathered them, as those are freed again."""
         layer = head(self.model)
         _, hidden = self._states(batch)
         own = Tensor.clone if self.ranks.sharded else Tensor.detach
@@ -90,8 +90,8 @@ class Outputs(nn.Module):
 
 
 def padded(batch: Batch, multiple: int) -> Batch:
-    """With a sequence of its own behind the others, which nothing attends to and nothing reads, so that the number of
-    tokens is a multiple."""
+    """Append a dummy sequence, which nothing attends to and nothing reads, so that the number of tokens is a multiple
+    of `multiple`."""
     extra = -len(batch.tokens) % multiple
     if extra == 0:
         return batch
@@ -105,8 +105,8 @@ def padded(batch: Batch, multiple: int) -> Batch:
 
 
 def recompute(model: nn.Module) -> None:
-    """Have each layer compute its activations again in the backward pass. transformers does so only in training mode:
-    the layers alone get it, and are out of it again where they compute, so that nothing drops out."""
+    """Enable gradient checkpointing in each layer. transformers does so only in training mode: only the layers are put
+    into it, and they leave it while they compute, so that there is no dropout."""
     module: Any = model
     new = hasattr(module, "activation_checkpointing_enable")  # its name since transformers 5.23
     enable = module.activation_checkpointing_enable if new else module.gradient_checkpointing_enable

@@ -1,8 +1,8 @@
-"""Several policies over one base that is never changed: each has low-rank matrices and an optimizer's state of its own,
-and learns from its own samples alone. A league keeps earlier versions of them, which are sampled and not trained.
+"""Several policies on one frozen base: each has its own LoRA matrices and optimizer state, and learns only from its own
+samples. A league keeps earlier versions of them, which are sampled and not trained.
 
-Rows of a micro-batch are all of one policy (`Batch.policy`), whose matrices are added to the base's products
-(`models/low_rank.py`) as the engine adds them. So no weights are merged, and none change where another policy learns.
+All rows of a micro-batch belong to one policy (`Batch.policy`), whose matrices are added to the base's products
+(`models/low_rank.py`) as in the engine. So no weights are merged, and training one policy never changes another.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from birl.models.low_rank import AdapterWeights, RowGroup, adapted, hook
 
 
 class Policies(Masters):
-    """The masters of all policies; a name in `tensors` is POLICY/LAYER.lora_A. `past`: of each policy `lora.past`
-    earlier versions, which a checkpoint has among its marks; all of them are the base before the first is kept."""
+    """The masters of all policies; a name in `tensors` is POLICY/LAYER.lora_A. `past`: `lora.past` earlier versions of
+    each policy, which a checkpoint has among its marks; all equal the base until the first is kept."""
 
     def __init__(self, model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
         self.model = model
@@ -32,7 +32,7 @@ class Policies(Masters):
         layers: dict[str, Any] = {name: model.get_submodule(name) for name in targets(model, lora.targets)}
         scale = lora.alpha / lora.rank
 
-        def made() -> LowRankMasters:  # all begin alike, so that none depends on how many others there are
+        def made() -> LowRankMasters:  # same seed for all, so that none depends on the number of others
             return LowRankMasters(layers, rank=lora.rank, seed=lora.seed, scale=scale, dtype=dtype)
 
         self.trained = {name: made() for name in lora.policies}
@@ -48,20 +48,20 @@ class Policies(Masters):
             hook(model, layers)
 
     def active(self, batch: Batch) -> AbstractContextManager[None]:
-        """Within, passes of this micro-batch are its policy's; where they have a gradient, it is collected."""
+        """Context in which passes of this micro-batch use its policy's adapter; gradients are collected if enabled."""
         own, trains = self.trained[batch.policy], torch.is_grad_enabled()
         if trains:
             own.collect()
         return adapted(self.model, [RowGroup(0, len(batch.tokens), own.weights)], trained=trains)
 
     def adapter(self, name: str, past: int | None = None) -> AdapterWeights:
-        """What a policy adds to the base now, or what the version in place `past` does."""
+        """A policy's current adapter, or its earlier version number `past`."""
         return (self.trained[name] if past is None else self.past[name][past]).weights
 
     @torch.no_grad()
     def keep(self, number: int) -> None:
-        """The policies as they are now become the `number`-th versions of the league, counted from 0, in the place of
-        the oldest."""
+        """Store the current policies as the `number`-th versions of the league, counted from 0, in place of the
+        oldest."""
         for name, versions in self.past.items():
             versions[number % len(versions)].copy(self.trained[name])
 
@@ -70,8 +70,8 @@ class Policies(Masters):
             own.gather()
 
     def clip(self, most: float) -> Tensor:
-        """Each policy's gradient to a norm of at most `most` (0: any); gives that of all of them before. A policy
-        without samples in the step has no gradient: the optimizer passes it over, its state included."""
+        """Clip each policy's gradient to a norm of at most `most` (0: any); returns the norm of all before clipping. A
+        policy without samples in the step has no gradient: the optimizer skips it, its state included."""
         norms: dict[str, Tensor] = {}
         for name, own in self.trained.items():
             tensors: Sequence[Tensor] = list(own.masters.values())
@@ -84,13 +84,13 @@ class Policies(Masters):
         return torch.linalg.vector_norm(every)
 
     def publish(self) -> None:
-        """Round anew what has moved."""
+        """Round the masters that were stepped."""
         for own in self.trained.values():
             if any(t.grad is not None for t in own.masters.values()):
                 own.round()
 
     def loaded(self) -> None:
-        """New values were written into `tensors` and `marks`. Raises `BirlError` where they belong to another base."""
+        """Call after writing `tensors` and `marks`. Raises `BirlError` if they belong to another base."""
         self.origin.check()
         for own in [*self.trained.values(), *(v for versions in self.past.values() for v in versions)]:
             own.round()

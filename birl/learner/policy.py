@@ -43,19 +43,19 @@ class Policy:
         return context_limit(self.model)
 
     def keep_pictures(self, run: Path) -> None:
-        """From now on the files of pictures are in the run's folder, too."""
+        """Also store the files of pictures in the run's folder from now on."""
         if self.chat.pictures is not None:
             self.chat.pictures.keep(run / PICTURES)
 
     @property
     def pair_cost(self) -> float:
-        """Of attention to one token, by that of a token's products with weights."""
+        """Cost of attention to one token, relative to a token's products with weights."""
         return Shape.of_model(self.model).pair_cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """What is needed to talk to a model that is somewhere else."""
+    """Tokenizer and limits of a model that runs elsewhere."""
 
     folder: Path
     chat: Chat
@@ -75,9 +75,9 @@ def load_reader(config: schema.Model) -> Reader:
 
 
 def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = None, quantized: str = "none") -> Policy:
-    """The model is verified in float32 on the device that it will run on, so with that device's kernels, and a small
-    one like it in the run's own type. Where `ranks` will have parts of it, it gets no weights yet (`models/slices.py`),
-    and only the small one is verified. `quantized`: nf4 or int8, in which it is loaded, one weight after the other."""
+    """Load and verify a model: in float32 on the device that it will run on, so with that device's kernels, and a small
+    model of the same kind in the run's type. If it is sharded over `ranks`, it gets no weights yet (`models/slices.py`)
+    and only the small one is verified. `quantized`: nf4 or int8; it is quantised while loading, weight by weight."""
     device = choose(config.device)
     folder = resolved(config.path)
     if quantized != "none" and sees(folder, config.pictures):
@@ -110,7 +110,7 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
 
 
 def see(config: schema.Model, folder: Path, model: nn.Module, chat: Chat) -> None:
-    """What finds pictures, for the model and for its text. Raises `BirlError`."""
+    """Set up loading of pictures in the model and its chat. Raises `BirlError`."""
     bounds = Bounds(
         pixels=config.max_pixels,
         megabytes=config.max_picture_mb,
@@ -129,7 +129,7 @@ def see(config: schema.Model, folder: Path, model: nn.Module, chat: Chat) -> Non
 
 
 def check_room(path: str, folder: Path, device: torch.device, pictures: bool = False) -> None:
-    """Raises `BirlError` where a GPU cannot hold the weights in float32, as which they are loaded and verified."""
+    """Raises `BirlError` if a GPU cannot hold the weights in float32, in which they are loaded and verified."""
     if device.type == "cpu":
         return
     needed, free = 4 * sum(p.numel() for p in skeleton(folder, pictures=pictures).parameters()), free_memory(device)

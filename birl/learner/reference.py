@@ -1,5 +1,5 @@
-"""Log-probs of whole answers, and those of the reference that a preference loss compares with: a frozen copy of the
-first weights, or what they gave before the first step (preference.reference=live, precomputed)."""
+"""Log-probs of whole answers, under the policy and under the reference of a preference loss: a frozen copy of the
+initial weights, or log-probs computed with them before the first step (preference.reference=live, precomputed)."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from birl.types import Sample
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers in a micro-batch, in order: which of the step it is, its sum of log-probs, its tokens."""
+    """The answers in a micro-batch, in order: number within the step, sum of log-probs, tokens."""
 
     number: Tensor  # [A]
     total: Tensor  # [A] float32
@@ -36,7 +36,7 @@ class Answers:
 
 
 def answers(logp: Tensor, batch: Batch) -> Answers:
-    """Log-probs of trained tokens [N] -> of answers [A]."""
+    """Sum the log-probs of trained tokens [N] by answer [A]."""
     first, length = starts(batch.sample), totals(torch.ones_like(batch.sample), batch.sample)
     return Answers(batch.sample[first], totals(logp, batch.sample), length, batch.weights[first])
 
@@ -47,23 +47,23 @@ BatchScorer = Callable[[Sequence[Batch]], list[Tensor]]
 
 @dataclass(slots=True, kw_only=True)
 class Reference:
-    """(rank 0) Sums of log-probs, of each answer, under the weights of `now` and those at `first`. Zeros where there is
-    neither `first` nor anything `known`."""
+    """(rank 0) Sum of log-probs of each answer under the current weights (`now`) and the initial ones (`first`). The
+    reference is 0 if there is neither `first` nor anything `known`."""
 
     pack: Packer
     now: BatchScorer
     first: BatchScorer | None
-    weights: Callable[[Sequence[Any]], list[Tensor]]  # the digest of those of now
+    weights: Callable[[Sequence[Any]], list[Tensor]]  # digest of the current weights
     known: dict[str, list[float]] = field(default_factory=dict)  # tokens of an example -> the sum of each answer
 
     def gains(self, samples: Sequence[Sample]) -> Tensor:
-        """[samples] float32: their sums now over those at first, no gradient."""
+        """Log-ratio of each sample, current minus initial sum of log-probs, [samples] float32, without gradient."""
         batches = self._packed(samples)
         gained = _sums(batches, self.now(batches), len(samples))
         return gained if self.first is None else gained - _sums(batches, self.first(batches), len(samples))
 
     def of(self, batches: Sequence[Batch], examples: Sequence[Example]) -> list[Tensor]:
-        """[A] for each micro-batch: the sum of each of its answers."""
+        """Reference sum of each answer, [A] for each micro-batch."""
         if self.first is not None:
             logps = self.first(batches)
             return [answers(logp.cpu(), batch).total for batch, logp in zip(batches, logps, strict=True)]
@@ -74,8 +74,8 @@ class Reference:
         return [torch.zeros_like(a.total) for a in each]
 
     def precompute(self, examples: Sequence[Example], rows: int, run: Path | None) -> None:
-        """The sums of all answers under the weights of now, `rows` at a time; once for a run: they are in its
-        folder."""
+        """Compute the sums of all answers under the current weights, `rows` at a time; once for a run: its folder keeps
+        them."""
         by_name = {_identity(e): e for e in examples}
         file, mark = None if run is None else run / "reference.json", self._mark(by_name)
         stored = read_json(file) if file is not None and file.is_file() else {}
@@ -93,13 +93,13 @@ class Reference:
                 write_whole(file, json.dumps({"of": mark, "sums": self.known}).encode())
 
     def _packed(self, samples: Sequence[Sample]) -> Shared[Batch]:
-        """For sums without a gradient: so one that is longer than a micro-batch (KTO's prompt with the answer of
-        another) has its own."""
+        """Micro-batches for sums without a gradient. They may be larger than usual, for a sample longer than a
+        micro-batch (KTO's prompt with the answer of another row)."""
         capacity = max([self.pack.capacity, *(len(s.tokens) for s in samples)])
         return replace(self.pack, capacity=capacity)(samples, [0.0] * len(samples))
 
     def _mark(self, names: Iterable[str]) -> str:
-        """What the sums belong to: these weights and these rows."""
+        """Digest of the weights and rows that the sums belong to."""
         mark = hashlib.sha256(bytes(self.weights(())[0].tolist()))
         for name in names:
             mark.update(name.encode())
@@ -107,7 +107,7 @@ class Reference:
 
 
 def _sums(batches: Sequence[Batch], logprobs: Sequence[Tensor], count: int) -> Tensor:
-    """Of each of `count` answers, [count] float32."""
+    """Sum of log-probs of each of `count` answers, [count] float32."""
     sums = torch.empty(count, dtype=torch.float32)
     for batch, logp in zip(batches, logprobs, strict=True):
         a = answers(logp.cpu(), batch)
@@ -116,17 +116,17 @@ def _sums(batches: Sequence[Batch], logprobs: Sequence[Tensor], count: int) -> T
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
-    """(every rank) [32] uint8, the digest of its weights."""
+    """(every rank) Digest of its weights, [32] uint8."""
     return [torch.tensor([*digest(model)], dtype=torch.uint8)]
 
 
 def samples_of(examples: Sequence[Example]) -> list[Sample]:
-    """One for each answer; those of a row share a group."""
+    """Return one sample for each answer; those of a row share a group."""
     return [s.sample(group=i) for i, e in enumerate(examples) for s in e.sequences]
 
 
 def mismatched(examples: Sequence[Example], limit: int) -> list[Sample]:
-    """Each prompt with the answer of the next row, the last with that of the first; of each the first `limit`
+    """Return each prompt with the answer of the next row (the last prompt with the first row's), cut to `limit`
     tokens."""
     result = []
     for n, (row, other) in enumerate(zip(examples, [*examples[1:], *examples[:1]], strict=True)):
@@ -139,7 +139,7 @@ def mismatched(examples: Sequence[Example], limit: int) -> list[Sample]:
 
 
 def _identity(example: Example) -> str:
-    """Of an example's tokens. Its id will not do: rows of data.train and data.validation may have the same."""
+    """Digest of an example's tokens. Its id is not unique: rows of data.train and data.validation may share one."""
     identity = hashlib.sha256()
     for side in example.sequences:
         identity.update(side.ids.tobytes() + side.mask + b"|")

@@ -1,4 +1,4 @@
-"""Configuration -> what judges answers beside the environment."""
+"""Configuration -> reward functions beside the environment's reward."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ from birl.text.chat import Chat
 
 
 class RewardModel:
-    """A reward function: (completions, prompts) -> scores. It is a frozen learner with a score head; it computes on the
-    thread of the engine and the learner, packed, each prompt once for all its answers. Raises `BirlError` where the
-    folder holds no reward model."""
+    """A reward function: (completions, prompts) -> scores. It is a frozen learner with a score head that computes on
+    the thread of engine and learner, packed, each prompt once for all its answers. Raises `BirlError` if the folder
+    has no reward model."""
 
     __name__ = "model"
     reads_text = True
@@ -49,7 +49,7 @@ class RewardModel:
         return await asyncio.get_running_loop().run_in_executor(self.compute, self.scores, completions, prompts)
 
     def scores(self, completions: Sequence[str], prompts: Sequence[Any]) -> list[float]:
-        """One score for each completion. Raises `BirlError` for what is longer than the model's context."""
+        """Return one score for each completion. Raises `BirlError` for one longer than the model's context."""
         pairs = enumerate(zip(prompts, completions, strict=True))
         samples = [scored(self.read(p, c), self.group(prompts, i)) for i, (p, c) in pairs]
         batches = pack(samples, [0.0] * len(samples), self.tokens)
@@ -68,7 +68,7 @@ class RewardModel:
 
     @staticmethod
     def group(prompts: Sequence[Any], index: int) -> int:
-        """Neighbours with one prompt share it."""
+        """Group of a completion: neighbours with the same prompt share one."""
         while index > 0 and prompts[index] == prompts[index - 1]:
             index -= 1
         return index
@@ -77,8 +77,8 @@ class RewardModel:
 def make_rewards(
     config: schema.RL | schema.Eval, compute: Executor, given: Sequence[Callable[..., Any] | str] = ()
 ) -> Rewards | None:
-    """None where the environment alone rewards. A reward model is loaded here; where it is an address, a worker asks
-    there."""
+    """Return the reward functions; None if only the environment rewards. A reward model is loaded here; one with an
+    address is called by a worker."""
     keys, timeout = config.reward, reward_timeout(config)
     functions: list[Callable[..., Any] | str] = list(given) or list(schema.reward_functions(config))
     if not functions:
@@ -106,8 +106,8 @@ def make_rewards(
 
 
 async def check_served(config: schema.RL | schema.Eval, rewards: Rewards | None, only_warn: bool = False) -> None:
-    """Raises `BirlError`, or warns, where nothing listens at the address of a judge, reward model or teacher: before
-    models and engines are loaded, not at the first step."""
+    """Raises `BirlError`, or warns, if the address of a judge, reward model or teacher is not reachable: before models
+    and engines are loaded, not at the first step."""
     functions = [] if rewards is None else rewards.functions
     served = [("reward.judge", judge) for judge in config.reward.judge] if "judge" in functions else []
     served += [("reward.model", config.reward.model)] if "endpoint" in functions else []
@@ -125,7 +125,7 @@ async def check_served(config: schema.RL | schema.Eval, rewards: Rewards | None,
 
 
 async def started(rewards: Rewards | None, opened: AsyncExitStack) -> asyncio.Future[None]:
-    """Their start, on its way."""
+    """Start the rewards in the background; returns the future of the start."""
     if rewards is None:
         return asyncio.ensure_future(asyncio.sleep(0))
     starting = asyncio.create_task(rewards.start())

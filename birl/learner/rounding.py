@@ -1,17 +1,17 @@
-"""How float32 numbers become the bfloat16 weights that a model computes with, so that small steps arrive.
+"""Rounding of float32 masters to bfloat16 weights such that small optimizer steps have an effect.
 
-A weight is a master rounded, or W + s B A of LoRA rounded. Where these numbers begin decides what the first steps do:
+A weight is a rounded master, or a rounded W + s B A of LoRA. The initial values decide the effect of the first steps:
 
     halfway between two weights   (of what was float16 or 4 bits once) a step of any size, 1e-8 as well as 1e-5, rounds
                                   it along its own sign: SmolLM2's log-probs move by 0.4 nats a token
     the weight itself             (of what is published in bfloat16) nothing happens until the steps add up to half the
                                   distance to the next weight: at 1e-5 the policy moves by a thirtieth of what it should
-    anywhere between, evenly      a step of d moves d / distance of the weights by the distance, so the weights move by
+    uniformly in between          a step of d moves d / distance of the weights by the distance, so the weights move by
                                   the step in the mean, as if each step were rounded stochastically (arXiv:1502.02551)
                                   with a random number that is drawn once; so is what was trained in float32
 
-`Dither` makes the third of the second: each element has a number of its own for ever. The weights that training begins
-with do not change by it.
+`Dither` turns the second case into the third: each element has a fixed offset. The initial weights do not change by
+it.
 """
 
 import zlib
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from birl.learner.lora import Adapter
     from birl.learner.optimizer import Masters
 
-LENGTH = 2**22  # of the noise, which begins anew behind its end
-#: of the 2^15 float32 numbers that round to a bfloat16 number on one side; what rounding errors leave near it stays
+LENGTH = 2**22  # of the noise, which is repeated after its end
+#: of the 2^15 float32 numbers that round to a bfloat16 number on one side; 8 are left for rounding errors
 MOST = 2**15 - 8
 
 
 @torch.no_grad()
 def on_grid(tensors: Iterable[Tensor], dtype: torch.dtype = torch.bfloat16) -> int:
-    """Round float32 tensors in place to the nearest numbers of `dtype`; gives how many elements changed."""
+    """Round float32 tensors in place to the nearest numbers of `dtype`; returns the number of changed elements."""
     changed = 0
     for tensor in tensors:
         rounded = tensor.to(dtype).to(tensor.dtype)
@@ -47,7 +47,7 @@ def on_grid(tensors: Iterable[Tensor], dtype: torch.dtype = torch.bfloat16) -> i
 
 @torch.no_grad()
 def noise(device: torch.device) -> Tensor:
-    """[LENGTH] int32, evenly from -MOST to MOST: an integer hash of 0, 1, 2 ..., the same everywhere."""
+    """[LENGTH] int32, uniform from -MOST to MOST: an integer hash of 1, 2, 3 ..., the same on every device."""
     x = torch.arange(1, LENGTH + 1, dtype=torch.int64, device=device)
     for _ in range(2):  # products stay below 2^63
         x.bitwise_xor_(x >> 16).mul_(0x45D9F3B).bitwise_and_(2**32 - 1)
@@ -56,8 +56,8 @@ def noise(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Dither:
-    """What is added to the elements of one tensor before they are rounded to the nearest bfloat16 numbers. `rows`
-    [R, 1] and `columns` [C] int64: their sum is an element's place in `noise`."""
+    """Offsets that are added to the elements of one tensor before they are rounded to the nearest bfloat16 numbers.
+    `rows` [R, 1] and `columns` [C] int64: their sum is an element's index in `noise`."""
 
     noise: Tensor
     rows: Tensor
@@ -65,8 +65,8 @@ class Dither:
 
     @classmethod
     def of(cls, name: str, shape: Iterable[int], noise: Tensor, layout: Layout | None = None) -> "Dither":
-        """Of the tensor `name` of `shape` [..., C], or of this rank's part of it: by the places in the whole, so that
-        any number of ranks has the same."""
+        """Offsets of the tensor `name` of `shape` [..., C], or of this rank's part of it; they depend on indices in the
+        whole tensor, so that they are the same for any number of ranks."""
         shape = tuple(shape) or (1,)
         rows = torch.full((1,), zlib.crc32(name.encode()), dtype=torch.int64, device=noise.device)
         columns = rows
@@ -83,8 +83,8 @@ class Dither:
 
     @torch.no_grad()
     def __call__(self, value: Tensor) -> Tensor:
-        """Moves `value` float32 in place within what rounds to it, if it is a bfloat16 number; elsewhere it makes the
-        share of a tensor that is rounded up what lies below. 0 stays, around which float32 is no finer."""
+        """Offset `value` float32 in place: a bfloat16 number within the range that rounds to it; for others the share
+        of elements rounded up equals their distance from the lower number. 0 stays, as float32 is no finer there."""
         if not value.numel():  # a rank's part of a vector that has fewer numbers than there are ranks
             return value
         if not value.is_contiguous():
@@ -99,8 +99,8 @@ class Dither:
 
 @torch.no_grad()
 def dither(masters: "Masters", dtype: torch.dtype) -> int:
-    """Where masters begin that are rounded to `dtype`: at its numbers, and of bfloat16 anywhere in what rounds to them.
-    Gives how many elements were not numbers of `dtype`."""
+    """Set the initial values of masters: rounded to `dtype`, and for bfloat16 dithered within the range that rounds to
+    them. Returns the number of elements that were not numbers of `dtype`."""
     changed = on_grid((master.data for master in masters.tensors.values()), dtype)
     if dtype != torch.bfloat16 or not masters.tensors:
         return changed
@@ -113,8 +113,8 @@ def dither(masters: "Masters", dtype: torch.dtype) -> int:
 
 
 def dither_merges(adapters: "dict[str, Adapter]", dtype: torch.dtype, layouts: dict[str, Layout] | None = None) -> None:
-    """From now on LoRA's merged weights are dithered, where they are rounded to bfloat16. `layouts`: those of the
-    weights by name, which ranks have parts of."""
+    """Dither LoRA's merged weights from now on, if they are rounded to bfloat16. `layouts`: those of sharded weights,
+    by name."""
     if dtype != torch.bfloat16 or not adapters:
         return
     line = noise(next(iter(adapters.values())).a.device)

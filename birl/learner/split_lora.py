@@ -1,12 +1,12 @@
 """LoRA on weights that are split over ranks (`parallel/tensor.py`, FSDP): the algebra of `lora.py` on parts.
 
-A rank has a block of a weight W [N, K], some rows and some columns, and keeps the rows of B and of the magnitudes and
-the columns of A that belong to it. So it merges its block alone: W + s B A. Of the gradients it knows a summand:
+A rank has a block of a weight W [N, K], some rows and some columns, and the rows of B and of the magnitudes and the
+columns of A that belong to it. So it merges its block locally: W + s B A. It has one summand of the gradients:
 
     dA [R, K]    summed over the ranks that have other rows of W
-    dB [N, R]    summed over the ranks that have other columns, and so the magnitude's, and the squares of row lengths
+    dB [N, R]    summed over the ranks that have other columns; likewise the magnitude's, and squares of row lengths
 
-A checkpoint has A, B and magnitudes as wholes, with the names that they have on one rank.
+A checkpoint has the whole A, B and magnitudes, with the same names as on one rank.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ ROWS, COLUMNS = 0, 1
 
 
 def prepare(model: nn.Module, lora: Lora, dtype: torch.dtype, ranks: Ranks) -> Origin:
-    """Before the model is split: what is trained keeps float32, in which FSDP sums gradients; the rest is cast."""
+    """Prepare a model before its split: trained weights stay float32, in which FSDP sums gradients; others are cast."""
     slots_of(model)  # looks at a forward pass, for which all weights must have one type
     origin = Origin(ranks.told(digest(model) if ranks.rank == 0 else b""), lora.alpha)
     model.requires_grad_(False)
@@ -58,8 +58,8 @@ class SplitAdapters(Masters):
         summands: Sequence[str] = (),
         group: Any = None,
     ) -> None:
-        """`parameters`: what is trained, as DTensors by name, with the heads' weights and those that `lora` means.
-        `summands`: those that the ranks of `group` have alike, but each with a part of the gradient."""
+        """`parameters`: trained DTensors by name: the heads' weights and the targets of `lora`. `summands`: parameters
+        that are replicated over `group` while each rank has a summand of the gradient."""
         self.summands, self.group = set(summands), group
         self.model, self.origin, self.marks = model, origin, origin.marks
         self.heads = ShardedMasterWeights({name: p for name, p in parameters.items() if name.split(".")[0] in HEADS})
@@ -84,7 +84,7 @@ class SplitAdapters(Masters):
         }
 
     def gather(self) -> None:
-        """Gradients of merged weights become those of A, B and magnitudes, summed over the ranks that have the rest."""
+        """Turn gradients of merged weights into those of A, B and magnitudes, summed over the ranks with the rest."""
         self.heads.gather()
         for adapter in self.adapters.values():
             merged: Any = adapter.parameter
@@ -107,12 +107,12 @@ class SplitAdapters(Masters):
                 local(adapter.parameter).copy_(adapter.merged())
 
     def loaded(self) -> None:
-        """New values were written into `tensors` and `marks`. Raises `BirlError` where they belong to another base."""
+        """Call after writing `tensors` and `marks`. Raises `BirlError` if they belong to another base."""
         self.origin.check()
         self.publish()
 
     def weights(self) -> dict[str, Tensor]:
-        """All float32 weights by the model's own names, as DTensors."""
+        """All float32 weights by the model's names, as DTensors."""
         result = {name: p.detach().float() for name, p in self.model.named_parameters()} | self.heads.weights()
         for name, adapter in self.adapters.items():
             result[f"{name}.weight"] = self.layouts[f"{name}.weight"].whole(adapter.merged())
@@ -136,7 +136,7 @@ def adapter_of(
     dtype: torch.dtype,
     offload: bool,
 ) -> Adapter:
-    """Of this rank's block of a weight; A is drawn whole on every rank, so that it is the one of a single rank."""
+    """Adapter of this rank's block of a weight; every rank draws all of A, so that it equals that of a single rank."""
     weight = local(parameter).detach()
     base = kept(weight, dtype, offload)
     total = over(layout.groups(COLUMNS))
@@ -152,7 +152,7 @@ def adapter_of(
 
 
 def over(groups: Sequence[dist.ProcessGroup]) -> Total | None:
-    """The sum over ranks, where there are any."""
+    """Return the sum over the ranks of all `groups`; None if there are none."""
 
     def total(part: Tensor) -> Tensor:
         for group in groups:

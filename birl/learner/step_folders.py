@@ -1,5 +1,5 @@
-"""The checkpoints of a run as folders: which there are, of which step, and what was saved beside the tensors. Nothing
-here needs torch."""
+"""The checkpoint folders of a run: listing, steps, and the state saved beside the tensors. Nothing here needs
+torch."""
 
 import contextlib
 import re
@@ -33,7 +33,7 @@ def _validation(value: object) -> bool:
     )
 
 
-#: what a state may hold that the loops read: name -> what it must be, in words and as a test
+#: fields of a state that the loops read: name -> its type, in words and as a test
 STATE: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("position", "nonfinite", "version"), ("a whole number from 0", _whole)),
     "ahead": ("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_whole, value))),
@@ -61,7 +61,7 @@ def saved(root: Path) -> list[Saved]:
 
 
 def sound(root: Path) -> list[Saved]:
-    """Those of `saved` that have a state of their own step; digests are not compared."""
+    """Checkpoints of `saved` with a readable state of their step; digests are not compared."""
     result = []
     for entry in saved(root):
         with contextlib.suppress(BirlError):
@@ -71,13 +71,13 @@ def sound(root: Path) -> list[Saved]:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest one; what is called so and is of another step counts only where there is no other."""
+    """The newest sound checkpoint; the newest of all if none is sound."""
     result = sound(root) or saved(root)
     return result[-1].path if result else None
 
 
 def step_of(name: str) -> int:
-    """Of a complete checkpoint's folder; -1 for any other name."""
+    """Step of a complete checkpoint's folder name; -1 for any other name."""
     match = re.fullmatch(r"step-([0-9]{1,18})", name)
     return int(match[1]) if match else -1
 
@@ -102,14 +102,14 @@ def find(root: Path, step: str) -> Path:
 
 
 def best_step(root: Path) -> int | None:
-    """The step of the best validation; None where there was none. Raises `BirlError` where the newest checkpoint cannot
-    tell."""
+    """The step of the best validation; None if there was none. Raises `BirlError` if the newest checkpoint cannot be
+    read."""
     result = saved(root)
     return read_state(result[-1].path).get("best_step") if result else None
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What was saved beside the tensors. Raises `BirlError` where it cannot be read."""
+    """Read the state saved beside the tensors. Raises `BirlError` if it cannot be read."""
     try:
         state = read_json(path / "state.json")
         if problem := misfit(state, path.name):
@@ -123,7 +123,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def misfit(state: object, folder: str) -> str:
-    """What makes a state none of the checkpoint in a folder of that name; empty where nothing does."""
+    """Reason why `state` is not that of a checkpoint in a folder of that name; empty if it is."""
     if not isinstance(state, dict):
         return "it is no JSON object"
     if type(state.get("step")) is not int or state["step"] < 0:
@@ -137,8 +137,8 @@ def misfit(state: object, folder: str) -> str:
 
 
 def prune(root: Path, keep_last: int, keep: set[int]) -> list[Path]:
-    """Delete all but the newest `keep_last` (0: keep all) and the steps in `keep`, and what crashes left half-written.
-    A half-written one behind the newest stays for a day: a run may be at it. Damaged ones stay, and are not counted."""
+    """Delete all but the newest `keep_last` (0: keep all) and the steps in `keep`, and partial ones that crashes left.
+    A partial one after the newest stays for a day: a run may be writing it. Damaged ones stay, and are not counted."""
     result = sound(root)
     removed = [part for part in root.glob("step-*.part") if result and step_of(part.stem) <= result[-1].step]
     if keep_last > 0:
@@ -147,14 +147,14 @@ def prune(root: Path, keep_last: int, keep: set[int]) -> list[Path]:
     for path in removed:
         if path.suffix == ".part":
             clear(path)
-        else:  # half deleted it must not count as a checkpoint, nor stay for ever as a damaged one
+        else:  # a half-deleted folder must not count as a checkpoint, nor stay as a damaged one
             shutil.rmtree(path.rename(path.with_name(f"{path.name}.part")))
     return removed
 
 
 def set_aside(path: Path) -> Path:
-    """A damaged checkpoint gets a name under which it counts no more: going on from an older one would otherwise leave
-    it the newest. Nothing of it is deleted."""
+    """Rename a damaged checkpoint so that it no longer counts: it would otherwise stay the newest after a resume from
+    an older one. Nothing is deleted."""
     aside = path.with_name(f"{path.name}.damaged")
     clear(aside)
     return path.rename(aside)

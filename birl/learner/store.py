@@ -1,11 +1,11 @@
 """Copies of checkpoints on an object store: any URL that fsspec knows (s3://bucket/prefix, file://, memory://).
 
-    STORE/RUN/config.json, model/...           what the run is: written once
+    STORE/RUN/config.json, model/...           configuration and model of the run: written once
     STORE/RUN/step-000010/tensors/...          each rank uploads the files that it wrote
     STORE/RUN/step-000010/manifest.json        bytes and SHA-256 of every file
     STORE/RUN/step-000010/COMPLETE             the manifest's SHA-256; written last, so that it makes the rest count
 
-An object appears whole or not at all, but a checkpoint is many objects: without its COMPLETE it is none.
+Writing an object is atomic, but a checkpoint has many: without COMPLETE it does not count.
 """
 
 import shutil
@@ -28,7 +28,7 @@ PAUSE = 0.5  # seconds before the second try; twice as long before each further 
 
 
 class Damaged(BirlError):
-    """A checkpoint on a store is not what was written; another one may be."""
+    """A checkpoint on a store differs from what was written; others may be intact."""
 
 
 class Store:
@@ -47,7 +47,7 @@ class Store:
         self.root = self.root.rstrip("/")
 
     def steps(self) -> list[int]:
-        """Of the complete checkpoints, oldest first. Raises `BirlError` where the store does not answer."""
+        """Steps of the complete checkpoints, oldest first. Raises `BirlError` if the store does not answer."""
         self.fs.invalidate_cache()
         names = self._tried("list", lambda: self.fs.ls(self.root, detail=False) if self.fs.exists(self.root) else [])
         steps = [step_folders.step_of(name.rstrip("/").rpartition("/")[2]) for name in names]
@@ -56,14 +56,14 @@ class Store:
         )
 
     def put(self, path: Path, step: int, ranks: Ranks, group: Any) -> None:
-        """Copy the complete checkpoint `path`; with `ranks` each its own files. Raises `BirlError` on all of them where
-        one fails for good: then it does not count."""
+        """Upload the complete checkpoint `path`; with `ranks` each rank its own files. Raises on all of them if one
+        fails after all retries; the checkpoint then does not count."""
         checkpoint.agreed(lambda: self._begin(step) if ranks.rank == 0 else None, ranks, group)
         checkpoint.agreed(lambda: self._files(path, checkpoint.own_files(path, ranks.rank), step), ranks, group)
         checkpoint.agreed(lambda: self._end(path, step) if ranks.rank == 0 else None, ranks, group)
 
     def about(self, run: Path) -> None:
-        """What the run is, for resuming without its run folder."""
+        """Upload configuration and model of the run, for resuming without its run folder."""
         for name in ABOUT:
             for file in (f for f in [run / name, *(run / name).rglob("*")] if f.is_file()):
                 inside(run, file.relative_to(run).as_posix())
@@ -71,7 +71,7 @@ class Store:
                 self._tried("write", lambda f=file, t=target: self._upload(f, t))
 
     def take_about(self, run: Path) -> None:
-        """`about`, back into an empty run folder."""
+        """Download the files of `about` into an empty run folder."""
         for name in ABOUT:
             for there in self._tried("list", lambda n=name: self.fs.find(f"{self.root}/{n}")):
                 here = inside(run, there.removeprefix(f"{self.root}/"))
@@ -80,8 +80,8 @@ class Store:
                 self._tried("read", lambda t=there, h=here: self.fs.get_file(t, str(h)))
 
     def take(self, step: int, root: Path) -> Path:
-        """Copy a complete checkpoint into `root`, in place of one that is there. Raises `Damaged` where what arrives is
-        not what was written, `BirlError` where nothing does."""
+        """Download a complete checkpoint into `root`, replacing an existing one. Raises `Damaged` if it differs from
+        what was written, `BirlError` if the store fails."""
         target, part = root / f"step-{step:06d}", root / f"step-{step:06d}.part"
         clear(part)
         part.mkdir(parents=True)
@@ -114,7 +114,7 @@ class Store:
         return removed
 
     def _begin(self, step: int) -> None:
-        """Nothing of that step is there."""
+        """Delete all objects of a step, the marker first."""
         self.fs.invalidate_cache()
         for what in (self._at(step, COMPLETE), self._at(step)):
             self._tried("delete", lambda w=what: self.fs.rm(w, recursive=True) if self.fs.exists(w) else None)
@@ -130,7 +130,7 @@ class Store:
         self._tried("write", lambda: self.fs.pipe_file(self._at(step, COMPLETE), mark))
 
     def _upload(self, file: Path, target: str) -> None:
-        """One object; what arrived must have its size."""
+        """Upload one object and check its size."""
         self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         self.fs.put_file(str(file), target)
         self.fs.invalidate_cache()
@@ -151,7 +151,7 @@ class Store:
         return f"{self.root}/step-{step:06d}" + (f"/{name}" if name else "")
 
     def _tried(self, what: str, work: Callable[[], T]) -> T:
-        """Networks fail now and then. Raises `BirlError` after the last try."""
+        """Run `work` with retries. Raises `BirlError` after the last one."""
         for attempt in range(1, TRIES + 1):
             try:
                 return work()
@@ -168,5 +168,5 @@ class Store:
 
 
 def location(store: str, run: Path) -> str:
-    """Where a run's checkpoints are on a store: below a folder of the run's name."""
+    """URL of a run's checkpoints on a store: a folder of the run's name."""
     return f"{store.rstrip('/')}/{run.resolve().name}"

@@ -1,11 +1,11 @@
-"""The tensors of a checkpoint: their bytes in files, and index.json, which says where. Nothing is pickled.
+"""The tensors of a checkpoint: their bytes in files, and index.json with their locations. Nothing is pickled.
 
-    tensors/__0_0.distcp     the parts that rank 0 wrote, one behind another, each as it lies in memory
+    tensors/__0_0.distcp     the parts that rank 0 wrote, concatenated, each with its bytes as in memory
     tensors/index.json       {"format": 2, "tensors": {NAME: {"shape": [2, 3], "dtype": "float32", "parts": [
                                  {"at": [0, 0], "shape": [2, 3], "file": "__0_0.distcp", "offset": 0}]}}}
 
-torch.distributed.checkpoint plans which rank writes and reads what; its own storage would unpickle its index, and so
-run what a folder from elsewhere holds.
+torch.distributed.checkpoint plans which rank writes and reads which part; its own storage would unpickle its index, and
+so run code from an untrusted folder.
 """
 
 import json
@@ -40,7 +40,7 @@ from birl.regular import inside, open_regular, read_json
 
 INDEX = "index.json"
 FORMAT = 2  # 1 was torch's own, with a pickle as its index
-PARTS = 4096  # of a tensor at most: each pair of them is compared
+PARTS = 4096  # largest number of a tensor's parts: each pair of them is compared
 FILE = re.compile(r"__\d+_\d+\.distcp")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -157,7 +157,7 @@ class Reader(_Folder, StorageReader):
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, which may be written to."""
+    """Writable view of the bytes of a contiguous CPU tensor."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # pyright: ignore
 
 
@@ -169,8 +169,8 @@ def write_index(folder: Path, tensors: dict[str, Any]) -> None:
 
 
 def read_index(folder: Path) -> Metadata:
-    """index.json, as torch.distributed.checkpoint has it; `storage_data`: part -> file, offset, shape, type. Raises
-    `BirlError` unless every tensor is whole, and every part lies within its file."""
+    """Read index.json as torch.distributed.checkpoint's `Metadata`; `storage_data`: part -> file, offset, shape, type.
+    Raises `BirlError` unless every tensor is complete and every part lies within its file."""
     if not (folder / INDEX).is_file() and (folder / ".metadata").exists():
         run = folder.parent.parent.parent
         raise BirlError(
@@ -200,7 +200,7 @@ def expect(fact: object, otherwise: str) -> None:
 def _tensor(
     name: str, entry: Any, places: dict[MetadataIndex, Any], used: dict[str, list[tuple[int, int]]]
 ) -> TensorStorageMetadata:
-    """One tensor of the index; its parts are added to the `places`, and to the bytes of each file that are in use."""
+    """Parse one tensor of the index; add its parts to `places`, and their byte ranges to `used`, by file."""
     expect(isinstance(entry, dict) and entry.keys() == {"shape", "dtype", "parts"}, f"{name} has other fields")
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     shape, parts = _sizes(entry["shape"]), entry["parts"]
@@ -227,14 +227,14 @@ def _tensor(
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:
-    """Whole numbers from 0 to 2^62 - 1, at most 32 of them."""
+    """`value` as at most 32 integers from 0 to 2^62 - 1; None if it is something else."""
     if not isinstance(value, list) or len(value) > 32:
         return None
     return tuple(value) if all(type(n) is int and 0 <= n < 2**62 for n in value) else None
 
 
 def _whole(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether chunks of as many elements as the tensor has, none over another, leave nothing out."""
+    """Whether the chunks cover the tensor: as many elements as it has, and no overlap."""
     full = [chunk for chunk in chunks if prod(chunk.sizes)]
     if sum(prod(chunk.sizes) for chunk in full) != prod(shape):
         return False
@@ -247,7 +247,7 @@ def _whole(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool
 
 
 def _within(file: Path, spans: list[tuple[int, int]]) -> None:
-    """Raises `ValueError` where parts share bytes of a file, or it is shorter than they say."""
+    """Raises `ValueError` if parts of a file overlap, or if the file ends before the last of them."""
     with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
     for (_, end), (start, _) in pairwise(spans):

@@ -3,8 +3,8 @@
 Among them what rollouts.jsonl says of single tokens beside the engine's figures: the advantage where an episode has
 more than one, the entropy, and how far the learner's log-prob is from the engine's.
 
-The learner's figures are those of the pass in which a sample was first trained: they come out of the loss and cost no
-computation, and take 6 to 14 bytes a token in the file. Samples without a gradient are not computed and have none.
+The learner's figures are those of the pass in which a sample was first trained: the loss provides them at no extra
+computation. They take 6 to 14 bytes a token in the file. Samples without a gradient are not computed and have none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from birl.data.pack import Batch
 from birl.learner.learner import Loss
 from birl.types import Sample
 
-#: which sample of which episode: two samples of one episode differ in their tokens
+#: identifies a sample by group, episode and tokens: two samples of one episode differ in their tokens
 Key = tuple[int, int, bytes]
 DIGITS = 4
 
@@ -68,13 +68,13 @@ def watched(losses: Sequence[Loss], kept: dict[int, Tensor]) -> list[Loss]:
 
 
 def figures_of(batches: Sequence[Batch], watched: Sequence[Tensor], samples: Sequence[Sample]) -> dict[Key, Tensor]:
-    """[T, 2] for each sample: log-prob and entropy of its trained tokens. `watched`: what was kept of each batch."""
+    """Log-prob and entropy of the trained tokens of each sample [T, 2]. `watched`: the recorded ones of each batch."""
     return dict(zip(map(key, samples), by_sample(batches, watched, len(samples)), strict=True))
 
 
 def token_figures(samples: Sequence[Sample], seen: Mapping[Key, Tensor]) -> Callable[[Sample], dict[str, Any]]:
-    """What the record of a sample says besides its tokens; values are of the trained tokens alone. `samples` have
-    advantages, `seen`: the learner's figures."""
+    """Return a function that gives the extra fields of a sample's record, with values for trained tokens only.
+    `samples`: with advantages; `seen`: the learner's figures."""
     credited = {key(s): s for s in samples if isinstance(s.advantage, np.ndarray)}
 
     def of(sample: Sample) -> dict[str, Any]:

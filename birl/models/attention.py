@@ -39,7 +39,7 @@ IGNORED = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """What some architectures add to softmax(scale q k') v. None of birl's kernels computes it.
+    """Variants of softmax(scale q k') v in some architectures. None of birl's kernels computes them.
 
     cap     scores s become cap tanh(s / cap): Gemma 2, arXiv:2408.00118
     sinks   [H], one more score in each softmax of a head, without a value: gpt-oss, arXiv:2508.10925
@@ -61,7 +61,7 @@ class Mutual:
     windowed: bool
 
     def of(self, window: int | None) -> tuple[tuple[int, int], ...]:
-        """Those that count in a layer with this window."""
+        """Blocks that apply in a layer with this window."""
         return () if self.windowed and window is None else self.blocks
 
 
@@ -144,11 +144,11 @@ class Packed:
 
     @cached_property
     def cut(self) -> varlen.Segments:
-        """The same for FlashAttention; made once a batch, not once a layer."""
+        """Segments of the trees for FlashAttention; made once a batch, not once a layer."""
         return varlen.segments(self.trees, self.device)
 
     def mask(self, tree: Tree, window: int | None) -> Tensor | None:
-        """Who sees whom, bool [n, n]; None where plain causal attention says the same."""
+        """Attention mask of a tree, bool [n, n]; None if it is plain causal attention."""
         if len(tree.sizes) == 1 and (window is None or len(tree) <= window):
             return None
         if (tree, window) not in self.masks:
@@ -156,7 +156,7 @@ class Packed:
         return self.masks[tree, window]
 
     def areas(self, window: int | None, chunk: int | None = None) -> list[Area]:
-        """Each node's rows, and all that they see."""
+        """Attention areas: each node's rows, and all tokens that they attend to."""
         if (window, chunk) not in self.masks:
             blocks = () if self.mutual is None else self.mutual.of(window)
             self.masks[window, chunk] = [
@@ -240,7 +240,7 @@ def attention(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls. Raises `BirlError` for anything it would otherwise leave out silently."""
+    """Attention function called by transformers. Raises `BirlError` for options that it would otherwise ignore."""
     name = type(module).__name__
     unknown = sorted(option for option, value in options.items() if value is not None and option not in IGNORED)
     unknown += ["dropout"] if dropout else []
@@ -265,7 +265,7 @@ def attention(
 
 
 def chunk_of(module: torch.nn.Module, layer: int) -> int | None:
-    """Llama 4's chunks are in its mask alone."""
+    """Return the chunk size of a Llama 4 layer, which transformers has only in its mask; else None."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None) or ()
     return config.attention_chunk_size if layer < len(kinds) and kinds[layer] == "chunked_attention" else None

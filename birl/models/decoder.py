@@ -58,7 +58,7 @@ class Layer:
 
 @dataclass(slots=True)
 class Kept:
-    """What a layer's forward pass keeps for its backward pass; with checkpointing only `x`."""
+    """Activations that a layer's forward pass saves for its backward pass; with checkpointing only `x`."""
 
     x: Tensor  # [T, H] float32, before the layer
     middle: Tensor  # after attention
@@ -151,7 +151,7 @@ class Decoder:
         ]
 
     def _tensors(self, layer: Layer, cache: Cache) -> list[Tensor | None]:
-        """In the order of gemm_stack.c."""
+        """Tensors of a layer in the order of gemm_stack.c."""
         qkv, output, gate_up, down = (m.layout().data for m in layer.matrices)
         keys, values = cache.keys[layer.index], cache.values[layer.index]
         self.kernels.check_pages(keys, values, layer.kv_heads)
@@ -239,7 +239,7 @@ class Decoder:
         return [*norms, *qkv, *output, *both, *down]
 
     def stale(self) -> None:
-        """The weights have changed: lay them out anew before the next product."""
+        """Mark laid-out weights as stale; they are laid out again before the next product."""
         for layer in self.layers:
             for matrix in layer.matrices:
                 matrix.stale()
@@ -319,8 +319,8 @@ def decoder_for(model: nn.Module) -> Decoder | None:
 
 
 def weights_changed(model: nn.Module) -> None:
-    """Forget every laid-out copy. Call after each optimizer step and each load: PyTorch's fused AdamW writes weights
-    without counting it in `_version`."""
+    """Invalidate all laid-out copies. Call after each optimizer step and each load: PyTorch's fused AdamW writes
+    weights without counting it in `_version`."""
     result = MADE.get(model)
     if result is not None and result[1] is not None:
         result[1].stale()
@@ -332,7 +332,7 @@ def head_dim(model: nn.Module) -> int:
 
 
 def fits(model: nn.Module) -> bool:
-    """Can `Decoder` compute this model, where and as its weights are?"""
+    """Whether `Decoder` can compute this model, with its weights' device and type."""
     places = {p.device.type for p in model.parameters()}  # on meta: what is quantised
     return shaped(model) and "cpu" in places and places <= {"cpu", "meta"}
 

@@ -1,4 +1,4 @@
-"""Where a model computes, and in which precision there."""
+"""The compute device of a model, and its precision settings."""
 
 import functools
 import os
@@ -96,7 +96,7 @@ def visible() -> str:
 
 
 def gpu(device: torch.device) -> str:
-    """What tells one GPU from every other; empty on a CPU."""
+    """Unique id of a GPU; empty on a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 

@@ -1,4 +1,4 @@
-"""What weights are: a digest of 32 letters, which the same bytes give on every machine; and whether they are finite.
+"""Digests of weights: 32 letters that are the same on every machine for the same bytes; check for NaN, infinity.
 
 A digest is that of a list: type and shape, a number of 64 bits for every whole piece of the tensor, and what is behind
 the last one. On a card the pieces are digested there (`digest_kernels.py`), and the list alone comes to the host.
@@ -29,12 +29,12 @@ START = (PRIMES_32[2], *PRIMES_64[:4], PRIMES_32[1], PRIMES_64[4], PRIMES_32[0])
 
 
 def digest(tensor: Tensor) -> str:
-    """Of type, shape and bytes. It finds damage and mix-ups, not malice."""
+    """Digest of type, shape and bytes. It detects damage and mix-ups, not malice."""
     return digests({"": tensor})[""]
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of each tensor, by name."""
+    """Digest of each tensor, by name."""
     with torch.no_grad():
         there = {name: _numbered(t.detach()) for name, t in tensors.items() if on_gpu(t)}
     lists = _brought([part for parts in there.values() for part in parts])
@@ -50,7 +50,7 @@ def _digest(tensor: Tensor, pieces: Any, rest: Any) -> str:
 
 
 def _pieces(tensor: Tensor) -> tuple[Any, Any]:
-    """The numbers of its whole pieces, and the bytes behind them."""
+    """Digests of a tensor's whole pieces, and the remaining bytes."""
     data = _bytes(tensor.detach().cpu()).numpy().data
     end = len(data) // PIECE * PIECE
     numbers = [xxhash.xxh3_64_intdigest(data[i : i + PIECE]) for i in range(0, end, PIECE)]
@@ -58,7 +58,7 @@ def _pieces(tensor: Tensor) -> tuple[Any, Any]:
 
 
 def _numbered(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as bytes, still on the card."""
+    """`_pieces` as bytes on the GPU."""
     data = _bytes(tensor)
     end = len(data) // PIECE * PIECE
     whole = data[:end].clone() if data.storage_offset() % 8 else data[:end]
@@ -79,7 +79,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _brought(parts: list[Tensor]) -> list[Any]:
-    """To the host, in one piece."""
+    """Copy all parts to the host at once."""
     if not parts:
         return []
     every = torch.cat([part.to(parts[0].device) for part in parts]).cpu().split([len(part) for part in parts])
@@ -118,5 +118,5 @@ def whole(digests: Mapping[str, str]) -> str:
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int], end_ids: Iterable[int]) -> str:
-    """What the token ids mean, and which of them end an answer."""
+    """Digest of the vocabulary and the end tokens."""
     return xxhash.xxh3_128(repr((sorted(vocabulary.items()), sorted(end_ids))).encode()).hexdigest()

@@ -24,7 +24,7 @@ TENSORS = 8  # of the size of a piece of logits, at most, that are there at once
 
 
 class Head(NamedTuple):
-    """What makes logits of hidden states."""
+    """Parameters of a head, hidden states -> logits."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None
@@ -53,7 +53,7 @@ class TopK(NamedTuple):
 
 
 def top_k(target: Full, k: int, size: int) -> TopK:
-    """Of the first `size` tokens."""
+    """Return the k most likely of the first `size` tokens."""
     hidden, head = target
     ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     logprobs = torch.empty(len(hidden), k + 1, dtype=torch.float32, device=hidden.device)

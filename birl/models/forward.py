@@ -38,7 +38,7 @@ def hidden_states(
 
 
 def forget(model: nn.Module) -> None:
-    """Its parameters are other ones from now on: choose anew what computes it."""
+    """Drop the cached decoders of a model whose parameters were replaced."""
     decoder.MADE.pop(model, None)
     fused_decoder.MADE.pop(model, None)
 

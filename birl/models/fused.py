@@ -31,7 +31,7 @@ def triton_kernels(of: str = "fused") -> Any:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Do the Triton kernels take this tensor?"""
+    """Whether the Triton kernels can take this tensor."""
     return x.is_cuda and has_triton()
 
 

@@ -32,7 +32,7 @@ class FusedDecoder:
     """It owns no parameters. It must not hold the model itself: `MADE` would then keep that alive for ever."""
 
     def __init__(self, model: nn.Module, checkpointing: bool = False, ways: int = 1) -> None:
-        """`ways`: ranks that every layer is split over."""
+        """`ways`: number of ranks that every layer is split over."""
         self.body: Any = cast(Any, model).base_model
         self.head: nn.Module = cast(Any, model).get_output_embeddings()
         witness = seen(model)
@@ -101,7 +101,7 @@ class FusedDecoder:
             layer.join()
 
     def addresses(self) -> tuple[int, ...]:
-        """Of everything that a captured graph reads."""
+        """Addresses of all tensors that a captured CUDA graph reads."""
         self.join()
         return tuple(t.data_ptr() for m in (self.body, self.head) for t in (*m.parameters(), *m.buffers()))
 

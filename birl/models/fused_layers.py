@@ -1,4 +1,4 @@
-"""What a fused layer computes, read from transformers' module: one kind of layer, and its options.
+"""Fused decoder layers, configured from transformers' modules: one kind of layer with options.
 
     h = norm(x)   q, k, v = h W   norms of q and k   rotary   attention   output projection   norm   scaled, + x
 
@@ -216,7 +216,7 @@ class Layer:
 
 
 def constants(norm: Any) -> tuple[float, Form]:
-    """Of an RMS norm, its epsilon and its form."""
+    """Epsilon and form of an RMS norm."""
     return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon, FORMS.get(type(norm).__name__, LLAMA)
 
 
@@ -248,7 +248,7 @@ def placed(layer: Layer, qkv: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def fused_layers(model: nn.Module) -> bool:
-    """Are all layers of a kind in LAYERS, with nothing that a fused one leaves out?"""
+    """Whether all layers are of a kind in LAYERS, with nothing that a fused layer leaves out."""
     body: Any = cast(Any, model).base_model
     config = cast(Any, model).config.get_text_config()
     known = {"embed_tokens", "layers", "norm", "final_layernorm", "rotary_emb", "embed_dropout"}

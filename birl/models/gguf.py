@@ -224,7 +224,7 @@ def write_manifest(folder: Path, source: Path) -> None:
 
 
 def verify(folder: Path, digests: bool) -> list[str]:
-    """What is wrong with a cache entry: missing files and sizes, and with `digests` their contents."""
+    """Problems of a cache entry: missing files and wrong sizes, and with `digests` wrong contents."""
     return damage(folder, MANIFEST, digests=digests)
 
 

@@ -1,4 +1,4 @@
-"""What birl has a rule for. Anything else is refused by name, whatever the weights are:
+"""Layers and modules that birl supports. All others are refused by name, whatever the weights are:
 
     kinds of layers    by the words that the config has for each layer
     modules            none but birl's attention may let a token see another one, or count its place in the row
@@ -143,7 +143,7 @@ def rows_of(value: Any) -> Tensor | None:
 
 
 def spreads(rows: Tensor | None) -> bool:
-    """Is another token than `SPOILT` NaN?"""
+    """Whether a token other than `SPOILT` is NaN."""
     return rows is not None and bool(rows.flatten(1).isnan().any(1).nonzero().ne(SPOILT).any())
 
 

@@ -34,7 +34,7 @@ OUTSIDE = -1e15
 
 
 class Behind(NamedTuple):
-    """What comes behind the head: what the architecture does there, and what each token was drawn from."""
+    """Steps after the head: the architecture's operation, and the supports that tokens were sampled from."""
 
     after: AfterHead | None = None
     support: SupportRows | None = None
@@ -67,7 +67,7 @@ def float_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def final_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, after: AfterHead | None) -> Tensor:
-    """With what the architecture does behind the head, [C, V]."""
+    """`float_logits` with the architecture's operation after the head, [C, V]."""
     logits = float_logits(hidden, weight, bias)
     return logits if after is None else after.apply(logits)
 
@@ -179,7 +179,7 @@ class HeadGradient:
             self.by_bias[vocab] = grad.sum(0, dtype=torch.float32)
 
     def nothing(self, vocab: slice) -> None:
-        """These have none."""
+        """Set the gradients of these tokens to 0."""
         if self.into is not None and not self.adds:
             self.into[vocab] = 0
         if self.by_bias is not None:

@@ -1,4 +1,4 @@
-"""What a model's attention keeps of each token, learned from the tensors that its layers really hand over: a config's
+"""KV cache layout of a model's attention, found from the tensors that its layers really pass: a config's
 `head_dim` is the rotary part alone in some architectures, `num_key_value_heads` is ignored by others, and sizes differ
 by layer in yet others."""
 
@@ -72,7 +72,7 @@ def page_bytes(model: nn.Module) -> int:
 
 
 def state_bytes(model: nn.Module) -> int:
-    """Bytes that layers keep of a sequence beside its pages."""
+    """Bytes of a sequence's layer states, beside its KV cache pages."""
     slots_of(model)
     return KEPT[model]
 

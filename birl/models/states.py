@@ -1,4 +1,4 @@
-"""What a layer keeps of the past beside keys and values: the last inputs of a convolution, the state of a recurrence.
+"""Layer states beside keys and values: the last inputs of a convolution, the state of a recurrence.
 
 The modules in `CACHE` ask transformers' cache for it. Without one they start anew at the row's first token and run on
 from one packed sequence into the next. Called with a `layout`, they hand their rows to it instead, as attention does:

@@ -75,8 +75,8 @@ def top_logprobs(model: nn.Module, hidden: Tensor, count: int, groups: Sequence[
 def drawn(
     model: nn.Module, hidden: Tensor, uniforms: Tensor, temperature: float, groups: Sequence[RowGroup]
 ) -> tuple[Tensor, Tensor]:
-    """Independent draws from each place's own distribution, by uniform numbers [N, K] -> tokens [N, K] and their
-    log-probs under it."""
+    """Sample independently from each place's distribution, by uniform numbers [N, K] -> tokens [N, K] and their
+    log-probs."""
     tokens = torch.empty(uniforms.shape, dtype=torch.int64)
     logprobs = torch.empty(uniforms.shape, dtype=torch.float32)
     for rows, own in pieces(len(hidden), head(model).weight.shape[0], hidden.device, groups):

@@ -44,7 +44,7 @@ class Segments:
 
 
 def segments(trees: Sequence[Tree], device: torch.device) -> Segments:
-    """Of a row of trees. Made on the host, brought to `device` once."""
+    """Segments of a row of trees. Computed on the host and copied to `device` once."""
     seen = [(node.count, way) for node, way in ways(trees)]
     return cut(seen, device, any(len(way) > 1 for _, way in seen))
 

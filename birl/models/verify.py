@@ -1,4 +1,4 @@
-"""The proof that birl's forward passes mean what we think, for a model before it is used."""
+"""Verification that birl's forward passes compute a model correctly, before it is used."""
 
 from collections.abc import Callable
 from contextlib import suppress

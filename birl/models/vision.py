@@ -86,13 +86,13 @@ class Seen:
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """None for a model without a vision tower."""
+    """Return the model's family; None for a model without a vision tower."""
     body: Any = cast(Any, model).base_model
     return FAMILIES.get(cast(Any, model).config.model_type) if hasattr(body, "get_image_features") else None
 
 
 def language_model(model: nn.Module) -> nn.Module | None:
-    """Of a model that sees."""
+    """Language model of a model with a vision tower; else None."""
     family = family_of(model)
     return None if family is None else getattr(cast(Any, model).base_model, family.language)
 
@@ -131,7 +131,7 @@ def pictures_of(model: nn.Module) -> Pictures | None:
 
 
 def tower(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What is computed of pictures alone: all parameters but the language model's and the head's."""
+    """Parameters of the vision tower: all but the language model's and the head's."""
     language = language_model(model)
     if language is None:
         return {}
@@ -240,7 +240,7 @@ class Sight:
 
 
 def sight(model: nn.Module, prompt: Sequence[int]) -> Sight | None:
-    """None for a prompt of text."""
+    """Return the pictures of a prompt; None for a prompt of text."""
     return Sight(model, prompt) if max(prompt, default=0) >= FIRST else None
 
 

@@ -2,13 +2,13 @@
 memory allows.
 
     split     each rank gets as many tokens of the row, with their positions, and runs the model on them
-    attend    the only place where a token looks at others:
-              gather    keys and values of all ranks come to each (Llama 3, arXiv:2407.21783 section 3.3.2); a rank has
-                        its own queries only, dealt so that all have the same work (`zigzag`)
-              ulysses   instead of all heads of its tokens a rank gets all tokens of its heads, and back afterwards
-                        (DeepSpeed Ulysses, arXiv:2309.14509); the row is cut into n equal stretches
-    carry     layers that keep a state: each rank computes them for the whole row, and goes on with its own tokens
-    join      log-probs of a rank's trained tokens become those of all, on every rank; the loss never notices
+    attend    attention, the only exchange between tokens:
+              gather    all-gather of keys and values (Llama 3, arXiv:2407.21783 section 3.3.2); a rank has only its own
+                        queries, distributed so that all ranks have the same work (`zigzag`)
+              ulysses   all-to-all from all heads of its tokens to all tokens of its heads, and back (DeepSpeed Ulysses,
+                        arXiv:2309.14509); the row is split into n equal parts
+    carry     layers with a state: each rank computes them for the whole row, and continues with its own tokens
+    join      gathers log-probs of the trained tokens of all ranks on every rank, so that losses need no changes
 
 All else stays where it is: hidden states, logits, targets. Every rank's gradient of a weight is that of its own tokens:
 FSDP adds them over the ranks of a row as over those of other rows.
@@ -42,8 +42,8 @@ from birl.parallel.regions import gather, join, swap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Tokens [first, last) of a row, neighbours in one node, which begins at `own`; above: the places of what all of
-    them see in the nodes above it, in order of position."""
+    """Consecutive tokens [first, last) of a row in one node, which begins at `own`; above: the places of the tokens in
+    its ancestors, which all of them attend to, in order of position."""
 
     above: tuple[range, ...]
     own: int
@@ -55,12 +55,12 @@ class Piece:
 
     @property
     def position(self) -> int:
-        """Of its first token in its sequence."""
+        """Position of its first token in its sequence."""
         return sum(map(len, self.above)) + self.first - self.own
 
     def seen(self, window: int | None, blocks: Sequence[tuple[int, int]] = ()) -> list[range]:
-        """Places of the keys that some token of it sees, in order; the last token's own is the last, or the end of the
-        block (first, count) that it is in."""
+        """Places of the keys that some token of it attends to, in order; the last is the last token's own, or the end
+        of the block (first, count) that it is in."""
         last = max([self.last, *(row + n for row, n in blocks if row < self.last <= row + n)])
         drop = 0 if window is None else max(0, self.position - window + 1)  # of the keys before the first token
         result = []
@@ -71,12 +71,12 @@ class Piece:
         return result
 
     def among(self, blocks: Sequence[tuple[int, int]], row: int) -> list[tuple[int, int]]:
-        """Blocks (first, count) of the row that some token of it is in, counted as if its first token were at `row`."""
+        """Blocks (first, count) of the row that overlap with it, shifted as if its first token were at `row`."""
         own = [(first, n) for first, n in blocks if first < self.last and first + n > self.first]
         return [(first - self.first + row, n) for first, n in own]
 
     def pairs(self, window: int | None) -> int:
-        """How many (query, key) pairs it is: attention is 4 x heads x head size FLOPs for each, forward."""
+        """Number of its (query, key) pairs: forward attention takes 4 x heads x head size FLOPs for each."""
         before, n = self.position, len(self)
         if window is None or before + n <= window:
             return n * before + n * (n + 1) // 2
@@ -85,13 +85,13 @@ class Piece:
 
 
 def lines(trees: Sequence[Tree]) -> Iterator[Piece]:
-    """Each node of a row."""
+    """Yield each node of a row as a piece."""
     for node, way in ways(trees):
         yield Piece(above=tuple(way[:-1]), own=node.first, first=node.first, last=node.first + node.count)
 
 
 def zigzag(trees: Sequence[Tree], ranks: int) -> list[list[Piece]]:
-    """The pieces of each rank, in the row's order: which tokens are whose, so that attention is the same work for all.
+    """Assign pieces of a row to ranks, in the row's order, so that all have the same attention work.
 
     A node of a tree is a line: token by token it sees one more key. Cut into 2n equal pieces of which rank i has the
     i-th and the i-th from the end, every rank has one cheap and one dear piece, and all sums are equal. Each line is
@@ -117,7 +117,7 @@ def zigzag(trees: Sequence[Tree], ranks: int) -> list[list[Piece]]:
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:
-    """Neighbours become one: the middle pieces of a line are both the last rank's."""
+    """Append a piece, merged with an adjacent one: the last rank has both middle pieces of a line."""
     if pieces and pieces[-1].last == piece.first and pieces[-1].own == piece.own:
         piece = replace(piece, first=pieces.pop().first)
     pieces.append(piece)
@@ -125,9 +125,9 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
-    """What a rank computes of a micro-batch. tokens, positions [t]; source, targets: of the trained tokens that are
-    predicted from a token of its own, support: what these were drawn from; order [N]: the trained tokens rank by rank;
-    counts: how many each rank has. seen: features of pictures, at the places of the tokens that this rank embeds."""
+    """A rank's shard of a micro-batch. tokens, positions [t]; source, targets: of the trained tokens that are predicted
+    from its own tokens, support: of these; order [N]: the trained tokens ordered by rank; counts: number for each rank.
+    seen: features of pictures, at the places of the tokens that this rank embeds."""
 
     tokens: Tensor
     positions: Tensor
@@ -141,12 +141,12 @@ class ContextShard:
     group: Any = None
 
     def joined(self, *figures: Tensor) -> tuple[Tensor, ...]:
-        """Each [own trained tokens] -> [N]."""
+        """Gather figures of this rank's trained tokens to those of all [N]."""
         return figures if self.order is None else join(figures, self.order, self.counts, self.group)
 
 
 def split(batch: Batch, ranks: Ranks, seen: Seen | None = None) -> ContextShard:
-    """This rank's part of a micro-batch, whose tokens n must divide. `seen`: of the whole row."""
+    """Return this rank's shard of a micro-batch, whose size is a multiple of n tokens. `seen`: of the whole row."""
     n, device, count = ranks.grid.cp, batch.tokens.device, len(batch.tokens)
     ahead = None if seen is None else seen.mutual
     if n == 1:
@@ -184,8 +184,8 @@ def split(batch: Batch, ranks: Ranks, seen: Seen | None = None) -> ContextShard:
 
 
 def embedded(seen: Seen | None, mine: Tensor, count: int, ranks: Ranks) -> Seen | None:
-    """Of a row of `count` tokens, what stands at those that this rank embeds: of `mine` [t], which with sequence
-    parallelism the ranks of tp share out."""
+    """Features of pictures, of a row of `count` tokens, at the tokens that this rank embeds: of `mine` [t], which with
+    sequence parallelism are split over the ranks of tp."""
     if ranks.grid.tp > 1 and ranks.grid.sequence:
         mine = mine.chunk(ranks.grid.tp)[dist.get_rank(ranks.groups["tp"])]
     return None if seen is None else seen.among(mine, count)
@@ -195,7 +195,7 @@ class Gathered:
     """Attention of a rank's own queries to the keys of all ranks."""
 
     def __init__(self, group: Any, row: Packed, pieces: Sequence[Piece], place: Tensor) -> None:
-        """`place` [T]: where each token of the row is among the gathered ones."""
+        """`place` [T]: index of each token of the row among the gathered ones."""
         self.group, self.row, self.pieces, self.place = group, row, pieces, place
         self.known: dict[int | None, Any] = {}  # by window; made once, used by every layer
 
@@ -220,7 +220,7 @@ class Gathered:
         return self.row.carry(layer, whole[None], step).index_select(1, own)
 
     def areas(self, window: int | None) -> list[Area]:
-        """Each piece, and what it sees of the row."""
+        """Attention areas: each piece, and the tokens of the row that it attends to."""
         if window not in self.known:
             blocks, firsts = self.blocks(window), accumulate(map(len, self.pieces), initial=0)
             self.known[window] = [
@@ -230,11 +230,11 @@ class Gathered:
         return self.known[window]
 
     def blocks(self, window: int | None) -> tuple[tuple[int, int], ...]:
-        """Tokens of pictures that see one another in such a layer."""
+        """Blocks of picture tokens with bidirectional attention in a layer with this window."""
         return () if self.row.mutual is None else self.row.mutual.of(window)
 
     def cut(self, window: int | None) -> varlen.Segments:
-        """The same for FlashAttention, with keys by their place among the gathered ones."""
+        """`areas` as segments for FlashAttention, with keys by their index among the gathered ones."""
         if window not in self.known:
             seen = [(len(p), p.seen(window)) for p in self.pieces]
             self.known[window] = varlen.cut(seen, self.place.device, places=self.place)
@@ -273,8 +273,8 @@ class Swapped:
 
 
 def copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each key head is sent so that every rank has the one its queries want: once, or where there are fewer
-    key heads than ranks, to `ranks / kv_heads` of them. Raises `BirlError` where the heads cannot be shared out."""
+    """Number of copies of each key head that are sent: one, or `ranks / kv_heads` if there are fewer key heads than
+    ranks. Raises `BirlError` if the heads cannot be split."""
     if kv_heads % ranks == 0 and heads % ranks == 0:
         return 1
     if ranks % kv_heads == 0 and heads % ranks == 0:
@@ -287,7 +287,7 @@ def copies(heads: int, kv_heads: int, ranks: int) -> int:
 
 
 def check_heads(model: nn.Module, ranks: Ranks) -> None:
-    """Refuse a model before the first step. Raises `BirlError`."""
+    """Check before the first step that the model's attention can be split. Raises `BirlError`."""
     if ranks.grid.cp > 1 and any(s.extras for s in slots_of(model)):
         raise BirlError(
             f"parallel.cp={ranks.grid.cp}: the attention of {type(model).__name__} has sinks, a soft cap or chunks, "

@@ -1,4 +1,4 @@
-"""Rank 0 leads: it is the ordinary program. The other ranks wait for what it wants computed together.
+"""Rank 0 is the controller and runs the ordinary program. The other ranks wait for its calls.
 
     rank 0          crew.call(worker, Worker.update, rows)     broadcasts (Worker.update, rows), then calls it
     the others      crew.follow(worker, compute)               call it with their own worker, and so on until `close`
@@ -45,10 +45,10 @@ NAMES = {"gradients": "train", "update": "train", "write": "checkpoint", "measur
 
 
 class RankGroup:
-    """All ranks of a learner; `RankGroup(Ranks())` is one alone, for which a call is a call."""
+    """All ranks of a learner; `RankGroup(Ranks())` is a single process, for which `call` is a plain call."""
 
     def __init__(self, ranks: Ranks, timeout: float = 600.0) -> None:
-        """`timeout`: longest that ranks wait for one another at the end of a call [s]."""
+        """`timeout`: of the barrier at the end of a call [s]."""
         self.ranks, self.timeout = ranks, timedelta(seconds=timeout)
         self.leads = ranks.rank == 0
         self._control: Any = None if ranks.alone else dist.new_group(backend="gloo", timeout=LONG)
@@ -63,8 +63,8 @@ class RankGroup:
         self._sent, self._gone = 0, list[int]()  # how many lists there were, and those that rank 0 keeps no longer
 
     def call(self, worker: W, verb: Callable[Concatenate[W, P], T], *arguments: P.args, **options: P.kwargs) -> T:
-        """`verb(worker, *arguments)` on every rank, each with its own worker; what rank 0's gives. Raises what rank 0's
-        raises, or `BirlError` with the traceback of the rank that failed first."""
+        """Run `verb(worker, *arguments)` on every rank, each with its own worker; returns rank 0's result. Raises rank
+        0's error, or `BirlError` with the traceback of the rank that failed first."""
         if self.ranks.alone:
             return verb(worker, *arguments, **options)
         try:
@@ -79,8 +79,8 @@ class RankGroup:
             raise
 
     def everywhere(self, verb: Callable[[Sequence[T]], list[Tensor]]) -> Callable[[Sequence[T]], list[Tensor]]:
-        """(every rank, which names its verbs in the same order) For rank 0 to call: `verb` on every rank, each with its
-        share of a `Shared` list; what rank 0's gives."""
+        """(every rank, in the same order) Register a verb. Returns a function for rank 0 that runs it on every rank,
+        each with its share of a `Shared` list, and returns rank 0's result."""
         if self.ranks.alone:
             return verb
         self._verbs.append(verb)
@@ -88,15 +88,15 @@ class RankGroup:
         return lambda work: self.call(self, RankGroup.forward, number, work)
 
     def each(self, compute: Callable[[T], Tensor]) -> Callable[[Sequence[T]], list[Tensor]]:
-        """`everywhere`, of a verb for one item."""
+        """`everywhere` for a function of one item."""
         return self.everywhere(lambda work: self.ranks.collect(work, compute))
 
     def forward(self, number: int, work: Sequence[Any]) -> list[Tensor]:
-        """(every rank) Its own verb of that number."""
+        """(every rank) Run its registered verb of that number."""
         return self._verbs[number](work)
 
     def follow(self, worker: Any, compute: Executor) -> None:
-        """Do on the compute thread what rank 0 calls, until it closes the crew."""
+        """Execute rank 0's calls on the compute thread, until it closes the group."""
         me = f"learner rank {self.ranks.rank}"
         while True:
             with waiting(me, "its next call", "rank 0"):
@@ -110,7 +110,7 @@ class RankGroup:
                 self._check()
 
     def gather(self, value: Any) -> list[Any]:
-        """(every rank) What each rank has, in their order."""
+        """(every rank) Return the values of all ranks, in order."""
         if self.ranks.alone:
             return [value]
         result: list[Any] = [None] * self.ranks.grid.size
@@ -118,18 +118,18 @@ class RankGroup:
         return result
 
     def close(self) -> None:
-        """Rank 0 has no more to do."""
+        """(rank 0) End the other ranks' `follow`."""
         if not self._closed:
             self._say((None, (), {}))
         self.abandon()
 
     def abandon(self) -> None:
-        """Rank 0 goes without a word to the others, which may not be listening; they end with its connection."""
+        """(rank 0) Close without a message to the others, which may not be listening; they end with its connection."""
         self._closed = True
         self._watch.set()
 
     def report(self, error: BaseException) -> None:
-        """Leave word of what ended this rank, for rank 0 to tell."""
+        """Store the error that ended this rank, for rank 0 to report."""
         if self._store is not None:
             text = str(error) if isinstance(error, BirlError) else "".join(traceback.format_exception(error))
             if self._store.add(WORD, 1) == 1:
@@ -142,12 +142,12 @@ class RankGroup:
         return f"\nThe last collectives of rank {self.ranks.rank}, the newest first:\n{result}" if result else ""
 
     def told(self) -> bool:
-        """Has a rank left word? One that was killed has not."""
+        """Whether a rank has stored an error; one that was killed has not."""
         return self._store is not None and self._store.check([f"{WORD}/text"])
 
     def failure(self, wait: float = 0.0) -> str:
-        """The error of the rank that failed first, else what is known of one that is gone; empty where there is none of
-        either after `wait` seconds."""
+        """Error of the rank that failed first, else a message about one whose process ended; empty if there is neither
+        after `wait` seconds."""
         assert self._store is not None
         until = time.monotonic() + wait
         while True:
@@ -158,8 +158,8 @@ class RankGroup:
             time.sleep(0.05)
 
     def watch(self, act: Callable[[str], None], interval: float = 0.5) -> None:
-        """Rank 0: look for ranks that failed, and `act` where rank 0 itself has not noticed a while later: it is inside
-        of a collective that will never end."""
+        """(rank 0) Watch for failed ranks, and call `act` if rank 0 has not noticed one after a while: it is then in a
+        collective that will never end."""
 
         def look() -> None:
             while not self._watch.wait(interval):
@@ -199,13 +199,13 @@ class RankGroup:
         return verb, [self._held[a.value] if isinstance(a, Number) else a for a in told], options
 
     def _check(self) -> None:
-        """Have all ranks finished the call? One that failed has not, and is not waited for without end."""
+        """Barrier after a call, with a timeout for ranks that failed."""
         dist.monitored_barrier(group=self._control, timeout=self.timeout)
 
 
 def last_collectives(count: int = 4) -> str:
-    """From PyTorch's flight recorder, a line for each of the newest collectives, the newest first; empty where nothing
-    was recorded. `torchfrtrace` shows the same of the dumps that PyTorch itself writes for NCCL.
+    """From PyTorch's flight recorder, a line for each of the newest collectives, the newest first; empty if nothing was
+    recorded. `torchfrtrace` shows the same of the dumps that PyTorch itself writes for NCCL.
 
     Example: #812 gloo:all_reduce of [4096] float, not finished (default_pg)
     """
@@ -224,6 +224,6 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def stop_at_once(report: str) -> None:
-    """Nothing can be saved any more: other ranks have parts of it."""
+    """End the process at once, without saving: other ranks hold parts of the state."""
     print(f"birl: {report}", file=sys.stderr, flush=True)
     os._exit(2)

@@ -1,4 +1,4 @@
-"""Expert parallelism: each of `ep` ranks has E / ep of the experts of every layer, whole, and tokens travel to them.
+"""Expert parallelism: each of `ep` ranks has E / ep whole experts of every layer, and tokens are sent to them.
 
     my tokens x k experts  ->  sorted by expert  ->  all-to-all  ->  grouped matmul  ->  all-to-all  ->  weighted sum
 
@@ -26,13 +26,13 @@ PLAIN = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold the experts of a layer as parameters [E, out, in], of all layers."""
+    """Modules of all layers that hold experts as parameters [E, out, in]."""
     return [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")]
 
 
 def spread(model: nn.Module, ranks: Ranks) -> list[nn.Module]:
-    """Leave each rank of `ranks` its own experts, as DTensors [E, out, in] split in the first dimension, and route
-    tokens to them. Returns the modules that have them. Raises `BirlError` where that is impossible."""
+    """Shard the experts over `ranks`, as DTensors [E, out, in] split in the first dimension, and route tokens to them.
+    Returns the modules with experts. Raises `BirlError` if that is impossible."""
     assert ranks.experts is not None
     result, ep, rest = experts_of(model), ranks.grid.ep, ranks.experts["rest"].size()
     if not result:
@@ -50,7 +50,7 @@ def spread(model: nn.Module, ranks: Ranks) -> list[nn.Module]:
 
 
 def check(module: nn.Module, ep: int, rest: int) -> None:
-    """Raises `BirlError` where these experts cannot be spread over `ep` ranks, and split over `rest` more."""
+    """Raises `BirlError` if these experts cannot be spread over `ep` ranks and sharded over `rest` more."""
     what = type(module).__name__
     if any(getattr(module, name, value) != value for name, value in PLAIN.items()):
         raise BirlError(
@@ -71,7 +71,7 @@ def check(module: nn.Module, ep: int, rest: int) -> None:
 
 
 def experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """What transformers calls: hidden [T, H], the experts of each token [T, k] and their weights [T, k] -> [T, H]."""
+    """Forward called by transformers: hidden [T, H], experts of each token [T, k] and weights [T, k] -> [T, H]."""
     tokens, k = index.shape
     flat = index.reshape(-1)
     order = flat.argsort(stable=True)
@@ -84,7 +84,7 @@ def experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
 
 
 def there_and_back(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
-    """Rows [S, H] sorted by expert, `counts` [E] of each, through their experts wherever those are -> [S, H]."""
+    """Send rows [S, H] sorted by expert, `counts` [E] of each, to their experts' ranks and back -> [S, H]."""
     group = module.group
     ep = dist.get_world_size(group)
     arriving = torch.empty_like(counts)
@@ -120,7 +120,7 @@ def grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def in_one(rows: Tensor, weights: Tensor) -> bool:
-    """Has PyTorch one kernel for all experts here? On CUDA: for bfloat16, of sizes in multiples of 16 bytes."""
+    """Whether PyTorch has a grouped matmul here. On CUDA: for bfloat16, with sizes in multiples of 16 bytes."""
     if not hasattr(nn.functional, "grouped_mm"):
         return False
     if rows.device.type != "cuda":
@@ -146,8 +146,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    """All-to-all of rows [S, H], the first sent[0] to the first rank of the group and so on; what came from each, one
-    after the other. Differentiable: gradients go back the same way."""
+    """All-to-all of rows [S, H], the first sent[0] to the first rank of the group and so on; returns the received rows
+    in the order of ranks. Differentiable: gradients are sent back."""
     return cast(Tensor, _Exchange.apply(rows, sent, received, group))
 
 

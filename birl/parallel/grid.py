@@ -1,4 +1,4 @@
-"""How the processes of a run share its model and its data: the grid of ranks, and the threads of each."""
+"""The grid of a run's ranks, and the CPU threads of each."""
 
 import ctypes
 import os
@@ -19,27 +19,27 @@ def grid_of(config: schema.RL | schema.Stage | schema.Tinker) -> Grid:
 
 
 def leads() -> bool:
-    """Is this process rank 0, or alone?"""
+    """Whether this process is rank 0, or the only one."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def started() -> int:
-    """How many ranks a launcher has started; 1 where none did."""
+    """Number of ranks that a launcher has started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def ranks_here(config: schema.RL | schema.Stage | schema.Tinker) -> int:
-    """Ranks of the learner on this machine, as their launcher says; all of them where it does not."""
+    """Number of the learner's ranks on this machine, from the launcher; all ranks if it is not set."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", grid_of(config).size))
 
 
 def rank_threads(config: schema.RL | schema.Stage | schema.Tinker) -> int:
-    """CPU threads of each rank, its share of this machine's cores; 0: what PyTorch would take."""
+    """CPU threads of each rank, its share of this machine's cores; 0: PyTorch's default."""
     return config.threads or (max(1, cores() // ranks_here(config)) if grid_of(config).size > 1 else 0)
 
 
 def learner_threads(config: schema.RL) -> int:
-    """threads, where it is 0: half of the cores when servers on this machine have the others."""
+    """The key `threads`; if it is 0, half of the cores when servers on this machine use the others."""
     if grid_of(config).size > 1:
         return rank_threads(config)
     shares = config.engine.kind != "embedded" and not config.engine.attach
@@ -49,7 +49,7 @@ def learner_threads(config: schema.RL) -> int:
 
 
 def end_with_torchrun() -> None:
-    """torchrun that is killed leaves its ranks behind, which would go on and keep the run folder."""
+    """End this rank when torchrun dies: killed, it would leave ranks that continue and lock the run folder."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         death_signal = 1
         ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""How one tensor lies over the ranks, for those that are computed with in parts and saved as a whole."""
+"""Placement of tensors over ranks, for tensors that are computed on as shards and saved as a whole."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Along each axis of `mesh` the tensor of `shape` is cut (in one dimension), or every rank has the same."""
+    """Placement of a tensor of `shape` on `mesh`: along each axis it is sharded in one dimension, or replicated."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -28,13 +28,13 @@ class Layout:
         return cls(tensor.device_mesh, tensor.placements, tuple(tensor.shape))
 
     def along(self, dim: int, shape: tuple[int, ...]) -> "Layout":
-        """Of a tensor of another shape that is cut where this one is cut in `dim`, and only there."""
+        """Layout of a tensor of another shape that is sharded along the axes that shard `dim` here, and only these."""
         kept = tuple(p if cut(p) == dim else Replicate() for p in self.placements)
         return Layout(self.mesh, kept, shape)
 
     def whole(self, part: Tensor, like: Sequence[int] = ()) -> DTensor:
-        """This rank's part, as the tensor that it is a part of. Where its rows are shorter than those of this rank's
-        part `like` (scales of blocks of a row), so are the whole's."""
+        """Return this rank's shard as a DTensor. If its rows are shorter than those of this rank's shard `like` (scales
+        of blocks of a row), so are the whole's."""
         shape = self.shape
         if like and part.shape[-1] != like[-1]:
             ways = math.prod(self.mesh.size(i) for i, p in enumerate(self.placements) if cut(p) == len(shape) - 1)
@@ -45,41 +45,41 @@ class Layout:
         )  # fmt: skip
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of what every rank has whole."""
+        """Return this rank's shard of a tensor that every rank has whole."""
         return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
 
     def copies(self) -> int:
-        """How many ranks have each element, of all there are."""
+        """Number of ranks that hold each element."""
         inside = math.prod(self.mesh.size(i) for i, p in enumerate(self.placements) if p.is_replicate())
         return inside * (dist.get_world_size() // self.mesh.size())
 
     def groups(self, dim: int) -> list[dist.ProcessGroup]:
-        """The ranks among which `dim` is cut, axis by axis."""
+        """Process groups over which `dim` is sharded, one for each axis."""
         axes = [i for i, p in enumerate(self.placements) if cut(p) == dim and self.mesh.size(i) > 1]
         return [self.mesh.get_group(i) for i in axes]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; of any other tensor all of it."""
+    """This rank's shard of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def cut(placement: Placement) -> int | None:
-    """The dimension that is cut; torch has two classes that say so."""
+    """The sharded dimension, or None; torch has two classes with one."""
     return getattr(placement, "dim", None)
 
 
 def drop_gathered(root: nn.Module) -> None:
-    """Before weights change: FSDP keeps what it has gathered for `root` itself until the next backward pass, and after
-    a forward pass without one would go on with the old values."""
+    """Call before weights change: FSDP keeps the gathered weights of `root` itself until the next backward pass, and
+    would use the old values after a forward pass without one."""
     if isinstance(root, FSDPModule):
         root.reshard()
 
 
 def gathered_for(layer: nn.Module, compute: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """compute(hidden), which reads weights of `layer`. A unit of FSDP (`shard.py`) is gathered by then, and given back
-    behind its backward pass, or at once where there is none. FSDP does not see `hidden`: it would sum the gradient
-    there, in float32 and beside all activations, instead of at the end."""
+    """Return compute(hidden), which reads weights of `layer`. An FSDP unit (`shard.py`) is gathered before, and freed
+    after its backward pass, or at once without one. FSDP does not see `hidden`: it would reduce the gradient there, in
+    float32 and beside all activations, instead of at the end."""
     if not isinstance(layer, FSDPModule):
         return compute(hidden)
     result = layer.compute(partial(compute, hidden))  # pyright: ignore
@@ -91,6 +91,6 @@ def gathered_for(layer: nn.Module, compute: Callable[[Tensor], Any], hidden: Ten
 
 
 def computed_in(layer: nn.Linear) -> torch.dtype:
-    """The type of its weight while it computes: FSDP may keep parts of another."""
+    """Compute type of a layer's weight: FSDP may keep shards of another type."""
     own = layer._get_fsdp_state()._mp_policy.param_dtype if isinstance(layer, FSDPModule) else None
     return own or layer.weight.dtype

@@ -1,4 +1,4 @@
-"""The one thread that computes, and the memory of this process."""
+"""The compute thread, and the memory of this process."""
 
 import contextlib
 import ctypes
@@ -19,9 +19,9 @@ SEGMENTS = 2**26  # bytes; of a segment of 2 to 20 MiB, one living tensor keeps 
 
 @contextlib.contextmanager
 def compute_thread(threads: int = 0, device: torch.device | None = None) -> Iterator[Executor]:
-    """One thread for everything that computes, the engine and the learner alike: they alternate, so a second would only
-    make a second pool of OpenMP threads that fight for the same cores. `threads` 0: OMP_NUM_THREADS,
-    else the cores that this process may use. `device`: the current one of that thread, where it is a GPU.
+    """Start the one thread for all computation of engine and learner: they alternate, so a second thread would only
+    create a second pool of OpenMP threads that compete for the same cores. `threads` 0: OMP_NUM_THREADS,
+    else the cores that this process may use. `device`: the thread's current device if it is a GPU.
 
     The calling thread computes with one thread meanwhile, and gives its own pool back first: as soon as there are more
     pool threads than cores, idle or not, libgomp stops waiting actively, and everything takes twice as long.
@@ -44,24 +44,24 @@ def compute_thread(threads: int = 0, device: torch.device | None = None) -> Iter
 
 
 def release_pool() -> None:
-    """End the idle OpenMP threads of this thread (OpenMP 5's omp_pause_resource_all, where the library has it)."""
+    """End the idle OpenMP threads of this thread (OpenMP 5's omp_pause_resource_all, if the library has it)."""
     with contextlib.suppress(OSError, AttributeError):
         soft = 1
         ctypes.CDLL(None).omp_pause_resource_all(soft)
 
 
 def free_memory(device: torch.device) -> int:
-    """What could still be allocated there [bytes]; 0 where unknown."""
+    """Free memory of a device [bytes]; 0 if unknown."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else system_memory()[1]
 
 
 def total_memory(device: torch.device) -> int:
-    """[bytes]; 0 where unknown."""
+    """Total memory of a device [bytes]; 0 if unknown."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else system_memory()[0]
 
 
 def give_back(device: torch.device) -> None:
-    """What tensors had there and no tensor has any more: to the device, for other processes."""
+    """Release cached memory that no tensor uses any more, for other processes."""
     gc.collect()  # modules and graphs that refer to each other
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -71,13 +71,13 @@ def give_back(device: torch.device) -> None:
 
 
 def held_memory(device: torch.device) -> int:
-    """What this process has of a GPU for tensors, used or not [bytes]; 0 on a CPU, where there is no such count."""
+    """Memory of a GPU reserved by this process, used or not [bytes]; 0 on a CPU, which has no such count."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def check_returned(returned: int, owed: int, device: torch.device, whose: str, fix: str) -> None:
-    """Raises `BirlError` where less came back to the device than `owed` [bytes], but for what lies between blocks and
-    in `SEGMENTS` that something small keeps."""
+    """Raises `BirlError` if less was released to the device than `owed` [bytes], with a tolerance for fragmentation and
+    for `SEGMENTS` that a small tensor keeps."""
     if returned < 0.9 * owed - SEGMENTS:
         raise BirlError(
             f"{whose} gave back {max(returned, 0) / 2**30:.2f} GiB of {device}, and should have given back "
@@ -86,7 +86,7 @@ def check_returned(returned: int, owed: int, device: torch.device, whose: str, f
 
 
 def peak_memory() -> float:
-    """Largest resident set of this process so far [GiB]; NaN where the system does not say."""
+    """Largest resident set of this process so far [GiB]; NaN if unknown."""
     try:
         import resource
     except ImportError:  # Windows

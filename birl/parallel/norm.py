@@ -1,4 +1,4 @@
-"""Gradients over ranks: their sum, and the norm that one rank alone would have computed."""
+"""Gradients over ranks: all-reduce, and the global norm as a single rank would compute it."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from birl.parallel.ranks import Ranks
 
-BUCKET = 2**24  # numbers that are sent at once: 64 MiB
+BUCKET = 2**24  # numbers of one all-reduce: 64 MiB
 
 
 class Masters(Protocol):
@@ -19,7 +19,7 @@ class Masters(Protocol):
 
 
 def global_norm(masters: Masters, ranks: Ranks) -> Tensor:
-    """sqrt(sum of squares) of the whole gradient, each element counted once however many ranks have it."""
+    """Norm of the whole gradient, sqrt(sum of squares); each element counts once, however many ranks hold it."""
     if not ranks.sharded:
         return torch.nn.utils.get_total_norm([t.grad for t in masters.tensors.values() if t.grad is not None])
     squares = [
@@ -33,7 +33,7 @@ def global_norm(masters: Masters, ranks: Ranks) -> Tensor:
 
 
 def sum_gradients(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Every rank's gradients become the sum over the group, in place, in buckets."""
+    """All-reduce gradients (sum) over the group, in place, in buckets."""
     grads = [t.grad for t in tensors if t.grad is not None]
     while grads:
         bucket, size = [], 0

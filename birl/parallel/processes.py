@@ -30,9 +30,9 @@ SHOWN = 4000  # bytes of a rank's log that an error shows
 def rank_processes(
     grid: Grid, device: torch.device, timeout: float, words: Sequence[str], text: str, threads: int, folder: Path
 ) -> Iterator[RankGroup]:
-    """Rank 0's view of all ranks. Unless a launcher started the others, each is a process `words` that reads `text`
-    from its standard input, computes on `threads` threads and prints to rank-N.log in `folder`. When the body raises,
-    the others, which may wait for rank 0 anywhere, are not waited for. `timeout` [s]: of each exchange."""
+    """Context with rank 0's group of all ranks. Unless a launcher started the others, each is a process `words` that
+    reads `text` from standard input, computes on `threads` threads and prints to rank-N.log in `folder`. If the body
+    raises, the others, which may wait for rank 0 anywhere, are not waited for. `timeout` [s]: of each exchange."""
     with ExitStack() as stack:
         children: list[Child] = []
         if "WORLD_SIZE" not in os.environ:
@@ -67,14 +67,14 @@ def rank_processes(
 
 
 def within_this_machine(folder: str) -> dict[str, str]:
-    """Ranks meet in a file, and gloo's connections stay on the loopback: PyTorch's store over TCP listens on every
-    address of the machine, and what ranks send each other are pickles, without any authentication."""
+    """Environment for a rendezvous in a file and gloo on the loopback: PyTorch's TCP store listens on every address of
+    the machine, and ranks exchange pickles without any authentication."""
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     return {STORE: f"{folder}/store"} | loopback
 
 
 def leave_nothing_empty(folder: Path) -> None:
-    """Logs of ranks that printed nothing, and the folder where there is nothing else, as after --dry-run."""
+    """Delete empty logs of ranks, and the folder if nothing else is in it, as after --dry-run."""
     for log in folder.glob("rank-*.log"):
         if not log.stat().st_size:
             log.unlink()
@@ -88,7 +88,7 @@ def leave() -> None:
 
 
 class Child:
-    """One more rank on this machine. It ends when this process ends, however that ends."""
+    """A child process with another rank on this machine. It ends with this process, even if that is killed."""
 
     def __init__(self, rank: int, words: Sequence[str], text: str, env: dict[str, str], log: Path) -> None:
         self.rank, self.log = rank, log
@@ -96,7 +96,7 @@ class Child:
         self.kill = self.process.kill
 
     def word(self) -> str:
-        """What it printed last, if it has ended and should not have."""
+        """Error message with the end of its log, if it has failed; else empty."""
         if self.process.code in (None, 0):
             return ""
         tail = self.process.tail(SHOWN).strip()
@@ -110,7 +110,7 @@ class Child:
 def follow(
     grid: Grid, device: torch.device, timeout: float, threads: int, make: Callable[[RankGroup, Executor], Any]
 ) -> None:
-    """The life of a rank other than 0: `make` its worker, then do what rank 0 calls.
+    """Main loop of a rank other than 0: `make` its worker, then execute rank 0's calls.
 
     Launchers send SIGTERM to every rank. Rank 0 saves then, which needs the others, and ends them."""
     keep_memory()

@@ -1,4 +1,4 @@
-"""Who computes what: the ranks as a grid ddp x fsdp x cp x tp, and how a step's work goes over it.
+"""The ranks as a grid ddp x fsdp x cp x tp, and the distribution of a step's work over it.
 
     ddp    copies of the model, whose gradients are summed
     fsdp   ranks that the weights, gradients and optimizer state of a copy are split over (FSDP2)
@@ -36,10 +36,10 @@ AXES = ("ddp", "fsdp", "cp", "tp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """How many ranks each axis has. Example: Grid(fsdp=4, tp=2) is 8 ranks, which see 4 shares of the samples.
+    """Number of ranks on each axis. Example: Grid(fsdp=4, tp=2) has 8 ranks and 4 shares of the samples.
 
-    sequence: those of tp share out the tokens between split blocks, too.
-    context: how the tokens of a row see those of other ranks, "gather" or "ulysses" (`context.py`)."""
+    sequence: sequence parallelism over the ranks of tp, between split blocks.
+    context: attention over the tokens of other ranks, "gather" or "ulysses" (`context.py`)."""
 
     ddp: int = 1
     fsdp: int = 1
@@ -58,8 +58,8 @@ class Grid:
 
 
 class Shared(list[T]):
-    """A list, as many items for each share of the ranks: item i is for share i % shares, which is sent it alone
-    (`shared.py`). It is not changed once it has been sent. `number`: what the ranks know it by; 0 before."""
+    """A list with equally many items for each share of the ranks: item i is sent only to share i % shares
+    (`shared.py`). It must not change after it was sent. `number`: its id on the ranks; 0 before it is sent."""
 
     number = 0
 
@@ -78,8 +78,8 @@ class Packer:
         return Shared(pack(samples, weights, self.capacity, self.shares, self.pair_cost, observed))
 
     def figures(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """imbalance: time that shares wait for one another in a round, by their work; padding: share of the computed
-        tokens that no sample has; filled: of the room for tokens."""
+        """imbalance: time that shares wait for one another, relative to their work; padding: share of the computed
+        tokens without a sample; filled: used share of the capacity in tokens."""
         costs = [sum(len(tree) + self.pair_cost * tree.pairs() for tree in b.trees) for b in batches]
         tokens, empty = sum(len(b.tokens) for b in batches), sum(b.trees == NOTHING for b in batches)
         return {
@@ -90,7 +90,7 @@ class Packer:
 
 
 class Ranks:
-    """This process among its like. `Ranks()` is one process alone."""
+    """This process's rank and process groups. `Ranks()` is a single process."""
 
     def __init__(
         self, grid: Grid | None = None, mesh: DeviceMesh | None = None, experts: DeviceMesh | None = None
@@ -116,23 +116,23 @@ class Ranks:
 
     @property
     def sharded(self) -> bool:
-        """No rank has all weights as ordinary tensors."""
+        """Whether weights are sharded: no rank has all of them as ordinary tensors."""
         return self.grid.fsdp * self.grid.cp * self.grid.tp > 1
 
     @property
     def first(self) -> bool:
-        """Of the ranks that see this share of the samples."""
+        """Whether this is the first rank of its share of the samples."""
         return self.rank % (self.grid.cp * self.grid.tp) == 0
 
     @property
     def sharding(self) -> DeviceMesh:
-        """What FSDP splits weights over: [fsdp x cp], or [ddp, fsdp x cp] where there are copies."""
+        """Mesh of FSDP: [fsdp x cp], or [ddp, fsdp x cp] if there are replicas."""
         assert self.mesh is not None
         return self.mesh["ddp", "shard"] if self.grid.ddp > 1 else self.mesh["shard"]
 
     @property
     def expert_sharding(self) -> DeviceMesh:
-        """The same for experts that are spread over ep already: [fsdp x cp / ep], with [ddp] before where there is."""
+        """Mesh of FSDP for experts, which are spread over ep already: [fsdp x cp / ep], or [ddp, fsdp x cp / ep]."""
         assert self.experts is not None
         return self.experts["ddp", "rest"] if self.grid.ddp > 1 else self.experts["rest"]
 
@@ -143,8 +143,8 @@ class Ranks:
         return work[self.share :: self.shares]
 
     def each(self, work: Sequence[T], compute: Callable[[T], Tensor]) -> list[Tensor]:
-        """What `compute` gives for each micro-batch, tensors of any shape; on the CPU where they come from other ranks,
-        which share the work out. All get all of it."""
+        """Results of `compute` for each micro-batch, tensors of any shape, divided among the shares and gathered on all
+        ranks; on the CPU if there are several."""
         own = [compute(w) for w in self.mine(work)]
         if self.shares == 1:
             return own
@@ -153,7 +153,7 @@ class Ranks:
         return [result[n % self.shares][n // self.shares] for n in range(len(work))]
 
     def collect(self, work: Sequence[T], compute: Callable[[T], Tensor]) -> list[Tensor]:
-        """As `each`, but the first share alone gets what the others compute; those get nothing."""
+        """As `each`, but only the first share gets the results; the others get an empty list."""
         own = [compute(w) for w in self.mine(work)]
         if self.shares == 1:
             return own
@@ -164,7 +164,7 @@ class Ranks:
         return [torch.from_numpy(result[n % self.shares][n // self.shares]) for n in range(len(work))]
 
     def told(self, value: T) -> T:
-        """What the first rank has; the others' value does not matter."""
+        """Broadcast rank 0's value; those of others are ignored."""
         if self.alone:
             return value
         words: list[Any] = [value]
@@ -172,7 +172,7 @@ class Ranks:
         return words[0]
 
     def total(self, values: dict[str, float], largest: bool = False) -> dict[str, float]:
-        """Each figure summed over the shares, or the largest of them. A name that some rank lacks counts as nothing."""
+        """Sum (or maximum) of each figure over the shares. Names that are missing on some rank are skipped there."""
         if self.shares == 1:
             return values
         result: list[Any] = [None] * self.shares
@@ -183,7 +183,7 @@ class Ranks:
 
 
 def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
-    """Meet the other ranks; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where, or BIRL_STORE. Raises
+    """Join the process group, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or BIRL_STORE. Raises
     `BirlError`."""
     if grid.size == 1:
         return Ranks()
@@ -213,8 +213,8 @@ def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
 
 
 def check_apart(own: str) -> None:
-    """`own`: this rank's GPU, empty where it has none. Raises `BirlError` where two ranks have the same: NCCL refuses
-    that, once the model is loaded."""
+    """`own`: this rank's GPU, empty if it has none. Raises `BirlError` if two ranks have the same one: NCCL would
+    refuse that only after the model is loaded."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     same = [str(rank) for rank, gpu in enumerate(every) if gpu == own]

@@ -28,13 +28,13 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # 
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' rows, one rank's behind another's: [T, ...] -> [n T, ...]. Backward each rank is sent the gradients
-    of its own rows, and adds them."""
+    """All-gather of rows in the order of ranks: [T, ...] -> [n T, ...]. In the backward pass each rank is sent the
+    gradients of its own rows, and adds them."""
     return _Gather.apply(x, group)  # pyright: ignore
 
 
 def swap(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x[i] goes to rank i, and what it sent is at [i]: [n, ...] -> [n, ...]. Backward the same."""
+    """All-to-all: x[i] goes to rank i, and [i] of the result comes from it: [n, ...] -> [n, ...]. Backward the same."""
     return _Swap.apply(x, group)  # pyright: ignore
 
 
@@ -106,17 +106,17 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """The ranks that layers are split over; with `sequence` also the tokens between the split blocks."""
+    """The tensor-parallel ranks; with `sequence` also the tokens between the split blocks are split over them."""
 
     group: dist.ProcessGroup
     sequence: bool
 
     def enter(self, x: Tensor) -> Tensor:
-        """Before a split block, whose output each rank knows in part."""
+        """Enter a split block, in which each rank computes a part of the output."""
         return _Enter.apply(x, self)  # pyright: ignore
 
     def leave(self, x: Tensor) -> Tensor:
-        """After a split block: `x` is this rank's summand."""
+        """Leave a split block: `x` is this rank's summand of the output."""
         return _Leave.apply(x, self)  # pyright: ignore
 
     def end(self, x: Tensor) -> Tensor:

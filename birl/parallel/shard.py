@@ -1,4 +1,4 @@
-"""FSDP2 on a model, from outside: each rank keeps its part of every weight, and has a layer whole only while it
+"""FSDP2 applied to a model: each rank keeps its shard of every weight, and has a whole layer only while it
 computes.
 
 Gradients are summed over the ranks in float32, never averaged: the weights of a micro-batch hold the step's
@@ -47,7 +47,7 @@ class GlooReduceScatter(ReduceScatter):
         self._filling = False  # the buffer has been given away for the call that follows
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks for the input first, then for the output, then calls."""
+        """Allocate a buffer. FSDP allocates the input first, then the output, then calls."""
         if self._filling:
             return torch.empty(*size, dtype=dtype, device=device)
         self._filling = True
@@ -59,8 +59,8 @@ class GlooReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """`input_tensor` [n m] on each of n ranks, `output_tensor` [m]. Raises `RuntimeError` where FSDP does not do
-        what this relies on: gradients would be wrong."""
+        """`input_tensor` [n m] on each of n ranks, `output_tensor` [m]. Raises `RuntimeError` if FSDP does not use it
+        as assumed here: gradients would be wrong."""
         ours = self._buffer.data_ptr()
         if op != dist.ReduceOp.SUM or async_op or input_tensor.data_ptr() != ours or output_tensor.data_ptr() == ours:
             raise RuntimeError(f"this version of FSDP reduces gradients in another way: {op}, async_op={async_op}")
@@ -81,10 +81,10 @@ class GlooReduceScatter(ReduceScatter):
 
 
 def shard(root: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype, *, offload: bool = False) -> None:
-    """Split `model`'s parameters over `ranks`, each decoder layer as a unit, the embedding and a head of its own as
-    one each, and all the rest with `root`, the module whose forward pass is called. Computes in `dtype`; parameters
-    stay as they are, gradients are float32. A layer is given back between the forward and the backward pass. `offload`:
-    parts live in CPU memory. Experts may be spread over some of the ranks before (`experts.py`)."""
+    """Shard `model`'s parameters over `ranks`, each decoder layer as a unit, the embedding and an untied head as one
+    each, and all others with `root`, the module whose forward pass is called. Computes in `dtype`; parameters keep
+    their type, gradients are float32. A layer is freed between the forward and the backward pass. `offload`: shards are
+    in CPU memory. Experts may be spread over some of the ranks before (`experts.py`)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if parameters else None, cast_forward_inputs=False
@@ -117,9 +117,9 @@ def shard(root: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype, *
 
 
 def settle(root: nn.Module) -> None:
-    """Parameters that were given values after `shard` take their final place now, unit by unit: FSDP pads uneven parts,
-    and pins those in CPU memory, by moving them, at the first use, and references to a part would then be outdated.
-    That is what `unshard` begins with, before it gathers."""
+    """Move parameters that got values after `shard` to their final memory, unit by unit: FSDP pads uneven shards, and
+    pins those in CPU memory, by moving them at the first use, after which references to a shard would be outdated.
+    `unshard` begins with the same, before it gathers."""
     for unit in root.modules():
         group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
         if group is not None:
@@ -127,8 +127,8 @@ def settle(root: nn.Module) -> None:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers: the modules that transformers says must not be split, and none within another one. None of a
-    vision tower, which a rank calls as often as its samples have pictures: it is gathered with the rest."""
+    """The decoder layers: the outermost modules that transformers marks as not to be split. None of a vision tower,
+    which a rank calls as often as its samples have pictures: it is gathered with `root`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     every = [m for m in (language_model(model) or model).modules() if type(m).__name__ in names]
     within = {id(inner) for m in every for inner in m.modules() if inner is not m}  # Mamba's mixers

@@ -1,4 +1,4 @@
-"""What rank 0 hands out: each rank is sent the items of a list that are its own, and no others.
+"""Scatter of lists from rank 0: each rank is sent only its own items of a list.
 
     rank 0          batches = Shared(pack(...)); crew.call(worker, Worker.gradients, batches)
     the others      are called with as many items, of which their share (`Ranks.mine`) are theirs
@@ -26,13 +26,13 @@ FEW = 4  # a column is sent as runs where these are fewer than 1 / FEW of its nu
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Stands for a `Shared` in the words of a call."""
+    """Placeholder of a `Shared` in the message of a call."""
 
     value: int
 
 
 def hand_out(work: Shared[Any], ranks: Ranks, group: Any) -> None:
-    """(rank 0) Every other share is sent its items, one share after the other; `group`: of all ranks, over Gloo."""
+    """(rank 0) Send every other share its items, one share after another; `group`: of all ranks, over Gloo."""
     ranks.mine(work)  # as many for each, or it raises
     peers = ranks.grid.cp * ranks.grid.tp
     for share in range(ranks.shares):
@@ -45,7 +45,7 @@ def hand_out(work: Shared[Any], ranks: Ranks, group: Any) -> None:
 
 
 def handed(count: int, ranks: Ranks, group: Any) -> list[Any]:
-    """(the others) `count` items: at the places of this rank's share its own, and the same ones at those of others."""
+    """(other ranks) Receive the own items; in the list of `count` they stand in for those of other shares, too."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, 0, group)
     data = torch.empty(int(size), dtype=torch.uint8)
@@ -55,7 +55,7 @@ def handed(count: int, ranks: Ranks, group: Any) -> list[Any]:
 
 
 def written(items: list[Any]) -> Tensor:
-    """[bytes] uint8: a pickle, in which tensors are short numpy arrays."""
+    """Pickle items, with tensors as compressed numpy arrays, [bytes] uint8."""
     stream = io.BytesIO()
     _Writer(stream, pickle.HIGHEST_PROTOCOL).dump(items)
     return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
@@ -67,7 +67,7 @@ class _Writer(pickle.Pickler):
 
 
 def columns(x: NDArray[Any]) -> Iterator[Any]:
-    """Type and shape of an array, how it was made short, and the short arrays."""
+    """Yield type and shape of an array, its compression, and the compressed arrays."""
     yield from (x.dtype.str, x.shape)
     flat = x.reshape(-1)
     if x.dtype.kind == "i" and len(flat):
@@ -88,7 +88,7 @@ def columns(x: NDArray[Any]) -> Iterator[Any]:
 
 
 def runs_of(flat: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    """Values of equal neighbours and how many there are of each; None where there are too many runs."""
+    """Run-length encoding: values and lengths of runs; None if there are too many runs."""
     changes = flat[1:] != flat[:-1]
     if (np.count_nonzero(changes) + 1) * FEW > len(flat):
         return None
@@ -97,7 +97,7 @@ def runs_of(flat: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
 
 
 def narrow(x: NDArray[Any]) -> NDArray[Any]:
-    """Whole numbers in the smallest type that holds them all."""
+    """Convert integers to the smallest type that holds them all."""
     low, high = int(x.min()), int(x.max())
     types = (np.int8, np.int16, np.int32, np.int64)
     return x.astype(next(t for t in types if np.iinfo(t).min <= low and high <= np.iinfo(t).max))
@@ -113,5 +113,5 @@ WAYS: dict[str, Callable[..., NDArray[Any]]] = {
 
 
 def restored(kind: str, shape: tuple[int, ...], way: str, *parts: NDArray[Any]) -> Tensor:
-    """The tensor that `columns` was of, bit for bit, on the CPU."""
+    """Restore the tensor from `columns`, bit for bit, on the CPU."""
     return torch.from_numpy(WAYS[way](*parts).astype(kind, copy=False).reshape(shape))

@@ -1,4 +1,4 @@
-"""Tensor parallelism on a transformers model, from outside: every layer is split over the ranks of the axis `tp`.
+"""Tensor parallelism applied to a transformers model: every layer is split over the ranks of the axis `tp`.
 
     columns   q, k, v, gate, up: a rank has some rows of the weight [N, K], thus some heads or some inner features
     fused     several of these in one matrix: a rank stores some rows, and computes with its own of each of them
@@ -54,9 +54,9 @@ PLAN = {
 
 
 def split(model: nn.Module, ranks: Ranks, regions: Regions) -> list[str]:
-    """Split a model with whole weights, in place, before FSDP does. Gives the names of the parameters that every rank
-    has, but whose gradient is a summand on each (`ShardedMasterWeights` adds them up): what only a rank's own heads or
-    own tokens went through. A vision tower is on every rank, which all compute the same. Raises `BirlError` for a model
+    """Split a model with whole weights, in place, before FSDP does. Returns the names of replicated parameters
+    whose gradient is a summand on each rank (`ShardedMasterWeights` adds them up), as only a rank's own heads or tokens
+    went through them. A vision tower is on every rank, which all compute the same. Raises `BirlError` for a model
     that cannot be split."""
     assert ranks.mesh is not None
     body: Any = vision.language_model(model) or cast(Any, model).base_model
@@ -87,8 +87,8 @@ def split(model: nn.Module, ranks: Ranks, regions: Regions) -> list[str]:
 
 
 def check(model: nn.Module, tp: int) -> dict[str, str]:
-    """How each module is split (`plan`). Raises `BirlError` for a model that cannot be split over so many ranks; needs
-    no weights."""
+    """Return how each module is split (`plan`). Raises `BirlError` for a model that cannot be split over `tp` ranks;
+    needs no weights."""
     body: Any = vision.language_model(model) or cast(Any, model).base_model
     slots = slots_of(model)
     if body.config.model_type in FIXED:
@@ -158,7 +158,7 @@ def plan(body: nn.Module, widths: set[int]) -> dict[str, str]:
 
 
 def keeps_state(module: nn.Module) -> bool:
-    """But for what gives attention its queries, of which a rank would have a part."""
+    """Whether a module keeps a state, except for one that computes queries of attention, which are split over ranks."""
     names = {kind.__name__ for kind in type(module).__mro__}
     return not names.isdisjoint(CACHE) and CCA not in names
 
@@ -180,7 +180,7 @@ class Columns(ParallelStyle):
 
 
 def share(block: Any, linear: nn.Module, mesh: DeviceMesh) -> None:
-    """Say how many rows each matrix of a layer of several has. Attention counts this rank's heads from now on."""
+    """Set the number of rows of each matrix in a fused layer, and of this rank's heads in the attention module."""
     sizes = [cast(nn.Linear, linear).out_features // 2] * 2
     if linear is getattr(block, "qkv_proj", None):
         config = block.config = copy(block.config)  # of Phi-3, which reads the number of heads there
@@ -258,7 +258,7 @@ class Vocabulary(ParallelStyle):
 
 
 def place(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
-    """A parameter that every rank has whole becomes a DTensor, of which each has its part along `dim`."""
+    """Turn a replicated parameter into a DTensor sharded along `dim`."""
     old = module.get_parameter(name)
     if not isinstance(old, DTensor):
         new = distribute_tensor(old.data, mesh, [Shard(dim)], src_data_rank=None)  # without communication
@@ -267,7 +267,7 @@ def place(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def parts(module: nn.Module, without: str = "") -> Iterator[None]:
-    """Within, a module's parameters are this rank's plain parts, and `without` is None. Their gradients go to the
+    """Context in which a module's parameters are this rank's plain shards, and `without` is None. Gradients go to the
     DTensors. No operator ever sees a DTensor, which would cost more than a small product."""
     parameters: dict[str, Any] = module._parameters  # FSDP has put the gathered ones there
     kept = dict(parameters)
@@ -292,7 +292,7 @@ def _entering(regions: Regions):
 
 
 def _keeping(regions: Regions):
-    """Of what every rank has computed for all tokens its own tokens."""
+    """Return a hook that keeps this rank's tokens of an output that every rank has computed for all tokens."""
 
     def hook(mixer: nn.Module, args: tuple[Any, ...], output: Any):
         first, *rest = output if isinstance(output, tuple) else (output,)
