@@ -21,7 +21,7 @@ from birl.engines import names
 from birl.errors import BirlError
 from birl.launch import ray as launcher
 from birl.launch import ray_supervisor
-from birl.launch.job import derive
+from birl.launch.job import derive, given
 from birl.launch.launcher import WHERE
 from birl.launch.ray_host import Host, Order, Seen
 from birl.launch.ray_spot import RayPlan, Spot, bundles
@@ -165,7 +165,7 @@ def test_what_would_be_done(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 def test_a_variable_that_is_not_set_is_named() -> None:
     with pytest.raises(BirlError, match=r"launch\.env: NOT_THERE is not set"):
-        launcher.values(("NOT_THERE",))
+        given(("NOT_THERE",))
 
 
 def test_a_plan_shows_no_secret() -> None:

@@ -219,7 +219,7 @@ def test_a_failing_step_leaves_the_checkpoints_before_it(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        ("rewards.py:god", ["rewards.py has no function 'god'", "Did you mean 'good'"]),
+        ("rewards.py:god", ["rewards.py has no function 'god'", "Did you mean good?"]),
         ("rewards.py:number", ["'number' in", "is a int, not a function"]),
         ("missing.py:f", ["reward.functions=missing.py:f", "there is no file missing.py"]),
         ("rewards.py", ["reward.functions=rewards.py: say what of it", "rewards.py:my_function"]),

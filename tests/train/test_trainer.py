@@ -116,7 +116,7 @@ def test_further_columns_reach_the_reward_by_name(make: Make) -> None:
 
 
 def test_a_column_that_does_not_exist_is_named(make: Make) -> None:
-    with pytest.raises(BirlError, match=r"'levels'.* no such column. Did you mean 'level'\?"):
+    with pytest.raises(BirlError, match=r"'levels'.* no such column. Did you mean level\?"):
         make(reward_funcs=lambda completions, levels: letters(completions)).train()
 
 

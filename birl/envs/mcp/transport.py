@@ -85,6 +85,7 @@ async def over_pipes(command: Command, problem: Problem) -> AsyncIterator[Stream
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        process._transport.close()  # pyright: ignore  # else the loop may end before the pipes have
         for stream in (incoming, received, sent, outgoing):
             stream.close()
 
