@@ -53,7 +53,8 @@ def a_model() -> Any:
     head = torch.nn.Linear(HIDDEN, WORDS, bias=False, device=CUDA, dtype=torch.bfloat16)
     model: Any = torch.nn.Module()
     model.head, model.get_output_embeddings = head, lambda: head
-    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(head_dim=16))
+    text = SimpleNamespace(head_dim=16, model_type="llama")
+    model.config = SimpleNamespace(get_text_config=lambda: text)
     return model
 
 
