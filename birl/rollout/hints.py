@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from birl.data.tasks import answer_text
+from birl.data.trees import common
 from birl.errors import BirlError
 from birl.rollout.session import Translator
 from birl.types import Conversation, Group, Message, Sample, Task
@@ -38,28 +39,29 @@ class Hints:
         if not hint:
             return sample
         first = int(sample.mask.argmax())
-        hinted = self.placed(group.task, hint, sample.tokens[:first].tolist())
+        hinted = self.placed(group.task, hint, sample.tokens[:first])
         if hinted is None:
             raise BirlError(
                 f"algorithm.hint: the conversation of {group.task.id} does not begin with the row's prompt, so a "
                 "hint has no place in it. Use an environment whose first message of the user is the row's."
             )
         fits = len(hinted) + len(sample.tokens) - first <= self.context
-        return replace(sample, hinted=np.array(hinted, sample.tokens.dtype)) if fits else sample
+        return replace(sample, hinted=hinted) if fits else sample
 
-    def placed(self, task: Task, hint: str, prompt: Sequence[int]) -> list[int] | None:
+    def placed(self, task: Task, hint: str, prompt: np.ndarray) -> np.ndarray | None:
         """`prompt` with the hint. It begins with the row's prompt, or ends with the row's last message after other text
         (a description of tools). Else None."""
-        plain, hinted = list(self.render(task, "")), list(self.render(task, hint))
-        if prompt[: len(plain)] == plain:
-            return [*hinted, *prompt[len(plain) :]]
+        plain, hinted = (np.array(self.render(task, text), np.int32) for text in ("", hint))
+        if np.array_equal(prompt[: len(plain)], plain):
+            return np.concatenate([hinted, prompt[len(plain) :]])
         if isinstance(task.prompt, str):
             return None
-        last = len(plain) - shared(plain, self.chat.render(asking(task.prompt, lambda _: "")))  # from the content on
-        same = shared(plain, hinted)
-        if last == 0 or prompt[-last:] != plain[-last:]:
+        empty = np.array(self.chat.render(asking(task.prompt, lambda _: "")), np.int32)
+        last = len(plain) - common(plain, empty)  # from the content on
+        same = common(plain, hinted)
+        if last == 0 or not np.array_equal(prompt[-last:], plain[-last:]):
             return None
-        return [*prompt[: len(prompt) - len(plain) + same], *hinted[same:]]
+        return np.concatenate([prompt[: len(prompt) - len(plain) + same], hinted[same:]])
 
     def filled(self, text: str, group: Group, episode: int) -> str:
         """A text with the values of its names; empty if a value is missing."""
@@ -104,11 +106,6 @@ def asking(prompt: tuple[Message, ...], changed: Callable[[str], str]) -> tuple[
     """The prompt with another content of the user's last message."""
     last = max((i for i, m in enumerate(prompt) if m.role == "user"), default=len(prompt) - 1)
     return (*prompt[:last], replace(prompt[last], content=changed(prompt[last].content)), *prompt[last + 1 :])
-
-
-def shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def sibling(group: Group, episode: int, chat: Translator) -> str | None:
