@@ -35,7 +35,7 @@ def add() -> Tool:
 
 
 def told(folder: Path, url: str, way: str, solver: Any, **config: Any) -> dict[str, Any]:
-    """Of one evaluation: its status, and of each sample the tokens that were counted and the log-probs."""
+    """Of one evaluation: its status, and of each sample the tokens of prompt and answer and the log-probs."""
     model = get_model(
         "openai/any", base_url=f"{url}/v1", api_key="-", responses_api=way == "responses",
         config=GenerateConfig(max_tokens=24, temperature=1.0, max_retries=0, **config),
@@ -50,6 +50,7 @@ def told(folder: Path, url: str, way: str, solver: Any, **config: Any) -> dict[s
         "status": log.status, "error": log.error and log.error.message[:2000],
         "scored": [bool(s.scores) for s in samples],
         "tokens": [sum(u.total_tokens for u in s.model_usage.values()) for s in samples],
+        "prompts": [sum(u.total_tokens - u.output_tokens for u in s.model_usage.values()) for s in samples],
         "logprobs": [len(c.logprobs.content) if (c := s.output.choices[0]).logprobs else 0 for s in samples],
     }  # fmt: skip
 

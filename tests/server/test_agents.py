@@ -83,4 +83,5 @@ def test_inspect_evaluates_a_server(tmp_path: Path) -> None:
             found = told[way][what]
             assert found["status"] == "success" and all(found["scored"]) and all(found["tokens"]), found
     assert all(0 < n <= 24 for n in told["chat"]["questions"]["logprobs"])
-    assert told["chat"]["questions"]["tokens"] == told["responses"]["questions"]["tokens"]
+    # prompts alone: inspect sends no seed in the Responses API, so answers there are as long as chance has it
+    assert told["chat"]["questions"]["prompts"] == told["responses"]["questions"]["prompts"] != [0, 0]
