@@ -115,29 +115,32 @@ def pack(
             "parallel.cp x parallel.tp. Set one of them higher, or a smaller rollout.max_tokens."
         )
     ids = sequences(samples)
-    planned: list[list[list[int]]] = []
-    whose: list[dict[str, str]] = []  # of each micro-batch
+    planned: list[tuple[list[list[int]], dict[str, str]]] = []  # micro-batches: clusters of samples, and whose they are
     for policy, teacher in owners(samples):
         own = [i for i, s in enumerate(samples) if (s.policy, s.teacher) == (policy, teacher)]
         rows = micro_batches([ids[i] for i in own], [samples[i].group for i in own], max_tokens, parts, pair_cost)
-        planned += [[[own[n] for n in cluster] for cluster in row] for row in rows]
-        whose += [{"policy": policy, "teacher": teacher}] * len(rows)
+        whose = {"policy": policy, "teacher": teacher}
+        planned += [([[own[n] for n in cluster] for cluster in row], whose) for row in rows]
+    alone = any(s.hinted is not None or s.support is not None or s.likely is not None for s in samples)
+    batches = [replace(_batch(row, ids, samples, weights, alone, observed), **whose) for row, whose in planned]
     if any(s.likely is not None for s in samples):
-        batches = [_batch(clusters, ids, samples, weights, alone=True) for clusters in planned]
         batches = [_with_likely(batch, samples) for batch in batches]
-    else:
-        alone = any(s.hinted is not None or s.support is not None for s in samples)
-        batches = [_batch(clusters, ids, samples, weights, alone, observed) for clusters in planned]
-    batches = [replace(batch, **own) for batch, own in zip(batches, whose, strict=True)]
     if all(s.hinted is None for s in samples):
         return batches
     told = [hinted(s) for s in samples]
     counted = [w * (s.hinted is not None) for s, w in zip(samples, weights, strict=True)]
-    read = [s.tokens for s in told]
-    return [
-        replace(batch, hinted=replace(_batch(clusters, read, told, counted, alone=True), **own))
-        for batch, clusters, own in zip(batches, planned, whose, strict=True)
-    ]
+    read = [replace(_batch(row, [s.tokens for s in told], told, counted, True), **whose) for row, whose in planned]
+    pairs = zip(batches, read, strict=True)
+    return [_shared(b, r) if b.support is None and not observed else replace(b, hinted=r) for b, r in pairs]
+
+
+def _shared(batch: Batch, hinted: Batch) -> Batch:
+    """Return the batch with its hinted one, and merge predictions (U = N) that are equal in both."""
+    both = torch.stack([batch.source, batch.targets, hinted.source]).numpy()
+    unique = np.unique(both, axis=1, return_index=True, return_inverse=True)
+    kept, same = (torch.from_numpy(places.reshape(-1)) for places in unique[1:])
+    own, theirs = (replace(b, source=b.source[kept], targets=b.targets[kept], entry=same) for b in (batch, hinted))
+    return replace(own, hinted=theirs)
 
 
 def owners(samples: Sequence[Sample]) -> list[tuple[str, str]]:

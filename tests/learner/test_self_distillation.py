@@ -77,6 +77,7 @@ def whole(samples: list[Sample], weights: list[float]) -> tuple[float, dict[str,
 def test_packing_changes_neither_divergence_nor_gradient() -> None:
     """Both are those of the two conversations, each computed alone."""
     samples = with_hints(groups(3))
+    samples += [replace(s, hinted=prompt) for s in samples[:2] for prompt in (samples[0].hinted, None)]  # same answers
     weights = [1 / (i + 2) for i in range(len(samples))]
     wanted, by_weights = whole(samples, weights)
     alone = [b for s, w in zip(samples, weights, strict=True) if s.hinted is not None for b in pack([s], [w], 100)]
@@ -88,6 +89,16 @@ def test_packing_changes_neither_divergence_nor_gradient() -> None:
         assert stats.loss == pytest.approx(wanted, rel=1e-5)
         gradients = {n: t.grad for n, t in learner.masters.tensors.items() if t.grad is not None}
         torch.testing.assert_close(gradients, by_weights, atol=1e-5, rtol=1e-4)
+
+
+def test_equal_predictions_of_both_prompts_are_computed_once() -> None:
+    (sample, *_) = groups(1)
+    trained, hints = int(sample.mask.sum()), [np.array([5, 6]), np.array([5, 6]), np.array([7]), None, None]
+    samples = [replace(sample, hinted=hint) for hint in hints]
+    (batch,) = pack(samples, [1.0] * len(samples), 10_000)
+    assert batch.hinted is not None and len(batch.entry) == 5 * trained
+    assert len(batch.source) == len(batch.hinted.source) == 3 * trained
+    assert torch.equal(batch.entry, batch.hinted.entry)
 
 
 def test_without_a_hint_a_model_is_no_way_from_itself() -> None:
