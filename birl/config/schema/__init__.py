@@ -32,7 +32,7 @@ from birl.config.schema.training import (
 
 
 class Splits(Section):
-    """What has a learner, and processes that its rows are split over."""
+    """Configurations with a learner and processes that a packed row is split over."""
 
     learner: Compute
     parallel: Parallel
@@ -45,21 +45,21 @@ class Splits(Section):
 
 @dataclass(kw_only=True)
 class Training(Splits):
-    """What all training runs have in common."""
+    """Keys of all training runs."""
 
     run: str = ""
-    """Folder of the run. Empty: runs/<model>-<data>-<preset or command>-<seed>."""
+    """Output folder of the run. Empty: runs/<model>-<data>-<preset or command>-<seed>."""
     resume: Literal["auto", "never"] | str = "auto"
-    """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a
-    checkpoint folder, or its URL on an object store."""
+    """auto (resume from the newest checkpoint of the run folder, if there is one) | never (refuse a run folder in use)
+    | a checkpoint folder, or its URL on an object store, to resume from."""
     steps: Whole = 0
-    """Training steps: batches of rollouts, or of rows. 0: until data.train was seen `epochs` times."""
+    """Number of training steps. 0: set by `epochs`. A step is one batch of rollouts, or of rows."""
     epochs: Count = 1
-    """Passes over the training data when steps is 0."""
+    """Passes over the training data if steps is 0."""
     seed: Seed = 0
     """Seed of data order, sampling and initialisation."""
     threads: Threads = 0
-    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+    """CPU threads for computation. 0: OMP_NUM_THREADS, else one per core that this process may use."""
 
 
 @dataclass(kw_only=True)
@@ -80,8 +80,9 @@ class RL(Training):
     critic: Critic = field(default_factory=Critic)
     lora: Lora = field(default_factory=Lora)
     policies: list[str] = field(default_factory=list)
-    """Names of the policies that take part in episodes, as in [planner,worker]: each has a LoRA and an optimizer of its
-    own over model.path. The environment says who replies (docs/agents.md). Empty: one policy, without a name."""
+    """Names of several policies that act in episodes, as in [planner,worker]: each has its own LoRA adapter and
+    optimizer over model.path. The environment selects the policy of each turn (docs/agents.md). Empty: one policy,
+    without a name."""
     league: League = field(default_factory=League)
     learner: Learner = field(default_factory=Learner)
     parallel: Parallel = field(default_factory=Parallel)
@@ -89,7 +90,7 @@ class RL(Training):
     track: Track = field(default_factory=Track)
     debug: Debug = field(default_factory=Debug)
     watchdog: Deadline = 1800.0
-    """End the run after this long without progress, and print what each process waits for [s]. 0: never."""
+    """Stop the run after this time without progress, and print what each process waits for [s]. 0: off."""
 
     @property
     def episodes(self) -> int:
@@ -99,7 +100,7 @@ class RL(Training):
 
 @dataclass(kw_only=True)
 class Stage(Training):
-    """What SFT, RM and DPO have in common."""
+    """Keys of SFT, RM and DPO."""
 
     model: Model = field(default_factory=Model)
     data: Files = field(default_factory=Files)
@@ -122,13 +123,13 @@ class SFT(Stage):
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=2e-5))
     distill: Distill = field(default_factory=Distill)
     denominator: Literal["token", "sequence"] = "token"
-    """What the summed loss is divided by: token (all learned tokens of the step) | sequence (mean per row, then over
-    rows)."""
+    """Normalisation of the summed loss: token (mean over all trained tokens of the step) | sequence (mean per row, then
+    over rows)."""
 
 
 @dataclass(kw_only=True)
 class RM(Stage):
-    """A reward model from pairs of answers: `birl rm`."""
+    """Train a reward model on pairs of answers: `birl rm`."""
 
     data: RankedPairs = field(default_factory=RankedPairs)
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-5))
@@ -137,7 +138,7 @@ class RM(Stage):
 
 @dataclass(kw_only=True)
 class DPO(Stage):
-    """Preference optimisation from pairs of answers: `birl dpo`."""
+    """Preference optimisation on pairs of answers: `birl dpo`."""
 
     data: LabelledPairs = field(default_factory=LabelledPairs)
     preference: Preference = field(default_factory=Preference)
@@ -145,7 +146,7 @@ class DPO(Stage):
 
 @dataclass(kw_only=True)
 class Eval(Section):
-    """Measure a model on data: `birl eval`."""
+    """Evaluate a model on data: `birl eval`."""
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -155,99 +156,103 @@ class Eval(Section):
     sandbox: Sandbox = field(default_factory=Sandbox)
     engine: Engine = field(default_factory=Engine)
     output: str = ""
-    """JSON file for the results and all answers. Empty: only printed."""
+    """JSON file to write results and all answers to. Empty: print the results only."""
     baseline: str = ""
-    """JSON file that `birl eval output=FILE` wrote for the same questions, to compare with: the change, its 95 %
-    interval and p by paired prompts. Empty: none."""
+    """JSON file from `birl eval output=FILE` on the same questions, to compare with: prints the change, its 95 %
+    confidence interval and the p-value, paired by prompt. Empty: none."""
     seed: Seed = 0
     """Seed of sampling."""
     threads: Threads = 0
-    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+    """CPU threads for computation. 0: OMP_NUM_THREADS, else one per core that this process may use."""
 
 
 @dataclass(kw_only=True)
 class Serve(Section):
-    """A model behind HTTP, for OpenAI clients and as an engine of training runs: `birl serve`."""
+    """Serve a model over HTTP, for OpenAI clients and as an inference engine of training runs: `birl serve`."""
 
     model: Model = field(default_factory=Model)
     engine: Generation = field(default_factory=Generation)
     host: str = "127.0.0.1"
-    """Address to listen at. Any but this machine's own needs a token, in the environment variable BIRL_TOKEN."""
+    """Address to listen on. Addresses other than loopback need a token in the environment variable BIRL_TOKEN."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to listen at. 0: a free one, which is printed."""
+    """Port to listen on. 0: a free port, which is printed."""
     name: str = ""
-    """Name to register, as experiment/trial. Other processes of this user find its address in the cache folder. Empty:
-    not registered."""
+    """Name to register, as experiment/trial. Other processes of this user look up its address in the cache folder.
+    Empty: not registered."""
     served_name: str = ""
-    """What clients call the model. Empty: the last part of model.path."""
+    """Model name in the API. Empty: the last part of model.path."""
     max_request_mb: Annotated[float, Field(gt=0, le=1000000)] = 32.0
-    """Largest request, weights not counted [MiB]."""
+    """Maximum size of a request, weight uploads excluded [MiB]."""
     max_waiting: Whole = 1024
-    """Most answers that wait while engine.max_batch are being decoded; more are refused with 429."""
+    """Queue limit: answers waiting beyond engine.max_batch. Further requests are refused with HTTP 429."""
     request_timeout: Wait = 600.0
-    """Longest a request may take, waiting included [s]; after that it is aborted, with 504."""
+    """Timeout of a request, queueing included [s]; then it is aborted with HTTP 504."""
     volume: str = ""
     """Folder to load new weights from. A run with weights.method=volume writes them there. Empty: weights are loaded
     only when a client sends them."""
     drain_timeout: Deadline = 30.0
-    """Longest wait for running requests at shutdown [s]."""
+    """Time limit for running requests at shutdown [s]."""
     seed: Seed = 0
-    """Seed of requests that set none. It is combined with their number since the start. 0: from the system."""
+    """Seed of requests that set none. It is combined with the request's number since the start. 0: from the system."""
     threads: Threads = 0
-    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+    """CPU threads for computation. 0: OMP_NUM_THREADS, else one per core that this process may use."""
 
 
 @dataclass(kw_only=True)
 class Tinker(Section):
-    """Training as a service for Tinker's client, many tenants over one model: `birl tinker`."""
+    """Training service for Tinker clients, with many tenants on one base model: `birl tinker`."""
 
     model: Model = field(default_factory=Model)
     parallel: Parallel = field(default_factory=Parallel)
     folder: str = "tinker"
-    """Folder of sessions, adapters, optimizers, checkpoints and the audit."""
+    """Folder of sessions, adapters, checkpoints and audit. It also holds optimizer states."""
     names: list[str] = field(default_factory=list)
-    """Names by which clients ask for the model, beside its own."""
+    """Model names that clients may use, besides its own."""
     keys: str = ""
-    """File with a tenant's name and key in each line. Only its owner may read it. The environment variable
-    BIRL_TINKER_KEYS has "name key" pairs, too, with commas. Neither: one tenant, whatever its key."""
+    """File of tenants, one name and API key per line. Only its owner may have access to it. The environment variable
+    BIRL_TINKER_KEYS may hold further "name key" pairs, comma-separated. With neither, all clients are one tenant, and
+    any key is accepted."""
     host: str = "127.0.0.1"
-    """Address to listen at. Any but this machine's own needs keys."""
+    """Address to listen on. Addresses other than loopback need keys."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """Port to listen at. 0: a free one, which is printed."""
+    """Port to listen on. 0: a free port, which is printed."""
     engines: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Processes of `birl serve` that sample. Each has the model and max_batch. 0: this one samples."""
+    """Number of `birl serve` processes that sample. Each loads the model and has its own max_batch. 0: sample in this
+    process."""
     max_batch: Count = 64
-    """Most answers that are sampled at once."""
+    """Maximum number of answers sampled at once."""
     kv_cache_gb: Size = 0.0
-    """Memory for the KV cache [GiB]. 0: half of what is free, at most what max_batch answers can fill."""
+    """Memory of the KV cache [GiB]. 0: half of the free memory, at most what max_batch answers can fill."""
     tokens_per_pass: Count = 4096
-    """Tokens of one pass of training, which tenants share. More is faster, and takes more memory."""
+    """Tokens per training pass, shared by tenants. More tokens are faster and need more memory."""
     max_rank: Count = 128
-    """Highest rank of an adapter."""
+    """Maximum LoRA rank of an adapter."""
     adapters_gb: Annotated[float, Field(gt=0, le=1e6)] = 4.0
-    """Memory for adapters in training [GiB]. Those that wait longest go to disk. As much again is for sampling."""
+    """Memory of adapters in training [GiB]. Adapters that wait longest are moved to disk. Sampling uses the same amount
+    again."""
     idle_timeout: Wait = 600.0
-    """An adapter that is not used for so long goes to disk [s]."""
+    """Idle time after which an adapter is moved to disk [s]."""
     quota_sessions: Count = 256
-    """Sessions of one tenant. A program's ends when it closes it or is silent for ten minutes; then it makes room."""
+    """Sessions per tenant. A session ends when its program closes it or sends no heartbeat for ten minutes; then it
+    makes room for new ones."""
     quota_runs: Count = 64
-    """Training runs of one tenant. Those of sessions that have ended make room for new ones; their checkpoints stay."""
+    """Training runs per tenant. Runs of ended sessions make room for new ones; their checkpoints are kept."""
     quota_samplers: Count = 4096
-    """Sampling sessions of one tenant. Those of sessions that have ended make room for new ones."""
+    """Sampling sessions per tenant. Those of ended sessions make room for new ones."""
     quota_requests: Count = 4096
-    """Requests of one tenant that wait or run."""
+    """Waiting and running requests per tenant."""
     quota_tokens: Count = 10000000
-    """Tokens in the requests of one tenant that wait or run."""
+    """Tokens in the waiting and running requests of a tenant."""
     quota_checkpoints: Count = 4096
-    """Checkpoints of one tenant, with the weights of its sampling sessions."""
+    """Checkpoints per tenant, including the weights of sampling sessions."""
     quota_gb: Annotated[float, Field(gt=0, le=1e6)] = 100.0
-    """Checkpoints of one tenant [GiB]."""
+    """Disk space of a tenant's checkpoints [GiB]."""
     max_request_mb: Annotated[float, Field(gt=0, le=1000000)] = 64.0
-    """Largest request [MiB]."""
+    """Maximum size of a request [MiB]."""
     drain_timeout: Deadline = 30.0
-    """Longest wait for what is being computed at shutdown [s]."""
+    """Time limit for running computations at shutdown [s]."""
     threads: Threads = 0
-    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+    """CPU threads for computation. 0: OMP_NUM_THREADS, else one per core that this process may use."""
 
 
 Config = RL | Stage | Eval | Serve | Tinker

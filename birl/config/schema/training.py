@@ -1,4 +1,4 @@
-"""What the learner does, and what a run keeps and tells."""
+"""Configuration keys of the learner, the optimizer, checkpoints and trackers."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -11,29 +11,29 @@ from birl.config.schema.kinds import Amount, Count, Decay, Positive, Processes, 
 @dataclass(kw_only=True)
 class Optimizer(Section):
     kind: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    """adamw | adamw8bit (both moments of large matrices in 8 bits: 2.03 bytes a parameter instead of 8) | muon (hidden
-    matrices by Muon, all else by AdamW)."""
+    """Optimizer: adamw | adamw8bit (both moments of large matrices in 8 bits: 2.03 bytes per parameter instead of 8) |
+    muon (Muon for hidden matrices, AdamW for all other weights)."""
     lr: Share = 1e-6
-    """Peak learning rate. Muon's steps have the size of AdamW's."""
+    """Peak learning rate. Muon's updates are scaled to the size of AdamW's."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant | linear | cosine."""
+    """After warm-up: constant | linear | cosine."""
     warmup_steps: Whole = 0
     """Optimizer steps of linear warm-up from 0."""
     min_lr_ratio: Share = 0.0
-    """Where linear and cosine end, as a share of lr."""
+    """Final learning rate of linear and cosine, as a share of lr."""
     beta1: Decay = 0.9
-    """AdamW's and Muon's decay of the gradient's mean; 0.95 is usual for Muon."""
+    """Decay rate of the first moment (AdamW) or of the momentum (Muon, usually 0.95)."""
     beta2: Decay = 0.999
-    """AdamW's decay of the squared gradient's mean."""
+    """Decay rate of the second moment (AdamW)."""
     eps: Positive = 1e-8
-    """AdamW's epsilon."""
+    """Epsilon of AdamW."""
     weight_decay: Amount = 0.0
-    """AdamW's decoupled weight decay; matrices only."""
+    """Decoupled weight decay, for matrices only."""
     max_grad_norm: Amount = 1.0
-    """Clip the global gradient norm to this. 0: do not clip."""
+    """Clip the global gradient norm to this. 0: no clipping."""
     offload: Literal["none", "cpu"] = "none"
-    """Where the float32 weights and AdamW's state are: none (beside the weights) | cpu (in CPU memory, for a learner on
-    an accelerator)."""
+    """Memory of the float32 master weights and AdamW's state: none (on the model's device) | cpu (CPU memory, for a
+    learner on an accelerator)."""
 
 
 @dataclass(kw_only=True)
@@ -41,26 +41,26 @@ class Lora(Section):
     rank: Whole = 0
     """LoRA rank. 0: train all weights."""
     alpha: Positive = 32.0
-    """LoRA's update of a weight is scaled by alpha / rank."""
+    """LoRA scaling: the adapter's update of a weight is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Linear layers that are trained, by name as in peft (q_proj, layers.0.mlp.up_proj), or all-linear: every one but
-    the head. All else is frozen."""
+    """Linear layers with an adapter, by name as in peft (q_proj, layers.0.mlp.up_proj), or all-linear: all except the
+    head. All other weights are frozen."""
     dora: bool = False
-    """Train the length of every row of a weight apart from its direction (DoRA)."""
+    """DoRA: also train the magnitude of each row of a weight."""
     quantize: Literal["none", "nf4", "int8"] = "none"
-    """How linear layers' own weights are held, all but the head's (QLoRA): none (in model.dtype) | nf4 (in 4 bits) |
-    int8 (in 8 bits). Engine and learner compute with the same numbers."""
+    """QLoRA: storage of the base weights of linear layers, except the head: none (model.dtype) | nf4 (4 bits) | int8 (8
+    bits). Engine and learner compute with the same dequantised weights."""
 
 
 @dataclass(kw_only=True)
 class League(Section):
-    """Earlier versions of the policies, to play against; an environment names one NAME@past."""
+    """Pool of earlier versions of the policies to play against; an environment selects one as NAME@past."""
 
     every: Whole = 0
-    """Keep the policies as they are after every so many steps. 0: never, and there is nothing to play against."""
+    """Add the current policies to the pool every n steps. 0: no pool."""
     size: Count = 4
-    """Versions that are kept, the newest ones; a group plays against one of them, by chance. Before so many are kept,
-    the others are the model that the run began with."""
+    """Size of the pool: the newest versions are kept, and each group plays against a random one. Until the pool is
+    full, the initial model fills it up."""
 
     @property
     def kept(self) -> int:
@@ -69,49 +69,50 @@ class League(Section):
 
 @dataclass(kw_only=True)
 class Compute(Section):
-    """What every learner has."""
+    """Keys of every learner."""
 
     tokens_per_microbatch: Count = 4096
-    """Most tokens of one forward and backward pass [tokens]. Bounds the memory, never changes the result; with
-    parallel.cp or parallel.tp it is per process."""
+    """Maximum number of tokens in a micro-batch [tokens]. A micro-batch is one forward and backward pass; it bounds the
+    memory, never the result. Per process with parallel.cp or parallel.tp."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     router_aux_coef: Amount = 0.0
-    """Weight of the load-balancing loss of a mixture-of-experts model, over all tokens of an optimizer step (Switch
-    Transformer, arXiv:2101.03961); costs one more forward pass. 0: none."""
+    """Coefficient of the load-balancing loss of a mixture-of-experts model, over all tokens of an optimizer step
+    (Switch Transformer, arXiv:2101.03961); costs one more forward pass. 0: off."""
 
 
 @dataclass(kw_only=True)
 class Learner(Compute):
     max_logprob_gap: Amount = 0.0
-    """Stop when the mean |engine log-prob - learner log-prob| of a batch exceeds this [nats]; then the engine samples
-    from other weights than it says. 0: by model.dtype, 0.002 for float32 and 0.5 for bfloat16; 0.5 also where
-    engine.recompute_kv=false keeps keys and values of older weights."""
+    """Stop the run if the mean |engine log-prob - learner log-prob| of a batch exceeds this, because the engine then
+    samples from wrong weights [nats]. 0: by model.dtype, 0.002 for float32 and 0.5 for bfloat16; also 0.5 if
+    engine.recompute_kv=false keeps the KV cache of older weights."""
 
 
 @dataclass(kw_only=True)
 class Parallel(Section):
-    """How many processes train together, and what each does: ddp x fsdp x cp x tp of them."""
+    """Parallelism of the learner: ddp x fsdp x cp x tp processes."""
 
     ddp: Processes = 1
-    """Copies of the learner, each with its own samples; gradients are summed."""
+    """Data-parallel copies of the learner. Each has its own samples; gradients are summed."""
     fsdp: Processes = 1
-    """Processes that share weights and gradients (FSDP2). Weights, gradients and optimizer state are split over them,
-    and each has its own samples."""
+    """Processes that share weights and gradients (FSDP2). Weights, gradients and optimizer state are sharded over them;
+    each has its own samples."""
     cp: Processes = 1
-    """Processes that every packed row of tokens is split over (context parallelism)."""
+    """Context parallelism: processes that each packed row of tokens is split over."""
     tp: Processes = 1
-    """Processes that every layer is split over (tensor parallelism)."""
+    """Tensor parallelism: processes that each layer is split over."""
     sequence: bool = True
-    """With tp: between attention and MLP each of its processes has T / tp of the T packed tokens, for less memory."""
+    """Sequence parallelism with tp: between attention and MLP each process holds T / tp of the T packed tokens, which
+    saves memory."""
     context: Literal["gather", "ulysses"] = "gather"
-    """How tokens see those of the other cp processes: gather (keys and values of all come to each) | ulysses (each gets
-    all tokens of some heads; the heads must be divisible)."""
+    """Attention with cp: gather (all-gather of keys and values) | ulysses (all-to-all: each process computes some heads
+    over all tokens; cp must divide the number of heads)."""
     ep: Processes = 1
-    """Of fsdp x cp processes, how many share out the experts of a mixture-of-experts model (expert parallelism); a
-    divisor of both numbers."""
+    """Expert parallelism: number of the fsdp x cp processes that a mixture-of-experts model's experts are split over;
+    must divide both this product and the number of experts."""
     timeout: Wait = 600.0
-    """Longest that a process waits for another one [s]; then the run stops."""
+    """Timeout of one process waiting for another [s]; then the run stops."""
 
     @property
     def size(self) -> int:
@@ -139,39 +140,41 @@ class Checkpoint(Section):
     every: Whole = 10
     """Save every n steps, and always at the end. 0: only at the end."""
     keep_last: Whole = 2
-    """How many of the newest to keep. 0: all."""
+    """Number of newest checkpoints to keep. 0: all."""
     keep_best: bool = True
-    """Also keep the one with the best validation score."""
+    """Also keep the checkpoint with the best validation score."""
     asynchronous: bool = True
-    """Write in the background while training goes on. Takes CPU memory for a copy of what is saved."""
+    """Write checkpoints in the background while training continues; needs CPU memory for a copy of the saved state."""
     store: str = ""
-    """URL of an object store that gets a copy of every checkpoint: s3://bucket/prefix, file:///mnt/x, or what
-    else fsspec knows. A run whose folder is empty goes on from there."""
+    """URL of an object store to copy each checkpoint to: s3://bucket/prefix, file:///mnt/x, or any fsspec URL. A run
+    with an empty folder resumes from there. Empty: none."""
 
 
 @dataclass(kw_only=True)
 class Reports(Section):
-    """What every run tells."""
+    """Keys of the logs and trackers of every run."""
 
     console: Literal["live", "plain", "off", "auto"] = "auto"
-    """live (redrawn panel) | plain (one line a step) | off | auto (live in a terminal, else plain)."""
+    """Console output: live (redrawn panel) | plain (one line per step) | off | auto (live in a terminal, else
+    plain)."""
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases: off | offline | online. Offline writes into the run folder, for `wandb sync`. Needs `pip
+    """Weights & Biases: off | offline | online. offline writes into the run folder, for `wandb sync`. Needs `pip
     install birl[wandb]`."""
     mlflow: Literal["off", "offline", "online"] = "off"
-    """MLflow: off | offline (a database in the run folder) | online (the store that MLFLOW_TRACKING_URI names). Needs
-    `pip install birl[mlflow]`."""
+    """MLflow: off | offline (a database in the run folder) | online (the server of MLFLOW_TRACKING_URI). Needs `pip
+    install birl[mlflow]`."""
     trackio: Literal["off", "offline", "online"] = "off"
     """Trackio: off | offline (a database in the run folder) | online (Trackio's own folder on this machine, or the
-    Space that TRACKIO_SPACE_ID names). Needs `pip install birl[trackio]`."""
+    Space of TRACKIO_SPACE_ID). Needs `pip install birl[trackio]`."""
     swanlab: Literal["off", "offline", "online"] = "off"
     """SwanLab: off | offline (into the run folder, for `swanlab sync`) | online. Needs `pip install birl[swanlab]`."""
     report: bool = True
     """Write report.html at the end."""
     trace: bool = True
-    """Write who did what from when to when to trace.json, for `birl trace` and the timeline of `birl view`."""
+    """Write a trace of all activities with their times to trace.json, for `birl trace` and the timeline of `birl
+    view`."""
 
 
 @dataclass(kw_only=True)
@@ -179,8 +182,8 @@ class Track(Reports):
     rollouts: bool = True
     """Write every episode with its tokens, log-probs and advantage to rollouts.jsonl."""
     token_figures: bool = True
-    """Write there also, of each trained token, its entropy and how far the learner's log-prob is from the engine's:
-    6 to 14 bytes a token."""
+    """Also write the entropy of each trained token and the difference between learner and engine log-prob there: 6 to
+    14 bytes per token."""
     record: bool = False
     """Write every step with all digits to record.jsonl, for debug.replay."""
 
@@ -188,11 +191,11 @@ class Track(Reports):
 @dataclass(kw_only=True)
 class Debug(Section):
     replay: str = ""
-    """Folder of a run that was recorded (track.record): train on what it trained on, and stop at the first figure that
-    comes out otherwise. Nothing is sampled."""
+    """Folder of a recorded run (track.record): train on its recorded rollouts instead of sampling, and stop at the
+    first metric that differs."""
     resample: bool = False
-    """With replay: also sample every recorded answer again, under the weights that it came from, and compare tokens and
-    log-probs bit for bit. For runs of the embedded engine or of birl's servers, in bfloat16 on birl's kernels."""
+    """With replay, also sample every recorded answer again under its weights version, and compare tokens and log-probs
+    bit for bit. For runs with the embedded engine or birl's servers, in bfloat16 on birl's kernels."""
     only_rollout: bool = False
     """Rollouts only: sample, compute rewards and log, without training."""
 
@@ -202,52 +205,54 @@ class HeldOut(Section):
     every: Whole = 50
     """Validate every n steps and at the end. 0: never."""
     at_start: bool = True
-    """Measure before the first step as well."""
+    """Also validate before the first step."""
 
 
 @dataclass(kw_only=True)
 class Ranking(Section):
     centering: Amount = 0.0
-    """Weight of a loss that keeps scores around 0; 0.01 is usual. The loss is (score of chosen + score of
-    rejected)^2 (arXiv:2312.09244)."""
+    """Weight of a loss that keeps scores around 0; usually 0.01. The loss is (score of chosen + score of rejected)^2
+    (arXiv:2312.09244). 0: off."""
 
 
 @dataclass(kw_only=True)
 class Distill(Section):
     teacher: str = ""
-    """Model of the same vocabulary to learn from on the rows' own answers (off-policy distillation), in the forms of
-    model.path. Empty: none."""
+    """Teacher with the same tokenizer, for off-policy distillation on the rows' answers, in the forms of model.path.
+    Empty: none."""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "forward_kl"
-    """What the teacher is compared by, over all tokens: reverse_kl (learner to teacher) | forward_kl (teacher to
-    learner) | jsd (generalised Jensen-Shannon, GKD)."""
+    """Divergence from the teacher over the vocabulary: reverse_kl (KL(learner || teacher)) | forward_kl (KL(teacher ||
+    learner)) | jsd (generalised Jensen-Shannon, GKD)."""
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Of jsd, the teacher's share of the mixture: towards 0 it goes like forward_kl, towards 1 like reverse_kl."""
+    """For jsd: weight of the teacher in the mixture. Near 0 it behaves like forward_kl, near 1 like reverse_kl."""
     top_k: Whole = 0
-    """Compare the teacher's k most likely tokens, and all others as one. 0: all tokens, one by one."""
+    """Compute the divergence over the teacher's k most likely tokens, with all others merged into one. 0: over the
+    whole vocabulary."""
     nll_coef: Amount = 0.0
-    """Weight of the rows' own tokens beside the divergence: of their mean negative log-likelihood."""
+    """Coefficient of the SFT loss (mean negative log-likelihood of the rows' tokens), added to the divergence. 0:
+    divergence only."""
 
 
 @dataclass(kw_only=True)
 class Preference(Section):
     loss: Literal["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = "dpo"
-    """dpo | ipo | hinge | robust | simpo | orpo | kto. Conservative DPO is dpo with a label_smoothing."""
+    """dpo | ipo | hinge | robust | simpo | orpo | kto. Conservative DPO is dpo with label_smoothing above 0."""
     beta: Positive = 0.1
-    """Beta: strength of the pull towards the reference. That is for dpo, ipo, hinge, robust and kto; scale of the
-    margin (simpo, about 2) or weight of the odds ratio (orpo)."""
+    """Strength of the pull to the reference model. This is for dpo, ipo, hinge, robust and kto; in simpo, beta scales
+    the margin (about 2), in orpo it weighs the odds ratio."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs whose order is believed to be wrong, for dpo (then conservative DPO) and robust."""
+    """Assumed share of pairs with swapped labels, for dpo (conservative DPO) and robust."""
     margin: Amount = 0.0
-    """SimPO's target margin between the mean log-probs, in units of beta times nats (gamma; 0.5 to 1.5 in the
-    paper)."""
+    """SimPO's target margin between the mean log-probs (gamma), in units of beta times nats; 0.5 to 1.5 in the
+    paper."""
     nll_coef: Amount = 0.0
-    """Weight of the mean negative log-likelihood of the chosen answer, added to the loss. ORPO always has it, with
-    weight 1."""
+    """Coefficient of the chosen answer's mean negative log-likelihood, added to the loss. ORPO always includes it, with
+    1. 0: off."""
     desirable_weight: Amount = 1.0
-    """KTO's weight of good answers."""
+    """KTO: weight of good answers."""
     undesirable_weight: Amount = 1.0
-    """KTO's weight of bad answers."""
+    """KTO: weight of bad answers."""
     reference: Literal["live", "precomputed", "none"] = "live"
-    """Log-probs of the first weights: live (a frozen copy computes them) | precomputed (once, before the first step,
-    then kept in the run folder; no second model in memory) | none (reference-free: as if they were equal). simpo and
-    orpo have none."""
+    """Reference model's log-probs: live (from a frozen copy of the initial weights) | precomputed (once before the
+    first step, saved in the run folder; no second model in memory) | none (reference-free: taken as equal for both
+    answers). simpo and orpo use none."""
