@@ -65,7 +65,7 @@ def _figures(folder: Path) -> dict[str, Any]:
         "engine": {
             "gpus": engine_gpus,
             "max_batch": batch,
-            "recompute_kv": bool(config.get("weights.recompute_kv", True)),
+            "recompute_kv": bool(config.get("engine.recompute_kv", True)),
         },
         "learner": {"gpus": learner_gpus, "share_prompts": False},
         "sync": {"every": config.get("weights.sync_every", 1)},

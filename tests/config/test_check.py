@@ -136,6 +136,15 @@ def test_unknown_words_are_refused_with_the_list(key: str):
     assert any(text.startswith(f"{key}=nonsense: ") and doc.choices[0] in text for text in found)
 
 
+HELD_OUT = {"data__validation": ["b.jsonl"]}
+
+
+def test_a_folder_or_a_hub_set_may_have_subsets_and_splits(tmp_path: Path):
+    for places in (["a.jsonl", str(tmp_path)], ["openai/gsm8k"]):
+        changed = {"data__subset": "main", "data__split": "x", "data__validation_data_split": "y"}
+        assert problems(config(data__train=places, data__validation=places, **changed)) == []
+
+
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
@@ -146,6 +155,32 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"data__validation_data_split": "test"}, ["data.validation is empty"]),
         ({"data__max_validation_samples": 5}, ["no held-out data"]),
         ({"validation__every": 5}, ["validation.every=5", "no held-out data"]),
+        ({"validation__max_tokens": 5}, ["validation.max_tokens=5", "no held-out data"]),
+        (
+            {"data__validation": ["b.csv"], "validation__every": 0, "validation__threshold": 0.5},
+            ["validation.threshold=0.5: has no effect because validation.every=0 never validates"],
+        ),
+        ({"data__subset": "main"}, ["data.subset=main: has no effect because a file has no splits"]),
+        ({"data__train": ["test@folder"], "data__split": "x"}, ["data.split=x", "split@ names one already"]),
+        (
+            {"data__validation": ["b.jsonl"], "data__validation_data_split": "test"},
+            ["data.validation_data_split=test: has no effect because a file has no splits"],
+        ),
+        ({"algorithm__credit": "turn"}, ["algorithm.credit=turn: has no effect because there is one turn"]),
+        (
+            {"algorithm__proximal": "recompute", "algorithm__correction": "none", "algorithm__correction_high": 3.0},
+            ["algorithm.correction_high=3", "algorithm.correction=none does not read it"],
+        ),
+        ({"engine__recompute_kv": False}, ["engine.recompute_kv=false", "rollout.max_staleness=0 changes no weights"]),
+        (
+            {"engine__kind": "vllm", "engine__attach": ["http://a:1"], "engine__memory_fraction": 0.5},
+            ["engine.memory_fraction=0.5", "uses servers that run already"],
+        ),
+        (
+            {"env__kind": "guess_number", "reward__workers": 2},
+            ["reward.workers=2: has no effect because env=guess_number gives the rewards"],
+        ),
+        ({"env__kind": "guess_number", "reward__timeout": 9.0}, ["reward.timeout=9", "gives the rewards"]),
         ({"data__system_prompt": "x", "data__apply_chat_template": False}, ["data.system_prompt"]),
         ({"rollout__top_p": 0.9, "engine__kind": "vllm"}, ["rollout.top_p=0.9", "engine.kind=vllm", "rollout.top_p=1"]),
         ({"rollout__top_k": 129, "engine__kind": "vllm"}, ["rollout.top_k=129", "at most 128", "rollout.top_k=0"]),
@@ -269,10 +304,10 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"reward__format_pattern": "x"}, ["reward.functions does not name format"]),
         ({"reward__format_pattern": "(", "reward__functions": ["format"]}, ["not a regular expression"]),
         ({"reward__length_target": 9}, ["reward.functions does not name length"]),
-        ({"validation__k": [1, 4]}, ["validation.samples=4"]),
-        ({"validation__k": []}, ["validation.k is empty"]),
-        ({"validation__samples": 4}, ["greedy"]),
-        ({"validation__top_p": 0.9}, ["validation.temperature=0 is greedy"]),
+        ({**HELD_OUT, "validation__k": [1, 4]}, ["validation.samples=4"]),
+        ({**HELD_OUT, "validation__k": []}, ["validation.k is empty"]),
+        ({**HELD_OUT, "validation__samples": 4}, ["greedy"]),
+        ({**HELD_OUT, "validation__top_p": 0.9}, ["validation.temperature=0 is greedy"]),
         ({"optimizer__min_lr_ratio": 0.1}, ["optimizer.schedule=constant"]),
         ({"steps": 10, "optimizer__warmup_steps": 10}, ["only 10 optimizer steps"]),
         ({"steps": 10, "epochs": 2}, ["epochs=2", "steps=10"]),

@@ -86,7 +86,10 @@ def test_quotes_around_a_text_are_removed():
 
 
 def test_a_key_can_copy_another():
-    assert load(RL, [TRAIN, "validation.max_tokens=${rollout.max_tokens}"]).validation.max_tokens == 256
+    assert (
+        load(RL, [TRAIN, "data.validation=b", "validation.max_tokens=${rollout.max_tokens}"]).validation.max_tokens
+        == 256
+    )
     assert "rollout.nothing" in message(TRAIN, "validation.max_tokens=${rollout.nothing}")
 
 

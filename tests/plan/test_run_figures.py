@@ -59,12 +59,17 @@ def test_the_engines_and_gpus_of_a_run_are_its_own(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run", machines=2)
     config = json.loads((folder / "config.json").read_text())
     own = {"engine.kind": "vllm", "engine.count": 2, "engine.tensor_parallel": 4, "parallel.fsdp": 4, "parallel.tp": 2}
-    own |= {"rollout.max_staleness": 2, "rollout.order_window": 1, "weights.sync_every": 2}
+    own |= {
+        "rollout.max_staleness": 2,
+        "rollout.order_window": 1,
+        "weights.sync_every": 2,
+        "engine.recompute_kv": False,
+    }
     (folder / "config.json").write_text(json.dumps(config | own))
     found = read([str(folder)])
     assert (found.engine.gpus, found.learner.gpus, found.run.gpus) == (4, 8, (16,))
     assert (found.result.engines, found.result.learners, found.result.shared) == (2, 1, False)
-    assert (found.run.order_window, found.sync.every) == (1, 2)
+    assert (found.run.order_window, found.sync.every, found.engine.recompute_kv) == (1, 2, False)
     assert found.engine.base == pytest.approx(0.02) and found.engine.per_sequence == pytest.approx(0.001)
     (folder / "config.json").write_text(json.dumps(config | {"parallel.ddp": 2, "parallel.tp": 2}))
     found = read([str(folder)])

@@ -38,7 +38,8 @@ def groups() -> list[Group]:
 
 
 def config(*words: str) -> schema.RL:
-    return load(schema.RL, ["data.train=x", "rollout.max_tokens=8", *words])
+    several = ["env=guess_number"] * ("algorithm.credit=turn" in words)
+    return load(schema.RL, ["data.train=x", "rollout.max_tokens=8", *several, *words])
 
 
 class Says:

@@ -1,6 +1,7 @@
 """Keys without effect, because of other keys: a table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from birl.config.check import value_of
@@ -22,11 +23,19 @@ from birl.hub import addressed
 ADDRESSES = "engine.attach uses servers that run already"
 LEARNERS = "the embedded engine samples from the learner's own weights; set engine.kind=birl for another process"
 HELD_OUT = "there is no held-out data; set data.validation or data.validation_split"
+FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 SINGLE = "env.kind=single_turn answers nothing; name an environment"
 PROXIMAL = "algorithm.correction algorithm.correction_level algorithm.correction_high"
 ORDER = (
     "data.order data.order_target data.order_start data.order_half_life data.order_threshold data.retire_after "
     "data.retire_for"
+)
+UNDIVIDED = (
+    "a file has no splits or subsets, and split@ names one already; remove the key, or name a folder or a hub set"
+)
+MEASURED = (
+    "validation.samples validation.k validation.threshold validation.temperature validation.top_p validation.top_k "
+    "validation.max_tokens"
 )
 ONCE = "`birl eval` does not train; it reads data.validation and samples once"
 
@@ -76,6 +85,11 @@ def _held_out(config: RL | Stage) -> bool:
     return bool(config.data.validation or config.data.validation_split or own)
 
 
+def _divided(sets: Sequence[str]) -> list[str]:
+    """Folders and names of the hub: unlike a file they may have splits and subsets."""
+    return [s for s in sets if not s.lower().endswith(FILES) or Path(s.rpartition("@")[2]).expanduser().is_dir()]
+
+
 def _started(config: RL | Eval) -> bool:
     """Whether servers are started by the run, or for it by `birl launch`."""
     attach = config.engine.attach
@@ -103,10 +117,12 @@ UNREAD: tuple[Row, ...] = (
     _by("algorithm.entropy_control", "algorithm.held_coef", "kl_cov"),
     _by("algorithm.proximal", PROXIMAL, "recompute", "interpolate"),
     _by("algorithm.correction", "algorithm.correction_low", "mask"),
+    _by("algorithm.correction", "algorithm.correction_level algorithm.correction_high", "auto", "truncate", "mask"),
     _by("algorithm.reject", "algorithm.reject_limit", "divergence", "off_policy"),
     _by("algorithm.surrogate", "algorithm.dual_clip", "clip"),
     _by("algorithm.surrogate", "algorithm.clip_low algorithm.clip_high", "clip", "gspo", "gmpo", "cispo"),
     _by("algorithm.credit", "algorithm.turn_discount", "turn"),
+    _row(RL, "algorithm.credit", lambda c: c.env.kind != "single_turn" or c.env.mcp, f"there is one turn: {SINGLE}"),
     _row(
         RL,
         "algorithm.kl_corrected algorithm.kl_target",
@@ -162,8 +178,14 @@ UNREAD: tuple[Row, ...] = (
     _engine("engine.weights", "embedded"),
     _engine("engine.recompute_kv", "embedded", "birl", "sglang"),
     _row(Eval, "engine.recompute_kv", lambda c: False, "weights do not change in an evaluation"),
+    _row(
+        RL,
+        "engine.recompute_kv",
+        lambda c: c.rollout.max_staleness,
+        "rollout.max_staleness=0 changes no weights in the middle of an answer; set 1, say",
+    ),
     _row(RL | Eval, "engine.count engine.python engine.threads engine.arguments", _started, ADDRESSES),
-    _row(RL | Eval, "engine.restarts engine.max_batch engine.kv_cache_gb", _started, ADDRESSES),
+    _row(RL | Eval, "engine.restarts engine.max_batch engine.kv_cache_gb engine.memory_fraction", _started, ADDRESSES),
     _row(
         RL | Eval,
         "engine.start_timeout",
@@ -223,6 +245,12 @@ UNREAD: tuple[Row, ...] = (
         lambda c: c.reward.judge_mode != "score",
         "reward.judge_mode=score shows one answer at a time; set group or pairs",
     ),
+    _row(
+        RL | Eval,
+        "reward.timeout reward.workers",
+        reward_functions,
+        "env={c.env.kind} gives the rewards, and reward.functions is empty; name one",
+    ),
     _row(RL | Eval, "reward.concurrency", _over_http, "no reward is asked for over HTTP"),
     _row(RL | Eval, "env.max_turns", lambda c: c.env.kind != "single_turn" or c.env.mcp, SINGLE),
     _row(RL | Eval, "env.sampling", lambda c: c.env.kind != "single_turn", SINGLE),
@@ -254,6 +282,16 @@ UNREAD: tuple[Row, ...] = (
     ),
     _row(RL | Stage, "data.max_validation_samples", _held_out, HELD_OUT),
     _row(RL | Stage, "validation.every", lambda c: not c.validation.every or _held_out(c), HELD_OUT),
+    _row(RL, MEASURED, _held_out, HELD_OUT),
+    _row(RL, MEASURED, lambda c: c.validation.every, "validation.every=0 never validates"),
+    _row(RL | Stage | Eval, "data.subset", lambda c: _divided(c.data.train + c.data.validation), UNDIVIDED),
+    _row(RL | Stage, "data.split", lambda c: not all("@" in s for s in _divided(c.data.train)), UNDIVIDED),
+    _row(
+        RL | Stage | Eval,
+        "data.validation_data_split",
+        lambda c: not all("@" in s for s in _divided(c.data.validation)),
+        UNDIVIDED,
+    ),
     _row(Stage, "model.tool_format", lambda c: False, "the rows have no tools; `birl rl`, `eval` and `serve` read it"),
     _by("preference.loss", "preference.label_smoothing", "dpo", "robust", of=DPO),
     _by("preference.loss", "preference.margin", "simpo", of=DPO),
