@@ -13,7 +13,7 @@ class Command:
     """`run`: "module:function" of words -> exit code, imported on use; empty for the configured ones. Its help is in
     usage.py, or the module's USAGE. `offered`: further words for completion, beside keys and folders.
 
-    Example: Command(name="ledger", brief="where every token went", run="birl.rollout.ledger:run")
+    Example: Command(name="ledger", brief="what became of every token", run="birl.rollout.ledger:run")
     """
 
     name: str
@@ -29,55 +29,58 @@ ALL = (
     Command(name="rl", brief="train a model by reinforcement learning"),
     Command(
         name="eval",
-        brief="measure a model on data; --validate: check reference answers; --judge: do judges agree with people?",
+        brief="evaluate a model; --validate: check reference answers; --judge: compare judges with people",
     ),
-    Command(name="serve", brief="a model behind HTTP: OpenAI's dialect and birl's own"),
-    Command(name="tinker", brief="training as a service, for Tinker's client: many tenants, one model"),
+    Command(name="serve", brief="serve a model over HTTP: OpenAI, Anthropic and native APIs"),
+    Command(name="tinker", brief="training service for Tinker clients: many tenants, one base model"),
     Command(
         name="launch",
-        brief="start a training somewhere else, or detached: this machine, a cluster, a cloud",
+        brief="start a training in the background: on this machine, a cluster or a cloud",
         run="birl.launch.command:run",
     ),
-    Command(name="status", brief="the processes of a launched training", run="birl.launch.command:status"),
+    Command(name="status", brief="processes of a launched training", run="birl.launch.command:status"),
     Command(
-        name="logs", brief="what they print", run="birl.launch.command:logs", offered=("--follow", "--trust", "--help")
+        name="logs",
+        brief="output of its processes",
+        run="birl.launch.command:logs",
+        offered=("--follow", "--trust", "--help"),
     ),
-    Command(name="stop", brief="let them save and end", run="birl.launch.command:stop"),
-    Command(name="scale", brief="more engines, or fewer", run="birl.launch.command:scale"),
+    Command(name="stop", brief="save a checkpoint and end it", run="birl.launch.command:stop"),
+    Command(name="scale", brief="add or remove engines", run="birl.launch.command:scale"),
     Command(
-        name="view", brief="runs as a live page: curves, comparison, rollouts, waiting", run="birl.view.command:run"
+        name="view", brief="live page of runs: curves, comparison, rollouts, timeline", run="birl.view.command:run"
     ),
     Command(name="rollouts", brief="search a run's rollouts, and export them", run="birl.view.rollouts_command:run"),
     Command(
         name="trace",
-        brief="where a run's time went, who waited for whom; for Chrome and Perfetto, too",
+        brief="time of a run by activity and by process; export for Chrome and Perfetto",
         run="birl.track.trace_command:run",
     ),
     Command(
         name="plan",
-        brief="how much memory a training will take; --simulate: how to split GPUs; --cluster: which layout",
+        brief="predict memory; --simulate: split GPUs into engines and learners; --cluster: choose a layout",
         run="birl.cli.plan:run",
         offered=("--memory", "--json", "--simulate", "--measured", "--cluster", "--help"),
     ),
     Command(
         name="reproduce",
-        brief="run a recipe, and say whether it gave what it gave before",
+        brief="run a recipe and compare its results with the expected ones",
         run="birl.recipes.command:run",
     ),
     Command(name="chat", brief="talk to a model or to a run", run="birl.cli.chat:run"),
     Command(
         name="runs",
-        brief="the runs of a folder: state, step, reward, best validation",
+        brief="list the runs of a folder: state, step, reward, best validation",
         run="birl.track.listing:run",
         offered=("--json", "--help"),
     ),
     Command(
         name="diff",
-        brief="two runs: the keys that differ, and what came out",
+        brief="compare the keys and metrics of two runs",
         run="birl.track.difference:run",
         offered=("--json", "--help"),
     ),
-    Command(name="ledger", brief="where every token went that a run has sampled", run="birl.rollout.ledger:run"),
+    Command(name="ledger", brief="what became of every sampled token of a run", run="birl.rollout.ledger:run"),
     Command(
         name="checkpoints",
         brief="list, verify, export and prune the checkpoints of a run",
@@ -91,11 +94,13 @@ ALL = (
         offered=("list", "verify", "clear", "--all", "--help"),
     ),
     Command(
-        name="doctor", brief="what is installed, which device, what is missing and how to get it", run="birl.doctor:run"
+        name="doctor",
+        brief="check the installation: devices, packages, and how to install what is missing",
+        run="birl.doctor:run",
     ),
     Command(
         name="completion",
-        brief="a script that completes all this in bash, zsh or fish",
+        brief="shell completion script for bash, zsh or fish",
         run="birl.cli.completing:run",
         offered=("bash", "zsh", "fish", "--help"),
     ),
@@ -139,8 +144,8 @@ FOOT = """\
 Start here
   birl doctor
   birl rl data.train=my.jsonl            # rows such as {"prompt": "What is 3 + 4?", "answer": "7"}
-  birl rl --help                         # the keys that people set; --help all shows every key
-  birl rl --help lr                      # the keys that a word finds, also another library's word
+  birl rl --help                         # the most used keys; --help all shows every key
+  birl rl --help lr                      # search the keys, also by another library's names
 """
 
 

@@ -14,8 +14,8 @@ SHELLS = {"bash": bash.script, "zsh": zsh.script, "fish": fish.script}
 USAGE = """\
 Usage: birl completion bash | zsh | fish
 
-Prints a script that completes commands, keys, their values and files when you press Tab. After an update of birl
-make it anew:
+Prints a script that completes commands, keys, values and files with Tab. Generate it again after an update of
+birl:
 
   bash   birl completion bash > ~/.local/share/bash-completion/completions/birl
          (make the folder first; or: echo 'source <(birl completion bash)' >> ~/.bashrc)

@@ -18,8 +18,8 @@ birl rl data.train=my.jsonl                                  # SmolLM2, Dr. GRPO
 birl rl data.train=my.jsonl reward=my_file.py:score          # your own reward function
 birl rl data.train=my.jsonl algorithm=grpo optimizer.lr=1e-5
 birl rl data.train=[a.jsonl,b.parquet] data.weights=[2,1] model=/path/to/model
-birl rl env=countdown --help                                 # the keys of a task or of an environment
-birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml seed=1     # a YAML file, then what differs from it
+birl rl env=countdown --help                                 # the keys of an environment
+birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml seed=1     # a YAML file, then overrides
 birl rl data.train=my.jsonl --dry-run                        # load one batch, predict the memory, exit
 birl rl data.train=my.jsonl optimizer.lr=1e-6,1e-5 seed='range(0,3)' --multirun""",
     "sft": """\
@@ -30,7 +30,7 @@ birl sft data.train=books.jsonl data.train_on=[all]   # rows: {"text": ...}""",
     "rm": """\
 birl rm data.train=pairs.jsonl                               # rows: {"prompt": ..., "chosen": ..., "rejected": ...}
 birl rm data.train=pairs.jsonl data.margin_column=margin ranking.centering=0.01
-birl rl data.train=my.jsonl reward=model reward.model=FOLDER # then: an exported reward model as the reward""",
+birl rl data.train=my.jsonl reward=model reward.model=FOLDER # next: the exported model as reward""",
     "dpo": """\
 birl dpo data.train=pairs.jsonl                              # rows: {"prompt": ..., "chosen": ..., "rejected": ...}
 birl dpo data.train=pairs.jsonl preference.loss=simpo preference.beta=2 preference.margin=0.5
@@ -41,17 +41,17 @@ birl eval data.validation=test.jsonl                         # SmolLM2-135M, gre
 birl eval data.validation=test.jsonl model=/path/to/model
 birl eval data.validation=test.jsonl validation.samples=8 validation.k=[1,8] validation.temperature=1
 birl eval env=countdown                                      # a built-in task (docs/tasks.md)
-birl eval --validate data.validation=test.jsonl              # no model: does each reference answer get reward 1?
-birl eval --judge data.validation=judged.jsonl reward.judge=http://localhost:8000/v1#m  # does it agree with people?""",
+birl eval --validate data.validation=test.jsonl              # without a model: do reference answers get reward 1?
+birl eval --judge data.validation=judged.jsonl reward.judge=http://localhost:8000/v1#m  # agreement with people""",
     "serve": """\
-birl serve                                                   # SmolLM2-135M at a free port of this machine
+birl serve                                                   # SmolLM2-135M on a free local port
 birl serve model=/path/to/model port=8000
-birl serve port=8000 host=0.0.0.0                            # for other machines: BIRL_TOKEN must be set
-birl serve name=arithmetic/0                                 # to be reached by that name""",
+birl serve port=8000 host=0.0.0.0                            # open to other machines: needs BIRL_TOKEN
+birl serve name=arithmetic/0                                 # registered under this name""",
     "tinker": """\
-birl tinker                                                  # SmolLM2-135M at http://127.0.0.1:8000, for one tenant
-birl tinker model=/path/to/model names=[Qwen/Qwen3-8B]       # under the name that a program asks for
-birl tinker keys=tenants.txt host=0.0.0.0                    # for others: a name and a key in each line""",
+birl tinker                                                  # SmolLM2-135M at http://127.0.0.1:8000, one tenant
+birl tinker model=/path/to/model names=[Qwen/Qwen3-8B]       # under the model name that clients use
+birl tinker keys=tenants.txt host=0.0.0.0                    # for several tenants: one name and key per line""",
 }
 
 _TRAINING = {  # the keys on the first screen; commands show those that they have
@@ -128,8 +128,8 @@ def render(
 
 LISTS = "A list is [a,b]; text needs no quotes; ${other.key} copies another key's value."
 MORE = (
-    "`birl {command} --help all` shows all {count} keys with their full texts, `--help WORD` those that a word finds: "
-    "part of a name, a word of the text, or what another library calls the key (batch_size, num_generations)."
+    "`birl {command} --help all` shows all {count} keys with their full texts, `--help WORD` searches names, texts "
+    "and the names that other libraries use (batch_size, num_generations)."
 )
 
 

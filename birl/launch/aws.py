@@ -24,29 +24,31 @@ PROGRAMS = {"aws": "pip install awscli", "ray": "pip install 'ray[default]' boto
 @dataclass(kw_only=True)
 class Keys(elsewhere.Keys):
     bucket: str = ""
-    """S3 bucket for checkpoints and what the run writes; made where it is not there. Needed."""
+    """S3 bucket for checkpoints and the run's output; created if it does not exist. Required."""
     prefix: str = "birl"
-    """Everything in the bucket is below this, and the machines may touch nothing else in it."""
+    """Prefix of everything in the bucket; the machines have no access outside it."""
     ssh_from: str = ""
-    """The network that may connect to the machines, such as 203.0.113.7/32 for one address. Needed."""
+    """CIDR range that may connect to the machines, such as 203.0.113.7/32 for one address. Required."""
     region: str = "us-west-2"
-    """Of AWS."""
+    """AWS region."""
     instance: str = "g5.2xlarge"
-    """Kind of the workers, on which all processes of the job run."""
+    """Instance type of the workers, which run all processes of the job."""
     head: str = "m6i.large"
-    """Kind of the head, which only watches."""
+    """Instance type of the head node, which only supervises."""
     spot: bool = True
-    """Spot machines as workers: cheaper, and taken away at times; the job goes on from its newest checkpoint."""
+    """Use spot instances as workers: cheaper, but AWS may reclaim them; the job then resumes from its newest
+    checkpoint."""
     disk_gb: int = 500
     """Disk of each machine [GB]."""
     image: str = ""
-    """AMI with an NVIDIA driver, the aws program and Python. Empty: the one that Ray knows for the region."""
+    """AMI with an NVIDIA driver, the AWS CLI and Python. Empty: Ray's default for the region."""
     user: str = "ubuntu"
-    """Who logs in to this AMI."""
+    """SSH user of this AMI."""
     efs: str = ""
-    """File system that all machines share, such as fs-01ab; a learner on several machines and vLLM need one."""
+    """Shared file system (EFS) of all machines, such as fs-01ab; required by vLLM and by a learner on several
+    machines."""
     keep: bool = False
-    """birl stop leaves the machines running."""
+    """Leave the machines running after birl stop."""
 
 
 def access(job: Job, keys: Keys) -> Access:

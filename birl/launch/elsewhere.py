@@ -42,20 +42,20 @@ class Keys(jobs.Keys):
     """Keys of launchers that bring their own machines."""
 
     files: list[str] = field(default_factory=list)
-    """Files and folders that go along, beside those that the command or its recipe names. Relative to the current
+    """Further files and folders to upload, besides those that the command or its recipe names. Relative to the current
     folder."""
     package: str = ""
-    """What pip installs as birl: a requirement, or a wheel of this machine. Empty: a wheel of this installation, which
-    is made and goes along."""
+    """What pip installs as birl: a requirement, or a wheel on this machine. Empty: a wheel that is built from this
+    installation and uploaded."""
     packages: list[str] = field(default_factory=list)
-    """Further packages for pip. What the configuration needs, and what its Python files import, goes along without."""
+    """Further packages for pip. Those that the configuration and its Python files need are included automatically."""
     vllm: str = ""
-    """vLLM or SGLang for an environment of its own on each machine, as pip takes it: vllm==0.32.0. Empty: the newest,
-    where engine.kind asks for it and engine.python names none."""
+    """Version of vLLM or SGLang for a separate environment on each machine, as for pip: vllm==0.32.0. Empty: the
+    newest, if engine.kind needs it and engine.python is empty."""
     ray: str = "2.60.0"
-    """Version of Ray on the machines. The one in use here must be the same."""
+    """Ray version on the machines. The local one must be the same."""
     wait: int = 1800
-    """Longest that the head waits for the other machines [s]."""
+    """Timeout of the head waiting for the other machines [s]."""
 
 
 def check(job: Job, keys: Keys) -> None:

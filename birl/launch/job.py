@@ -23,19 +23,20 @@ class Keys:
     """Keys that all launchers have; subclasses add more."""
 
     name: str = ""
-    """Of the job. Empty: the name of the run folder."""
+    """Name of the job. Empty: the name of the run folder."""
     nodes: Count = 1
-    """Machines. The ranks of the learner and the engines are spread over them evenly."""
+    """Number of machines. The learner's ranks and the engines are spread evenly over them."""
     gpus: float = 0.0
-    """GPUs of each rank of the learner, and of each engine for each of its tensor and pipeline parallel ranks."""
+    """GPUs of each learner rank, and of each engine per tensor and pipeline parallel rank."""
     cpus: int = 1
     """CPU cores of each process."""
     memory_gb: float = 0.0
-    """Memory of each process [GiB]. 0: whatever the launcher gives."""
+    """Memory of each process [GiB]. 0: the launcher's default."""
     restarts: int = 3
-    """How often the job is started again after it failed; it goes on from its newest checkpoint."""
+    """Restarts of the job after a failure; it resumes from its newest checkpoint."""
     env: list[str] = field(default_factory=list)
-    """Names of environment variables that the processes get, such as HF_TOKEN. Their values are never written down."""
+    """Names of environment variables to pass to the processes, such as HF_TOKEN. Their values are never written to
+    files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

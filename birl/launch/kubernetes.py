@@ -17,7 +17,7 @@ from birl.launch.skypilot import stop as stop
 @dataclass(kw_only=True)
 class Keys(skypilot.Keys):
     infra: str = "k8s"
-    """Which cluster, in SkyPilot's words: k8s/CONTEXT names a context of your kubeconfig. k8s: the current one."""
+    """Cluster, in SkyPilot's notation: k8s/CONTEXT selects a context of your kubeconfig. k8s: the current context."""
 
 
 def submit(job: Job, keys: Keys) -> Handle:

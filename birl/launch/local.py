@@ -33,7 +33,7 @@ POLL = 0.1
 @dataclass(kw_only=True)
 class Keys(jobs.Keys):
     cpus: int = 0
-    """CPU threads of the learner. 0: half of the cores where engines have the others, else all."""
+    """CPU threads of the learner. 0: half of the cores if engines use the others, else all."""
 
 
 def render(job: Job, keys: Keys) -> dict[str, str]:

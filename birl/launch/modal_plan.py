@@ -34,37 +34,37 @@ SAVING = 1200  # s of a container's life that are reserved for saving
 @dataclass(kw_only=True)
 class Keys(jobs.Keys):
     gpus: float = 1.0
-    """GPUs of each rank of the learner, and of each engine. 0: none."""
+    """GPUs of each learner rank, and of each engine. 0: none."""
     gpu: str = "A100"
-    """Kind of the learner's GPUs, in Modal's words: T4, L4, A10G, L40S, A100, A100-80GB, H100, H200, B200."""
+    """GPU type of the learner, as Modal names it: T4, L4, A10G, L40S, A100, A100-80GB, H100, H200, B200."""
     engine_gpu: str = "A10G"
-    """Kind of the engines' GPUs."""
+    """GPU type of the engines."""
     learner: Literal["modal", "here"] = "modal"
-    """Where the learner runs: modal | here (only the engines are in the cloud; then `birl rl` runs on this machine with
-    their addresses, and rewards are computed here)."""
+    """Location of the learner: modal | here (only the engines run in the cloud; `birl rl` runs on this machine with
+    their addresses, and computes the rewards)."""
     engines: Literal["apart", "inside"] = "apart"
-    """Where engines run: apart (each in a container of its own; engine.kind=birl) | inside (in the learner's container,
-    on its GPUs, as `birl rl` starts them)."""
+    """Location of the engines: apart (each in its own container; engine.kind=birl) | inside (in the learner's
+    container, on its GPUs, started by `birl rl`)."""
     volume: str = "birl"
-    """Modal volume with run folders and downloaded models; it is made where there is none."""
+    """Modal volume for run folders and downloaded models; created if it does not exist."""
     secrets: list[str] = field(default_factory=list)
-    """Names of Modal secrets whose variables the processes get."""
+    """Names of Modal secrets whose variables are passed to the processes."""
     files: list[str] = field(default_factory=list)
-    """Files and folders of this machine that processes need. Those that the configuration names need no mention."""
+    """Further files and folders to upload, besides those that the configuration names."""
     package: str = ""
-    """What pip installs as birl, such as birl==0.1.0. Empty: this installation's own source."""
+    """What pip installs as birl, such as birl==0.1.0. Empty: the source of this installation."""
     packages: list[str] = field(default_factory=list)
     """Further packages for pip, such as reasoning-gym."""
     vllm: str = ""
-    """vLLM for an environment of its own in the image, as pip takes it: vllm==0.32.0. For launch.engines=inside."""
+    """vLLM version for a separate environment in the image, as for pip: vllm==0.32.0. For launch.engines=inside."""
     hours: Annotated[float, Field(gt=0, le=(LONGEST - SAVING) // 3600)] = 23.0
-    """Longest life of a container [h]; then the run saves and goes on in the next (launch.restarts)."""
+    """Maximum lifetime of a container [h]; then the run saves and continues in a new one (launch.restarts)."""
     idle: float = 30.0
-    """An engine without requests for so long ends [min]."""
+    """Idle time after which an engine without requests ends [min]."""
     stop_timeout: float = 900.0
-    """`birl stop` waits for so long until the run has saved, before it ends the containers [s]."""
+    """Timeout of `birl stop` waiting for the run to save; then the containers are ended [s]."""
     environment: str = ""
-    """Modal environment. Empty: the client's own choice."""
+    """Modal environment. Empty: the client's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,17 +29,18 @@ class Keys(jobs.Keys):
     """Keys of the ray launcher."""
 
     address: str = ""
-    """Of the cluster, as host:port. Empty: RAY_ADDRESS, else the one that runs on this machine, else one is started
-    here that listens on 127.0.0.1 only."""
+    """Address of the Ray cluster, as host:port. Empty: RAY_ADDRESS, else a cluster on this machine, else a new one here
+    that listens on 127.0.0.1 only."""
     folder: str = ""
-    """Folder in which the processes run; a relative run folder is in there. All nodes must have it. Empty: the current
-    one."""
+    """Working directory of the processes, which must exist on all nodes; a relative run folder is in it. Empty: the
+    current one."""
     start_timeout: float = 600.0
-    """Longest that a process waits for its place in the cluster [s]; then the job fails."""
+    """Timeout of a process waiting for resources of the cluster [s]; then the job fails."""
     keep: float = 3600.0
-    """How long birl status and birl logs can ask for a job that has ended [s]; then nothing of it is in the cluster."""
+    """Time for which birl status and birl logs still work after the job ended [s]; then nothing of it is left in the
+    cluster."""
     without_token: bool = False
-    """Use a cluster that lets in anybody."""
+    """Allow a cluster without token authentication, which is open to anybody."""
 
 
 def render(job: Job, keys: Keys) -> dict[str, str]:

@@ -25,24 +25,24 @@ SILENT = 5.0  # seconds without a first actor after which the reason is printed
 @dataclass
 class Config:
     inner: str = ""
-    """What runs in the actors: whatever env.kind could name that has start and step, such as webarena."""
+    """Environment that runs in the actors: any env.kind with start and step, such as webarena."""
     keys: list[str] = field(default_factory=list)
-    """Its own keys, as in env.keys=[verified=true]; without the env. before them."""
+    """Keys of the inner environment without the env. prefix, as in env.keys=[verified=true]."""
     least: int = 1
-    """Actors that are always there."""
+    """Minimum number of actors."""
     most: int = 4
-    """Most actors at once."""
+    """Maximum number of actors."""
     episodes: Count = 8
-    """Episodes that one actor holds at once."""
+    """Concurrent episodes per actor."""
     idle: float = 60.0
-    """An actor that had no episode for so long is ended, unless it is one of env.least [s]."""
+    """Idle time after which an actor is ended, down to env.least [s]."""
     cpus: float = 1.0
     """CPU cores of each actor."""
     address: str = ""
-    """Of the cluster, as host:port. Empty: the one that the run is in, else the one on this machine, else one is
-    started that ends with the run."""
+    """Address of the Ray cluster, as host:port. Empty: the cluster of the run, else one on this machine, else a new one
+    that ends with the run."""
     start_timeout: float = 600.0
-    """Longest that the first actor may take to have a place and to start [s]."""
+    """Timeout of the first actor's scheduling and start [s]."""
 
 
 class Collector:

@@ -36,23 +36,24 @@ JOB_STATES = {
 @dataclass(kw_only=True)
 class Keys(elsewhere.Keys):
     infra: str = ""
-    """Where, in SkyPilot's words, such as aws/us-west-2. Empty: wherever it is cheapest."""
+    """Cloud and region in SkyPilot's notation, such as aws/us-west-2. Empty: the cheapest."""
     accelerators: str = ""
     """GPUs of each machine, such as H100:8. Empty: none."""
     node_cpus: int = 4
-    """CPU cores of each machine, or more."""
+    """Minimum CPU cores of each machine."""
     node_memory_gb: int = 16
-    """Memory of each machine, or more [GB]."""
+    """Minimum memory of each machine [GB]."""
     spot: bool = False
-    """Spot machines. SkyPilot does not start them again; the same command does, and goes on from the bucket."""
+    """Use spot instances. SkyPilot does not restart them; run the same command again to resume from the bucket."""
     disk_gb: int = 256
     """Disk of each machine [GB]."""
     bucket: str = ""
-    """S3 bucket that is mounted where the run folder is; made where it is not there. Empty: the disk of the machine."""
+    """S3 bucket that is mounted at the run folder; created if it does not exist. Empty: the machine's disk."""
     volume: str = ""
-    """Volume of SkyPilot (`sky volumes apply`) for the run folder in place of a bucket, such as a claim."""
+    """SkyPilot volume (`sky volumes apply`) for the run folder instead of a bucket, such as a persistent volume
+    claim."""
     image: str = ""
-    """Container image of the machines, with Python 3 and pip. Empty: SkyPilot's own."""
+    """Container image with Python 3 and pip. Empty: SkyPilot's default."""
 
 
 def render(job: Job, keys: Keys) -> dict[str, str]:

@@ -37,28 +37,28 @@ PASSED = (
 @dataclass(kw_only=True)
 class Keys(jobs.Keys):
     partition: str = ""
-    """Where the job waits and runs (sbatch --partition). Empty: the cluster's default."""
+    """Partition (sbatch --partition). Empty: the cluster's default."""
     account: str = ""
-    """Who pays (sbatch --account). Empty: your default."""
+    """Account that is charged (sbatch --account). Empty: your default."""
     qos: str = ""
     """Quality of service (sbatch --qos). Empty: your default."""
     time: int = 0
-    """Longest that the job runs before it is ended or requeued [minutes]. 0: what the partition allows."""
+    """Time limit of the job, after which it is ended or requeued [minutes]. 0: the partition's limit."""
     signal: int = 120
-    """How long before the time limit the learner gets a signal to save and end [s]. 0: never; the job is cut off
-    there."""
+    """Time before the limit at which the learner gets a signal to save and end [s]. 0: never; the job is cut off at the
+    limit."""
     requeue: bool = True
-    """Start again where a node is lost, the time limit comes or a process fails, and go on from the checkpoint."""
+    """Requeue the job after a lost node, the time limit or a failed process, and resume from the checkpoint."""
     gres: str = "gpu"
-    """What the cluster calls a GPU, such as gpu or gpu:h200 (--gres). Empty: ask with --gpus-per-node."""
+    """Name of a GPU in the cluster, such as gpu or gpu:h200 (--gres). Empty: use --gpus-per-node."""
     array: str = ""
-    """Words with several values, as `--multirun` takes them, such as 'seed=1,2 optimizer.lr=1e-5,1e-6': one job of an
-    array for each combination."""
+    """Overrides with several values, as for `--multirun`, such as 'seed=1,2 optimizer.lr=1e-5,1e-6': a job array with
+    one job per combination."""
     at_once: int = 0
-    """Jobs of the array that run at the same time, at most. 0: as many as there is room for."""
+    """Maximum number of concurrent jobs of the array. 0: no limit."""
     extra: list[str] = field(default_factory=list)
-    """Further options of sbatch, such as --constraint=h200, each in a line of its own. One with commas stands in
-    quotes: ["--exclude=n1,n2"]."""
+    """Further sbatch options, such as --constraint=h200, one per entry. Quote an option with commas:
+    ["--exclude=n1,n2"]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,10 +25,10 @@ PLACE = "birl"  # id of torchrun's rendezvous
 @dataclass(kw_only=True)
 class Keys(local.Keys):
     rendezvous: str = ""
-    """HOST:PORT of the first machine, where the ranks of several machines meet. Empty on one machine: a free port of it
-    that no other machine reaches."""
+    """Rendezvous address of the first machine as HOST:PORT, for ranks on several machines. Empty (one machine only): a
+    free local port."""
     node: int = 0
-    """Which of launch.nodes machines this is, from 0."""
+    """Index of this machine among launch.nodes, from 0."""
 
 
 def render(job: Job, keys: Keys) -> dict[str, str]:

@@ -16,8 +16,8 @@ from birl.visible import visible
 
 USAGE = (
     "Usage: birl trace RUN [--output FILE.json]\n\n"
-    "Where the time of a run went: the share of each wait in every process, and which side limits it. RUN may go on\n"
-    "meanwhile. chrome://tracing and ui.perfetto.dev open RUN/trace.json; --output has that of all ranks in one file."
+    "Shows the time of a run: the share of each wait in every process, and which side limits it. RUN may still be\n"
+    "running. chrome://tracing and ui.perfetto.dev open RUN/trace.json; --output writes that of all ranks to one file."
 )
 OUTPUT = Flag(
     name="--output", value="FILE", takes="a file, as in `birl trace runs/demo --output trace.json`", read=Path

@@ -21,9 +21,9 @@ PORT = 8311
 NEXT = 20  # further ports to try if the first is in use
 USAGE = (
     "Usage: birl view [RUN ...] [--port N] [--no-browser]\n\n"
-    "A live page of runs on this machine: curves, comparison, rollouts, waiting. RUN is the folder of a run, or a\n"
-    "folder of runs (default: runs). It is for this machine only (127.0.0.1), reads and never writes, and shows runs\n"
-    f"that are going on. --port: {PORT} or the next one that is free. Ctrl-C ends it; runs are not touched."
+    "Serves a live page of runs: curves, comparison, rollouts, timeline. RUN is a run folder or a folder of runs\n"
+    "(default: runs). Only this machine can open the page (127.0.0.1). It is read-only and also shows running runs.\n"
+    f"--port: default {PORT}, or the next free port. Ctrl-C ends the page; runs are not affected."
 )
 
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 USAGE = (
     'Usage: birl rollouts RUN ["SQL condition"] [--text WORDS] [--limit N] [--export FILE.jsonl or FILE.csv]\n\n'
-    "Lists the episodes of a run that fit a condition, the same as on the page of `birl view`:\n\n"
+    "Lists the episodes of a run that match an SQL condition, as on the page of `birl view`:\n\n"
     "  birl rollouts runs/demo 'reward < 0.5 and step > 3 order by step desc'\n"
     "  birl rollouts runs/demo \"'repetition' in flags and step between 10 and 20\"\n"
     "  birl rollouts runs/demo \"outcome = 'truncated' order by tokens desc\" --limit 5\n"
     "  birl rollouts runs/demo 'reward >= 1' --text 'two words' --export found.csv\n\n"
-    "--text: words that the prompt or the answer has, in any case. --limit: how many to show (default 20; with\n"
-    "--export all are written). docs/rollouts.md has all columns and flags."
+    "--text: words in the prompt or the answer, case-insensitive. --limit: episodes to show (default 20; --export\n"
+    "writes all). docs/rollouts.md has all columns and flags."
 )
 LIMIT = 20
 SHAPE = "{row:>7} {step:>6} {outcome:<12} {reward:>8} {tokens:>6}  {flags:<12} {text}"
