@@ -1,16 +1,18 @@
 """`birl completion SHELL`: prints the completion script with the words of all commands, and where to install it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from birl.cli.commands import ALL, CONFIGURED
+from birl.cli.completion_scripts import Command, Vocabulary, bash, fish, zsh
 from birl.cli.configured import flags_of
-from birl.completion import bash, fish, zsh
-from birl.completion.vocabulary import vocabulary
+from birl.config.keys import SHORTHANDS, Doc, documentation, presets
+from birl.config.schema import COMMANDS
 from birl.envs.open import BUILT_IN
 from birl.errors import BirlError
 from birl.launch.launcher import WHERE
 
-SHELLS = {"bash": bash.script, "zsh": zsh.script, "fish": fish.script}
+SHELLS = {"bash": bash, "zsh": zsh, "fish": fish}
+NOTHING = ("int", "float")  # types of keys without known values
 USAGE = """\
 Usage: birl completion bash | zsh | fish
 
@@ -33,3 +35,33 @@ def run(words: Sequence[str]) -> int:
     known = vocabulary({one.name: one.brief for one in ALL}, flags, ("single_turn", *BUILT_IN), tuple(WHERE))
     print(SHELLS[words[0]](known), end="")
     return 0
+
+
+def vocabulary(
+    texts: Mapping[str, str],
+    flags: Mapping[str, tuple[str, ...]],
+    environments: tuple[str, ...],
+    places: tuple[str, ...],
+) -> Vocabulary:
+    """The vocabulary. `texts`: one line for each command; `flags`: words of each command."""
+    result, docs = {}, {key: doc for schema in COMMANDS.values() for key, doc in documentation(schema).items()}
+    free = tuple(sorted(key for key, doc in docs.items() if doc.type in NOTHING))
+    for name, text in texts.items():
+        schema = COMMANDS.get("rl" if name == "plan" else name)
+        keys = _keys(schema) if schema else ()
+        files = "any" if schema else "folders" if name not in ("doctor", "cache", "completion") else ""
+        result[name] = Command(text=text, words=flags.get(name, ("--help",)), keys=keys, files=files)
+    return Vocabulary(commands=result, values=_values(docs, environments), free=free, places=places)
+
+
+def _keys(schema: type) -> tuple[str, ...]:
+    known = documentation(schema)
+    short = [name for name, key in SHORTHANDS.items() if key in known and name != "benchmark"]
+    return tuple(sorted({*known, *presets(schema), *short}))
+
+
+def _values(docs: Mapping[str, Doc], environments: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    known = {key: doc.choices or ("true", "false") for key, doc in docs.items() if doc.choices or doc.type == "bool"}
+    for schema in COMMANDS.values():
+        known |= {group: tuple(files) for group, files in presets(schema).items() if group != "model"}
+    return known | dict.fromkeys(("env", "env.kind"), environments)

@@ -11,10 +11,9 @@ from birl.errors import BirlError, first_line
 from birl.exits import STOPPED
 from birl.flags import Flag, taken, whole
 from birl.jobs import Jobs
-from birl.recipes import shelf
 from birl.recipes.attempt import Attempt
 from birl.recipes.band import Finding
-from birl.recipes.recipe import Expectation, Recipe, read
+from birl.recipes.recipe import Expectation, Recipe, find, names, read
 
 FOLDER = Path("runs") / "reproduce"
 SEED = Flag(name="--seed", value="N", takes="a whole number, as in --seed 1", read=whole)
@@ -27,7 +26,7 @@ def run(words: Sequence[str]) -> int:
     if not name:
         print("\n".join(_listed()))
         return 0
-    recipe, root = shelf.find(name)
+    recipe, root = find(name)
     seeds = [seed for expected in recipe.expected for seed in expected.seeds]
     seed = seed if seed is not None else min(seeds, default=0)
     here = Path.cwd()
@@ -73,7 +72,7 @@ def _split(words: Sequence[str]) -> tuple[str, int | None, bool, tuple[str, ...]
 
 
 def _listed() -> Iterator[str]:
-    for name, file in shelf.names().items():
+    for name, file in names().items():
         try:
             recipe = read(file, name)
         except BirlError as error:

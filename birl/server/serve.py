@@ -1,25 +1,33 @@
-"""`birl serve`: an HTTP server of a model, in a separate process."""
+"""`birl serve`: an HTTP server of a model, in a separate process: its start, routes, access control and errors."""
 
 import asyncio
+import functools
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
 from birl.config import schema
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache, open_engine
 from birl.engines import names
 from birl.engines.collective import own_address
-from birl.errors import BirlError, WeightsFailed
+from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.hosts import bind, is_loopback
 from birl.kernels.tensors import PAGE
 from birl.learner.policy import DTYPES, Policy, load_policy
@@ -28,16 +36,25 @@ from birl.models.digests import vocabulary_digest
 from birl.models.load import cast
 from birl.models.released import shapes_of
 from birl.parallel.machine import compute_thread
-from birl.server.connections import uvicorn_server
-from birl.server.limits import Gate, Refused
+from birl.server import native
+from birl.server.connections import routed, uvicorn_server
+from birl.server.dialects import modules
+from birl.server.limits import Gate, Gone, Refused, ambiguous, intruder
 from birl.server.metrics import Metrics
-from birl.server.server import app
 from birl.server.service import Service
 from birl.server.staging import Adapters, Membership, Staging
+from birl.server.stream import refusal
 from birl.types import Update
 from birl.weights import folder
 
 LOOK = 0.1  # interval of polls of `volume` [s]
+Handler = Callable[[Service, Request], Awaitable[Response]]
+OPEN = ("/health", "/ready")  # without a token, for process monitors
+CLOSED = 499  # status in the metrics if the client has disconnected
+
+MODULES = [native, *modules("server")]
+ROUTES: dict[tuple[str, str], Handler] = {route: handler for m in MODULES for route, handler in m.ROUTES.items()}
+ERRORS = {path: m.error for m in MODULES if hasattr(m, "error") for _, path in m.ROUTES}  # path -> body of an error
 
 
 def run(config: schema.Serve) -> int:
@@ -220,3 +237,51 @@ async def _drain(service: Service, server: uvicorn.Server, timeout: float) -> No
         print(f"birl serve: {service.gate.open} requests were not finished", flush=True)
     await service.engine.close()
     server.should_exit = True
+
+
+def app(service: Service) -> Starlette:
+    return routed(ROUTES, functools.partial(answer, service), _no_route)
+
+
+async def answer(
+    service: Service, handler: Handler, path: str, request: Request, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Handle one request; errors are counted, and sent unless the response has begun."""
+    began, status, error = time.perf_counter(), 0, None
+
+    async def noted(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        await send(message)
+
+    try:
+        if doubt := ambiguous(request.headers):
+            raise doubt
+        if path not in OPEN and (stranger := intruder(request.headers, service.token)):
+            raise stranger
+        service.owner.admit(path, request.headers)
+        response = await handler(service, request)
+        await response(scope, receive, noted)
+    except Gone:
+        status = CLOSED
+    except WeightsFailed as failure:
+        error = Refused(409, str(failure), "weights", cause=failure.cause)
+    except (Refused, EngineDown, BirlError) as failure:
+        error = refusal(failure)
+    except Exception as failure:
+        traceback.print_exception(failure)
+        error = refusal(failure)
+    if error is not None:
+        if not status:
+            body = ERRORS.get(path, Refused.body)(error)
+            await JSONResponse(body, error.status, error.headers)(scope, receive, send)
+        status = error.status
+    service.metrics.requests.labels(path, str(status)).inc()
+    service.metrics.seconds.labels(path).observe(time.perf_counter() - began)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    there = ", ".join(dict.fromkeys(path for _, path in ROUTES))
+    what = f"{request.method} {request.url.path}: {error.detail}. There are {there}."
+    return JSONResponse(Refused(error.status_code, what).body(), error.status_code, dict(error.headers or {}))

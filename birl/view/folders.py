@@ -1,4 +1,4 @@
-"""The run folders of the page, and their state."""
+"""The run folders of the page, their state, and the list of them with current results, without reading long files."""
 
 import hashlib
 import os
@@ -7,14 +7,24 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
 from birl.errors import BirlError, did_you_mean
 from birl.track import runs
+from birl.track.runs import about
+from birl.view.answer import Answer
+from birl.view.columns import Columns
 
 RESCAN = 2.0  # s; delay until new runs are shown
+POINTS = 60  # lines of metrics.jsonl for the small curve of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +122,48 @@ def _missing(root: Path) -> str:
         return f"{root} is a file; `birl view` takes the folder of a run, or a folder of runs."
     near = did_you_mean(str(root), [str(folder) for folder in runs.folders(root.parent)])
     return f"There is no folder {root}. Name a run or a folder of runs, as in `birl view runs/demo`.{near}"
+
+
+def routes(runs: Runs) -> list[Route]:
+    kept: dict[str, tuple[object, dict[str, Any]]] = {}
+
+    def answer(request: Request) -> Response:
+        return Answer({"folders": [str(root) for root in runs.roots], "runs": [_row(run, kept) for run in runs]})
+
+    def told(request: Request) -> Response:
+        """The current report, also of an unfinished run. No other script can run, whatever the run wrote."""
+        from birl.track.charts import POLICY  # imports rich
+        from birl.track.report import report
+
+        html = report(runs[request.query_params.get("run", "")].folder)
+        return HTMLResponse(
+            html, headers={"content-security-policy": f"{POLICY}; sandbox allow-scripts; frame-ancestors 'none'"}
+        )
+
+    return [Route("/api/runs", answer, methods=["GET"]), Route("/report", told, methods=["GET"])]
+
+
+def _row(run: Run, kept: dict[str, tuple[object, dict[str, Any]]]) -> dict[str, Any]:
+    """The cached row of a run, renewed when the run starts or ends, or one of its files has changed."""
+    files = [run.folder / name for name in ("config.json", "metrics.jsonl", "validation.jsonl", "summary.json")]
+    stamp = run.running, *(_stamp(file) for file in files)
+    known = kept.get(run.id)
+    if known is None or known[0] != stamp:
+        known = kept[run.id] = stamp, row(run)
+    return known[1]
+
+
+def row(run: Run) -> dict[str, Any]:
+    """Row of a run in the list; unknown values are null."""
+    result, table = about(run.folder), Columns(run.folder / "metrics.jsonl").glimpse(POINTS)
+    steps, values = table["step"], table[result.headline]
+    there = np.isfinite(steps) & np.isfinite(values)
+    curve = list(zip(steps[there].tolist(), values[there].tolist(), strict=True))
+    return {**result.as_json(), "id": run.id, "name": run.name, "curve": curve}
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    with suppress(OSError):
+        result = path.stat()
+        return result.st_size, result.st_mtime_ns
+    return 0, 0

@@ -13,7 +13,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from birl.errors import BirlError
-from birl.view import listing, metrics, rollouts, waiting
+from birl.view import folders, metrics, rollouts, waiting
 from birl.view.answer import error
 from birl.view.folders import Runs
 
@@ -37,7 +37,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 def app(runs: Runs, port: int) -> "Guard":
     """The page of these runs, for a server on 127.0.0.1:`port`."""
     routes: list[Any] = [Route("/", _index), Mount("/static", StaticFiles(directory=STATIC))]
-    routes += [route for part in (listing, metrics, rollouts, waiting) for route in part.routes(runs)]
+    routes += [route for part in (folders, metrics, rollouts, waiting) for route in part.routes(runs)]
     handlers: dict[Any, Any] = {BirlError: _mistake, OSError: _unreadable, HTTPException: _refused, Exception: _broken}
     return Guard(Starlette(routes=routes, exception_handlers=handlers), port)
 

@@ -23,7 +23,7 @@ from birl.sandbox.protocol import Limits
 from birl.server import serve
 from birl.server.dialects import DIALECTS
 from birl.server.gateway import Gateway
-from birl.server.server import OPEN, ROUTES
+from birl.server.serve import OPEN, ROUTES
 from tests.launch import places
 from tests.server.running import Running, config, running
 
@@ -125,7 +125,7 @@ def test_what_answers_requests_cannot_start_anything() -> None:
     """Neither the server of an engine nor the gateway of agents, nor any module of birl.server and birl.engines
     that they import, nor any that the table of dialects names."""
     dialects = [place for d in DIALECTS.values() for place in (d.server, d.gateway) if place]
-    todo, reached = ["birl.server.server", "birl.server.gateway", *dialects], set[str]()
+    todo, reached = ["birl.server.serve", "birl.server.gateway", *dialects], set[str]()
     while todo:
         name = todo.pop()
         if name not in reached:

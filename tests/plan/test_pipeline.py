@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from birl.plan.draws import Draws
-from birl.plan.scenario_words import read
+from birl.plan.simulate_command import read
 from birl.rollout import pipeline
 from birl.types import Group, Task
 from tests.plan.plain import simulated

@@ -10,7 +10,7 @@ import pytest
 from birl.errors import BirlError
 from birl.plan import sweep
 from birl.plan.run_figures import decoding_steps, from_run, nonnegative
-from birl.plan.scenario_words import read
+from birl.plan.simulate_command import read
 
 
 def a_run(folder: Path, steps: int = 12, size: int = 4, prompts: int = 2, machines: int = 1) -> Path:

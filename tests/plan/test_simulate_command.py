@@ -13,7 +13,7 @@ from birl.plan import simulate_command as command
 from birl.plan import sweep
 from birl.plan.draws import Draws
 from birl.plan.pipeline import Split
-from birl.plan.scenario_words import read
+from birl.plan.simulate_command import read
 
 ROOT = Path(__file__).parents[2]
 

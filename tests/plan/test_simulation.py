@@ -11,7 +11,7 @@ from birl.plan import sweep
 from birl.plan.draws import Block, Draws
 from birl.plan.pipeline import Simulation, Split
 from birl.plan.scenario import Scenario
-from birl.plan.scenario_words import read
+from birl.plan.simulate_command import read
 from tests.plan.plain import Plain, simulated
 
 PLAIN = (  # 100 tokens an answer, 0.01 s a token, 0.5 s a training step, nothing else costs time

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from birl.cli import main
-from birl.recipes import shelf
+from birl.recipes import recipe as shelf
 from birl.recipes.attempt import Attempt
 from birl.recipes.command import reproduce
 from birl.track.log import read_jsonl

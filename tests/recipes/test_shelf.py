@@ -9,7 +9,7 @@ from birl.cli import main
 from birl.config import file as configuration
 from birl.config.load import load
 from birl.config.schema import RL
-from birl.recipes import shelf
+from birl.recipes import recipe as shelf
 from birl.recipes.attempt import Attempt
 from birl.recipes.band import read_curve
 from birl.recipes.recipe import read

@@ -17,8 +17,7 @@ import uvicorn
 from birl.config.schema import Engine, Model, Serve
 from birl.parallel.machine import compute_thread
 from birl.server.connections import Patient
-from birl.server.serve import load
-from birl.server.server import app
+from birl.server.serve import app, load
 from birl.server.service import Service
 from tests.forked import Forked
 

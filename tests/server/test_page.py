@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from birl.engines import names
-from birl.server.server import ROUTES
+from birl.server.serve import ROUTES
 from birl.types import SamplingParams
 from tests.server.running import process
 

@@ -14,9 +14,8 @@ from birl.config.load import flatten, load
 from birl.config.schema import DPO, RL, RM, SFT
 from birl.track.algorithm import algorithm
 from birl.track.runs import differences
-from birl.view.folders import Runs
+from birl.view.folders import Runs, row
 from birl.view.history import History, Index, family, sampled, span
-from birl.view.listing import row
 from birl.view.metrics import better, figures
 from tests.view.runs import append, config, line, make
 
