@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from birl.data.trees import Forest
+from birl.data.trees import PrefixTrees
 
 ENOUGH = 0.998  # share of a round's allowed cost from which on no further items are tried
 NONE = np.zeros(1, dtype=bool)
@@ -51,7 +51,7 @@ def cost(tokens: int, pair_cost: float) -> float:
 
 def pieces(group: Sequence[int], ids: Sequence[np.ndarray], max_tokens: int, pair_cost: float) -> list[Item]:
     """Items of a group's samples, split between branches if they have more than max_tokens."""
-    order = Forest([ids[i] for i in group]).order()
+    order = PrefixTrees([ids[i] for i in group]).order()
     sizes = [(len(ids[group[n]]), shared) for n, shared in order]
     alone = [(n, cost(n, pair_cost)) for n, _ in sizes]
     after = [(n - shared, cost(n, pair_cost) - cost(shared, pair_cost)) for n, shared in sizes]
@@ -66,7 +66,7 @@ def common_trees(
     items: Sequence[Item], ids: Sequence[np.ndarray], max_tokens: int, parts: int, pair_cost: float, time: float
 ) -> list[list[int]]:
     """Items in bins by common prefix, in the form of `balance`; empty if that takes no less than `time`."""
-    order = Forest([ids[item.samples[0]] for item in items]).order()
+    order = PrefixTrees([ids[item.samples[0]] for item in items]).order()
     if sum(cost(shared, pair_cost) for _, shared in order) < SAVED * sum(item.cost for item in items):
         return []
     alone = [(items[i].size, items[i].cost) for i, _ in order]

@@ -17,7 +17,7 @@ from torch import Tensor
 from birl.data.balance import micro_batches
 from birl.data.sequences import observations
 from birl.data.support import SupportRows, upload
-from birl.data.trees import Forest, Tree
+from birl.data.trees import PrefixTrees, Tree
 from birl.errors import BirlError
 from birl.support import Support
 from birl.types import Sample
@@ -207,7 +207,7 @@ class Row:
         sizes: list[int] = []
         parents: list[int] = []
         root = 0
-        for branch, parent in Forest([ids[i] for i in cluster]).walk():
+        for branch, parent in PrefixTrees([ids[i] for i in cluster]).walk():
             if parent < 0 and sizes:
                 self.trees.append(Tree(tuple(sizes), tuple(parents)))
                 sizes, parents, root = [], [], len(ways)

@@ -91,7 +91,7 @@ class Branch:
     branches: dict[bytes, "Branch"] = field(default_factory=dict)  # by their first token
 
 
-class Forest:
+class PrefixTrees:
     """Builds the prefix trees of some sequences [T], whose items are compared by equality."""
 
     def __init__(self, sequences: Sequence[np.ndarray]) -> None:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from birl.errors import BirlError, first_line
-from birl.learner.forest import TargetRow
 from birl.learner.low_rank_run import SharedBase, backward
+from birl.learner.target_rows import TargetRow
 from birl.models import vision
 from birl.models.device import device_of
 from birl.models.load import cast

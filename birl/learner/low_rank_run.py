@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from birl.data.trees import Tree
 from birl.errors import BirlError
-from birl.learner.forest import Forest, TargetRow, plant
 from birl.learner.lora import Lora, first_a
+from birl.learner.target_rows import TargetRow, pack_rows
 from birl.models import fused_decoder, vision
 from birl.models.attention import Packed
 from birl.models.decoder import decoder_for
@@ -248,8 +248,8 @@ class SharedBase:
         self, work: Sequence[tuple[AdapterWeights | None, Sequence[TargetRow]]], trained: bool
     ) -> Iterator[list[list[Tensor]]]:
         """Context with the log-probs; a backward pass must run within it."""
-        forests = [plant(rows) for _, rows in work]
-        starts = [0, *accumulate(len(f.tokens) for f in forests)]
+        packed = [pack_rows(rows) for _, rows in work]
+        starts = [0, *accumulate(len(p.tokens) for p in packed)]
         groups = [
             RowGroup(start, stop, adapter)
             for (adapter, _), start, stop in zip(work, starts, starts[1:], strict=False)
@@ -258,14 +258,15 @@ class SharedBase:
         rows = [row for _, own in work for row in own]
         width = max(row.targets.shape[1] for row in rows)
         targets = torch.cat([pad(row.targets, (0, width - row.targets.shape[1])) for row in rows])
-        places = torch.cat([p + start for f, start in zip(forests, starts, strict=False) for p in f.places])
+        places = torch.cat([at + start for p, start in zip(packed, starts, strict=False) for at in p.places])
         asked, where = distinct(torch.cat([places[:, None], targets], 1))  # in order of places
         own = asked[:, 0].contiguous()
         bounds = [torch.searchsorted(own, torch.tensor((g.start, g.stop), dtype=torch.int64)).tolist() for g in groups]
         at_head = [RowGroup(low, high, g.adapter) for (low, high), g in zip(bounds, groups, strict=True)]
 
         def compute() -> Tensor:
-            hidden = self.forest(forests)[own.to(self.device)]
+            tokens, positions = (torch.cat(x) for x in zip(*((p.tokens, p.positions) for p in packed), strict=True))
+            hidden = self._hidden(tokens, positions, [tree for p in packed for tree in p.trees])[own.to(self.device)]
             wanted = asked[:, 1:].contiguous().to(self.device)
             return gathered_for(head(self.model), lambda x: target_logprobs(self.model, x, wanted, at_head), hidden)
 
@@ -282,11 +283,6 @@ class SharedBase:
     def part(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """What this rank computes with of A and B of a layer."""
         return a, b
-
-    def forest(self, forests: Sequence[Forest]) -> Tensor:
-        """Hidden states of all tokens, [T, H]; within `adapted`."""
-        tokens, positions = (torch.cat(x) for x in zip(*((f.tokens, f.positions) for f in forests), strict=True))
-        return self._hidden(tokens, positions, [tree for f in forests for tree in f.trees])
 
     def _hidden(self, tokens: Tensor, positions: Tensor, trees: list[Tree]) -> Tensor:
         row = vision.row(self.model, tokens.to(self.device), positions.to(self.device), trees)

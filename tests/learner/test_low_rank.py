@@ -10,8 +10,8 @@ from transformers import AutoModelForImageTextToText
 
 from birl import kernels
 from birl.engine.engine import EmbeddedEngine
-from birl.learner.forest import TargetRow, plant
 from birl.learner.low_rank_run import ALPHA, AdamStep, LowRankConfig, LowRankRun, SharedBase, distinct, linear_layers
+from birl.learner.target_rows import TargetRow, pack_rows
 from birl.models import attention, vision
 from birl.models.low_rank import HEAD
 from birl.text.pictures import placeholders
@@ -114,8 +114,8 @@ def test_log_probs_and_gradients_are_those_of_merged_weights(heads: int, unembed
 @pytest.mark.parametrize("heads", [2, 4])
 def test_a_beginning_in_common_is_computed_once_and_changes_nothing(heads: int) -> None:
     shared, data = base(heads=heads), group(4)
-    forest = plant(data)
-    assert len(forest.trees) == 3 and len(forest.tokens) == sum(len(r.tokens) for r in data) - 3 * 30
+    packed = pack_rows(data)
+    assert len(packed.trees) == 3 and len(packed.tokens) == sum(len(r.tokens) for r in data) - 3 * 30
     run = moved(shared, 1)
     run.collect()
     (logp,) = shared.learn([(run.weights, data)], linear)
@@ -237,9 +237,9 @@ def test_rows_that_differ_are_those_of_unique() -> None:
 def test_no_beginning_in_common_cuts_a_picture() -> None:
     picture, text = torch.tensor(placeholders("0123456789abcdef" * 4, 12)), torch.arange(3, 23)
     ends, goes_on = torch.cat([text, picture]), torch.cat([text, picture, text])
-    forest = plant([TargetRow(ids, ids[:, None]) for ids in (ends, goes_on)])
-    assert [tree.sizes for tree in forest.trees] == [(20, 12, 32)]
-    assert all(torch.equal(forest.tokens[p], ids) for p, ids in zip(forest.places, (ends, goes_on), strict=True))
+    packed = pack_rows([TargetRow(ids, ids[:, None]) for ids in (ends, goes_on)])
+    assert [tree.sizes for tree in packed.trees] == [(20, 12, 32)]
+    assert all(torch.equal(packed.tokens[p], ids) for p, ids in zip(packed.places, (ends, goes_on), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "smolvlm", "gemma4", "gemma4_unified", "internvl"])

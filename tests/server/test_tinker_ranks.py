@@ -16,8 +16,8 @@ import psutil
 import pytest
 import torch
 
-from birl.learner.forest import TargetRow
 from birl.learner.low_rank_ranks import shared_out
+from birl.learner.target_rows import TargetRow
 from birl.server.tinker import restarts, wire
 from birl.server.tinker.store import Store, read_tensors
 from tests import sights

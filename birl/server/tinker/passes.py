@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from birl.errors import BirlError
-from birl.learner.forest import TargetRow
 from birl.learner.low_rank_run import BrokenPass, SharedBase
+from birl.learner.target_rows import TargetRow
 from birl.models.low_rank import AdapterWeights
 from birl.server.tinker.tenants import Tenant
 

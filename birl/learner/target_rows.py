@@ -21,7 +21,7 @@ class TargetRow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Forest:
+class PackedRows:
     """Concatenated rows in which neighbours share their common prefix: tokens and positions [T], their trees, and for
     each row the places of its tokens."""
 
@@ -31,7 +31,7 @@ class Forest:
     places: list[Tensor]
 
 
-def plant(rows: Sequence[TargetRow]) -> Forest:
+def pack_rows(rows: Sequence[TargetRow]) -> PackedRows:
     """Pack rows as `data/pack.py` packs groups of samples. A row's results do not depend on other rows of its tree."""
     tokens, positions, trees, places, start = [], [], [], [], 0
     while rows:
@@ -50,7 +50,7 @@ def plant(rows: Sequence[TargetRow]) -> Forest:
             end += len(tail)
         trees.append(Tree.of(prefix, tuple(branches)))
         start, rows = end, rows[count:]
-    return Forest(torch.cat(tokens), torch.cat(positions), trees, places)
+    return PackedRows(torch.cat(tokens), torch.cat(positions), trees, places)
 
 
 def beginning(rows: Sequence[TargetRow]) -> tuple[int, int]:
