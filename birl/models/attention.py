@@ -1,13 +1,13 @@
-"""The one attention function, registered with transformers as "birl": training, prefill and decoding run through it.
+"""birl's attention function, registered with transformers as "birl", for training, prefill and decode.
 
-transformers calls it once a layer with whatever `layout` was passed to the model's forward:
+transformers calls it once a layer with the `layout` that was passed to the model's forward:
 
-    Packed   many sequences in a single row [1, T], as trees (`data/trees.py`): what several begin with is there
-             once, is computed once, and is attended to by all of them
-    Paged    the next tokens of running sequences; keys and values live in the pages of a cache (`models/paged.py`)
+    Packed   many sequences in a single row [1, T], as trees (`data/trees.py`): a common prefix is stored once,
+             computed once, and attended to by all of its sequences
+    Paged    the next tokens of running sequences; keys and values are in the pages of a KV cache (`models/paged.py`)
 
-so nothing is read from globals, no padding exists, and no mask of transformers is used (it would be wrong: with
-`position_ids` that restart, transformers packs silently wrongly unless `use_cache=False`).
+so there is no global state, no padding, and no mask of transformers (which would be wrong: with `position_ids` that
+restart, transformers packs silently wrongly unless `use_cache=False`).
 
 Shapes: H query heads, K key heads, G = H / K queries for each key head, D head size, T packed tokens, B sequences.
 """
@@ -30,7 +30,7 @@ from birl.models.states import Step, by_trees
 from birl.models.tree_attention import Area, tree_attention
 
 NAME = "birl"
-UNTOLD = -1  # attention was called without a sliding window; None: it was told that there is none
+UNTOLD = -1  # attention was called without a sliding_window argument; None: with sliding_window=None
 IGNORED = {
     *("position_ids", "cache_position", "output_attentions", "output_router_logits", "use_cache", "is_causal"),
     "position_embeddings",
@@ -43,7 +43,7 @@ class Variant:
 
     cap     scores s become cap tanh(s / cap): Gemma 2, arXiv:2408.00118
     sinks   [H], one more score in each softmax of a head, without a value: gpt-oss, arXiv:2508.10925
-    chunk   positions see those of their own chunk alone, position // chunk: Llama 4
+    chunk   positions attend only to their own chunk, position // chunk: Llama 4
     """
 
     cap: float | None = None
@@ -53,8 +53,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Mutual:
-    """Tokens of a picture that see one another, later ones too: Gemma 3 in every layer, Gemma 4 in those with a window
-    (`windowed`). `blocks`: (first row, count) of each stretch of neighbours, whose last row is the last of its
+    """Bidirectional attention among the tokens of a picture: Gemma 3 in every layer, Gemma 4 in sliding-window layers
+    (`windowed`). `blocks`: (first row, count) of each contiguous run of rows, whose last row is the last of its
     picture."""
 
     blocks: tuple[tuple[int, int], ...]
@@ -78,7 +78,7 @@ class RowLayout(Layout, Protocol):
     def attend_rows(
         self, layer: int, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """The same by kernels: [T, H, D] -> [T, H * D], and log-sum-exp [T, H] where a backward pass needs it."""
+        """`attend` by birl's kernels: [T, H, D] -> [T, H * D], and log-sum-exp [T, H] if a backward pass needs it."""
         ...
 
 
@@ -134,8 +134,8 @@ class Packed:
 
     @cached_property
     def segments(self) -> Tensor:
-        """Each node as the kernels want it: rows (first, count, parent, tokens above it, tree), int64. `parent` is a
-        row of this table, or -1."""
+        """Nodes in the kernels' format: rows (first, count, parent, tokens above it, tree), int64. `parent` is a row of
+        this table, or -1."""
         rows, tree = [], -1
         for node in nodes(self.trees):
             tree += node.parent < 0
@@ -173,9 +173,9 @@ def visible(
     blocks: Sequence[tuple[int, int]] = (),
     later: int = 0,
 ) -> Tensor:
-    """Who sees whom, bool [rows, columns]: tokens of a sequence, `later` ones before its end, and all of it in order.
-    Each sees what is not later, and the rest of its block (first row, count), of the newest `window` or of its own
-    chunk. A block may begin before the rows and end behind them."""
+    """Attention mask, bool [rows, columns]: tokens of a sequence, `later` tokens before its end, and all tokens in
+    order. Each attends to itself and earlier ones, and the rest of its block (first row, count), within the newest
+    `window` or its own chunk. A block may start before the rows and end after them."""
     start, seen = columns - later - rows, torch.arange(columns)
     position = torch.arange(start, start + rows)[:, None]
     last = position.clone()
@@ -198,7 +198,7 @@ def area(
     device: torch.device,
     blocks: Sequence[tuple[int, int]] = (),
 ) -> Area:
-    """`count` rows from `first` on, and the places of all that one of them sees, in order of position. `blocks` of the
+    """`count` rows from `first` on, and the columns that they attend to, in order of position. `blocks` of the packed
     row, each of which is within one node."""
     columns = slice(way[0].start, way[0].stop) if len(way) == 1 else places(way).to(device)
     own = [(row - first, n) for row, n in blocks if row < first + count and row + n > first]
@@ -212,7 +212,7 @@ def places(way: Sequence[range]) -> Tensor:
 
 
 def tree_mask(tree: Tree, window: int | None) -> Tensor:
-    """mask[i, j] = token i may attend to token j: j is not later, and on i's way from the root. bool [n, n]."""
+    """mask[i, j] = token i may attend to token j: j is not later, and on i's path from the root. bool [n, n]."""
     mask = torch.zeros(len(tree), len(tree), dtype=torch.bool)
     for node, way in ways([tree]):
         columns = places(way)
@@ -221,7 +221,7 @@ def tree_mask(tree: Tree, window: int | None) -> Tensor:
 
 
 def bias(mask: Tensor) -> Tensor:
-    """0 where a mask is true and -inf elsewhere, float32."""
+    """0 where a mask is true, -inf elsewhere, float32."""
     return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
 
 
@@ -254,7 +254,7 @@ def attention(
     if not isinstance(layer, int):
         raise BirlError(f"{name} does not say which layer it is; this architecture is not supported.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if sliding_window == UNTOLD:  # in their masks alone: Qwen2-MoE's layers know it, Phi-MoE's config does
+    if sliding_window == UNTOLD:  # given only in the masks: Qwen2-MoE's layers have it, or Phi-MoE's config
         holder: Any = module.config if name == "PhimoeAttention" else module
         sliding_window = getattr(holder, "sliding_window", None)
     chunk = chunk_of(module, layer)
@@ -272,7 +272,7 @@ def chunk_of(module: torch.nn.Module, layer: int) -> int | None:
 
 
 def named(config: Any, name: str = NAME) -> Any:
-    """transformers' word for attention by the function of this name; a vision tower keeps its own."""
+    """transformers' name for the attention function; a vision tower keeps its own."""
     return {"": name, "text_config": name} if "vision_config" in config.sub_configs else name
 
 

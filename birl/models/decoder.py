@@ -1,8 +1,8 @@
-"""Decoders of Llama's shape (Llama, SmolLM, Qwen2, Mistral without a window) on birl's kernels, for the CPU.
+"""Decoders of Llama's architecture (Llama, SmolLM, Qwen2, Mistral without a window) on birl's kernels, for the CPU.
 
 The same arithmetic as transformers' module, over the module's own parameters, with three differences: the residual
-stream stays float32, a layer's backward pass is written out so that it keeps little and computes the rest again, and
-every row's bits depend on that row's sequence alone. So the log-probs that the engine samples with are the learner's,
+stream stays float32, a layer's backward pass is hand-written to keep few activations and recompute the others, and
+every row's bits depend only on that row's sequence. So the log-probs that the engine samples with are the learner's,
 bit for bit, in bfloat16 too. Any other architecture runs through transformers' forward (`models/forward.py` decides).
 
     x -> norm -> q k v -> rotary -> attention -> output projection -> + x -> norm -> gate, up -> swiglu -> down -> +
@@ -34,7 +34,7 @@ LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "MistralDecoderLayer"}
 
 @dataclass(slots=True)
 class Layer:
-    """The parameters of one decoder layer, and where its attention's heads begin and end."""
+    """The parameters of one decoder layer, and its attention's heads."""
 
     index: int
     norm1: Any
@@ -83,8 +83,8 @@ class Decoder:
         linears = [m for layer in self.layers for matrix in layer.matrices for m in matrix.linears]
         self.modules = [*linears, *(m for layer in self.layers for m in (layer.norm1, layer.norm2))]
         self.checkpointing = False
-        self.addresses: Tensor | None = None  # of weights and cache, while they are steady
-        self.laid_out: tuple[list[int], Tensor] = [], torch.empty(0, dtype=torch.int64)  # what they are of, and they
+        self.addresses: Tensor | None = None  # of weights and cache, within `steady`
+        self.laid_out: tuple[list[int], Tensor] = [], torch.empty(0, dtype=torch.int64)  # their state, and they
         self.cache: Cache | None = None
         self.cosine = self.sine = torch.empty(0, dtype=torch.float32)  # of each position
 
@@ -109,12 +109,12 @@ class Decoder:
         return Matrix(self.kernels, linears, halves, names, self.active, self.codes > 0, self.memory)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, layout: RowLayout) -> Tensor:
-        """Last hidden state of each token, normed: tokens [T], positions [T] -> [T, H]."""
+        """Last hidden state of each token, after the final norm: tokens [T], positions [T] -> [T, H]."""
         x: Tensor = _Embed.apply(tokens, self.body.embed_tokens.weight)  # pyright: ignore
         cosine, sine = self.rotations(positions)
         if self.active.trained and not x.requires_grad:
-            x.requires_grad_()  # the base is frozen, and what is trained is none of autograd's inputs
-        parameters = (p for layer in self.layers for p in layer.parameters())  # decoding need not look at them
+            x.requires_grad_()  # the base is frozen, and the trained factors are not inputs of autograd
+        parameters = (p for layer in self.layers for p in layer.parameters())  # lazy: decode does not evaluate it
         if not (torch.is_grad_enabled() and (self.active.trained or any(p.requires_grad for p in parameters))):
             if isinstance(layout, Paged) and layout.cache is self.cache and not self.active.groups:
                 self.all_layers(x, cosine, sine, layout)
@@ -129,7 +129,7 @@ class Decoder:
 
     @contextmanager
     def steady(self, cache: Cache) -> Iterator[None]:
-        """Within, weights and cache stay where and as they are, so that their addresses can be passed on."""
+        """Context in which weights and cache do not move or change, so that their addresses can be passed on."""
         if self.kernels.dtype == torch.bfloat16:
             now = self._now(cache)
             if now != self.laid_out[0]:
@@ -144,14 +144,14 @@ class Decoder:
             self.addresses = self.cache = None
 
     def _now(self, cache: Cache) -> list[int]:
-        """Where weights and cache are, and how often the weights were written: each step asks for all of them."""
+        """Addresses of weights and cache, and the weights' write counts; compared at each step."""
         parameters = [p for m in self.modules for p in m._parameters.values() if p is not None]
         return [n for p in parameters for n in (p.data_ptr(), p._version)] + [
             t.data_ptr() for t in (*cache.keys, *cache.values)
         ]
 
     def _tensors(self, layer: Layer, cache: Cache) -> list[Tensor | None]:
-        """Tensors of a layer in the order of gemm_stack.c."""
+        """Tensors of a layer in the order that gemm_stack.c expects."""
         qkv, output, gate_up, down = (m.layout().data for m in layer.matrices)
         keys, values = cache.keys[layer.index], cache.values[layer.index]
         self.kernels.check_pages(keys, values, layer.kv_heads)
@@ -172,7 +172,7 @@ class Decoder:
         )
 
     def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, D / 2] float32, from the model's own module; kept for all positions so far."""
+        """Cosines and sines [T, D / 2] float32, from the model's own module; cached for all positions so far."""
         needed = int(positions.max()) + 1
         if needed > len(self.cosine):
             every = torch.arange(-(-needed // 256) * 256)
@@ -184,7 +184,7 @@ class Decoder:
     def forward(
         self, layer: Layer, x: Tensor, cosine: Tensor, sine: Tensor, layout: RowLayout, in_place: bool
     ) -> tuple[Tensor, Kept | None]:
-        """One layer: x [T, H] float32 -> the same. In place nothing is kept."""
+        """One layer: x [T, H] float32 -> the same. In place no activations are kept."""
         k = self.kernels
         rstd1, rstd2 = (None, None) if in_place else torch.empty(2, len(x), dtype=torch.float32).unbind()
         h = k.rms_norm(x, layer.norm1.weight, layer.norm1.variance_epsilon, rstd1)
@@ -209,12 +209,12 @@ class Decoder:
     def backward(
         self, layer: Layer, kept: Kept, cosine: Tensor, sine: Tensor, layout: Packed, grad: Tensor
     ) -> list[Tensor | None]:
-        """`grad` [T, H] float32, the gradient by the layer's result, becomes that by its input. Returns the parameters'
-        gradients in the order of `Layer.parameters`."""
+        """Replaces `grad` [T, H] float32, the gradient of the layer's result, by that of its input. Returns the
+        parameters' gradients in the order of `Layer.parameters`."""
         k = self.kernels
         after = grad.to(k.dtype)
         gate_up = kept.gate_up
-        inner = k.swiglu_backward(gate_up, layer.down.by_input(after))  # gate_up is its own gradient from here on
+        inner = k.swiglu_backward(gate_up, layer.down.by_input(after))  # from here on gate_up has its own gradient
         down = layer.down.by_parameters(inner, after)
         h = k.rms_norm(kept.middle, layer.norm2.weight, layer.norm2.variance_epsilon)
         both = layer.gate_up.by_parameters(h, gate_up)
@@ -248,7 +248,7 @@ class Decoder:
 
 
 class _Layer(torch.autograd.Function):
-    """A layer with its written-out backward pass. `parameters` are passed so that their gradients have a place."""
+    """A layer with its hand-written backward pass. `parameters` are inputs so that autograd takes their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, decoder: Decoder, layer: Layer, cosine: Tensor, sine: Tensor, layout: Packed,
@@ -304,8 +304,8 @@ class _Norm(torch.autograd.Function):
 
 
 def decoder_for(model: nn.Module) -> Decoder | None:
-    """The model on our kernels, or None where they are not made for it. Made again when its weights have another type
-    or place."""
+    """The model on birl's kernels, or None if they do not support it. Made again if its weights have another dtype or
+    device."""
     embeddings = getattr(model, "get_output_embeddings", None)
     if embeddings is None:
         return None
@@ -332,14 +332,14 @@ def head_dim(model: nn.Module) -> int:
 
 
 def fits(model: nn.Module) -> bool:
-    """Whether `Decoder` can compute this model, with its weights' device and type."""
-    places = {p.device.type for p in model.parameters()}  # on meta: what is quantised
+    """Whether `Decoder` can compute this model, with its weights' device and dtype."""
+    places = {p.device.type for p in model.parameters()}  # on meta: quantised weights
     return shaped(model) and "cpu" in places and places <= {"cpu", "meta"}
 
 
 def shaped(model: nn.Module) -> bool:
-    """Is this exactly the shape that `Decoder` computes? Of a model without weights, too. What looks alike but differs
-    is caught by `verify.verify`."""
+    """Whether `Decoder` supports this architecture, also for a model without weights. `verify.verify` detects models
+    that look alike but differ."""
     config = cast(Any, model).config.get_text_config()
     return (
         llama_shaped(model)
@@ -350,7 +350,7 @@ def shaped(model: nn.Module) -> bool:
 
 
 def llama_shaped(model: nn.Module) -> bool:
-    """The layers of Llama and nothing else, with weights of one type."""
+    """Whether the model has exactly Llama's layers, with weights of one dtype."""
     body: Any = getattr(model, "base_model", None)
     if body is None or not hasattr(body, "layers") or not len(body.layers):
         return False

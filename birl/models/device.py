@@ -13,13 +13,13 @@ from birl.errors import BirlError, first_line
 from birl.kernels.instructions import best, processor
 from birl.models.fused import has_triton
 
-DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel has NVIDIA's driver
+DRIVER = Path("/proc/driver/nvidia/version")  # exists while NVIDIA's kernel driver is loaded
 
 
 def choose(name: str, key: str = "model.device") -> torch.device:
-    """auto | cpu | cuda | cuda:N -> a device, a GPU with its index: N, else that of LOCAL_RANK where this process sees
-    several, 0 where it sees one, as ranks do that Slurm or Ray gave one each. Raises `BirlError`, which names `key`,
-    where there is no such device; warns where auto takes the CPU of a machine with a GPU, or a GPU has no Triton."""
+    """auto | cpu | cuda | cuda:N -> a device; a GPU gets its index: N, else LOCAL_RANK if this process sees several, 0
+    if it sees one (as under Slurm or Ray with one GPU per rank). Raises `BirlError`, which names `key`, if there is no
+    such device; warns if auto takes the CPU of a machine with a GPU, or if a GPU has no Triton."""
     if name == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -44,12 +44,12 @@ def choose(name: str, key: str = "model.device") -> torch.device:
 
 
 def described(device: torch.device) -> str:
-    """The GPU, or the processor and its instructions: where these are others, sums are rounded otherwise."""
+    """The name of the GPU, or of the processor and its instruction set; others round sums differently."""
     return torch.cuda.get_device_name(device) if device.type != "cpu" else f"{processor()} ({best() or 'no'} kernels)"
 
 
 def moved(before: str | None, device: torch.device) -> list[str]:
-    """What a run is told that was saved on `before` (None: not known)."""
+    """Notes for a run that was saved on `before` (None: not known)."""
     now = described(device)
     if before in (None, now):
         return []
@@ -57,7 +57,7 @@ def moved(before: str | None, device: torch.device) -> list[str]:
 
 
 def no_gpu() -> str:
-    """Why PyTorch has no GPU, in its own words: a driver that is too old, say."""
+    """Why PyTorch has no GPU, with PyTorch's own message: e.g. the driver is too old."""
     name = f"PyTorch {torch.__version__}"
     if not (torch.version.cuda or torch.version.hip):
         return f"{name} is a build without CUDA"
@@ -69,7 +69,7 @@ def no_gpu() -> str:
 
 
 def unused() -> str:
-    """Why PyTorch has no GPU on a machine with NVIDIA's driver; empty where there is none, or where it was hidden."""
+    """Why PyTorch has no GPU on a machine with NVIDIA's driver; empty if there is no driver or the GPUs were hidden."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or not (DRIVER.exists() or shutil.which("nvidia-smi")):
         return ""
@@ -78,37 +78,37 @@ def unused() -> str:
 
 @functools.cache
 def warn(line: str) -> None:
-    """Once in a process."""
+    """Print once per process."""
     print(f"birl: {line}", file=sys.stderr, flush=True)
 
 
 def use(device: torch.device) -> None:
-    """What the calling thread launches goes there: CUDA has a current device for each thread, which Triton, FSDP and
-    NCCL take, whatever the device of their tensors."""
+    """Make it the calling thread's current CUDA device, which Triton, FSDP and NCCL use whatever the device of their
+    tensors."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def visible() -> str:
-    """For an error: what limits the GPUs that this process sees."""
+    """For error messages: the setting that limits the GPUs of this process."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return "" if given is None else f" (CUDA_VISIBLE_DEVICES={given})"
 
 
 def gpu(device: torch.device) -> str:
-    """Unique id of a GPU; empty on a CPU."""
+    """Unique id of a GPU; empty for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def exact() -> None:
-    """On CUDA float32 is float32, not TF32, and products of bfloat16 are summed in float32 to the end: the engine's few
-    rows and the learner's many are split differently, and partial sums in bfloat16 would differ."""
+    """On CUDA, disable TF32 for float32, and reduced-precision sums of bfloat16 products: the engine's few rows and the
+    learner's many are split differently, and partial sums in bfloat16 would differ."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's weights are, or will be once it is given them (`slices.py`)."""
+    """The device of a model's weights, also before they are loaded (`slices.py`)."""
     pending = getattr(model, "pending", None)
     return next(model.parameters()).device if pending is None else pending.device

@@ -1,8 +1,8 @@
-"""Triton kernel of the digests of weights: XXH3 of 64 bits, seed 0, of every `digests.PIECE` bytes, bit for bit what
-the library xxhash gives (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md). Imported only where Triton is.
+"""Triton kernel of weight digests: 64-bit XXH3 with seed 0 of every `digests.PIECE` bytes, bit for bit equal to the
+library xxhash (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md). Imported only if Triton is installed.
 
-A program takes a piece, in blocks of 1,024 bytes: 16 stripes of 8 words, which 8 sums take up in any order; between two
-blocks the sums are scrambled.
+One program processes one piece, in blocks of 1,024 bytes: 16 stripes of 8 words are added to 8 sums in any order;
+between two blocks the sums are scrambled.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
@@ -19,7 +19,7 @@ def unsigned(pointer, at):
 
 @triton.jit
 def taken(words_ptr, keys_ptr, at, keys_at):
-    """What the 16 stripes of a block add to the 8 sums."""
+    """Return what the 16 stripes of a block add to the 8 sums."""
     words = unsigned(words_ptr, at)
     keyed = words ^ unsigned(keys_ptr, keys_at)
     return tl.sum(unsigned(words_ptr, at ^ 1) + (keyed & 0xFFFFFFFF) * (keyed >> 32), axis=0)
@@ -27,7 +27,7 @@ def taken(words_ptr, keys_ptr, at, keys_at):
 
 @triton.jit
 def digest_kernel(words_ptr, keys_ptr, result_ptr, BLOCKS: tl.constexpr):
-    """`words`: pieces of BLOCKS x 128 int64; `keys` as `digests.keys` gives them; `result`: of each piece one int64."""
+    """`words`: pieces of BLOCKS x 128 int64; `keys` as of `digests.keys`; `result`: one int64 for each piece."""
     words_ptr += tl.program_id(0).to(tl.int64) * (BLOCKS * 128)
     lane = tl.arange(0, 8)
     at = tl.arange(0, 16)[:, None] * 8 + lane[None, :]

@@ -1,7 +1,7 @@
-"""Digests of weights: 32 letters that are the same on every machine for the same bytes; check for NaN, infinity.
+"""Digests of weights: 32 hex digits that are equal on every machine for the same bytes; checks for NaN and infinity.
 
-A digest is that of a list: type and shape, a number of 64 bits for every whole piece of the tensor, and what is behind
-the last one. On a card the pieces are digested there (`digest_kernels.py`), and the list alone comes to the host.
+A digest hashes type and shape, a 64-bit number for every whole piece of the tensor, and the remaining bytes. On a GPU
+the pieces are hashed there (`digest_kernels.py`), and only the numbers are copied to the host.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from torch import Tensor
 from birl.models.fused import on_gpu, triton_kernels
 
 PIECE = 2**16  # bytes
-#: the secret of XXH3, and what its sums begin with
+# secret of XXH3, and initial values of its sums
 SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
     "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
@@ -29,7 +29,7 @@ START = (PRIMES_32[2], *PRIMES_64[:4], PRIMES_32[1], PRIMES_64[4], PRIMES_32[0])
 
 
 def digest(tensor: Tensor) -> str:
-    """Digest of type, shape and bytes. It detects damage and mix-ups, not malice."""
+    """Digest of type, shape and bytes. It detects damage and mix-ups, not manipulation."""
     return digests({"": tensor})[""]
 
 
@@ -88,8 +88,8 @@ def _brought(parts: list[Tensor]) -> list[Any]:
 
 @cache
 def keys(device: torch.device) -> Tensor:
-    """[281] int64: what the 16 stripes of 8 words of a block are mixed with, those of the last block, 8 words each to
-    scramble sums and to merge them, with which they begin, and with which their own sum begins."""
+    """[281] int64: keys of the 16 stripes of 8 words of a block, those of the last block, 8 words each to scramble the
+    sums and to merge them, the initial sums, and the initial value of the merged sum."""
 
     def words(start: int) -> list[int]:
         return np.frombuffer(SECRET, "<u8", 8, start).tolist()
@@ -101,7 +101,7 @@ def keys(device: torch.device) -> Tensor:
 
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of those that hold NaN or infinity. The extremes tell, and need no memory of the tensor's size."""
+    """Names of tensors that hold NaN or infinity. Minimum and maximum show it without a copy of the tensor's size."""
     extremes = {
         name: tensor.detach().aminmax()
         for name, tensor in tensors.items()
@@ -113,7 +113,7 @@ def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def whole(digests: Mapping[str, str]) -> str:
-    """One digest of all: independent of their order."""
+    """One digest of all, independent of their order."""
     return xxhash.xxh3_128("\n".join(f"{n} {d}" for n, d in sorted(digests.items())).encode()).hexdigest()
 
 

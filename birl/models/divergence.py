@@ -1,9 +1,9 @@
-"""Divergence of the learner's next-token distribution from a teacher's over the vocabulary, without ever holding all
+"""Divergence between the next-token distributions of learner and teacher over the vocabulary, without storing all
 logits.
 
-As in `logprobs.py` the forward pass goes through the tokens in pieces, and the backward pass through the vocabulary.
-Of a local teacher hidden states and head are given, and its logits are made where they are needed, a piece at a time,
-twice; or its most likely tokens alone, once.
+As in `logprobs.py` the forward pass goes over the tokens in chunks, and the backward pass over the vocabulary. A local
+teacher is given by its hidden states and head, and its logits are computed when needed, a chunk at a time, twice; or
+only its most likely tokens are, once.
 
 Shapes: N tokens, H and G hidden sizes of learner and teacher, V vocabulary, k most likely tokens.
 """
@@ -20,7 +20,7 @@ from birl.models import shape
 from birl.models.heads import AfterHead
 from birl.models.logprobs import HeadGradient, chunks, pieces, scaled_logits
 
-TENSORS = 8  # of the size of a piece of logits, at most, that are there at once
+TENSORS = 8  # upper bound of tensors of a chunk's size that exist at once
 
 
 class Head(NamedTuple):
@@ -37,16 +37,16 @@ class Head(NamedTuple):
 
 
 class Full(NamedTuple):
-    """A teacher of which all tokens are compared: its hidden states [N, G] and its head."""
+    """A teacher for a comparison over all tokens: its hidden states [N, G] and its head."""
 
     hidden: Tensor
     head: Head
 
 
 class TopK(NamedTuple):
-    """A teacher's k most likely tokens [N, k] int64, and all others as one: their log-probs [N, k + 1],
-    the last that of the others. These are one distribution over k + 1 buckets, and the learner's is that of the same
-    buckets; merging tokens never raises a divergence, so it is a lower bound of that over all tokens."""
+    """A teacher's k most likely tokens [N, k] int64, and log-probs [N, k + 1] of these and, last, of all others
+    together. This is one distribution over k + 1 buckets; the learner's is over the same buckets. Merging tokens never
+    raises a divergence, so it is a lower bound of that over all tokens."""
 
     ids: Tensor
     logprobs: Tensor
@@ -67,9 +67,9 @@ def top_k(target: Full, k: int, size: int) -> TopK:
 def token_divergence(
     hidden: Tensor, head: Head, target: Full | TopK, function: Callable[[Tensor, Tensor], Divergence], chunk: int = 0
 ) -> Tensor:
-    """[N, H] -> [N] float32, in nats, with a gradient by `hidden` and by the learner's head. Where one head has more
-    rows than the other (padding behind the same tokens), both distributions are those of the tokens that both have.
-    `chunk`: logits that exist at once, 0 for the device's."""
+    """[N, H] -> [N] float32, in nats, differentiable with respect to `hidden` and the learner's head. If one head has
+    more rows than the other (padding after the same tokens), both distributions are over the tokens that both have.
+    `chunk`: logits in memory at once, 0 for the device's default."""
     chunk = chunk or _room(hidden)
     if isinstance(target, TopK):
         return _BucketDivergence.apply(hidden, head.weight, head.bias, head, target, function, chunk)  # pyright: ignore
@@ -77,7 +77,7 @@ def token_divergence(
 
 
 class _TokenDivergence(torch.autograd.Function):
-    """By learner's logits l / t of token v:  dD / dl_v = flow_v - q_v sum(flow)."""
+    """With respect to the learner's logit l / t of token v:  dD / dl_v = flow_v - q_v sum(flow)."""
 
     @staticmethod
     def forward(
@@ -145,7 +145,7 @@ class _BucketDivergence(torch.autograd.Function):
             logits = head.logits(hidden, vocab)
             at = (likely - vocab.start).clamp_(0, logits.shape[1] - 1)
             here = (likely >= vocab.start) & (likely < vocab.stop)
-            # never of a shape that values decide, which a GPU would be waited for
+            # no data-dependent shapes, which would sync with a GPU
             others = (logits - norm[:, None]).scatter_reduce_(1, at, torch.where(here, -inf, inf), "amin")
             by_logit = others.sub_(rest[:, None]).exp_().mul_(flow[:, -1:]).scatter_add_(1, at, own.where(here, 0.0))
             by_logit.addcmul_((logits - norm[:, None]).exp_(), total[:, None], value=-1)
@@ -155,21 +155,21 @@ class _BucketDivergence(torch.autograd.Function):
 
 
 def _by_head(head: Head, by_logit: Tensor, logits: Tensor) -> Tensor:
-    """The gradient by logits / t (overwritten) -> by what the head gives, in the weight's type."""
+    """Gradient by logits / t (overwritten) -> gradient by the head's output, in the weight's dtype."""
     if head.after is not None:
         by_logit.mul_(head.after.slope(logits.mul_(head.temperature)))
     return by_logit.div_(head.temperature).to(head.weight.dtype)
 
 
 def _normalised(logits: Tensor, norm: Tensor) -> Tensor:
-    """Their log-softmax, in place; the log-sum-exp goes into `norm`."""
+    """log-softmax of the logits, in place; the log-sum-exp goes into `norm`."""
     torch.logsumexp(logits, -1, out=norm)
     return logits.sub_(norm[:, None])
 
 
 def _buckets(logits: Tensor, ids: Tensor) -> Tensor:
-    """Log-probs of some tokens [N, k], and of all others as one, [N, k + 1]. Overwrites the logits: the others' sum
-    is made of themselves, as 1 less the tokens' would be rounding alone where these are nearly everything."""
+    """Log-probs of the given tokens [N, k] and of all others together, [N, k + 1]. Overwrites the logits. The others
+    are summed directly: 1 minus the given tokens' probability would be only rounding when that is nearly 1."""
     norm, named = logits.logsumexp(-1, keepdim=True), logits.gather(1, ids)
     rest = logits.scatter_(1, ids, float("-inf")).logsumexp(-1, keepdim=True)
     return torch.cat([named, rest], -1).sub_(norm)

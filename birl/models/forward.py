@@ -1,4 +1,4 @@
-"""The model's forward passes, as both the engine and the learner use them."""
+"""Forward passes of the model, used by the engine and the learner."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -21,7 +21,7 @@ def hidden_states(
     model: nn.Module, tokens: Tensor, positions: Tensor, layout: Layout, seen: Seen | None = None
 ) -> Tensor:
     """Last hidden state of each token: tokens [T], positions [T] (or [3, T], `vision.axes`) -> [T, H]. On birl's
-    kernels where they fit, on CUDA on the fused ones. `seen`: pictures, whose places have any token."""
+    kernels if they fit, on CUDA the fused ones. `seen`: pictures, whose places may have any token."""
     if decoder := decoder_for(model):
         return decoder.hidden_states(tokens, positions, cast(RowLayout, layout))  # sharded models have no decoder
     if fused := fused_for(model):
@@ -30,7 +30,7 @@ def hidden_states(
         layout = replace(cast(Any, layout), mutual=seen.mutual)
     body = body_of(model)
     ids = tokens[None]
-    mask = torch.ones_like(ids)  # without one, transformers waits for the device to look for packed sequences
+    mask = torch.ones_like(ids)  # without a mask, transformers syncs with the device to detect packed sequences
     given = {"input_ids": ids} if seen is None else embedded(model, tokens, seen)
     places = positions[None] if positions.ndim == 1 else positions[:, None]
     output = body(**given, attention_mask=mask, position_ids=places, layout=layout, use_cache=False)
@@ -44,10 +44,10 @@ def forget(model: nn.Module) -> None:
 
 
 def logits(model: nn.Module, hidden: Tensor) -> Tensor:
-    """[T, H] -> [T, V] float32, never rounded to the weights' type."""
+    """[T, H] -> [T, V] float32, never rounded to the weights' dtype."""
     if decoder := decoder_for(model):
         return decoder.head.floats(hidden)
     layer, after = head(model), after_head(model)
-    whole = layer.weight.dtype == torch.float32  # then on the engine's laid-out copy, where there is one
+    whole = layer.weight.dtype == torch.float32  # then on the engine's blocked copy, if there is one
     x = layer(hidden) if whole else float_logits(hidden, layer.weight, layer.bias)
     return x if after is None else after.apply(x)

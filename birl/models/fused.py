@@ -1,8 +1,7 @@
-"""The operations between the products of a decoder, fused for CUDA: add and norm, rotary embedding, SwiGLU.
+"""Operations between the products of a decoder, fused for CUDA: add and norm, rotary embedding, SwiGLU.
 
-Each is one Triton kernel forward and one backward (`fused_kernels.py`) where the tensors are on a GPU and Triton is
-installed, and plain PyTorch with the same rounding everywhere else. The plain form is the definition; tests compare
-the two.
+Each is one Triton kernel forward and one backward (`fused_kernels.py`) if the tensors are on a GPU and Triton is
+installed, else plain PyTorch with the same rounding. The plain form is the definition; tests compare the two.
 
 Shapes: T tokens, S size of a row, D head size.
 """
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PARTS = 1024  # programs of a norm's backward pass, each with its own sum of the weight's gradient
+PARTS = 1024  # programs of a norm's backward pass, each with a partial sum of the weight's gradient
 
 
 @functools.cache
@@ -26,12 +25,12 @@ def has_triton() -> bool:
 
 
 def triton_kernels(of: str = "fused") -> Any:
-    """A module of kernels, for callers that are type-checked without Triton."""
+    """Import a module of kernels, for callers that are type-checked without Triton."""
     return import_module(f"birl.models.{of}_kernels")
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether the Triton kernels can take this tensor."""
+    """Whether the Triton kernels support this tensor."""
     return x.is_cuda and has_triton()
 
 
@@ -47,8 +46,8 @@ def warps(block: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Of an RMS norm. wide: multiplied by its weight in float32 and rounded once, else normed, rounded and multiplied;
-    one: by 1 + weight."""
+    """Form of an RMS norm. wide: multiplied by the weight in float32 and rounded once, else normalised, rounded and
+    multiplied; one: multiplied by 1 + weight."""
 
     wide: bool = False
     one: bool = False
@@ -116,7 +115,7 @@ def launch_add_norm(
 def launch_norm_backward(
     total: Tensor, weight: Tensor, rstd: Tensor, by_y: Tensor, by_total: Tensor | None, form: Form = LLAMA
 ) -> tuple[Tensor, Tensor]:
-    """-> gradients by s (its own, `by_total`, included) and by the weight."""
+    """-> gradients with respect to s (including `by_total`, its direct one) and the weight."""
     rows, size = total.shape
     step, block = min(rows, PARTS), power_of_two(size)
     by_x = torch.empty_like(total)
@@ -131,8 +130,8 @@ def launch_norm_backward(
 
 
 def rotary(qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int, pairs: bool = False) -> Tensor:
-    """The first `rotated` heads turned by their position: qkv [T, heads, D], cosine and sine [T, R / 2] in qkv's type
-    or float32. Of a head its first R elements turn: i with i + R / 2, or in `pairs` of neighbours."""
+    """The first `rotated` heads rotated by their position: qkv [T, heads, D], cosine and sine [T, R / 2] in qkv's dtype
+    or float32. The first R elements of a head are rotated: i with i + R / 2, or with `pairs` adjacent ones."""
     if not on_gpu(qkv):
         return plain_rotary(qkv, cosine, sine, rotated, pairs)
     return _Rotary.apply(qkv, cosine, sine, rotated, pairs)  # pyright: ignore
@@ -174,7 +173,7 @@ def launch_rotary(qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int, sign:
 
 
 class Heads(NamedTuple):
-    """How queries and keys are normed, each head alone: so many heads of keys, and as many of values, at the end."""
+    """Norm of queries and keys, per head; the last heads are `kv_heads` of keys and as many of values."""
 
     kv_heads: int
     eps: float
@@ -184,8 +183,8 @@ class Heads(NamedTuple):
 def normed_heads(
     qkv: Tensor, query_weight: Tensor, key_weight: Tensor, cosine: Tensor, sine: Tensor, how: Heads
 ) -> Tensor:
-    """Queries and keys normed by head, with weights [D] for each, and turned: [T, heads + 2 kv_heads, D] -> the same.
-    By the kernels alone: `fused_layers.placed` is the definition."""
+    """Queries and keys normalised per head, with weights [D] each, and rotated: [T, heads + 2 kv_heads, D] -> the same.
+    Only by kernels: `fused_layers.placed` is the definition."""
     return _Heads.apply(qkv, query_weight, key_weight, cosine, sine, how)  # pyright: ignore
 
 
@@ -207,7 +206,7 @@ class _Heads(torch.autograd.Function):
 
 
 def tile_of(qkv: Tensor, cosine: Tensor, how: Heads) -> tuple[int, dict[str, Any]]:
-    """Groups of heads that programs share out, and the constants of the kernels."""
+    """Number of head groups, one per program, and the constants of the kernels."""
     every, size = qkv.shape[1:]
     group, block = min(power_of_two(every), 8), power_of_two(size)
     constants = {"HALF": cosine.shape[1], "SIZE": size, "BLOCK": block, "GROUP": group, "ONE": how.form.one}
@@ -229,7 +228,7 @@ def launch_heads(
 def launch_heads_backward(
     qkv: Tensor, query_weight: Tensor, key_weight: Tensor, cosine: Tensor, sine: Tensor, grad: Tensor, how: Heads
 ) -> tuple[Tensor, Tensor]:
-    """-> gradients by qkv and by both weights [2, D]."""
+    """-> gradients with respect to qkv and both weights [2, D]."""
     groups, constants = tile_of(qkv, cosine, how)
     step, result = min(len(qkv), PARTS), torch.empty_like(qkv)
     parts = torch.empty(step * groups, 2, qkv.shape[2], dtype=torch.float32, device=qkv.device)
@@ -242,7 +241,7 @@ def launch_heads_backward(
 
 def launch_sum_copies(copies: Tensor, order: Tensor, starts: Tensor) -> Tensor:
     """The float32 sum of the rows order[starts[i]], ... order[starts[i + 1] - 1], rounded once: [N, ...] -> [T, ...].
-    Always in this order, so that every run has the same bits."""
+    The order of summation is fixed, so that every run has the same bits."""
     rows, width = len(starts) - 1, copies[0].numel()
     result = torch.empty(rows, *copies.shape[1:], dtype=copies.dtype, device=copies.device)
     block = min(power_of_two(width), 1024)

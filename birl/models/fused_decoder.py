@@ -1,11 +1,11 @@
 """Decoders on CUDA: transformers' arithmetic over the module's own parameters, in fewer kernels.
 
-Four products a layer (queries, keys and values in one; gate and up in one), and what is between them fused
-(`fused.py`); how families differ are options of one layer (`fused_layers.py`). Autograd does the backward pass. The
-engine and the learner both go through `FusedDecoder.hidden_states`, so they differ only where attention does: pages
-there, packed trees here. Any other architecture, and a machine without Triton, runs through transformers' forward
-(`forward.py` decides). A learner whose weights are split over ranks is told so before they are (`apart`): there each
-layer's module is called, so that FSDP gathers its weights, and its forward is the fused one.
+Four products a layer (queries, keys and values in one; gate and up in one), and fused kernels between them
+(`fused.py`); differences of model families are options of one layer (`fused_layers.py`). Autograd does the backward
+pass. The engine and the learner both use `FusedDecoder.hidden_states`, so they differ only in attention: pages in the
+engine, packed trees in the learner. Other architectures, and machines without Triton, use transformers' forward
+(`forward.py` decides). If a learner's weights are sharded, `apart` is called before: each layer's module is then called
+itself, so that FSDP gathers its weights, and its forward is the fused one.
 
 Shapes: T tokens, H hidden size, I inner size, D head size.
 """
@@ -29,7 +29,7 @@ MADE: "WeakKeyDictionary[nn.Module, FusedDecoder | None]" = WeakKeyDictionary()
 
 
 class FusedDecoder:
-    """It owns no parameters. It must not hold the model itself: `MADE` would then keep that alive for ever."""
+    """The fused forward pass. It owns no parameters, and must not refer to the model: `MADE` would keep that alive."""
 
     def __init__(self, model: nn.Module, checkpointing: bool = False, ways: int = 1) -> None:
         """`ways`: number of ranks that every layer is split over."""
@@ -43,8 +43,8 @@ class FusedDecoder:
         self.final = self.body.final_layernorm if hasattr(self.body, "final_layernorm") else self.body.norm
         self.checkpointing = checkpointing
         self.apart = False  # the weights are split over ranks
-        self.enter: Callable[[Tensor], Tensor] = unchanged  # before a block that ranks share out (`regions.py`)
-        self.end: Callable[[Tensor], Tensor] = unchanged  # behind the last
+        self.enter: Callable[[Tensor], Tensor] = unchanged  # before a block that ranks share (`regions.py`)
+        self.end: Callable[[Tensor], Tensor] = unchanged  # after the last
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Last hidden state of each token, normed: tokens [T], positions [T] -> [T, H]."""
@@ -62,7 +62,7 @@ class FusedDecoder:
         return x * self.body.embedding_multiplier if hasattr(self.body, "embedding_multiplier") else x
 
     def layer(self, layer: Layer, x: Tensor, delta: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-        """`forward`, whose results the backward pass computes again if they are not kept: then the sum is, not both."""
+        """`forward`; checkpointing keeps only the sum x + delta and recomputes the rest in the backward pass."""
         if self.checkpointing and torch.is_grad_enabled():
             x = x if delta is None else x + delta
             return cast(Any, checkpoint(self.forward, layer, x, None, *rest, use_reentrant=False))
@@ -71,7 +71,7 @@ class FusedDecoder:
     def forward(
         self, layer: Layer, x: Tensor, delta: Tensor | None, cosine: Tensor, sine: Tensor, layout: Layout
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream is x + delta, in and out; the next norm adds them."""
+        """The residual stream is x + delta, in input and output; the next norm adds them."""
         before, behind, before_mlp, behind_mlp = layer.norms
         x, h = normed(before, x, delta)
         qkv = layer.qkv(self.enter(h)).unflatten(1, (-1, self.size))
@@ -88,7 +88,7 @@ class FusedDecoder:
         return delta if layer.multiplier == 1.0 else delta * layer.multiplier
 
     def rotations(self, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, R / 2] of one kind of layer, in the type that the model's own module gives."""
+        """Cosines and sines [T, R / 2] of one kind of layer, in the dtype of the model's own module."""
         if kind is None:
             return x, x
         cosine, sine = self.body.rotary_emb(x, positions[None], *([kind] if kind else []))
@@ -96,7 +96,7 @@ class FusedDecoder:
         return cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
 
     def join(self) -> None:
-        """Weights with one input become one tensor (`fused_layers.py`), which moves them the first time."""
+        """Concatenate weights with the same input into one tensor (`fused_layers.py`); moves them on first use."""
         for layer in () if self.apart else self.layers:
             layer.join()
 
@@ -111,7 +111,7 @@ def unchanged(x: Tensor) -> Tensor:
 
 
 def fused_for(model: nn.Module) -> FusedDecoder | None:
-    """The model on fused kernels, or None where they are not made for it."""
+    """The model on fused kernels, or None if they do not support it."""
     if model not in MADE:
         MADE[model] = FusedDecoder(model) if fits(model) else None
     result = MADE[model]
@@ -124,10 +124,10 @@ def apart(
     enter: Callable[[Tensor], Tensor] = unchanged,
     end: Callable[[Tensor], Tensor] = unchanged,
 ) -> None:
-    """Before the weights are split over ranks, every layer over `ways` of them: from now on the forward of each layer's
-    module is the fused one, where it fits; transformers' forward of the whole model is gone then."""
+    """Called before the weights are sharded over ranks, every layer over `ways` of them: the forward of each layer's
+    module becomes the fused one, if it fits; transformers' forward of the whole model is unusable then."""
     if not fits(model):
-        MADE[model] = None  # what layers are called then says nothing
+        MADE[model] = None  # `fits` cannot be decided later: the layers' class names change
         return
     slots_of(model)
     MADE[model] = fused = FusedDecoder(model, ways=ways)
@@ -146,5 +146,5 @@ def fits(model: nn.Module) -> bool:
         return False
     kinds = getattr(body.rotary_emb, "rope_type", "default") if hasattr(body, "rotary_emb") else ""
     kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
-    # these look at the positions' values, on the host
+    # these read the positions' values, on the host
     return fused_layers(model) and kinds.isdisjoint({"dynamic", "longrope"})

@@ -1,8 +1,8 @@
-"""Triton kernels of the CUDA path: norms, rotary embedding, SwiGLU, log-probs. `fused.py` says what each computes, in
-plain PyTorch; this file is imported only where Triton is.
+"""Triton kernels of the CUDA path: norms, rotary embedding, SwiGLU, log-probs. `fused.py` defines each in plain
+PyTorch; this file is imported only if Triton is installed.
 
-Each rounds to the element type where transformers' modules do, so that both give the same numbers but for the order of
-sums. Rows are contiguous; offsets of whole rows are 64 bits, because [tokens, vocabulary] passes 2^31.
+Each rounds to the element dtype where transformers' modules do, so that both give the same numbers up to the order of
+sums. Rows are contiguous; offsets of rows are 64-bit, because [tokens, vocabulary] exceeds 2^31.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
@@ -14,7 +14,7 @@ def add_norm_kernel(
     x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, size, eps,
     ADD: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: sum = x + delta, y = weight * sum / rms(sum). WIDE: rounded once; ONE: 1 + weight."""
+    """One row: sum = x + delta, y = weight * sum / rms(sum). WIDE: rounded once; ONE: factor 1 + weight."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -41,7 +41,7 @@ def norm_backward_kernel(
     x_ptr, weight_ptr, rstd_ptr, grad_y_ptr, grad_sum_ptr, grad_x_ptr, part_ptr, rows, size, step,
     ADD: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows pid, pid + step, ...: grad_x, and this program's part [size] of the weight's gradient."""
+    """Rows pid, pid + step, ...: grad_x, and this program's partial sum [size] of the weight's gradient."""
     pid = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -69,8 +69,8 @@ def rotary_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     SIZE: tl.constexpr, REST: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """One row of `heads` heads: the first 2 HALF elements of the first `rotated` of them are turned by sign * angle,
-    the rest copied. PAIRS: neighbours are turned together, else i and i + HALF."""
+    """One row of `heads` heads: the first 2 HALF elements of the first `rotated` heads are rotated by sign * angle, the
+    rest copied. PAIRS: adjacent elements are rotated together, else i and i + HALF."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, BLOCK)[None, :]
@@ -82,7 +82,7 @@ def rotary_kernel(
     b = tl.load(source_ptr + two, mask=inside, other=0.0)
     kind = a.dtype
     cosine = tl.load(cosine_ptr + row * HALF + i, mask=i < HALF, other=0.0)
-    step = cosine.dtype  # products are rounded to it: the heads' own, or float32
+    step = cosine.dtype  # dtype that products are rounded to: the heads' own, or float32
     cosine = cosine.to(tl.float32)
     sine = tl.load(sine_ptr + row * HALF + i, mask=i < HALF, other=0.0).to(tl.float32) * sign
     a32, b32 = a.to(tl.float32), b.to(tl.float32)
@@ -100,13 +100,13 @@ def rotary_kernel(
 
 @triton.jit
 def turned_with(at, HALF: tl.constexpr):
-    """The element that each of a head is turned with; itself, where it is not turned."""
+    """Index of the element that each element of a head is rotated with; its own index if it is not rotated."""
     return tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
 
 
 @triton.jit
 def head_scale(query_weight_ptr, key_weight_ptr, at, inside, queries, ONE: tl.constexpr):
-    """The norm's weight of each of some heads, [heads, size]."""
+    """The norm weights of some heads, [heads, size]."""
     query = tl.load(query_weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     key = tl.load(key_weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.where(queries, query, key)
@@ -121,7 +121,7 @@ def heads_kernel(
     HALF: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     WIDE: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """GROUP heads of one row: queries and keys are normed, then turned; values are copied."""
+    """GROUP heads of one row: queries and keys are normalised, then rotated; values are copied."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     inside = (head < heads + 2 * kv_heads) & (at < SIZE)
@@ -154,8 +154,8 @@ def heads_backward_kernel(
     heads, kv_heads, eps, rows, step,
     HALF: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """GROUP heads of the rows pid, pid + step, ...: their gradient, and this program's parts [2, SIZE] of those of both
-    weights."""
+    """GROUP heads of the rows pid, pid + step, ...: their gradient, and this program's partial sums [2, SIZE] of both
+    weights' gradients."""
     pid, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, at = group * GROUP + tl.arange(0, GROUP)[:, None], tl.arange(0, BLOCK)[None, :]
     every = heads + 2 * kv_heads
@@ -271,7 +271,7 @@ def logprob_backward_kernel(
     logits_ptr, grad_ptr, target_ptr, norm_ptr, entropy_ptr, by_logp_ptr, by_entropy_ptr, vocab, first, temperature,
     LOGP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Logits of the tokens from `first` on -> the gradient by them, in grad's type; both may be the same memory."""
+    """Logits of the tokens from `first` on -> their gradient, in grad's dtype; both may be the same memory."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocab

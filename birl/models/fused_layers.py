@@ -2,8 +2,8 @@
 
     h = norm(x)   q, k, v = h W   norms of q and k   rotary   attention   output projection   norm   scaled, + x
 
-and the same for the feed-forward part. Every norm may be missing; both parts may read one norm. Which module is which
-norm is known by the layer's class; the rest is seen: heads, scales and windows in what the layer hands to attention.
+and the same for the feed-forward part. Every norm may be missing; both parts may read one norm. The layer's class
+determines which module is which norm; heads, scales and windows are recorded from the layer's call of attention.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from birl.models.quantized import LINEAR, QuantizedLinear
 from birl.models.slots import Witness
 from birl.parallel.layout import local
 
-#: names of the norms before and behind attention, and before and behind the feed-forward part
+# names of the norms before and after attention, and before and after the feed-forward part
 PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")
 LAYERS = dict.fromkeys(
     (
@@ -42,16 +42,16 @@ LAYERS = dict.fromkeys(
     "PhiDecoderLayer": ("input_layernorm", "", "", ""),
 }
 FORMS = {"Gemma3RMSNorm": GEMMA, "Olmo2RMSNorm": OLMO}
-PAIRS = {"GlmDecoderLayer", "Glm4DecoderLayer"}  # neighbours are turned together
+PAIRS = {"GlmDecoderLayer", "Glm4DecoderLayer"}  # adjacent elements are rotated together
 ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Linear layers with one input, computed side by side. In one process their weights are the rows of one tensor,
-    which `join` makes once. FSDP gathers every weight into memory of its own; there each layer writes its columns of
-    the result, and nothing but these weights is kept for the backward pass. Quantised ones stay layers of their own.
-    T tokens, K inputs, N outputs of each."""
+    """Linear layers with the same input, computed as one product. In one process their weights are the rows of one
+    tensor, which `join` makes once. FSDP gathers every weight into separate memory; then each layer writes its columns
+    of the result, and only these weights are kept for the backward pass. Quantised ones stay separate layers. T tokens,
+    K inputs, N outputs of each."""
 
     linears: Sequence[nn.Linear]
 
@@ -72,13 +72,13 @@ class Joined:
         return any(isinstance(m, QuantizedLinear) for m in self.linears)
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights and biases, of DTensors this rank's parts."""
+        """Weights and biases; this rank's parts of DTensors."""
         weights: list[Tensor] = [local(m.weight) for m in self.linears]
         return weights, [local(m.bias) for m in self.linears if m.bias is not None]  # pyright: ignore
 
     @torch.no_grad()
     def join(self) -> None:
-        """Move the weights, and the biases, to one tensor, if they are not there. The parameters stay the same
+        """Move the weights, and the biases, to one tensor, if they are not in one. The parameters stay the same
         objects, at other addresses."""
         for tensors in self.tensors() if len(self.linears) > 1 and not self.quantized else ():
             if tensors and whole(tensors) is None:
@@ -88,7 +88,7 @@ class Joined:
 
 
 def whole(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensor whose rows these are, one behind the other, or None."""
+    """The tensor whose consecutive rows these are, or None."""
     first, rows = tensors[0].detach(), 0
     place = first.storage_offset()
     for tensor in tensors:
@@ -100,7 +100,7 @@ def whole(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 class _Whole(torch.autograd.Function):
-    """`torch.cat` of what is one tensor already."""
+    """`torch.cat` of adjacent parts of one tensor, without a copy."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class _Products(torch.autograd.Function):
 
 @dataclass(slots=True)
 class FeedForward:
-    """A gated one, or the module itself: experts, or two matrices."""
+    """A gated feed-forward part, or the module itself: experts, or two matrices."""
 
     module: Any
     gate_up: Joined | None
@@ -158,8 +158,8 @@ class FeedForward:
         return cls(module, Joined(cast(Any, linears)), ACTIVATIONS[activation])
 
     def __call__(self, h: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
-        """[T, H] -> [T, H]. `enter`: what comes before a product whose outputs ranks share out; the module itself does
-        it where it is called whole."""
+        """[T, H] -> [T, H]. `enter`: applied before a product whose outputs are split over ranks; a module that is
+        called whole does it itself."""
         if self.gate_up is None:
             return self.module(h[None])[0]
         return self.module.down_proj(swiglu(self.gate_up(enter(h)), self.gelu))
@@ -177,14 +177,14 @@ class Layer:
     kv_heads: int
     scale: float
     window: int | None
-    rope: str | None  # which angles; None: no rotary embedding
+    rope: str | None  # kind of rotary angles; None: no rotary embedding
     pairs: bool
     parallel: bool  # both parts read the first norm
-    multiplier: float  # of what both parts add
+    multiplier: float  # factor of both parts' outputs
 
     @classmethod
     def of(cls, index: int, module: Any, config: Any, seen: Witness, ways: int = 1) -> "Layer":
-        """`ways`: ranks that share out its heads."""
+        """`ways`: ranks that split its heads."""
         attention, name, slot = module.self_attn, type(module).__name__, seen.slots[index]
         together = getattr(attention, "qkv_proj", None)
         norms = [getattr(module, n) if n else None for n in LAYERS[name]]
@@ -209,7 +209,7 @@ class Layer:
         )
 
     def join(self) -> None:
-        """Its joined weights become one tensor each."""
+        """Move each group of joined weights to one tensor."""
         self.qkv.join()
         if self.feed_forward.gate_up is not None:
             self.feed_forward.gate_up.join()
@@ -221,7 +221,7 @@ def constants(norm: Any) -> tuple[float, Form]:
 
 
 def normed(norm: Any, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """s = x + delta and its norm; s twice where there is none. [T, S]."""
+    """s = x + delta and its norm; without a norm s twice. [T, S]."""
     if norm is not None and not isinstance(norm, nn.LayerNorm):
         return add_norm(x, delta, norm.weight, *constants(norm))
     total = x if delta is None else x + delta
@@ -229,8 +229,8 @@ def normed(norm: Any, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, T
 
 
 def placed(layer: Layer, qkv: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Queries and keys normed, where they are, each head or all of a row at once, and turned by their positions:
-    [T, heads + 2 kv_heads, D] -> the same."""
+    """Queries and keys with norms, if any, of each head or all heads of a row, and rotary embedding: [T, heads + 2
+    kv_heads, D] -> the same."""
     heads, kv_heads, norms = layer.heads, layer.kv_heads, layer.head_norms
     if norms is not None:
         by_head = norms[0].weight.numel() == qkv.shape[2] and layer.rope is not None and not layer.pairs
@@ -248,7 +248,7 @@ def placed(layer: Layer, qkv: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def fused_layers(model: nn.Module) -> bool:
-    """Whether all layers are of a kind in LAYERS, with nothing that a fused layer leaves out."""
+    """Whether all layers are of a kind in LAYERS, and have nothing that a fused layer does not compute."""
     body: Any = cast(Any, model).base_model
     config = cast(Any, model).config.get_text_config()
     known = {"embed_tokens", "layers", "norm", "final_layernorm", "rotary_emb", "embed_dropout"}

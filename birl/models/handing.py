@@ -1,11 +1,11 @@
-"""Layouts for attention and states that their layers call without what the model was called with.
+"""Passes layouts of attention and states down to layers that the model does not hand its arguments to.
 
-`hand_down` makes each module in `PARTS` one of a subclass of its own: it gives the layout that it is called with to its
-parts, which find it when they are called. A layer is called with it, so that it is there again where the backward pass
-computes the layer anew.
+`hand_down` gives each module in `PARTS` a subclass of its class: when called with a layout, it sets it on its parts,
+which use it when they are called. Layers are called with the layout itself, so that it is also set when the backward
+pass recomputes a layer.
 
-    PARTS   class of module -> the attribute that is a part of it, or a list of such; "": it wants the layout itself
-    OWN     attention that transformers does not let others compute: what it hands over instead, `attention.attention`
+    PARTS   class of module -> the attribute that is its part, or a list of parts; "": it takes the layout itself
+    OWN     attention without transformers' attention interface: what `attention.attention` needs of it
 """
 
 import sys
@@ -32,13 +32,13 @@ PARTS = {
     **{"ZayaAttention": "qkv_proj", "ZayaCCAProjection": ""},
     **{"xLSTMModel": "blocks", "xLSTMBlock": "mlstm_layer", "xLSTMLayer": ""},
 }
-#: longer rows are computed in pieces, without a gradient
+# transformers computes longer rows in chunks, without a gradient
 PIECES = {"xLSTMModel": "max_inference_chunksize"}
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Of an attention module: what its scores are multiplied with, and its window."""
+    """Scale of the scores and window of an attention module."""
 
     scale: Callable[[Any], float]
     window: Callable[[Any], int | None] = lambda module: None
@@ -53,7 +53,7 @@ OWN = {
 
 
 def hand_down(model: nn.Module) -> None:
-    """Once for each module."""
+    """Replace the classes of the model's modules; each module once."""
     for module in model.modules():
         kind = type(module)
         name = next((k.__name__ for k in kind.__mro__ if k.__name__ in PARTS), None)
@@ -65,7 +65,7 @@ def hand_down(model: nn.Module) -> None:
 
 @cache
 def handing(kind: type[nn.Module], name: str) -> type[nn.Module]:
-    """A subclass of a module's class, which has its name."""
+    """A subclass of a module's class, with its name."""
     part = PARTS[name]
     names = signature(kind.forward).parameters
     wants = "layout" in names or any(p.kind is p.VAR_KEYWORD for p in names.values()) or (not part and name not in OWN)
@@ -93,7 +93,7 @@ def handing(kind: type[nn.Module], name: str) -> type[nn.Module]:
 
 @contextmanager
 def given(modules: Any, layout: Any) -> Iterator[None]:
-    """Within, the modules are called with a layout."""
+    """Context in which the modules are called with a layout."""
     for module in modules:
         module.handed = layout
     try:
@@ -105,7 +105,7 @@ def given(modules: Any, layout: Any) -> Iterator[None]:
 
 @contextmanager
 def whole(module: Any, name: str, layout: Any) -> Iterator[None]:
-    """Within, rows are not computed in pieces."""
+    """Context in which rows are not computed in chunks."""
     if layout is None or name not in PIECES:
         yield
         return
@@ -126,11 +126,11 @@ def attended(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def falcon(module: Any, rows: Tensor, **options: Any) -> tuple[Tensor, None]:
-    """Its whole forward, [B, T, H] -> [B, T, H]: it has no function for attention alone."""
+    """Falcon's whole forward, [B, T, H] -> [B, T, H]: transformers has no function for its attention alone."""
     if options.get("alibi") is not None:
         raise BirlError("FalconAttention wants attention that birl has no rule for: alibi (in its config.json).")
     query, key, value = module._split_heads(module.query_key_value(rows))
-    if module.new_decoder_architecture:  # each key head is there for all that query it
+    if module.new_decoder_architecture:  # each key head is repeated for all of its query heads
         times = module.num_heads // module.num_kv_heads
         key, value = key[:, :, ::times], value[:, :, ::times]
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))

@@ -1,9 +1,9 @@
-"""The heads of a model: the layer that makes logits, and what an architecture does behind it, a factor (Cohere,
-Granite, Falcon-H1) or a cap (Gemma 2, arXiv:2408.00118 section 2); and a score in the place of the next token.
+"""Output heads of a model: the LM head and the scaling of logits after it, a factor (Cohere, Granite, Falcon-H1) or a
+soft cap (Gemma 2, arXiv:2408.00118 section 2); and a scalar score head instead of it.
 
-A reward model's or critic's head is a submodule `score` of the causal language model, as transformers'
-...ForSequenceClassification has one, so a reward model is saved in that standard form. The body, its kernels and its
-packing are those of the language model; its own head is left alone, and frozen where it is not tied to the embedding.
+A reward model's or critic's head is a submodule `score` of the causal language model, as in transformers'
+...ForSequenceClassification, so a reward model is saved in that standard form. The body, its kernels and its packing
+are those of the language model; its LM head is unchanged, and frozen if it is not tied to the embedding.
 """
 
 import inspect
@@ -18,35 +18,35 @@ from birl.errors import BirlError
 from birl.models.device import device_of
 
 HEADS = ("score", "value")
-FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # its power
+FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # exponent of each factor
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 KNOWN: "WeakKeyDictionary[nn.Module, AfterHead | None]" = WeakKeyDictionary()
 
 
 def head(model: nn.Module) -> nn.Linear:
-    """The layer that turns hidden states into logits."""
+    """The LM head: hidden states -> logits."""
     return model.get_output_embeddings()  # pyright: ignore
 
 
 @dataclass(frozen=True, slots=True)
 class AfterHead:
-    """logits = cap tanh(scale x / cap), or scale x without a cap; x is what the head gives."""
+    """logits = cap tanh(scale x / cap), or scale x without a cap; x is the head's output."""
 
     scale: float = 1.0
     cap: float | None = None
 
     def apply(self, x: Tensor) -> Tensor:
-        """In place, float32."""
+        """Apply it in place to float32."""
         x = x.mul_(self.scale)
         return x if self.cap is None else x.div_(self.cap).tanh_().mul_(self.cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """The derivative of each logit by x."""
+        """Derivative of each logit with respect to x."""
         return self.scale if self.cap is None else (logits / self.cap).square_().neg_().add_(1.0).mul_(self.scale)
 
 
 def after_head(model: nn.Module) -> AfterHead | None:
-    """None where the head's output is the logits. From the config, where the model's own forward reads it there."""
+    """The scaling after the LM head, read from the config if the model's forward reads it; None if there is none."""
     if model not in KNOWN:
         config = cast(Any, model).config.get_text_config()
         factors = FACTORS | ({"logits_scaling": 1} if config.model_type == "hyperclovax" else {})
@@ -60,12 +60,11 @@ def after_head(model: nn.Module) -> AfterHead | None:
 
 
 def add_score_head(model: nn.Module, seed: int, name: str = "score") -> None:
-    """A linear map of the last hidden state to one number: `model.score`, [1, H] float32. With the name "value" it is a
-    critic beside the language model's head, not in its place.
+    """Add a linear map of the last hidden state to one number: `model.score`, [1, H] float32. With the name "value" it
+    is a critic's head beside the LM head, not instead of it.
 
     Small random weights (standard deviation 1 / (H + 1), Stiennon et al. arXiv:2009.01325 appendix B.1), so that all
-    scores begin near 0 and far closer together than what they will learn to tell apart. A model that has a head already
-    keeps it.
+    scores start near 0 and much closer together than trained scores. An existing head is kept.
     """
     if score_head(model, name) is not None:
         return
@@ -77,7 +76,7 @@ def add_score_head(model: nn.Module, seed: int, name: str = "score") -> None:
 
 
 def scores(hidden: Tensor, score: nn.Linear) -> Tensor:
-    """[N, H] -> [N] float32; bfloat16 has three digits, too few to tell scores apart."""
+    """[N, H] -> [N] float32; bfloat16 has three digits, too few to distinguish scores."""
     return hidden.float() @ score.weight[0].float()
 
 

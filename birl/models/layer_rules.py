@@ -1,10 +1,10 @@
-"""Layers and modules that birl supports. All others are refused by name, whatever the weights are:
+"""Checks that birl supports a model's layers and modules. All others are refused by name, whatever the weights are:
 
-    kinds of layers    by the words that the config has for each layer
-    modules            none but birl's attention may let a token see another one, or count its place in the row
+    kinds of layers    by the config's name of each layer's kind
+    modules            only birl's attention may mix tokens, or use a token's index in the row
 
-The second is tried: attention answers zeros, a token that is NaN must spoil no other (0 * NaN is NaN, so small weights
-hide nothing), and tokens in reverse order with their own positions must give the same rows in reverse order.
+The second is tested with attention that returns zeros: a NaN token must not affect any other (0 * NaN is NaN, so small
+weights hide nothing), and tokens in reverse order with their own positions must give the same rows in reverse order.
 """
 
 from collections.abc import Iterator
@@ -21,27 +21,27 @@ from birl.models.slots import Witness, body_of, computed_by
 
 KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "moe", "mlp"}
 KINDS |= {"global", "local"}  # GPT-Neo
-#: with a state: what computes them is looked at by name
+# with a state: the modules that compute them are checked by name
 KINDS |= {"conv", "linear_attention", "hybrid", "hybrid_sliding", "recurrent"}
 ALIBI = "its attention adds a bias by distance to every score (alibi), for which birl has no rule"
 QWEN4 = (
     "its embeddings are looked up by the ids of the tokens before, too (n-grams), and an indexer chooses the keys of "
     "each query, for both of which birl has no rule"
 )
-#: by model type, where what is tried below would name a symptom
+# by model type, for which the checks below would report only a symptom
 REASONS = {
     **dict.fromkeys(("bloom", "mpt"), ALIBI),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), QWEN4),
     "rwkv": "its forward pass divides its own weights, and each of its blocks keeps two states",
 }
-SORTING = ("JetMoeMoA", "JetMoeMoE")  # experts with parts of their own, as transformers' common ones have none
-TOKENS = 13  # a number that is no model's number of heads
-SPOILT = 6  # the token that is NaN
-ALIKE = 1e-3  # of the largest number: more is no rounding
+SORTING = ("JetMoeMoA", "JetMoeMoE")  # experts with submodules, unlike transformers' common ones
+TOKENS = 13  # not the number of heads of any model
+SPOILT = 6  # index of the NaN token
+ALIKE = 1e-3  # relative to the largest number; more is not rounding
 
 
 def check_layers(model: nn.Module) -> None:
-    """Raises `BirlError` that names the first kind of layer, or module, for which there is no rule."""
+    """Raise `BirlError` that names the first unsupported kind of layer, or module."""
     name, config = type(model).__name__, cast(Any, model).config.get_text_config()
     if why := REASONS.get(config.model_type):
         raise BirlError(f"birl does not support {name}: {why}.")
@@ -60,7 +60,7 @@ def check_layers(model: nn.Module) -> None:
 
 @torch.no_grad()
 def check_modules(model: nn.Module) -> None:
-    """The second half."""
+    """Test the modules by forward passes."""
     kinds = {path: type(module).__name__ for path, module in model.named_modules()}
     size = cast(Any, model).get_input_embeddings().weight.shape[0]
     device = cast(Any, model).get_output_embeddings().weight.device
@@ -71,7 +71,7 @@ def check_modules(model: nn.Module) -> None:
     spoilt.run(places % size, places, spoilt=True)
     for (path, call), rows in straight.given.items():
         if spreads(spoilt.given.get((path, call))) and not spreads(rows):
-            while spoilt.entered.get(path):  # what it was given is spoilt already
+            while spoilt.entered.get(path):  # an inner module whose input has NaN already
                 path = path.rpartition(".")[0]
             raise BirlError(
                 f"birl does not support {kinds['']}: {kinds[path]} ({path}) lets tokens see one another outside of the "
@@ -90,15 +90,15 @@ def check_modules(model: nn.Module) -> None:
 
 @dataclass(slots=True)
 class Pass:
-    """A forward pass whose attention answers zeros: by module and call, what it gave each token, [TOKENS, ...] float32,
-    in the order in which they end, so inner ones first."""
+    """A forward pass with attention that returns zeros: by module and call, the output for each token, [TOKENS, ...]
+    float32, in the order of completion, so inner modules first."""
 
     model: nn.Module
     given: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    entered: dict[str, bool] = field(default_factory=dict)  # was a module given a NaN of another token?
+    entered: dict[str, bool] = field(default_factory=dict)  # by module: whether an input has the NaN of another token
 
     def run(self, ids: Tensor, places: Tensor, spoilt: bool = False) -> None:
-        """Raises `BirlError` where a module fails."""
+        """Raises `BirlError` if a module fails."""
         calls: dict[str, int] = {}
 
         def note(path: str, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
@@ -135,7 +135,7 @@ class Pass:
 
 
 def rows_of(value: Any) -> Tensor | None:
-    """A row of numbers for each token, if a value is that."""
+    """The value as a row of numbers for each token, if it has that form."""
     if not isinstance(value, Tensor) or value.ndim < 2 or not value.is_floating_point():
         return None
     rows = value[0] if value.shape[:2] == (1, TOKENS) else value
@@ -149,7 +149,7 @@ def spreads(rows: Tensor | None) -> bool:
 
 @contextmanager
 def named(model: nn.Module) -> Iterator[None]:
-    """What fails within is a `BirlError` that names the innermost module that failed."""
+    """Context that turns failures into a `BirlError` that names the innermost failing module."""
     try:
         yield
     except BirlError:

@@ -1,5 +1,5 @@
-"""Names -> models and tokenizers. Weights are float32 safetensors; what does not fit is refused by name, never left
-out."""
+"""Loads models and tokenizers by name. Weights are float32 safetensors; unexpected or missing ones are refused by
+name."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ from birl.models.heads import add_score_head
 from birl.named import template_file
 from birl.regular import check_all, inside, read_json, read_text
 
-#: by model type: where transformers looks for its attention by name
+# by model type: the table in which transformers looks up its attention by name
 TABLES = {
     "gptj": ("gptj.modeling_gptj", "GPTJ_ATTENTION_CLASSES"),
     "gpt_neo": ("gpt_neo.modeling_gpt_neo", "GPT_NEO_ATTENTION_CLASSES"),
@@ -40,21 +40,21 @@ TABLES = {
 }
 MAKING = threading.RLock()
 LAYER = re.compile(r"\blayers\.(\d+)\.")
-#: kinds of rotary positions whose angles transformers changes where the longest sequence of a batch is beyond a limit:
-#: the model's context, or the one that it was pretrained with (longrope, arXiv:2402.13753). birl keeps the angles of
-#: shorter sequences, which no other sequence changes, and takes no longer ones
+# kinds of rotary positions whose angles transformers changes if the longest sequence of a batch exceeds a limit: the
+# model's context, or its pretraining context (longrope, arXiv:2402.13753). birl keeps the angles of shorter sequences,
+# so that sequences do not affect each other, and accepts no longer ones
 CHANGING = {"dynamic", "longrope"}
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-AGAIN = ["*/*.safetensors", "consolidated*"]  # the same weights in another program's form: gpt-oss, Mistral
-#: keys of a config.json that are of the weights that were read, or of the place where they were
+AGAIN = ["*/*.safetensors", "consolidated*"]  # the same weights in another program's format: gpt-oss, Mistral
+# keys of a config.json that describe the stored weights, or their folder
 LEFT_OUT = {"quantization_config", "compression_config", "_name_or_path", "_attn_implementation"}
-#: a reward model's weights beyond those of a language model
+# names of a reward model's weights that differ from a language model's
 REWARD_MODEL: dict[str, Any] = {"beside": {"score.weight"}, "without": {"lm_head.weight"}}
 
 
 def resolve(path: str, say: Callable[[str], None] = print, weights: bool = True, key: str = "model.path") -> Path:
-    """A model folder for `smollm2`, a folder, a .gguf file or a hub id; of the latter `weights` may be left out, and
-    those in 4 or 8 bits become plain ones (`stored.plain`). `key` is what the errors call it. Raises `BirlError`."""
+    """Return a model folder for `smollm2`, a folder, a .gguf file or a hub id; `weights`: with those of the latter, and
+    4- or 8-bit ones made plain (`stored.plain`). `key` names it in errors. Raises `BirlError`."""
     from birl.models.gguf import bundled, converted
     from birl.models.stored import plain
 
@@ -90,7 +90,7 @@ def load_reward_model(folder: Path) -> nn.Module:
 
 
 def reward_head(folder: Path) -> Tensor:
-    """The score head [1, H] of a reward model's folder. Raises `BirlError` where there is none, or several scores."""
+    """The score head [1, H] of a reward model's folder. Raises `BirlError` if there is none, or several scores."""
     check_files(folder)
     weight = next((w for file in sorted(folder.glob("*.safetensors")) if (w := score_weight(file)) is not None), None)
     if weight is None:
@@ -118,7 +118,7 @@ def score_weight(file: Path) -> Tensor | None:
 
 
 def model_class(config: Any, pictures: bool = False) -> Any:
-    """transformers' class for a config. `pictures`: the one that sees them, where the text alone has one, too."""
+    """transformers' class for a config. `pictures`: the vision-language class, if there is also one for text alone."""
     known(config.model_type)
     autos = AutoModelForImageTextToText, AutoModelForCausalLM
     sees, reads = (auto._model_mapping.get(type(config), None) for auto in autos)
@@ -126,7 +126,7 @@ def model_class(config: Any, pictures: bool = False) -> Any:
 
 
 def known(model_type: str) -> None:
-    """Before a model is built: where its attention is looked up by name, birl's is there (`handing.py`)."""
+    """Before a model is built: add birl's attention to its model type's table, if it has one (`handing.py`)."""
     if model_type in TABLES:
         file, name = TABLES[model_type]
         table = getattr(import_module(f"transformers.models.{file}"), name)
@@ -140,8 +140,8 @@ def load_model(
     *,
     pictures: bool = False,
 ) -> nn.Module:
-    """The model with float32 weights and our attention function. Raises `BirlError` for anything missing, damaged or
-    unfit. `beside` names weights that may be there and are not read, `without` such that may be missing; `pictures` is
+    """Load a model with float32 weights and birl's attention function. Raises `BirlError` for anything missing, damaged
+    or unfit. `beside`: names of weights that may exist and are not read, `without`: that may be missing; `pictures` is
     of `model_class`."""
     check_files(folder)
     try:
@@ -154,7 +154,7 @@ def load_model(
                 attn_implementation=attention.named(config),
                 use_safetensors=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # `check_report` refuses them, and says which
+                ignore_mismatched_sizes=True,  # `check_report` refuses them with their names
                 output_loading_info=True,
             )
     except BirlError:
@@ -173,7 +173,7 @@ def load_model(
 
 
 def two_values(folder: Path, name: str, other: str) -> BirlError:
-    """transformers would take such weights apart, other programs would read one of them."""
+    """transformers would untie such weights, other programs would read one of them."""
     return BirlError(
         f"{folder}: {name} and {other} have different values, and config.json says that they are one weight "
         "(tie_word_embeddings). Set that to false there, or take the former out of the file."
@@ -219,8 +219,8 @@ def check_files(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that a model folder's weights are in. Raises `BirlError` for an index that is none, or
-    that names what is missing or outside of the folder."""
+    """The safetensors files of a model folder's weights. Raises `BirlError` for an invalid index, or one with names
+    that are missing or outside of the folder."""
     alone, index = (folder / name for name in WEIGHTS)
     if alone.is_file():
         return [alone]
@@ -239,7 +239,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None:
-    """transformers would initialise a missing weight at random and go on."""
+    """Raise `BirlError` for missing or unfit weights; transformers would initialise a missing weight at random."""
     if "score.weight" in (report.get("unexpected_keys") or ()):
         raise BirlError(
             f"{folder} is a reward model, not a language model. It can judge (reward.functions=[model] "
@@ -261,8 +261,8 @@ def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None
 
 
 def predicts_further(key: str, model: nn.Module) -> bool:
-    """Is a weight of a layer behind the last one, which predicts tokens after the next one (MTP, DeepSeek-V3)?
-    transformers leaves such layers out, but tells them by the numbers of the published models' layers."""
+    """Whether a weight is of a layer after the last one, for multi-token prediction (MTP, DeepSeek-V3). transformers
+    drops such layers, but recognises them only by the published models' layer numbers."""
     config: Any = model.config.get_text_config()  # pyright: ignore
     further = getattr(config, "num_nextn_predict_layers", None) or 0
     place = LAYER.search(key)
@@ -270,8 +270,8 @@ def predicts_further(key: str, model: nn.Module) -> bool:
 
 
 def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder; `chat_template` names what replaces its own: a Jinja file, or a
-    template of the package."""
+    """The tokenizer of a model folder; `chat_template` names a replacement of its template: a Jinja file, or a template
+    of the package."""
     check_tokenizer(folder)
     try:
         with quiet():
@@ -296,15 +296,15 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Parameters in another type, in place. `model.to(dtype)` would also round the buffers, the frequencies of the
-    rotary embedding among them: every position after the first few hundred would then be another one."""
+    """Convert the parameters to another dtype, in place. `model.to(dtype)` would also round the buffers, including the
+    rotary frequencies: all positions after the first few hundred would then be wrong."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def keep_angles(model: nn.Module) -> None:
-    """From now on no rotary angle depends on the longest sequence of a batch."""
+    """Make all rotary angles independent of the longest sequence of a batch."""
 
     def kept(kind: str) -> str:
         return "default" if kind in CHANGING else kind
@@ -318,8 +318,7 @@ def keep_angles(model: nn.Module) -> None:
 
 
 def context_limit(model: nn.Module) -> int:
-    """Longest sequence that the model was made for [tokens]; with longrope the longest that its short factors are
-    for."""
+    """Longest sequence that the model supports [tokens]; with longrope the longest for its short factors."""
     config = model.config.get_text_config()  # pyright: ignore
     rope = getattr(config, "rope_parameters", None) or {}
     each = [p for p in (rope, *rope.values()) if isinstance(p, dict) and p.get("rope_type") == "longrope"]
@@ -328,7 +327,7 @@ def context_limit(model: nn.Module) -> int:
 
 
 def end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends an answer: the tokenizer's, and those in generation_config.json (one or a list)."""
+    """All tokens that end an answer: the tokenizer's, and those in generation_config.json (one or a list)."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(i for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
@@ -337,8 +336,8 @@ def end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[i
 def save_hf_config(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, source: Path | None = None
 ) -> None:
-    """All of a model folder but its weights, so that a checkpoint can be exported without the original. `source`: the
-    folder that the model was read from."""
+    """Write all of a model folder except its weights, so that a checkpoint can be exported without the original.
+    `source`: the folder that the model was read from."""
     with quiet():
         save_config(model.config, folder, source)
         if getattr(model, "generation_config", None) is not None:
@@ -347,8 +346,8 @@ def save_hf_config(
 
 
 def save_config(config: Any, folder: Path, source: Path | None) -> None:
-    """`source`: the folder whose config.json was read. Its keys that transformers drops or renames are written, too:
-    older versions of it and other programs read rope_theta, rope_scaling and torch_dtype, and would take defaults."""
+    """`source`: the folder whose config.json was read. Also writes its keys that transformers drops or renames: older
+    versions of it and other programs read rope_theta, rope_scaling and torch_dtype, and would use defaults."""
     told = None if source is None else source / "config.json"
     old = read_json(told) if told is not None and told.is_file() else {}
     config.save_pretrained(folder)
@@ -358,7 +357,7 @@ def save_config(config: Any, folder: Path, source: Path | None) -> None:
 
 
 def with_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """`new`, and keys of `old` that are not there; so within the configs of text and vision."""
+    """`new`, with keys of `old` that it lacks; also within the text and vision configs."""
     result = dict(new)
     for key, value in old.items():
         if key == "torch_dtype":
@@ -372,8 +371,8 @@ def with_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and advice, and for one thread at a time: making a model, it changes the
-    whole process (`PreTrainedModel.tie_weights` and the default type)."""
+    """Context without transformers' progress bars and warnings, for one thread at a time: building a model, it changes
+    process-wide state (`PreTrainedModel.tie_weights` and the default dtype)."""
     with MAKING:
         level = transformers_logging.get_verbosity()
         bars = transformers_logging.is_progress_bar_enabled()

@@ -1,11 +1,11 @@
-"""log p(target | context) and entropy from hidden states, without ever holding logits for all tokens.
+"""log p(target | context) and entropy from hidden states, without storing logits of all tokens.
 
-The engine and the learner both end here: the same head, float32 softmax, the same temperature.
-The forward pass goes through the tokens in pieces, the backward pass through the vocabulary: then each piece of the
-weight's gradient is complete when it is written, and nothing of size [V, H] is added up again and again (measured: half
-of the backward pass of a small model). The loss needs log-probs before it can say what their gradient is, so logits are
-computed a second time there; a piece of their gradient is made of them, used for both products, and gone before the
-next; `shape.py` says what that takes.
+Used by the engine and the learner: the same head, float32 softmax, the same temperature.
+The forward pass goes over the tokens in chunks, the backward pass over the vocabulary: each piece of the weight's
+gradient is then complete when it is written, and nothing of size [V, H] is accumulated repeatedly (measured: half of
+the backward pass of a small model). The gradient of the loss depends on the log-probs, so logits are recomputed in the
+backward pass; a piece of their gradient is computed, used for both products, and freed before the next; `shape.py` has
+the memory that this takes.
 
 Shapes: N trained tokens, H hidden size, V vocabulary.
 """
@@ -29,7 +29,7 @@ from birl.models.heads import AfterHead
 from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
 
 ALIGNED = 64
-#: logit of a token outside of a support: its probability is 0, and 0 times what is made of it is 0, not NaN
+# logit of a token outside of the support: its probability is 0, and products with 0 are 0, not NaN
 OUTSIDE = -1e15
 
 
@@ -40,14 +40,14 @@ class Behind(NamedTuple):
     support: SupportRows | None = None
 
     def restrict(self, logits: Tensor, rows: slice, first: int) -> Tensor:
-        """In place: of the tokens `rows` the logits of the tokens from `first` on, [rows, tokens]."""
+        """Mask, in place, the logits [rows, tokens] of the tokens `rows`, for the vocabulary from `first` on."""
         if self.support is None:
             return logits
         return logits.masked_fill_(self.support.outside(rows, first, logits.shape[1]), OUTSIDE)
 
 
 def float_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32, [N, K] [K, M] -> [N, M], whatever type both have: products of bfloat16 are exact in float32, and
+    """a b in float32, [N, K] [K, M] -> [N, M], for any dtype of both: products of bfloat16 are exact in float32, and
     their sums are never rounded to bfloat16. Not differentiable."""
     if a.dtype == torch.float32:
         return a @ b
@@ -60,8 +60,8 @@ def float_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def float_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """hidden W' + bias in float32: [C, H], [V, H], [V] -> [C, V]. The logits of engine and learner, wherever birl's
-    kernels for CPUs do not compute them."""
+    """hidden W' + bias in float32: [C, H], [V, H], [V] -> [C, V]. The logits of engine and learner, unless birl's CPU
+    kernels compute them."""
     logits = float_product(hidden, weight.T)
     return logits if bias is None else logits.add_(bias)
 
@@ -90,13 +90,13 @@ def token_logprobs(
     after: AfterHead | None = None,
     support: SupportRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(head(hidden) / temperature)[target], and the entropy of that distribution; with `support` that
-    over its tokens j alone, log p = l_a - log sum of exp l_j (Keep Sampling Mask, arXiv:2512.02556 section 3.1).
+    """log softmax(head(hidden) / temperature)[target], and the entropy of that distribution; with `support` over its
+    tokens j only, log p = l_a - log sum of exp l_j (Keep Sampling Mask, arXiv:2512.02556 section 3.1).
 
     hidden [N, H], targets [N] -> logprobs [N], entropy [N], both float32 and differentiable. With `decoder` its kernels
-    compute them: what the engine samples with, bit for bit. `chunk`: logits that exist at once, 0 for the device's.
-    A head whose weight is a DTensor has its tokens on several ranks, which must all be given the same tokens: each has
-    logits of its own tokens only. `after`: what comes behind the head (`models/heads.py`).
+    compute them, bit for bit as the engine samples. `chunk`: logits in memory at once, 0 for the device's default. If
+    the head's weight is a DTensor, its tokens are split over ranks, which must all get the same inputs: each computes
+    logits of its own tokens only. `after`: the operation after the head (`models/heads.py`).
     """
     behind = Behind(after, support)
     chunk = chunk or (shape.GPU_CHUNK if hidden.is_cuda else shape.CHUNK)
@@ -117,8 +117,8 @@ class _TokenLogprobs(torch.autograd.Function):
     """With p = softmax(l), l = logits / t, entropy h:  d logp / d l = onehot - p  and  d h / d l = -p (log p + h).
 
     Logits are recomputed in the backward pass, so that memory does not grow with N x V. With a `group` V is this rank's
-    part of the vocabulary, and targets count from its first token; what the ranks tell each other is [N], and in the
-    backward pass the gradient by `hidden`.
+    part of the vocabulary, and targets count from its first token; ranks exchange [N] numbers, and going back the
+    gradient of `hidden`.
     """
 
     @staticmethod
@@ -150,15 +150,15 @@ class _TokenLogprobs(torch.autograd.Function):
             part_bias = None if bias is None else bias[vocab]
             result.add(
                 vocab, _by_logits(hidden, weight[vocab], part_bias, ctx.temperature, ctx.behind, *context, vocab.start)
-            )  # without a name, it is gone before the next logits
+            )  # not bound to a name, so that it is freed before the next logits
         if ctx.group is not None:
             dist.all_reduce(result.by_hidden, group=ctx.group)
         return *result.all(), None, None, None, None, None
 
 
 class HeadGradient:
-    """Gradients by hidden states [N, H], and by the head's weight and bias, from that by its logits, piece by piece of
-    the vocabulary. `wanted`: which of the three; that by hidden states is always made."""
+    """Gradients of hidden states [N, H], and of the head's weight and bias, from that of its logits, piece by piece of
+    the vocabulary. `wanted`: which of the three; that of hidden states is always computed."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
         self.hidden, self.weight = hidden, weight
@@ -167,7 +167,7 @@ class HeadGradient:
         self.by_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
 
     def add(self, vocab: slice, grad: Tensor) -> None:
-        """Of some tokens, [N, tokens] in the weight's type."""
+        """Add the logits' gradient of some tokens, [N, tokens] in the weight's dtype."""
         self.by_hidden += float_product(grad, self.weight[vocab])
         if self.into is not None and self.into.dtype == self.weight.dtype:
             torch.mm(grad.T, self.hidden, out=self.into[vocab])
@@ -194,7 +194,7 @@ def _figures(
     rows: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
     behind: Behind, into: tuple[Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Log-probs, entropies and log-sum-exps of some tokens, into those of all, [N] each."""
+    """Write log-probs, entropies and log-sum-exps of some tokens into the tensors [N] of all."""
     own, given = targets[rows], (hidden[rows], weight, bias)
     logprobs, entropy, norm = (figure[rows] for figure in into)
     if on_gpu(hidden):
@@ -211,9 +211,9 @@ def _by_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, behind: Behind,
     targets: Tensor, norm: Tensor, entropy: Tensor, by_logp: Tensor | None, by_entropy: Tensor | None, first: int,
 ) -> Tensor:  # fmt: skip
-    """The gradient by what the head gives for the tokens from `first` on, [N, tokens] in the weight's type."""
+    """The gradient of the head's output for the tokens from `first` on, [N, tokens] in the weight's dtype."""
     every = slice(0, len(hidden))
-    if behind.after is not None:  # behind the head: the chain rule
+    if behind.after is not None:  # chain rule through the operation after the head
         logits = final_logits(hidden, weight, bias, behind.after)
         slope = behind.after.slope(logits)
         behind.restrict(logits, every, first)
@@ -228,7 +228,7 @@ def _by_logits(
         grad = logits_gradient(
             behind.restrict(scaled_logits(hidden, weight, bias, temperature), every, first).sub_(norm[:, None]),
             targets, *grads, first,
-        )  # without a name, what is given is gone by now  # fmt: skip
+        )  # not bound to a name, so the logits are freed by now  # fmt: skip
         return grad.div_(temperature).to(weight.dtype)
     logits = behind.restrict(float_logits(hidden, weight, bias), every, first)
     grad = logits if weight.dtype == torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
@@ -239,8 +239,8 @@ def _by_logits(
 def over_parts(
     logprobs: Tensor, entropy: Tensor, norm: Tensor, here: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target), entropy and log-sum-exp under all tokens, from those under each rank's tokens alone, [N] each.
-    `here`: where this rank has the target.
+    """log p(target), entropy and log-sum-exp over all tokens, from those over each rank's tokens, [N] each. `here`:
+    whether this rank has the target.
 
     With r a rank, Z_r its sum and h_r its entropy, w_r = Z_r / Z:  log p = log p_r + log w_r  and
     h = sum over r of w_r (h_r - log w_r), whose terms are never negative.
@@ -253,18 +253,18 @@ def over_parts(
     log_share = norm - whole
     result = torch.stack([(logprobs + log_share).where(here, 0.0), log_share.exp() * (entropy - log_share)])
     dist.all_reduce(result, group=group)
-    return result[0].clone(), result[1].clone(), whole  # FSDP wants no views
+    return result[0].clone(), result[1].clone(), whole  # FSDP does not accept views
 
 
 def first_row(weight: DTensor) -> int:
-    """Where this rank's rows of a weight begin in the whole one: torch cuts [V, H] into parts of ceil(V / ranks)."""
+    """First row of this rank's part of a sharded weight: torch splits [V, H] into parts of ceil(V / ranks)."""
     return weight.device_mesh.get_local_rank() * -(-weight.shape[0] // weight.device_mesh.size())
 
 
 def logits_gradient(
     logp: Tensor, targets: Tensor, entropy: Tensor, by_logp: Tensor | None, by_entropy: Tensor | None, first: int
 ) -> Tensor:
-    """The gradient by logits / t of the tokens from `first` on, whose log-probs are logp [N, tokens] (overwritten)."""
+    """The gradient of logits / t of the tokens from `first` on, whose log-probs are logp [N, tokens] (overwritten)."""
     grad, spread = (logp.exp_(), None) if by_entropy is None else (logp.exp(), logp)
     if spread is not None and by_entropy is not None:
         spread.add_(entropy[:, None]).mul_(grad).mul_(by_entropy[:, None])
@@ -278,7 +278,7 @@ def logits_gradient(
 def launch_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, logprobs: Tensor, entropy: Tensor, norm: Tensor
 ) -> None:
-    """One pass over logits [N, V], in whatever type the product gave; float32 [N] results go into the given tensors."""
+    """One pass over logits [N, V] of any dtype; float32 [N] results are written to the given tensors."""
     rows, vocab = logits.shape
     if rows:
         triton_kernels().logprob_kernel[(rows,)](
@@ -290,7 +290,7 @@ def launch_logprobs_backward(
     logits: Tensor, grad: Tensor, targets: Tensor, norm: Tensor, entropy: Tensor, by_logp: Tensor | None,
     by_entropy: Tensor | None, first: int, temperature: float,
 ) -> None:  # fmt: skip
-    """Logits [N, tokens] -> the gradient by them, into `grad`, in its type; it may be the logits' own memory."""
+    """Logits [N, tokens] -> their gradient, written to `grad` in its dtype; it may be the logits' own memory."""
     rows, vocab = logits.shape
     if rows:
         triton_kernels().logprob_backward_kernel[(rows, -(-vocab // 4096))](
@@ -302,7 +302,7 @@ def launch_logprobs_backward(
 
 
 class _KernelLogprobs(torch.autograd.Function):
-    """The same on birl's kernels, with the head's weight laid out once and logits that are not rounded."""
+    """`_TokenLogprobs` on birl's kernels, with the head's weight packed once and logits that are not rounded."""
 
     @staticmethod
     def forward(
@@ -310,7 +310,7 @@ class _KernelLogprobs(torch.autograd.Function):
         head: Matrix, support: SupportRows | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logprobs, entropy, norm = torch.empty(3, len(hidden), dtype=torch.float32).unbind()
-        # of a cell of tokens one number is kept, unless some are left out
+        # one number is kept for a cell of tokens, unless some are masked
         wide = CELL if head.kernels.dtype == torch.bfloat16 and support is None else 1
         for rows in chunks(len(hidden), chunk * wide // len(weight)):
             if support is None:
@@ -331,7 +331,7 @@ class _KernelLogprobs(torch.autograd.Function):
             return (None,) * 8
         head: Matrix = ctx.head
         k = head.kernels
-        count, extra = len(hidden), -len(hidden) % 32  # products want whole tiles; rows of zeros have no gradient
+        count, extra = len(hidden), -len(hidden) % 32  # products need whole tiles; rows of zeros have no gradient
         hidden, targets = pad(hidden, (0, 0, 0, extra)), pad(targets, (0, extra), value=-1)
         norm, entropy = pad(norm, (0, extra)), pad(entropy, (0, extra))
         by_logp, by_entropy = (None if g is None else pad(g, (0, extra)).contiguous() for g in grads)
@@ -352,7 +352,7 @@ class _KernelLogprobs(torch.autograd.Function):
                 outside = ctx.support.outside(slice(0, count), vocab.start, len(part))
                 logits[:, :count].masked_fill_(outside.T, OUTSIDE)
             grad = k.logprobs_backward(logits, *context, vocab.start)
-            del logits  # before their gradient is laid out, and before the next
+            del logits  # before their gradient is packed, and before the next
             if rounded:
                 if into is not None:
                     multiply = k.gemm if add else k.gemm_float
@@ -376,7 +376,7 @@ def chunks(n: int, size: int) -> list[slice]:
 
 
 def pieces(vocab: int, chunk: int, rows: int, least: int = 1) -> list[slice]:
-    """Of a vocabulary, each of at most `chunk` logits of `rows` tokens, but of `least` tokens and a multiple of that.
-    From `ALIGNED` tokens on, multiples of those: cuBLAS falls back to far slower kernels where rows are not aligned."""
+    """Slices of a vocabulary, each of at most `chunk` logits of `rows` tokens, but a multiple of `least` tokens. From
+    `ALIGNED` tokens on, multiples of those: cuBLAS uses much slower kernels if rows are not aligned."""
     size = max(chunk // max(rows, 1), least)
     return chunks(vocab, size - size % (ALIGNED if size >= ALIGNED else least))

@@ -1,8 +1,8 @@
-"""Low-rank additions to linear layers: y = x W' + (x A') B', with other matrices A and B in other rows of one pass, and
-none in some. The weights W are never changed, so many adapters (LoRA, arXiv:2106.09685) share one base in one pass.
+"""LoRA terms of linear layers: y = x W' + (x A') B', with different A and B for different rows of one pass, and none
+for some. The weights W are never changed, so many adapters (LoRA, arXiv:2106.09685) share one base model in one pass.
 
-Rows of one adapter lie together (`RowGroup`). What is added to a row depends on that row and its adapter alone, on
-birl's bfloat16 kernels bit for bit; the gradient of A and B on the adapter's rows alone, in their order.
+Rows of one adapter are contiguous (`RowGroup`). A row's result depends only on that row and its adapter, bit for bit on
+birl's bfloat16 kernels; the gradient of A and B only on the adapter's rows, in their order.
 
 Shapes: T rows, K inputs, N outputs, R the rank, padded with zeros to a multiple of 32 (the kernels' blocks).
 """
@@ -22,13 +22,13 @@ from torch.nn.functional import pad
 from birl.kernels import Kernels
 from birl.kernels.tensors import BLOCK, PackedWeight
 
-HEAD = "lm_head"  # the name of the output layer's factors, whatever the model calls it
+HEAD = "lm_head"  # name of the output layer's factors in every model
 
 
 @dataclass(slots=True, eq=False)
 class Factors:
-    """A [R, K] and B [N, R] of one layer in the type that is computed in; the scale is within B. `gradients`: float32
-    sums of the same shapes, where they are trained."""
+    """A [R, K] and B [N, R] of one layer in the compute dtype; B includes the scale. `gradients`: float32 sums of the
+    same shapes, if they are trained."""
 
     a: Tensor
     b: Tensor
@@ -37,12 +37,12 @@ class Factors:
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> "Factors":
-        """From float32 masters A [r, K], B [N, r], rounded once; where neither is trained they may be shared."""
+        """From float32 masters A [r, K], B [N, r], rounded once; if neither is trained they may be shared."""
         extra = -len(a) % BLOCK
         return cls(pad(a, (0, 0, 0, extra)).to(dtype), pad(b * scale, (0, extra)).to(dtype).contiguous())
 
     def layout(self, k: Kernels, what: str, transposed: bool = False) -> PackedWeight:
-        """`a` or `b` as the kernels' product wants it, laid out once."""
+        """`a` or `b` packed for the kernels' product, once."""
         key = what + "'" * transposed
         if key not in self.layouts:
             self.layouts[key] = k.pack([getattr(self, what)], transposed=transposed)
@@ -53,7 +53,7 @@ class Factors:
         return x @ self.a.T if k is None else k.gemm(x, self.layout(k, "a"))
 
     def up(self, x: Tensor, k: Kernels | None, to: Tensor) -> None:
-        """to += (x A') B', to [T, N] in the type of x or float32; the sum is rounded once."""
+        """to += (x A') B', to [T, N] in the dtype of x or float32; the sum is rounded once."""
         u = self.down(x, k)
         if k is None:
             to += u @ self.b.T
@@ -70,7 +70,7 @@ class Factors:
             k.gemm(k.gemm(grad, self.layout(k, "b", True)), self.layout(k, "a", True), add_to=to)
 
     def absorb(self, x: Tensor, grad: Tensor, k: Kernels | None) -> None:
-        """Add the gradients by A, (grad B)' x, and by B, grad' (x A'), to the sums."""
+        """Add the gradients with respect to A, (grad B)' x, and B, grad' (x A'), to the sums."""
         if self.gradients is None:
             return
         by_a, by_b = self.gradients
@@ -86,8 +86,8 @@ class Factors:
 
 @dataclass(eq=False)
 class AdapterWeights:
-    """What one adapter adds to a base, by the names of its layers; never changed once it is made. `number` names its
-    content: pages of keys and values are reused for the same one only."""
+    """The factors of one adapter, by layer name; immutable. `number` identifies their content: KV cache pages are
+    reused only for the same one."""
 
     number: int
     factors: Mapping[str, Factors]
@@ -99,7 +99,7 @@ class AdapterWeights:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows `start` to `stop` of a pass have this adapter."""
+    """Rows `start` to `stop` of a pass use this adapter."""
 
     start: int
     stop: int
@@ -107,7 +107,7 @@ class RowGroup:
 
 
 def row_groups(adapters: Sequence[AdapterWeights | None]) -> list[RowGroup]:
-    """Of the adapter of each row; rows of the same one that lie together are one group."""
+    """Groups of consecutive rows with the same adapter; `adapters`: that of each row."""
     result, start = [], 0
     for adapter, rows in groupby(adapters, key=lambda x: x):
         stop = start + len(list(rows))
@@ -119,7 +119,7 @@ def row_groups(adapters: Sequence[AdapterWeights | None]) -> list[RowGroup]:
 
 @dataclass(slots=True)
 class Active:
-    """Whose rows the pass that is being computed has; layers read it. `trained`: their gradients are wanted."""
+    """The row groups of the current pass; layers read it. `trained`: gradients of the factors are needed."""
 
     groups: Sequence[RowGroup] = ()
     trained: bool = False
@@ -134,7 +134,7 @@ def active_in(model: nn.Module) -> Active:
 
 @contextmanager
 def adapted(model: nn.Module, groups: Sequence[RowGroup], trained: bool = False) -> Iterator[None]:
-    """Within, rows of passes through `model` have these adapters; a backward pass belongs within, too."""
+    """Context in which rows of passes through `model` use these adapters; it must include the backward pass."""
     active = active_in(model)
     before = active.groups, active.trained
     active.groups, active.trained = groups, trained
@@ -147,7 +147,7 @@ def adapted(model: nn.Module, groups: Sequence[RowGroup], trained: bool = False)
 def _parts(
     groups: Sequence[RowGroup], names: Sequence[str], sizes: Sequence[int]
 ) -> Iterator[tuple[slice, slice, Factors]]:
-    """Rows and columns of the layers `names`, side by side, that a group has factors for, and these."""
+    """Rows and columns of the concatenated layers `names` that a group has factors for, and these."""
     for group in groups:
         start = 0
         for name, size in zip(names, sizes, strict=True):
@@ -158,14 +158,14 @@ def _parts(
 
 def add_low_rank(groups: Sequence[RowGroup], names: Sequence[str], sizes: Sequence[int], x: Tensor, to: Tensor,
                  k: Kernels | None) -> None:  # fmt: skip
-    """to [T, sum of sizes] += what the layers `names`, which all have the input x [T, K], add to each group's rows."""
+    """to [T, sum of sizes] += each group's LoRA terms of the layers `names`, which all have the input x [T, K]."""
     for rows, columns, factors in _parts(groups, names, sizes):
         factors.up(x[rows], k, to[rows, columns])
 
 
 def low_rank_by_input(groups: Sequence[RowGroup], names: Sequence[str], sizes: Sequence[int], grad: Tensor,
                       to: Tensor, k: Kernels | None) -> None:  # fmt: skip
-    """to [T, K] += what the additions' part in grad [T, sum of sizes] gives to the input; rounded once."""
+    """to [T, K] += the input's gradient through the LoRA terms, of grad [T, sum of sizes]; rounded once."""
     for group in groups:
         own = slice(group.start, group.stop)
         whole = to[own].float()
@@ -176,14 +176,14 @@ def low_rank_by_input(groups: Sequence[RowGroup], names: Sequence[str], sizes: S
 
 def absorb_low_rank(groups: Sequence[RowGroup], names: Sequence[str], sizes: Sequence[int], x: Tensor, grad: Tensor,
                     k: Kernels | None) -> None:  # fmt: skip
-    """Add each group's part of the gradient by its A and B to their sums."""
+    """Add each group's gradients of A and B to their sums."""
     for rows, columns, factors in _parts(groups, names, sizes):
         factors.absorb(x[rows], grad[rows, columns], k)
 
 
 def hook(model: nn.Module, layers: Mapping[str, nn.Linear], inside: bool = False) -> None:
-    """Have transformers' forward add them, too: for a model that birl's kernels do not compute. `inside`: of what
-    tensor parallelism will sum over ranks (`parallel/tensor.py`); the engine replaces a layer's forward."""
+    """Add the LoRA terms in transformers' forward, for a model that birl's kernels do not support. `inside`: before
+    tensor parallelism sums over ranks (`parallel/tensor.py`); the engine replaces a layer's forward."""
     active = active_in(model)
     for name, layer in layers.items():
         added = _Hook(name, active)
@@ -213,7 +213,7 @@ class _Hook:
 
 
 class _LowRank(torch.autograd.Function):
-    """Zeros in rows without an adapter. `leaf` has the graph reach here though all weights are frozen."""
+    """Zeros in rows without an adapter. `leaf` makes autograd reach this node although all weights are frozen."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, leaf: Tensor, name: str, groups: Sequence[RowGroup]) -> Tensor:

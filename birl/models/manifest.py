@@ -1,5 +1,5 @@
-"""Manifests: {"files": {name: {"bytes": ..., "sha256": ...}}} of a folder, written last, so that one that holds is of a
-whole folder."""
+"""Manifests: {"files": {name: {"bytes": ..., "sha256": ...}}} of a folder. A manifest is written last, so a valid one
+means that the folder is complete."""
 
 import hashlib
 import re
@@ -15,8 +15,8 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def files(content: bytes) -> dict[str, dict[str, Any]]:
-    """Name -> bytes and SHA-256, of a manifest's content. Raises `ValueError` where it is none: it must list a file,
-    and names must be relative paths without `..`."""
+    """Return name -> bytes and SHA-256 of a manifest's content. Raises `ValueError` if it is invalid: it must list a
+    file, and names must be relative paths without `..`."""
     data = parse_json(content)
     result = data.get("files") if isinstance(data, dict) else None
     if not isinstance(result, dict) or not result:
@@ -33,9 +33,9 @@ def files(content: bytes) -> dict[str, dict[str, Any]]:
 def damage(
     folder: Path, name: str, *, required: Iterable[str] = (), digests: bool = True, first: int = 0, every: int = 1
 ) -> list[str]:
-    """What is wrong with a folder by its manifest `name`: what is missing, `required` names that it does not list,
-    sizes, and with `digests` contents. Looks at files `first`, `first` + `every` and so on: several processes may share
-    them out."""
+    """Return the problems of a folder by its manifest `name`: missing files, `required` names that it does not list,
+    wrong sizes, and with `digests` wrong contents. Checks files `first`, `first` + `every` and so on, so that several
+    processes may share the work."""
     manifest = folder / name
     if not manifest.is_file():
         return [f"{name} is missing" if folder.is_dir() else f"there is no folder {folder}"]

@@ -1,7 +1,7 @@
-"""Weights for products on birl's kernels: laid out once and again when they have changed, and where their gradients go.
+"""Weights packed for products on birl's kernels, once and again after changes, and where their gradients are stored.
 
-A learner's parameter in bfloat16 has a float32 master (`parameter.master`); its gradient is summed right there. Where
-the parameter is made of others, its master keeps none of this size (`absorb`, learner/lora.py).
+A learner's parameter in bfloat16 has a float32 master (`parameter.master`), in which its gradient is accumulated. If
+the parameter is composed of others, its master has no gradient of this size (`absorb`, learner/lora.py).
 Shapes: T rows, N outputs, K inputs.
 """
 
@@ -22,15 +22,15 @@ HUGE, MAPPED = 2**21, 2**25  # bytes of a page, and of a mapping
 
 
 class LastingMemory:
-    """For weights that every step reads, in pages of 2 MiB where the kernel has some: a thread of an AMD EPYC (Zen 4)
-    reads 28 GB/s instead of 20. A mapping is given back with the last tensor in it."""
+    """Memory for weights that every step reads, in pages of 2 MiB if the kernel has some: a thread of an AMD EPYC (Zen
+    4) reads 28 GB/s instead of 20. A mapping is freed with the last tensor in it."""
 
     def __init__(self) -> None:
         self.mapping: mmap.mmap | None = None
         self.used = 0
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        """[count], not initialised."""
+        """[count] elements, not initialised."""
         size = -(-count * dtype.itemsize // 64) * 64
         if self.mapping is None or self.used + size > len(self.mapping):
             self.mapping = mmap.mmap(-1, max(size, MAPPED) + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -42,8 +42,8 @@ class LastingMemory:
 
 
 class Matrix:
-    """Weights [N_i, K] below one another, as one product. In bfloat16 by our own kernel, in float32 by oneDNN, both
-    with weights laid out once and again whenever they have changed."""
+    """Weights [N_i, K] concatenated along N, as one product. In bfloat16 by birl's kernel, in float32 by oneDNN, both
+    with weights packed once and again whenever they have changed."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class Matrix:
         codes: bool = False,
         memory: LastingMemory | None = None,
     ) -> None:
-        """`halves`: of the two sides of a SwiGLU, laid out so that the engine can compute it with the product. `names`
-        of the layers, by which `active` has low-rank additions to them (models/low_rank.py). `codes`: weights in
-        bfloat16 that int8 holds (models/quantized.py), and is read instead. `memory`: of all matrices of a model."""
+        """`halves`: both projections of a SwiGLU, laid out so that the engine can compute it with the product. `names`
+        of the layers, by which `active` has LoRA terms for them (models/low_rank.py). `codes`: bfloat16 weights that
+        are exact in int8 (models/quantized.py) are read as codes. `memory`: shared by all matrices of a model."""
         self.memory = memory or LastingMemory()
         self.kernels, self.linears, self.halves, self.codes = kernels, linears, halves, codes
         self.names, self.active = names, active or Active()
@@ -74,8 +74,8 @@ class Matrix:
         return [m.weight for m in self.linears] + [m.bias for m in self.linears if m.bias is not None]
 
     def layout(self) -> Any:
-        """The weights as the product wants them. `_version` counts most of what is written into a tensor; for the rest
-        there is `weights_changed`."""
+        """The weights packed for the product. `_version` counts most writes to a tensor; for the others call
+        `weights_changed`."""
         now = tuple((p.data_ptr(), p._version) for p in self.parameters())
         if self.packed is None or now != self.made_of:
             weights, old = self.weights, self.packed
@@ -84,7 +84,7 @@ class Matrix:
                 pack = self.kernels.encode if self.codes else self.kernels.pack
                 self.packed = pack(weights, into=into, halves=self.halves)
             else:
-                self.packed = None  # the memory first
+                self.packed = None  # free the memory first
                 joined = weights[0] if len(weights) == 1 else torch.cat(weights)
                 self.packed = torch.ops.mkldnn._reorder_linear_weight(joined, 32)
             self.bias = None if self.linears[0].bias is None else torch.cat([m.bias.detach() for m in self.linears])
@@ -96,20 +96,20 @@ class Matrix:
         return PackedWeight(self.memory.take(size(rows, columns), dtype), rows, columns, self.halves)
 
     def stale(self) -> None:
-        """The weights have changed."""
+        """Mark the packed weights as outdated."""
         self.made_of = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N]."""
         packed = self.layout()
         if isinstance(packed, PackedWeight):
-            if self.active.groups:  # rounded once: what is less than half a step of the sum would be lost otherwise
+            if self.active.groups:  # rounded once: LoRA terms below half a step of the sum would be lost otherwise
                 return self.floats(x).to(x.dtype)
             return self.kernels.gemm(x, packed, self.bias)
         return self.extended(x, torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], ""))
 
     def extended(self, x: Tensor, y: Tensor) -> Tensor:
-        """y = x W', with the low-rank additions of the rows that have some."""
+        """y = x W', plus the LoRA terms of the rows that have some."""
         if self.active.groups:
             add_low_rank(self.active.groups, self.names, self.sizes, x, y, self.on_kernels)
         return y
@@ -120,7 +120,7 @@ class Matrix:
 
     @property
     def on_kernels(self) -> Kernels | None:
-        """Those for products, which are PyTorch's in float32."""
+        """The kernels for products; None in float32, where these are PyTorch's."""
         return self.kernels if self.kernels.dtype == torch.bfloat16 else None
 
     def add(self, x: Tensor, to: Tensor) -> None:
@@ -137,27 +137,27 @@ class Matrix:
         packed = self.layout()
         if isinstance(packed, PackedWeight):
             y = self.kernels.gemm_float(x, packed, self.bias)
-            if packed.halves:  # whose panels take turns
+            if packed.halves:  # whose panels alternate
                 y = y.view(len(y), -1, 2, PANEL).transpose(1, 2).reshape(y.shape)
             return self.extended(x, y)
         return self(x)
 
     def sample(self, x: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a head: one word for each row of x [B, K], and its log-prob, drawn as `Kernels.sample` does."""
+        """For a head: one token for each row of x [B, K], and its log-prob, sampled as `Kernels.sample` does."""
         packed = self.layout()
         if isinstance(packed, PackedWeight):
             return self.kernels.head_sample(x, packed, self.bias, temperatures, uniforms)
         return self.kernels.sample(self(x), temperatures, uniforms)
 
     def logprobs(self, x: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a head: log-prob of each row's target, log-normaliser and entropy, each [T], as in `Kernels.logprobs`."""
+        """For a head: log-prob of each row's target, log-normaliser and entropy, each [T], as in `Kernels.logprobs`."""
         packed = self.layout()
         if isinstance(packed, PackedWeight):
             return self.kernels.head_logprobs(x, packed, self.bias, targets, temperature)
         return self.kernels.logprobs(self(x), targets, temperature)
 
     def by_input(self, grad: Tensor) -> Tensor:
-        """grad W: the gradient by the input, [T, N] -> [T, K]."""
+        """grad W: the gradient with respect to the input, [T, N] -> [T, K]."""
         weights = self.weights
         if self.kernels.dtype == torch.bfloat16:
             by_x = self.kernels.gemm(grad, self.kernels.pack(weights, transposed=True))
@@ -171,8 +171,8 @@ class Matrix:
         return by_x
 
     def by_parameters(self, x: Tensor, grad: Tensor) -> list[Tensor | None]:
-        """grad' x for each of `parameters()`; None where it went into a float32 master (`deposit`), and not computed
-        for what is frozen."""
+        """grad' x for each of `parameters()`; None if it went into a float32 master (`deposit`) or the parameter is
+        frozen."""
         weights = [m.weight for m in self.linears]
         sizes = [len(w) for w in weights]
         if self.active.groups:
@@ -196,8 +196,8 @@ class Matrix:
 
 
 def deposit(parameter: Tensor, grad: Tensor) -> Tensor | None:
-    """Add a float32 gradient to the parameter's float32 master, if it has one; else give it back in its own type.
-    Of a frozen one there is none."""
+    """Add a float32 gradient to the parameter's float32 master, if it has one; else return it in the parameter's dtype.
+    None if frozen."""
     if not parameter.requires_grad:
         return None
     master = getattr(parameter, "master", None)
@@ -210,7 +210,7 @@ def deposit(parameter: Tensor, grad: Tensor) -> Tensor | None:
 
 
 def outer(k: Kernels, parameter: Tensor, grad: Tensor, x: PackedWeight) -> Tensor | None:
-    """The gradient of a weight, summed in float32 right where it belongs. Of a frozen one there is none."""
+    """The gradient of a weight, accumulated in float32 in place. None if it is frozen."""
     if not parameter.requires_grad:
         return None
     into, add = gradient_place(parameter)
@@ -219,7 +219,7 @@ def outer(k: Kernels, parameter: Tensor, grad: Tensor, x: PackedWeight) -> Tenso
 
 
 def unless_placed(parameter: Tensor, into: Tensor) -> Tensor | None:
-    """What autograd gets as a gradient in `gradient_place`: nothing where that is a master's."""
+    """What autograd gets for a gradient in `gradient_place`: None if that is a master's."""
     master = getattr(parameter, "master", None)
     if master is None:
         return into.to(parameter.dtype)
@@ -227,10 +227,10 @@ def unless_placed(parameter: Tensor, into: Tensor) -> Tensor | None:
 
 
 def gradient_place(parameter: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, bool]:
-    """Where a parameter's gradient is, float32 in its master, and whether there is something in it already. Without a
-    master it is new, in `dtype`."""
+    """The tensor of a parameter's gradient, float32 in its master, and whether to add to its content. Without a master
+    it is new, in `dtype`."""
     master = getattr(parameter, "master", None)
-    device = "cpu" if parameter.is_meta else parameter.device  # codes, whose products on a GPU need no such place
+    device = "cpu" if parameter.is_meta else parameter.device  # quantised codes, whose products on a GPU do not use it
     if master is None or hasattr(master, "absorb"):
         return torch.empty(parameter.shape, dtype=dtype, device=device), False
     add = master.grad is not None

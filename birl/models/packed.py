@@ -1,9 +1,8 @@
-"""Linear layers whose weights are laid out for oneDNN, or made of codes (`quantized.py`), once and not at every call.
+"""Linear layers whose weights are laid out for oneDNN, or dequantised (`quantized.py`), once instead of at every call.
 
-On CPU a matrix product with few rows spends most of its time bringing the weight into the blocked layout that AVX-512
-and AMX want. While something is generated the weights do not change, so the engine lays them out once for each version;
-the copies live as long as the generation. The module itself is not touched: outside of `active()` it is the one that is
-trained.
+On CPU a matrix product with few rows spends most of its time reordering the weight into the blocked layout that AVX-512
+and AMX need. Weights do not change during generation, so the engine reorders them once for each version; the copies
+live until the generation ends. The module itself is not changed: outside of `active()` it is the one that is trained.
 """
 
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ ROWS = 32  # the number of rows that the layout is chosen for
 
 
 class PackedLinears:
-    """Blocked copies of all linear layers of a module, made when they are first needed; where oneDNN is not used, plain
-    copies of the quantised ones. In bfloat16 the head has none: logits are float32 (`forward.logits`)."""
+    """Blocked copies of all linear layers of a module, made on first use; without oneDNN, plain copies of the quantised
+    ones. The bfloat16 LM head has none: logits are float32 (`forward.logits`)."""
 
     def __init__(self, model: nn.Module) -> None:
         linears = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in LINEAR]
@@ -34,7 +33,7 @@ class PackedLinears:
 
     @contextmanager
     def active(self, version: int) -> Iterator[None]:
-        """Within, the layers compute with copies of the weights of this version. Not differentiable."""
+        """Context in which the layers compute with copies of the weights of this version. Not differentiable."""
         if self.version != version:
             self.release()
             self.layers = [m for m in self.linears if m is not self.head or m.weight.dtype == torch.float32]
@@ -54,11 +53,11 @@ class PackedLinears:
         return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if self.blocked else weight
 
     def addresses(self) -> tuple[int, ...]:
-        """Of the plain copies."""
+        """Addresses of the plain copies."""
         return () if self.blocked else tuple(t.data_ptr() for t in self.copies)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the copies."""
         self.layers, self.copies, self.version = [], [], None
 
 

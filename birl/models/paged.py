@@ -1,10 +1,10 @@
-"""Keys and values in pages, and attention of new tokens over them. Which page belongs to whom is decided elsewhere
-(`engine/pages.py`); pages that several sequences have in common are stored once and, by the kernels, read once.
+"""Paged KV cache, and attention of new tokens over it. `engine/pages.py` assigns pages to sequences; pages shared by
+several sequences are stored once and, by the kernels, read once.
 
-What one call of attention keeps is a slot; most models have one for each layer, some call attention several times in a
-layer, or run a layer several times. A page holds 32 positions. For each slot: keys [pages, K, D, 32] (positions last:
-32 scores at a time), values [pages, K, 32, D]. On the bfloat16 kernels the same memory has another order within a page
-(kernels/gemm_attention.c). On a GPU keys have the shape of values, which is what its kernels read in order
+A slot stores the keys and values of one call of attention; most models have one slot for each layer, some call
+attention several times in a layer, or run a layer several times. A page holds 32 positions. For each slot: keys [pages,
+K, D, 32] (positions last: 32 scores at a time), values [pages, K, 32, D]. The bfloat16 kernels use another order within
+a page (kernels/gemm_attention.c). On a GPU keys have the shape of values, which its kernels read in order
 (paged_kernels.py).
 """
 
@@ -29,9 +29,9 @@ from birl.models.tree_attention import Area, capped, softmax_beside, tree_attent
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one call of attention keeps of a token: its layer's number, key heads, and the width of a key and a value;
-    `heads` is the number of query heads that read it, `extras` what it adds to plain attention, as fields of
-    `attention.Variant`. `models/slots.py` takes them from what a model's layers hand over."""
+    """KV cache sizes of one call of attention: its layer's number, key heads, and the width of a key and a value;
+    `heads` is the number of query heads, `extras` the variants that it adds to plain attention, as fields of
+    `attention.Variant`. `models/slots.py` finds them from a model's layers."""
 
     layer: int
     heads: int
@@ -47,13 +47,13 @@ class Slot:
 
 @dataclass(slots=True)
 class Cache:
-    """The memory. It is reserved at once, and taken from the system as pages are written. `slots_of`: those of each
-    layer, in the order of its calls."""
+    """The KV cache's memory. It is reserved at once, and committed by the system as pages are written. `slots_of`:
+    slots of each layer, in the order of its calls."""
 
     keys: list[Tensor]
     values: list[Tensor]
     slots_of: dict[int, list[int]]
-    states: States  # of layers that have such
+    states: States  # of layers with recurrent states
 
     @classmethod
     def make(
@@ -62,7 +62,7 @@ class Cache:
         options = {"dtype": dtype, "device": device}
         keys, values = [], []
         for s in slots:
-            # the kernels never read what was not written; PyTorch's attention does, and 0 * NaN would be NaN
+            # the kernels never read unwritten memory; PyTorch's attention does, and 0 * NaN would be NaN
             plain = device.type == "cpu" and s.key == s.value and not s.extras
             lazy = plain and kernels.load(dtype, s.key) is not None
             make = torch.empty if lazy else torch.zeros
@@ -80,12 +80,12 @@ class Cache:
 
     @property
     def positions_first(self) -> bool:
-        """Are the keys of a page [32, D]?"""
+        """Whether the keys of a page are [32, D]."""
         return self.keys[0].device.type != "cpu"
 
     def in_order(self, keys: Tensor, values: Tensor, pages: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values of a slot in these pages [n], position by position: [K, 32 n, D]. `packed`: as the bfloat16
-        kernels have them, tiles of 16 rows (or columns) by 32, in pairs (kernels/tile.h)."""
+        """Keys and values of a slot in these pages [n], by position: [K, 32 n, D]. `packed`: stored in the bfloat16
+        kernels' order, tiles of 16 rows (or columns) by 32, in pairs (kernels/tile.h)."""
         k, v = keys[pages].transpose(0, 1), values[pages].transpose(0, 1)
         heads, n, size = k.shape[0], len(pages), v.shape[3]
         if packed:
@@ -96,7 +96,7 @@ class Cache:
         return k.reshape(heads, n * PAGE, -1), v.reshape(heads, n * PAGE, -1)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(from, to); no page is both."""
+        """Copy pages by (from, to) pairs; no page is both."""
         if not pairs:
             return
         sources, targets = torch.tensor(pairs, dtype=torch.int64).to(self.keys[0].device).unbind(1)
@@ -107,7 +107,7 @@ class Cache:
 @dataclass(frozen=True)
 class Paged:
     """B rows, each the next token of a sequence; several rows may belong to one sequence, in order. A row's key and
-    value are written first, then it sees every position before `lengths[b]`, its own included.
+    value are written first, then it attends to every position before `lengths[b]`, its own included.
 
     table [B, pages], lengths [B]; rows starts[g] to starts[g + 1] have their first shared[g] pages in common.
     """
@@ -117,18 +117,18 @@ class Paged:
     lengths: Tensor
     starts: Tensor
     shared: Tensor
-    apart: bool = False  # every row belongs to another sequence
+    apart: bool = False  # every row belongs to a different sequence
     rows: paged_triton.Rows = field(default_factory=paged_triton.Rows)
     masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
-    calls: dict[int, int] = field(default_factory=dict)  # of each layer so far
-    stretches: list[Stretch] = field(default_factory=list)  # whose state is whose, where layers keep one
-    states: Tensor | None = None  # [B] int64: that of each row, of sequences that have one already; no stretches then
+    calls: dict[int, int] = field(default_factory=dict)  # number of calls of each layer so far
+    stretches: list[Stretch] = field(default_factory=list)  # of each sequence, for layers with a state
+    states: Tensor | None = None  # [B] int64: index of each row's state, if all sequences have one; then no stretches
     mutual: Mutual | None = None
 
     @classmethod
     def of(cls, cache: Cache, tables: Sequence[Sequence[int]], lengths: Sequence[int], groups: Sequence[int],
            shared: Sequence[int], apart: bool = False) -> "Paged":  # fmt: skip
-        """`groups`: how many rows each group has."""
+        """`groups`: number of rows of each group."""
         width = max(map(len, tables))
         starts = [0]
         for n in groups:
@@ -143,8 +143,7 @@ class Paged:
     def repeated(
         cls, cache: Cache, tables: Sequence[Sequence[int]], counts: Sequence[int], lengths: Sequence[int]
     ) -> "Paged":
-        """The same without groups, which only the kernels on CPU make use of: counts[i] rows, which follow each other,
-        have tables[i]."""
+        """`of` without groups, which only the CPU kernels use: tables[i] is that of counts[i] consecutive rows."""
         device = cache.keys[0].device
         width = max(map(len, tables))
         table = torch.tensor([[*t, *[0] * (width - len(t))] for t in tables], dtype=torch.int32).to(device)
@@ -160,7 +159,7 @@ class Paged:
 
     @cached_property
     def pages(self) -> Tensor:
-        """The page that each row is written to."""
+        """Index of the page that each row is written to."""
         last = (self.lengths.long() - 1) // PAGE
         return self.table.gather(1, last[:, None])[:, 0].contiguous()
 
@@ -169,7 +168,8 @@ class Paged:
         return (self.lengths - 1) % PAGE
 
     def slot(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Where this call of a layer keeps keys and values [T, K, D]. Raises `BirlError` where they do not fit."""
+        """Cached keys and values of this call of a layer, for new ones [T, K, D]. Raises `BirlError` if they do not
+        fit."""
         slots = self.cache.slots_of.get(layer)
         if slots is None:
             known = [*self.cache.slots_of]
@@ -206,7 +206,7 @@ class Paged:
         self, out: Tensor, query: Tensor, kept: tuple[Tensor, Tensor], scale: float, window: int | None,
         variant: Variant | None = None, packed: bool = False,
     ) -> None:  # fmt: skip
-        """Attention again, into out [B, H, D'], of rows whose pictures' tokens see later ones, too: query [B, H, D]."""
+        """Recompute attention, into out [B, H, D'], for rows of bidirectional pictures: query [B, H, D]."""
         variant = variant or Variant()
         for first, count in () if self.mutual is None else self.mutual.of(window):
             end = int(self.lengths[first + count - 1])
@@ -223,7 +223,7 @@ class Paged:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
         variant: Variant | None = None,
     ) -> Tensor:  # fmt: skip
-        """For models that run through transformers' own forward."""
+        """For models that use transformers' own forward."""
         rows, heads, size = query.shape[2], query.shape[1], query.shape[3]
         fits = query.device.type == "cpu" and size == value.shape[3] and variant is None
         compiled = kernels.load(query.dtype, size) if fits else None
@@ -275,7 +275,7 @@ class Paged:
         )
 
     def mask(self, window: int | None, dtype: torch.dtype, width: int, chunk: int | None = None) -> Tensor:
-        """0 where a row may look, -inf elsewhere: [B, 1, 1, width]."""
+        """0 where a row may attend, -inf elsewhere: [B, 1, 1, width]."""
         if (window, chunk) not in self.masks:
             column = torch.arange(width, device=self.lengths.device)
             hidden = column >= self.lengths[:, None]

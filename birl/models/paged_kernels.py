@@ -1,11 +1,11 @@
-"""Triton kernels for attention over pages. `paged_triton.py` calls them; imported only where Triton is.
+"""Triton kernels of paged attention. `paged_triton.py` calls them; imported only if Triton is installed.
 
-Cache: keys [pages, K, PAGE, D], values [pages, K, PAGE, E]. One program takes one tile (rows that follow each other in
-one sequence, or a single row), one key head with its G query heads, and `SPLIT` positions; a second kernel combines the
-splits. Blocks of positions are the same for every row, and one that a row does not see changes nothing: a row's bits
-depend on its own length and the kind of its tile alone, not on what else is in the batch.
+Cache: keys [pages, K, PAGE, D], values [pages, K, PAGE, E]. One program processes one tile (consecutive rows of one
+sequence, or a single row), one key head with its G query heads, and `SPLIT` positions; a second kernel combines the
+splits. Blocks of positions are the same for every row, and one that a row does not attend to changes nothing: a row's
+bits depend only on its own length and the kind of its tile, not on the rest of the batch.
 
-`DP`, `EP`: D and E rounded up to powers of two; what is beyond D and E is read as 0.
+`DP`, `EP`: D and E rounded up to powers of two; elements beyond D and E are read as 0.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
@@ -18,7 +18,7 @@ def write_kernel(
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """A row's new keys and values of HEADS heads go to position length - 1."""
+    """Write a row's new keys and values of HEADS heads to position length - 1."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(length_ptr + row) - 1
     page = tl.load(table_ptr + row * table_stride + position // PAGE).to(tl.int64)
@@ -42,8 +42,8 @@ def attend_kernel(
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Unnormalised attention over one split: part [tiles, TILE, H, splits, E], top and sum [tiles, TILE, H, splits]
-    float32. Tile: its first row and their number, at most TILE. Line m of the product is query head m % G of row
-    m // G."""
+    float32. Tile: its first row and its number of rows, at most TILE. Row m of the product is query head m % G of row m
+    // G."""
     tile = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -83,7 +83,7 @@ def attend_kernel(
             score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
             score = tl.where(seen, score, float("-inf"))
             higher = tl.maximum(top, tl.max(score, axis=1))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)  # of this block the row sees nothing
+            safe = tl.where(higher == float("-inf"), 0.0, higher)  # the row attends to nothing in this block
             p = tl.exp(score - safe[:, None])
             old = tl.exp(top - safe)
             total = total * old + tl.sum(p, axis=1)
@@ -100,7 +100,7 @@ def combine_kernel(
     part_ptr, top_ptr, sum_ptr, length_ptr, tile_ptr, out_ptr, splits, window,
     HEADS: tl.constexpr, TILE: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one row and head -> out [rows, H, E]."""
+    """Combine the splits of one row and head -> out [rows, H, E]."""
     place = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     tile = place // TILE

@@ -1,8 +1,8 @@
-"""Attention of new tokens over a cache of pages, on a GPU: Triton kernels (`paged_kernels.py`), and FlashAttention for
+"""Attention of new tokens over a paged KV cache, on a GPU: Triton kernels (`paged_kernels.py`), and FlashAttention for
 prompts that have nothing in the cache yet.
 
-A row that is alone, as in decoding, reads its context for itself. Rows that follow each other in one sequence, as in
-prefill, are taken in tiles, whose context is read once.
+In decode each row reads the context of its own sequence. In prefill consecutive rows of one sequence are processed in
+tiles, whose context is read once.
 
 PyTorch's `varlen_attn` takes a block table since 2.13, but with its own FlashAttention 2 only pages of 256 positions or
 none at all; these kernels take birl's pages of 32 and every PyTorch from 2.11 on.
@@ -20,14 +20,14 @@ from birl.kernels.tensors import PAGE
 from birl.models import varlen
 from birl.models.fused import has_triton, power_of_two, triton_kernels
 
-SCRATCH = 2**24  # float32 numbers of one launch's parts, unless two tiles need more
+SCRATCH = 2**24  # float32 elements of one launch's partial results, unless two tiles need more
 WRITTEN = 8  # heads that one program writes
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How one launch of the kernel cuts its work, by the sizes of a head and the type: keys and values of a step fit
-    64 KiB of shared memory, the smallest of the cards that `make check-gpu` compiles for."""
+    """How one launch of the kernel divides its work, by head sizes and dtype: keys and values of a step fit 64 KiB of
+    shared memory, the smallest of the GPUs that `make check-gpu` compiles for."""
 
     tile: int  # rows
     lines: int  # of the product: rows x query heads of a key head, rounded up
@@ -55,8 +55,8 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which rows follow each other. `spans`: first row, number of rows, and position of the first, of each sequence;
-    None: every row is alone."""
+    """Which rows are consecutive in a sequence. `spans`: first row, number of rows, and position of the first, of each
+    sequence; None: every row is a sequence of its own."""
 
     spans: Sequence[tuple[int, int, int]] | None = None
     made: dict[Any, Any] = field(default_factory=dict)
@@ -71,13 +71,13 @@ class Rows:
         return self.made["singles"]
 
     def tiles(self, size: int, fresh: bool, device: torch.device) -> Tensor | None:
-        """Those of at most `size` rows; of prompts without a context only if `fresh`."""
+        """Tiles of at most `size` rows; of prompts without a context only if `fresh`."""
         spans = ((row, n) for row, n, start in self.spans or () if n > 1 and (fresh or start))
         pieces = ((row + i, min(size, n - i)) for row, n in spans for i in range(0, n, size))
         return self._tiles((size, fresh), pieces, device)
 
     def fresh(self, device: torch.device) -> tuple[Tensor, varlen.Segments] | None:
-        """The rows of prompts without a context, int64 [n], and their segments."""
+        """Row numbers of the prompts without a context, int64 [n], and their segments."""
         if "fresh" not in self.made:
             self.made["fresh"] = None
             spans = [range(row, row + n) for row, n, start in self.spans or () if n > 1 and not start]
@@ -96,8 +96,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """What the kernels read beside queries: keys [pages, K, PAGE, D], values [pages, K, PAGE, E], table int32
-    [B, width], lengths int32 [B]."""
+    """Inputs of the kernels beside queries: keys [pages, K, PAGE, D], values [pages, K, PAGE, E], page table int32 [B,
+    width], lengths int32 [B]."""
 
     keys: Tensor
     values: Tensor
@@ -106,8 +106,8 @@ class Pages:
 
 
 def usable(query: Tensor, value: Tensor) -> bool:
-    """query [..., D], value [..., E]: do the kernels take them? Tiles of 16-bit types need up to 96 KiB of shared
-    memory, and a T4 has 64."""
+    """query [..., D], value [..., E]: whether the kernels support them. Tiles of 16-bit types need up to 96 KiB of
+    shared memory, and a T4 has 64."""
     if not (query.is_cuda and has_triton() and max(query.shape[-1], value.shape[-1]) <= 256):
         return False
     return query.dtype == torch.float32 or torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -167,11 +167,11 @@ def write(key: Tensor, value: Tensor, pages: Pages) -> None:
 def attend(
     tiles: Tensor, tiling: Tiling, query: Tensor, pages: Pages, scale: float, window: int | None, out: Tensor
 ) -> None:
-    """The rows of these tiles, into out [B, H, E], in as many launches as `SCRATCH` needs."""
+    """Compute the rows of these tiles into out [B, H, E], in as many launches as `SCRATCH` requires."""
     kernels = triton_kernels("paged")
     heads, size, wide, kv_heads = query.shape[1], query.shape[2], out.shape[2], pages.keys.shape[1]
     splits = -(-pages.table.shape[1] * PAGE // tiling.split)
-    # a multiple of 2: the address of each launch's first tile is then one of 16, as the compiled kernel takes it to be
+    # even, so that each launch's first tile is 16-byte aligned, as the compiled kernel assumes
     step = max(SCRATCH // (tiling.tile * heads * splits * wide) // 2 * 2, 2)
     for piece in tiles.split(step):
         shape = (len(piece), tiling.tile, heads, splits)

@@ -1,4 +1,4 @@
-"""The processor of a model's folder, without what it has for videos and sounds, which need libraries of their own."""
+"""Loads the image processor of a model folder, without the video and audio processors, which need further libraries."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ FILES = ("processor_config.json", "preprocessor_config.json")
 def load_pictures(
     folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, bounds: Bounds
 ) -> Pictures | None:
-    """What finds the pictures of a model that sees; None for one that does not, or whose folder has no processor, which
-    then reads text alone. Raises `BirlError`."""
+    """Return the image processing of a vision-language model; None if the model has no vision tower, or its folder no
+    processor (it is then used for text only). Raises `BirlError`."""
     config: Any = model.config
     if family_of(model) is None or not any((folder / name).is_file() for name in FILES):
         return None
@@ -49,9 +49,9 @@ def made(name: str, image_processor: Any, tokenizer: PreTrainedTokenizerBase, fo
 
 
 def sees(folder: Path, pictures: bool) -> bool:
-    """Is a folder's model loaded with a vision tower?"""
+    """Whether a folder's model is loaded with a vision tower."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception:  # loading the model says what is wrong
+    except Exception:  # loading the model reports the error
         return False
     return "vision_config" in config.sub_configs and model_class(config, pictures) is AutoModelForImageTextToText

@@ -1,21 +1,21 @@
 """Frozen weights in 4 or 8 bits (QLoRA, arXiv:2305.14314), and linear layers that compute with them.
 
-A weight [N, K] is cut, row after row, into blocks of 64 numbers, each with its largest absolute value m in float32:
+A weight [N, K] is cut, in row-major order, into blocks of 64 numbers, each with its largest magnitude m in float32:
 
     nf4     the nearest of 16 levels, times m; two codes a byte, the first in the upper half (0.5625 bytes a number)
-    int8    a whole number from -127 to 127, times m / 127                                    (1.0625 bytes a number)
+    int8    an integer from -127 to 127, times m / 127                                        (1.0625 bytes a number)
 
-The layer multiplies by one matrix, in the type that the model computes in: round(code x scale), and where LoRA trains
-it round(round(code x scale) + s B A). Forward and backward pass, engine and publication all compute it by `matrix`, so
-they have the same numbers. In a product it exists for that product only.
+The layer multiplies by one matrix, in the model's compute dtype: round(code x scale), and if LoRA trains it
+round(round(code x scale) + s B A). Forward and backward pass, engine and weight sync all use `matrix`, so they have the
+same numbers. In a product it exists for that product only.
 
 `rounded` is for an engine's weights (engine.weights=int8), 32 numbers of a row with one scale, a power of two (MXINT8
 of the OCP's microscaling formats):
 
-    w ~ code x 2^e      code a whole number from -127 to 127, e the smallest whole number with which the largest fits
+    w ~ code x 2^e      code an integer from -127 to 127, e the smallest integer with which the largest number fits
 
-What these codes stand for is exact in bfloat16. So a module whose weights are `rounded` is an ordinary one, whatever
-computes it, and birl's CPU kernels read half of its bytes (`Kernels.encode`) with the same bits.
+The decoded numbers are exact in bfloat16. So a module whose weights are `rounded` is an ordinary one for any
+implementation, and birl's CPU kernels read half of its bytes (`Kernels.encode`) with the same bits.
 """
 
 from typing import Any
@@ -39,8 +39,8 @@ BITS = {"nf4": 4, "int8": 8}
 
 
 def encode(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Codes (nf4: uint8 [ceil(NK / 64) * 32], int8: int8 [ceil(NK / 64) * 64]) and scales [ceil(NK / 64)] float32; on
-    the CPU, so the same everywhere. Raises `BirlError` for a weight that holds NaN or infinity."""
+    """Codes (nf4: uint8 [ceil(NK / 64) * 32], int8: int8 [ceil(NK / 64) * 64]) and scales [ceil(NK / 64)] float32;
+    computed on the CPU, so equal on all machines. Raises `BirlError` for a weight that holds NaN or infinity."""
     flat = weight.detach().float().cpu().flatten()
     blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
@@ -64,13 +64,13 @@ def decode(codes: Tensor, scales: Tensor, pairs: Tensor, shape: torch.Size) -> T
 
 
 def stored(count: int, kind: str) -> int:
-    """Bytes of a weight with so many numbers."""
+    """Bytes of an encoded weight of `count` numbers."""
     return -(-count // BLOCK) * (BLOCK * BITS[kind] // 8 + 4)
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """[N, K], of any type -> what int8 holds of it, in that type: no number moves by more than 1 / 127 of its block's
-    largest. Rounding twice is rounding once. Raises `BirlError` for NaN and infinity."""
+    """Round a weight [N, K] of any dtype to its int8 encoding, in the same dtype: no number changes by more than 1 /
+    127 of its block's largest. Idempotent. Raises `BirlError` for NaN and infinity."""
     rows, columns = weight.shape
     blocks = F.pad(weight.detach().float(), (0, -columns % MX_BLOCK)).view(rows, -1, MX_BLOCK)
     bits = blocks.abs().amax(2, keepdim=True).view(torch.int32)
@@ -83,15 +83,15 @@ def rounded(weight: Tensor) -> Tensor:
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is codes and scales. `weight` has shape, type and, while LoRA trains it, a master
-    that knows A and B (`Adapter` of learner/lora.py), but no numbers: it is on the meta device."""
+    """A linear layer whose weight is codes and scales. `weight` has shape, dtype and, if LoRA trains it, a master with
+    A and B (`Adapter` of learner/lora.py), but no values: it is on the meta device."""
 
     codes: Tensor
     scales: Tensor
     pairs: Tensor
 
     def __init__(self, linear: nn.Linear, weight: Tensor, kind: str, device: torch.device) -> None:
-        """`linear`: the layer whose place it takes; `weight` [N, K]: its numbers."""
+        """`linear`: the layer to replace; `weight` [N, K]: its values."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         meta = torch.empty(weight.shape, dtype=linear.weight.dtype, device="meta")
@@ -107,12 +107,12 @@ class QuantizedLinear(nn.Linear):
         return decode(self.codes, self.scales, self.pairs, self.weight.shape)
 
     def base(self) -> Tensor:
-        """[N, K] float32: W as LoRA adds to it, numbers of the type that the model computes in."""
+        """[N, K] float32: W that LoRA adds to, rounded to the model's compute dtype."""
         return self.values().to(self.weight.dtype).float()
 
     @torch.no_grad()
     def matrix(self) -> Tensor:
-        """[N, K] in the type that the model computes in: what the layer multiplies by."""
+        """[N, K] in the model's compute dtype: the matrix that the layer multiplies by."""
         master: Any = getattr(self.weight, "master", None)
         return (self.values() if master is None else master.merged()).to(self.weight.dtype)
 
@@ -126,8 +126,8 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Keeps the input alone; the matrix is made again for the backward pass. The gradients of A and B go to the master
-    (`absorb_product`), that of a bias is not computed: it is frozen."""
+    """Saves only the input; the matrix is decoded again for the backward pass. The gradients of A and B go to the
+    master (`absorb_product`), that of a bias is not computed: it is frozen."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: QuantizedLinear) -> Tensor:
@@ -143,14 +143,14 @@ class _Product(torch.autograd.Function):
         return grad @ layer.matrix() if ctx.needs_input_grad[0] else None, None, None, None
 
 
-LINEAR = (nn.Linear, QuantizedLinear)  # exactly these multiply by a matrix and do nothing else
+LINEAR = (nn.Linear, QuantizedLinear)  # exactly these classes multiply by a matrix and do nothing else
 
 
 def matrix_of(linear: nn.Linear) -> Tensor:
-    """[N, K]: what a linear layer multiplies by, without its history."""
+    """[N, K]: the matrix that a linear layer multiplies by, detached."""
     return linear.matrix() if isinstance(linear, QuantizedLinear) else linear.weight.detach()
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """By the names of their weights."""
+    """The quantised layers, by the names of their weights."""
     return {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}

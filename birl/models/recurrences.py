@@ -1,4 +1,4 @@
-"""Recurrences that transformers computes behind a state token by token, or not at all:
+"""Recurrent layers that transformers continues from a state only token by token, or not at all:
 
     lightning   S_t = exp(-s) S_(t-1) + k_t v_t',   y_t = S_t' q_t      MiniMax, arXiv:2401.04658
     griffin     h_t = a_t h_(t-1) + sqrt(1 - a_t^2) i_t x_t             RG-LRU, arXiv:2402.19427
@@ -6,7 +6,7 @@
     mLSTM       C_t = f_t C_(t-1) + i_t k_t v_t',  n_t = f_t n_(t-1) + i_t k_t       xLSTM, arXiv:2405.04517
     CCA         convolved queries and keys, half of each value from the token before  Zaya, arXiv:2510.04476
 
-Each takes a layer's rows [B, T, H] of B sequences behind `state`, gives [B, T, H], and leaves the state behind them.
+Each takes a layer's inputs [B, T, H] of B sequences that continue from `state`, returns [B, T, H] and updates it.
 """
 
 from importlib import import_module
@@ -20,7 +20,7 @@ from birl.models.states import MAMBA1, State
 
 
 def lightning(layer: Any, rows: Tensor, state: State) -> Tensor:
-    """In blocks, as transformers' own from zeros, in float32. S: [B, heads, D, D]."""
+    """Computed in blocks in float32, as transformers does from a zero state. S: [B, heads, D, D]."""
     size, shape = layer.head_dim, (*rows.shape[:2], layer.num_attention_heads, -1)
     queries, keys, values = layer.act_fn(layer.qkv_proj(rows)).float().view(shape).transpose(1, 2).split(size, 3)
     kept = queries.new_zeros(*queries.shape[:2], size, size) if state.recurrent is None else state.recurrent
@@ -36,7 +36,7 @@ def lightning(layer: Any, rows: Tensor, state: State) -> Tensor:
 
 
 def griffin(block: Any, rows: Tensor, state: State) -> Tensor:
-    """transformers keeps both states in the modules, and takes the first token's place from its position."""
+    """transformers keeps both states in the modules, and recognises the first token by its position."""
     count, lru = rows.shape[1], block.rg_lru
     inputs = state.update_conv_state(block.linear_x(rows).transpose(1, 2), 0, conv_kernel_size=block.conv1d_width)
     x = block.conv_1d(inputs)[..., inputs.shape[2] - count : inputs.shape[2]].transpose(1, 2)
@@ -48,8 +48,8 @@ def griffin(block: Any, rows: Tensor, state: State) -> Tensor:
 
 
 def mamba(mixer: Any, rows: Tensor, state: State) -> Tensor:
-    """transformers' own scan of several tokens begins without a state, [B, D, N]. The scan is linear in it: what it
-    adds to the scan from zeros, and the last state, which kernels give no gradient for, are computed at once."""
+    """transformers' scan of several tokens starts from a zero state, [B, D, N]. The scan is linear in the state: the
+    initial state's contribution, and the final state, which kernels give no gradient for, are added in closed form."""
     count, size, before = rows.shape[1], mixer.ssm_state_size, state.recurrent
     x, gate = mixer.in_proj(rows).transpose(1, 2).chunk(2, 1)  # [B, D, T]
     inputs = state.update_conv_state(x, mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size)
@@ -61,7 +61,7 @@ def mamba(mixer: Any, rows: Tensor, state: State) -> Tensor:
     scan = import_module(defined(mixer)).mamba_selective_scan
     y = scan(x, dt, a, b.transpose(1, 2), c.transpose(1, 2), D=mixer.D.float(), delta_softplus=True)
     steps = F.softplus(dt.float())
-    left = steps.flip(2).cumsum(2).flip(2) - steps  # of the steps behind each token
+    left = steps.flip(2).cumsum(2).flip(2) - steps  # sum of the steps after each token
     state.recurrent = torch.einsum("bdtn,bdt,btn->bdn", decay(a, left), steps * x.float(), b.float())
     if before is not None:
         gone = decay(a, steps.cumsum(2))
@@ -76,12 +76,12 @@ def decay(a: Tensor, steps: Tensor) -> Tensor:
 
 
 def defined(mixer: Any) -> str:
-    """The module of transformers that a mixer's class is of, also where FSDP has made another class of it."""
+    """The module of transformers that defines a mixer's class, also if FSDP replaced the class by a subclass."""
     return next(k.__module__ for k in type(mixer).__mro__ if k.__name__ in MAMBA1)
 
 
 def mlstm(forward: Any, mixer: Any, rows: Tensor, state: State) -> Tensor:
-    """transformers' own, whose state is a matrix, a vector and a number for each head: [B, heads, K V + K + 1]."""
+    """transformers' mLSTM, whose state is a matrix, a vector and a number for each head: [B, heads, K V + K + 1]."""
     keys, values = (n // mixer.config.num_heads for n in (mixer.qk_dim, mixer.v_dim))
     before = None
     if state.recurrent is not None:
@@ -93,11 +93,11 @@ def mlstm(forward: Any, mixer: Any, rows: Tensor, state: State) -> Tensor:
 
 
 def cca(forward: Any, mixer: Any, rows: Tensor, state: State) -> Tensor:
-    """Queries, keys and values side by side; the last inputs of its convolutions and of its delayed values are kept."""
+    """Queries, keys and values concatenated; the state has the last inputs of convolutions and delayed values."""
     return torch.cat([part.flatten(2) for part in forward(mixer, rows, state)], -1)
 
 
-#: around transformers' own forward, the first argument
+# wrap transformers' own forward, the first argument
 AROUND = {"xLSTMLayer": mlstm, "ZayaCCAProjection": cca}
 STEPS = {
     "MiniMaxLightningAttention": lightning,

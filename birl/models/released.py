@@ -1,5 +1,5 @@
-"""Weights by the names of the model's own files, which engines of other projects know, as transformers'
-`save_pretrained` writes them: a module may have another name for a tensor, or hold together what they have one by one,
+"""Weights by the names in the model's checkpoint files, which other inference engines expect, as transformers'
+`save_pretrained` writes them. A module may name a tensor differently, or fuse tensors that the files have one by one,
 such as the experts of a layer."""
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tensors of a module, by name, and the shapes of those that they become together, by the names that are sent."""
+    """Tensors of a module that are converted together, and the shapes of the results, by the names that are sent."""
 
     names: Sequence[str]
     shapes: Shapes
@@ -31,18 +31,18 @@ def nbytes(names: Iterable[str], shapes: Shapes) -> int:
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Those that files have, such as what a router adds to its scores. Training changes none of them."""
+    """Buffers that checkpoint files have, such as a router's score bias. Training does not change them."""
     kept = model.state_dict(keep_vars=True).keys()
     return {name: b for name, b in model.named_buffers() if name in kept}
 
 
 def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the module by their names -> tensors of the files by theirs."""
+    """Convert the module's tensors, by name, to the files' tensors and names."""
     return revert_weight_conversion(cast(Any, model), tensors)
 
 
 def parts(model: nn.Module, shapes: Shapes) -> list[Part]:
-    """The smallest that `reverted` takes by themselves, of tensors with these names in the module."""
+    """The smallest sets of the module's tensors with these names that `reverted` can convert independently."""
     sketch = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
     files = reverted(model, sketch)
     names, rest = {id(tensor): name for name, tensor in files.items()}, shapes_of(files)
@@ -54,6 +54,6 @@ def parts(model: nn.Module, shapes: Shapes) -> list[Part]:
             result.append(Part([name], own))
             for sent in own:
                 del rest[sent]
-        else:  # it is a piece of a tensor in the files
+        else:  # a piece of a tensor in the files
             joined.append(name)
     return [*result, Part(joined, rest)] if joined else result

@@ -1,11 +1,11 @@
-"""Which experts the routers of a mixture-of-experts model choose: watched, and forced, from outside of its modules.
+"""Routes of a mixture-of-experts model, recorded and replayed by hooks on its routers.
 
-transformers' routers give (logits [T, E], weights [T, k], chosen [T, k]) for T tokens, of which they take the k largest
-logits. A hook behind each router sees that, and may choose otherwise: the weights are then those that the router gives
-to the experts that were chosen, with their gradient.
+transformers' routers return (logits [T, E], weights [T, k], chosen [T, k]) for T tokens; the k largest are chosen. A
+forward hook of each router reads that, and may replace the choice: the weights are then those that the router gives to
+the new experts, with their gradient.
 
-A route is what was chosen for one token in all L layers, as bytes [L * k]: one byte for each, or two where there are
-more than 255 experts. All ones: unknown.
+A route is the choice for one token in all L layers, as bytes [L * k]: one for each expert, or two if there are more
+than 255 experts. All ones: unknown.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from birl.errors import BirlError
 
-#: router class -> are the weights of the chosen experts divided by their sum?
+# router class -> whether the weights of the chosen experts are divided by their sum
 NORMALISED: dict[str, Callable[[Any], bool]] = {
     "Qwen3MoeTopKRouter": lambda router: router.norm_topk_prob,
     "Qwen2MoeTopKRouter": lambda router: router.norm_topk_prob,
@@ -27,14 +27,14 @@ NORMALISED: dict[str, Callable[[Any], bool]] = {
     "MixtralTopKRouter": lambda router: True,
 }
 
-#: layer -> its router's logits [T, E], and the experts that were chosen [T, k]
+# layer -> its router's logits [T, E], and the chosen experts [T, k]
 Seen = dict[int, tuple[Tensor, Tensor]]
 
 MADE: WeakKeyDictionary[nn.Module, "Routing"] = WeakKeyDictionary()
 
 
 class Routing:
-    """The routers of one model, in order of their layers. Between calls of its context managers it does nothing."""
+    """The routers of one model, in order of their layers. Outside of its context managers it does nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         routers = routers_of(model)
@@ -52,7 +52,7 @@ class Routing:
 
     @contextmanager
     def replaying(self, routes: Tensor | None) -> Iterator[None]:
-        """Within, tokens take these routes [T, bytes]. A backward pass that computes layers again belongs inside."""
+        """Context in which tokens take these routes [T, bytes]. It must include a recomputing backward pass."""
         before, self.forced = self.forced, None if routes is None else self.chosen(routes)
         try:
             yield
@@ -61,7 +61,7 @@ class Routing:
 
     @contextmanager
     def watching(self) -> Iterator[Seen]:
-        """What the routers do within."""
+        """Context in which the routers' results are recorded."""
         before, self.seen = self.seen, {}
         try:
             yield self.seen
@@ -69,7 +69,7 @@ class Routing:
             self.seen = before
 
     def routes(self, seen: Seen) -> Tensor:
-        """What `watching` saw, as routes [T, bytes] on the CPU."""
+        """The choices that `watching` recorded, as routes [T, bytes] on the CPU."""
         chosen = torch.stack([seen[layer][1] for layer in range(self.layers)], 1)
         return chosen.to("cpu", self.dtype).flatten(1).view(torch.uint8)
 
@@ -93,8 +93,8 @@ class Routing:
 
 
 def routed(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """The weights [T, k] float32 that a router gives to experts that were chosen elsewhere (R3, arXiv:2510.11370, its
-    replayed gating: the softmax over the chosen ones; over all of them where the model does not normalise)."""
+    """The weights [T, k] float32 that a router gives to replayed experts (R3, arXiv:2510.11370, its replayed gating:
+    the softmax over the chosen ones; over all of them if the model does not normalise)."""
     weights = logits.float().softmax(-1).gather(1, chosen)
     return weights / weights.sum(-1, keepdim=True) if NORMALISED[type(router).__name__](router) else weights
 
@@ -104,7 +104,7 @@ def routers_of(model: nn.Module) -> list[Any]:
 
 
 def routing_for(model: nn.Module) -> Routing:
-    """Of each model one, however many ask: the engine and the learner may share it. Raises `BirlError`."""
+    """The model's routing, made once, so that the engine and the learner share it. Raises `BirlError`."""
     if model not in MADE:
         MADE[model] = Routing(model)
     return MADE[model]
@@ -123,12 +123,12 @@ def load_counts(seen: Seen, copies: Tensor) -> Tensor:
 
 
 def balance(seen: Seen, copies: Tensor, counts: Tensor) -> Tensor:
-    """E sum_i f_i P_i, the mean over layers (Switch Transformer, arXiv:2101.03961 eq. 4 to 6): 1 where all experts are
-    used alike, at most E / k.
+    """E sum_i f_i P_i, the mean over layers (Switch Transformer, arXiv:2101.03961 eq. 4 to 6): 1 if all experts are
+    used equally, at most E / k.
 
-    f_i: the share of expert i in all choices `counts` [L, E], of the whole optimizer step; no gradient. P_i: its mean
-    probability over the tokens of the step. What this gives, differentiably, is the part that the tokens `seen` have in
-    it, each counted copies[t] times: the parts of all micro-batches add up to the whole."""
+    f_i: the share of expert i in all choices `counts` [L, E] of the whole optimizer step; no gradient. P_i: its mean
+    probability over the tokens of the step. Returns, differentiably, the contribution of the tokens in `seen`, each
+    counted copies[t] times: the contributions of all micro-batches add up to the whole."""
     choices = counts.sum(1, keepdim=True)  # of each layer: tokens x k
     k = seen[0][1].shape[1]
     shares = (counts / choices).float()

@@ -1,27 +1,27 @@
 """Triton kernels of sampling: from a row of logits to its token and log-prob. `birl/engine/sampler.py` and
-`truncation.py` say what they compute; this file is imported only where Triton is.
+`truncation.py` define the results; this file is imported only if Triton is installed.
 
-    chunks   reads all logits, once: of each chunk of `CHUNK` tokens the highest logit, and the mass
-    bound    with limits: from these alone, which chunks can hold a token that is kept
-    ends     with limits: what is kept, searched within these chunks; and their masses, of what is kept
+    chunks   reads all logits, once: the highest logit of each chunk of `CHUNK` tokens, and its mass
+    bound    with limits: from these alone, which chunks may hold a kept token
+    ends     with limits: searches the kept tokens within these chunks; and the chunks' masses of kept tokens
     sample   a chunk by the masses, and a token of it
-    tell     which tokens are kept, where that is asked for
+    tell     which tokens are kept, if requested
 
-Only `chunks` reads all of the vocabulary, in many programs a row; each of the others is one program a row and looks at
-two numbers a chunk, and at a few chunks. Masses are multiples of the most likely token's, those of a chunk of its own.
+Only `chunks` reads all of the vocabulary, in many programs a row; each of the others is one program a row and reads two
+numbers a chunk, and a few chunks. Masses are relative to the most likely token's; a chunk's to its own.
 
-Nothing is sorted. What top-k and top-p keep is the beginning of the ranking of tokens, so its lowest logit is searched
-by bisection, always between logits that occur: each pass counts and weighs what lies above the middle. Sums of a pass
-have one order whatever the middle, so that they never grow when it rises.
+Nothing is sorted. Top-k and top-p keep the top of the ranking of tokens, so its lowest logit is found by bisection,
+always between logits that occur: each pass counts and weighs the tokens above the middle. The order of summation does
+not depend on the middle, so that sums never grow when it rises.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 NEGLIGIBLE = tl.constexpr(104.0)  # e^-104 is 0 in float32
-SLACK = tl.constexpr(1e-5)  # more than float32's sums of a vocabulary are wrong by
+SLACK = tl.constexpr(1e-5)  # exceeds the rounding error of float32 sums over a vocabulary
 HALVINGS = tl.constexpr(20)
-NOWHERE = tl.constexpr(2**24)  # a chunk behind every vocabulary
+NOWHERE = tl.constexpr(2**24)  # a chunk after the end of any vocabulary
 
 
 @triton.jit
@@ -31,14 +31,14 @@ def tempered(logits_ptr, at, vocab, temperature):
 
 @triton.jit
 def temperature_of(temperature_ptr, row):
-    """Of a greedy row 1."""
+    """The temperature of a row, 1 for a greedy one."""
     asked = tl.load(temperature_ptr + row)
     return tl.where(asked == 0.0, 1.0, asked)
 
 
 @triton.jit
 def finite(peak):
-    """To subtract from logits of which this is the highest."""
+    """`peak`, the highest of some logits, or 0 if it is -inf; to subtract from the logits."""
     return tl.where(peak == float("-inf"), 0.0, peak)
 
 
@@ -46,7 +46,7 @@ def finite(peak):
 def chunks_kernel(
     logits_ptr, temperature_ptr, peaks_ptr, masses_ptr, vocab, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """BLOCK tokens of a row: of each chunk its highest logit after temperature, and its mass."""
+    """BLOCK tokens of a row: the highest logit of each chunk after temperature, and its mass."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1) * (BLOCK // CHUNK) + tl.arange(0, BLOCK // CHUNK)
     at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -62,9 +62,9 @@ def bound_kernel(
     limits_ptr, peaks_ptr, masses_ptr, list_ptr, floats_ptr, counts_ptr, vocab, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """`list`: the chunks that can hold a kept token, in rising order, and `counts` how many; others' masses become 0.
-    `floats`: the row's highest logit, its mass, and a logit not above any kept token's. A row without limits has
-    none in its list."""
+    """`list`: the chunks that may hold a kept token, in ascending order, and `counts` their number; masses of others
+    are set to 0. `floats`: the row's highest logit, its mass, and a lower bound of the kept tokens' logits. The list of
+    a row without limits is empty."""
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(limits_ptr + 3 * row).to(tl.int32)
     top_p = tl.load(limits_ptr + 3 * row + 1)
@@ -73,7 +73,7 @@ def bound_kernel(
     peaks = tl.load(peaks_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
     masses = tl.load(masses_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
     peak = tl.max(peaks, axis=0)
-    first = tl.exp(peaks - finite(peak))  # of each chunk the most likely token's mass
+    first = tl.exp(peaks - finite(peak))  # mass of each chunk's most likely token
     total = tl.sum(masses * first, axis=0)
     counted = (top_k > 0) & (top_k < vocab)
     weighed = (top_p < 1.0) & (top_k == 0)  # after top-k, top-p is of another mass
@@ -81,8 +81,8 @@ def bound_kernel(
     if counted | weighed:
         high = peak
         for _ in range(HALVINGS):
-            # At least so many tokens, and so much mass, are above the middle: a chunk's most likely token, if it is, or
-            # all of the chunk, if each of its other tokens were the middle.
+            # Lower bounds of the number of tokens and the mass above the middle: a chunk's most likely token, if it is
+            # above, or all of the chunk, if each of its other tokens were at the middle.
             middle = low + (high - low) * 0.5
             inside = peaks > middle
             others = (CHUNK - 1) * tl.exp(middle - finite(peak))
@@ -106,7 +106,7 @@ def bound_kernel(
 
 @triton.jit
 def listed(list_ptr, start, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK tokens of the chunks in the list, from its token `start` on."""
+    """BLOCK tokens of the listed chunks, from the list's token `start` on."""
     at = start + tl.arange(0, BLOCK)
     chunk = tl.load(list_ptr + at // CHUNK, mask=at // CHUNK < count, other=NOWHERE)
     return chunk * CHUNK + at % CHUNK
@@ -114,7 +114,7 @@ def listed(list_ptr, start, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def above(logits_ptr, list_ptr, count, vocab, temperature, peak, middle, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the listed tokens above `middle`: how many, their mass, the lowest; and the highest of the others."""
+    """Number, mass and lowest logit of the listed tokens above `middle`; and the highest logit of the others."""
     number = tl.zeros([BLOCK], dtype=tl.int32)
     mass = tl.zeros([BLOCK], dtype=tl.float32)
     lowest = tl.full([BLOCK], float("inf"), dtype=tl.float32)
@@ -135,14 +135,14 @@ def least_kept(
     logits_ptr, list_ptr, count, vocab, temperature, peak, low, most, most_mass,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The lowest logit from `low` on above which fewer than `most` tokens and less than `most_mass` lie; how many and
-    how much do. Where even `low` has no more above it: the highest logit that is not above `low`."""
+    """The lowest logit from `low` on with fewer than `most` tokens and less than `most_mass` above it; their number and
+    mass. If even `low` has no more above it: the highest logit that is not above `low`."""
     high = peak
     number = 0
     mass = 0.0
     while low < high:
         middle = low + (high - low) * 0.5
-        middle = tl.where(middle < high, middle, low)  # they may be neighbours
+        middle = tl.where(middle < high, middle, low)  # they may be adjacent floats
         number_here, mass_here, lowest, highest = above(
             logits_ptr, list_ptr, count, vocab, temperature, peak, middle, CHUNK, BLOCK
         )
@@ -156,7 +156,7 @@ def least_kept(
 
 @triton.jit
 def end_of_ties(logits_ptr, list_ptr, count, vocab, temperature, value, ties, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """The place behind the first `ties` tokens with this logit, or `tokens`."""
+    """The index after the first `ties` tokens with this logit, or `vocab`."""
     end = vocab
     before = 0
     for start in range(0, count * CHUNK, BLOCK):
@@ -173,7 +173,7 @@ def truncated(
     logits_ptr, list_ptr, count, vocab, temperature, peak, total, low, top_k, top_p, log_min_p,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(least, end): tokens with logits above `least` are kept, and those with this one in front of `end`."""
+    """(least, end): tokens with logits above `least` are kept, and those with this logit before `end`."""
     least = float("-inf")
     end = vocab
     if (top_k > 0) | (top_p < 1.0):
@@ -203,7 +203,7 @@ def truncated(
 
 @triton.jit
 def masses_of(logits_ptr, at, vocab, temperature, peak, least, end, LIMITS: tl.constexpr):
-    """Of tokens, in multiples of that with the logit `peak`; 0 of those that are not kept."""
+    """Masses of tokens, relative to that with the logit `peak`; 0 if they are not kept."""
     logit = tempered(logits_ptr, at, vocab, temperature)
     p = tl.exp(logit - peak)
     if LIMITS:
@@ -216,8 +216,8 @@ def ends_kernel(
     logits_ptr, temperature_ptr, limits_ptr, peaks_ptr, masses_ptr, list_ptr, floats_ptr, counts_ptr, vocab, chunks,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What is kept of a row, `truncated`, in the places of `floats`' low and behind `counts`; and the masses of its
-    listed chunks, of what is kept."""
+    """The kept tokens of a row, as `truncated`, written to `floats`' third and `counts`' second column; and the masses
+    of the kept tokens of its listed chunks."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * vocab
     peaks_ptr += row * chunks
@@ -250,7 +250,7 @@ def tell_kernel(
     logits_ptr, temperature_ptr, list_ptr, floats_ptr, counts_ptr, kept_ptr, vocab, chunks, room,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write how many tokens are kept, and which, as far as there is room; of a row without limits all, and none."""
+    """Write the number of kept tokens, and up to `room` of them; for a row without limits `vocab`, and none."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * vocab
     list_ptr += row * chunks
@@ -275,8 +275,8 @@ def sample_kernel(
     logits_ptr, temperature_ptr, uniform_ptr, peaks_ptr, masses_ptr, floats_ptr, counts_ptr, token_ptr, logprob_ptr,
     vocab, chunks, LIMITS: tl.constexpr, GIVEN: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """One row: the first token whose cumulative probability exceeds the uniform number, or, at temperature 0, the
-    most likely; and its log-prob. GIVEN: the log-prob of the token that is there."""
+    """One row: the first token whose cumulative probability exceeds the uniform number, or, at temperature 0, the most
+    likely; and its log-prob. GIVEN: the log-prob of the given token."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * vocab
     temperature = temperature_of(temperature_ptr, row)
@@ -300,11 +300,11 @@ def sample_kernel(
         here = tl.min(tl.where((cumulative > point) & (masses > 0.0), chunk, CHUNKS), axis=0)
         here = tl.minimum(here, tl.max(tl.where(masses > 0.0, chunk, 0), axis=0))
         before = tl.sum(tl.where(chunk == here, cumulative - masses, 0.0), axis=0)
-        best = tl.min(tl.where(peaks == peak, chunk, chunks - 1), axis=0)  # of NaN nothing is the highest
+        best = tl.min(tl.where(peaks == peak, chunk, chunks - 1), axis=0)  # no NaN is the highest
         at = tl.where(greedy, best, here) * CHUNK + tl.arange(0, CHUNK)
         p = masses_of(logits_ptr, at, vocab, temperature, peak, least, end, LIMITS)
         token = tl.min(tl.where((before + tl.cumsum(p, axis=0) > point) & (p > 0.0), at, vocab - 1), axis=0)
-        last = tl.max(tl.where(p > 0.0, at, 0), axis=0)  # rounding must not lead past the last possible token
+        last = tl.max(tl.where(p > 0.0, at, 0), axis=0)  # rounding must not select past the last possible token
         best = tl.min(tl.where(tempered(logits_ptr, at, vocab, temperature) == peak, at, vocab - 1), axis=0)
         token = tl.where(greedy, best, tl.minimum(token, last))
         tl.store(token_ptr + row, token.to(tl.int64))

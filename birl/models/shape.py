@@ -1,4 +1,4 @@
-"""The numbers of an architecture that cost anything: parameters, and multiplications for a token."""
+"""Sizes of an architecture that determine cost: parameters, and multiplications for a token."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from birl.errors import BirlError, did_you_mean
 from birl.hub import run_of
 from birl.regular import read_json
 
-#: logits that exist at once: 24 MiB in float32, and at most as much again with what is computed from them
+# logits in memory at once: 24 MiB in float32, and at most as much again for values computed from them
 CHUNK = 6 * 2**20
-#: on a GPU: 512 MiB in float32, half as much for their gradient in bfloat16; fewer would be launches of tiny kernels
+# on a GPU: 512 MiB in float32, half as much for their gradient in bfloat16; fewer would launch tiny kernels
 GPU_CHUNK = 2**27
-#: bytes of a kept token while its place among logits is computed (`SupportRows.outside`)
+# bytes of a kept token while its index among logits is computed (`SupportRows.outside`)
 RESTRICTED = 33
-#: elements of a weight that are widened to float32 at once where no product gives float32 by itself
+# elements of a weight that are widened to float32 at once if no product returns float32 itself
 WIDENED = 2**22
 
-#: model types whose MLPs have two matrices
+# model types whose MLPs have two matrices
 UNGATED = {
     *("apertus", "arcee", "falcon", "gpt_neox", "gpt_neox_japanese", "jais2", "nanochat", "nemotron", "opt"),
     *("persimmon", "phi", "starcoder2"),
 }
-#: model types without attention, whose layers are counted as what they nearly are: MLPs with three matrices
+# model types without attention; their layers are counted as MLPs with three matrices, which is nearly right
 MAMBA = {"falcon_mamba", "mamba", "mamba2"}
 OWN_KEYS = {"gpt_neox", "gpt_neox_japanese", "opt", "persimmon"}  # transformers ignores num_key_value_heads there
 
@@ -47,16 +47,16 @@ class Shape:
     experts: int = 0  # of a layer; 0: dense
     chosen: int = 0  # experts of a token
     expert_inner: int = 0
-    shared_inner: int = 0  # of the MLP that all tokens of a mixture-of-experts layer go through
+    shared_inner: int = 0  # of the MLP for all tokens of a mixture-of-experts layer
     head_norms: bool = False  # of queries and keys
-    dense_layers: int = 0  # of a mixture of experts: the first ones
+    dense_layers: int = 0  # of a mixture of experts: the first layers
     query_rank: int = 0  # multi-head latent attention (DeepSeek-V3)
     latent: int = 0  # width of its compressed keys and values
     rope_dim: int = 0  # of a head, in queries and keys only; head_dim is the rest
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Shape":
-        """`config`: what config.json of a Hugging Face model holds. Raises `BirlError` naming the key that is
+        """`config`: content of a Hugging Face model's config.json. Raises `BirlError` naming the key that is
         missing."""
         config = config.get("text_config") or config
         try:
@@ -99,7 +99,7 @@ class Shape:
 
     @classmethod
     def of_model(cls, model: Any) -> "Shape":
-        """Of a module of transformers; its configuration may have names of its own for these keys."""
+        """The shape of a transformers module, whose configuration may have other names for these keys."""
         config = model.config.get_text_config()
         return cls.of(config.to_dict() | {name: getattr(config, name) for name in config.attribute_map})
 
@@ -116,7 +116,7 @@ class Shape:
 
     @property
     def matrices(self) -> int:
-        """Of an MLP."""
+        """Matrices of an MLP."""
         return 3 if self.gated else 2
 
     @property
@@ -125,7 +125,7 @@ class Shape:
 
     @property
     def expert_parameters(self) -> int:
-        """Of all experts of all layers: what expert parallelism splits."""
+        """Parameters of all experts in all layers, which expert parallelism splits."""
         return self.sparse_layers * self.experts * self.matrices * self.hidden * self.expert_inner
 
     @property
@@ -139,34 +139,34 @@ class Shape:
 
     @property
     def active(self) -> int:
-        """Parameters of the layers that a token is multiplied with; the head is not among them."""
+        """Parameters of the layers that a token is multiplied with, without the head."""
         dense = (self.layers - self.sparse_layers) * self.matrices * self.hidden * self.inner
         return self._shared + dense + self.sparse_layers * self.chosen * self.matrices * self.hidden * self.expert_inner
 
     @property
     def _shared(self) -> int:
-        """Attention, routers and shared experts."""
+        """Parameters of attention, routers and shared experts."""
         sparse = self.matrices * self.hidden * self.shared_inner + self.hidden * self.experts
         return self.layers * self.attention + self.sparse_layers * sparse
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of a layer's queries (and keys, once they are repeated for all heads), and of its values."""
+        """Widths of a layer's queries (and keys, once they are repeated for all heads), and of its values."""
         return self.heads * (self.head_dim + self.rope_dim), self.heads * self.head_dim
 
     @property
     def pair_flops(self) -> int:
-        """Forward, for a token and one that it attends to, in all layers: the score and the weighted sum."""
+        """Forward FLOPs for a token and one that it attends to, in all layers: the score and the weighted sum."""
         return 2 * self.layers * sum(self.widths)
 
     @property
     def pair_cost(self) -> float:
-        """Of a pair of tokens, where a token's products with the layers' weights cost 1."""
+        """Cost of a pair of tokens, relative to a token's products with the layers' weights."""
         return self.pair_flops / (2 * self.active)
 
     def flops(self, sequence: float, factor: float = 3.0) -> float:
-        """Of a token in a sequence of so many tokens; `factor` 3: forward, and twice as much backward. Half of all
-        pairs: attention is causal (Korthikanti et al. 2022, appendix A, with half of its attention term)."""
+        """FLOPs of a token in a sequence of `sequence` tokens; `factor` 3: forward, and twice as much backward. Half of
+        all pairs: attention is causal (Korthikanti et al. 2022, appendix A, with half of its attention term)."""
         return factor * (2 * (self.active + self.embedding) + self.pair_flops * (sequence + 1) / 2)
 
 
@@ -194,7 +194,7 @@ KNOWN: dict[str, Shape] = {
 
 
 def shape_of(model: str) -> Shape:
-    """A name in `KNOWN`, a folder with config.json, a run, or the file itself. Raises `BirlError`."""
+    """The shape of a name in `KNOWN`, a folder with config.json, a run, or the file itself. Raises `BirlError`."""
     if model.lower() in KNOWN:
         return KNOWN[model.lower()]
     path = Path(model).expanduser()
@@ -214,11 +214,10 @@ def backward_bytes(
     tokens: int, hidden: int, vocab: int, wide: int, *, gpu: bool = False, kernels: bool = False, kept: int = 0,
     master: bool = True,
 ) -> int:  # fmt: skip
-    """The most that the backward pass of `token_logprobs` holds at once [bytes], beside what it is given and the
-    weight's gradient; the forward pass holds less. `vocab`: its tokens on this rank. `wide`: bytes of the weight's
-    type; where it is 2, the weight's gradient goes into a float32 `master`, or is of that type. `gpu`: on one, by
-    Triton's kernels; `kernels`: by birl's for CPUs. `kept`: size of all supports together, whose places are computed
-    beside the logits."""
+    """Peak memory of the backward pass of `token_logprobs` [bytes], beside its inputs and the weight's gradient; the
+    forward pass needs less. `vocab`: tokens on this rank. `wide`: bytes of the weight's dtype; if it is 2, the weight's
+    gradient goes into a float32 `master`, or is of that dtype. `gpu`: Triton's kernels on a GPU; `kernels`: birl's CPU
+    kernels. `kept`: size of all supports together, whose indices are computed beside the logits."""
     size = (GPU_CHUNK if gpu else CHUNK) // max(tokens, 1)
     piece = min(max(size // 32 * 32 or 32 if kernels else size, 1), vocab)  # tokens of the vocabulary at once
     count, rows = tokens * piece, 4 * tokens * hidden  # logits at once, and the gradient by `hidden` in float32

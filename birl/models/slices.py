@@ -1,10 +1,10 @@
-"""A model of which every rank has parts only: shapes first, then its own slices of the weights.
+"""Sharded model loading: shapes first, then each rank's slices of the weights.
 
-    sketched(folder)     all parameters on the meta device, buffers real; what does not fit is refused already
+    sketched(folder)     all parameters on the meta device, buffers real; a folder that does not fit is refused here
     ... `parallel/shard.py` splits the parameters over the ranks ...
-    fill(model)          each parameter gets memory, and what this rank has of it is read from the safetensors files
+    fill(model)          each parameter gets memory, and this rank's part is read from the safetensors files
 
-No rank ever holds the whole model, and none reads more than its slices. A weight may be made of several tensors in the
+No rank ever holds the whole model, or reads more than its slices. A weight may be composed of several tensors in the
 files, each a box in it: transformers fuses the experts of mixture-of-experts models.
 """
 
@@ -52,24 +52,24 @@ from birl.models.load import (
 from birl.models.quantized import QuantizedLinear, quantized_layers
 
 ROWS = 4096  # of two stored weights that are compared at once
-ROUTERS = {"gate", "router", "shared_expert_gate"}  # of experts: small, and the last bit decides
+ROUTERS = {"gate", "router", "shared_expert_gate"}  # of experts: small, and the last bit decides routing
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A tensor in a file, and where it lies in the parameter that it is a part of: from `start`, `shape` of it."""
+    """A tensor in a file, and its place in a parameter: from `start`, of `shape`."""
 
     file: Path
     key: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    stored: tuple[int, ...]  # its shape in the file, which may lack a first dimension of 1
-    turned: tuple[int, int] | None = None  # dimensions that change places in the parameter
+    stored: tuple[int, ...]  # shape in the file, which may lack a first dimension of 1
+    turned: tuple[int, int] | None = None  # dimensions that are swapped in the parameter
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What `fill` will need: for each parameter or buffer its boxes, and the device that it goes to."""
+    """Input of `fill`: for each parameter or buffer its boxes, and the target device."""
 
     boxes: dict[str, list[Box]]
     device: torch.device
@@ -116,7 +116,7 @@ def sketched(
 
 
 def check_ties(folder: Path, targets: dict[str, Tensor], boxes: dict[str, list[Box]]) -> None:
-    """Raises `BirlError` where a weight that is tied to another is stored with other values than that."""
+    """Raise `BirlError` if a tied weight is stored with other values than the weight that it is tied to."""
     first: dict[int, str] = {}
     read = _reads()
     for name in boxes:
@@ -131,15 +131,15 @@ def _same(one: Box, other: Box, read: "Read") -> bool:
 
 
 def sketched_reward_model(folder: Path, device: torch.device) -> nn.Module:
-    """`load_reward_model` without the weights; the head, a single row, has them already."""
+    """`load_reward_model` without the weights, except for those of the head, a single row."""
     weight = reward_head(folder)
     return with_head(sketched(folder, device, **REWARD_MODEL), weight)
 
 
 @torch.no_grad()
 def fill(model: nn.Module, offload: bool = False) -> bool:
-    """Give every parameter that is on the meta device memory (of the CPU with `offload`) and its values: of a DTensor
-    this rank's part. False for a model that has its weights."""
+    """Give every parameter on the meta device memory (of the CPU with `offload`) and its values; for a DTensor this
+    rank's part. Returns False for a model that has its weights."""
     pending: Pending | None = getattr(model, "pending", None)
     if pending is None:
         return False
@@ -162,8 +162,8 @@ def fill(model: nn.Module, offload: bool = False) -> bool:
 
 
 def values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole value of each parameter, sorted by name and one at a time: gathered from the ranks, or, of a model
-    without weights, read from the files; of what is quantised its numbers in float32."""
+    """Name and whole value of each parameter, sorted by name and one at a time: gathered from the ranks, or, for a
+    model without weights, read from the files; quantised ones in float32."""
     pending: Pending | None = getattr(model, "pending", None)
     known = {} if pending is None else pending.boxes
     boxes = {id(t): known[n] for n, t in _targets(model).items() if n in known}
@@ -182,7 +182,7 @@ def values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def quantizable(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of attention and feed-forward parts, by name: all but heads and routers."""
+    """The linear layers of attention and feed-forward parts, by name: all except heads and routers."""
     head = model.get_output_embeddings()  # pyright: ignore
     return {
         name: m
@@ -192,8 +192,8 @@ def quantizable(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def quantize(model: nn.Module, kind: str) -> nn.Module:
-    """Codes (`models/quantized.py`) in the place of these layers' weights, one after the other; a model without weights
-    is given all others. So no more than one of them is there in float32. Raises `BirlError`."""
+    """Replace the weights of these layers by codes (`models/quantized.py`), one after another, so that at most one of
+    them exists in float32; a model without weights gets all other weights. Raises `BirlError`."""
     linears, device = quantizable(model), device_of(model)
     for name, value in values(model):
         layer = name.removesuffix(".weight")
@@ -205,8 +205,8 @@ def quantize(model: nn.Module, kind: str) -> nn.Module:
 
 
 def _built(config: Any, pictures: bool = False) -> Any:
-    """The model with its parameters on the meta device. Its buffers are computed as ever: rotary frequencies have no
-    other source."""
+    """The model with its parameters on the meta device. Its buffers are computed: no file has the rotary
+    frequencies."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -228,14 +228,14 @@ def _built(config: Any, pictures: bool = False) -> Any:
 
 
 def _targets(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and the buffers that are saved, by every name that they have: tied ones have several."""
+    """Parameters and saved buffers, by every name that they have: tied ones have several."""
     kept = model.state_dict(keep_vars=True).keys()
     result = dict(model.named_parameters(remove_duplicate=False))
     return result | {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in kept}
 
 
 def _boxes(folder: Path, model: Any, targets: dict[str, Tensor]) -> tuple[dict[str, list[Box]], set[str]]:
-    """Name -> the tensors in the files that it is made of; and those that belong to nothing."""
+    """Name -> the tensors in the files that it is composed of; and the tensors that belong to no parameter."""
     mapping = get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
@@ -256,7 +256,7 @@ def _boxes(folder: Path, model: Any, targets: dict[str, Tensor]) -> tuple[dict[s
             which, experts = _source(converters, pattern)
             expert = int(re.findall(r"\.(\d+)\.", key)[-1]) if experts else -1
             parts.setdefault(name, []).append((expert, which, file, key, shape))
-    model._weight_conversions = [m for m in mapping if m.was_used()]  # what transformers saves it with
+    model._weight_conversions = [m for m in mapping if m.was_used()]  # for saving with transformers
     for name, tensors in parts.items():
         place = 0
         for expert, which, file, key, shape in sorted(tensors, key=lambda t: t[:2]):
@@ -269,7 +269,7 @@ def _boxes(folder: Path, model: Any, targets: dict[str, Tensor]) -> tuple[dict[s
 
 
 def _turned(converters: Sequence[WeightConverter], pattern: str) -> tuple[int, int] | None:
-    """The dimensions that a converter swaps where the file's shape is another one, and does nothing else."""
+    """The dimensions of a converter that only swaps two dimensions if the file's shape differs; None for others."""
     for converter in converters:
         if pattern in converter.source_patterns and len(converter.operations) == 1:
             operation = converter.operations[0]
@@ -285,8 +285,8 @@ def swapped(items: Sequence[Any], dims: tuple[int, int]) -> tuple[Any, ...]:
 
 
 def _source(converters: Sequence[WeightConverter], pattern: str) -> tuple[int, bool]:
-    """Which of a converter's sources a pattern is, and whether it is of experts. Raises `BirlError` for one that does
-    more than put experts behind one another, and projections or convolutions on top of one another."""
+    """Which of a converter's sources a pattern is, and whether it is of experts. Raises `BirlError` for a converter
+    that does more than stack experts, and concatenate projections or convolutions."""
     for converter in converters:
         if pattern in converter.source_patterns:
             kinds = [(type(o), o.dim) for o in converter.operations if isinstance(o, MergeModulelist | Concatenate)]
@@ -302,7 +302,7 @@ def _source(converters: Sequence[WeightConverter], pattern: str) -> tuple[int, b
 
 
 def _stored(folder: Path) -> Iterator[tuple[Path, str, tuple[int, ...]]]:
-    """Every tensor of the files that belong to the model: file, name, shape."""
+    """Every tensor in the model's files: file, name, shape."""
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118  safetensors' file is no mapping
@@ -310,12 +310,12 @@ def _stored(folder: Path) -> Iterator[tuple[Path, str, tuple[int, ...]]]:
 
 
 def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """The shape that boxes make together."""
+    """The shape that boxes cover together."""
     return tuple(max(b.start[d] + b.shape[d] for b in boxes) for d in range(len(boxes[0].start)))
 
 
 def _made(old: Tensor, device: torch.device, boxes: Sequence[Box], read: "Read") -> nn.Parameter:
-    """A parameter in the place of one on the meta device. Zeros where the files have nothing of it."""
+    """A parameter that replaces one on the meta device. Zeros where the files have no values."""
     if isinstance(old, DTensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -329,12 +329,12 @@ def _made(old: Tensor, device: torch.device, boxes: Sequence[Box], read: "Read")
     return nn.Parameter(new, requires_grad=old.requires_grad)
 
 
-#: file, name, slices -> what is there
+# file, name, slices -> values
 Read = Callable[[Path, str, tuple[slice, ...]], Tensor]
 
 
 def _read(into: Tensor, start: Sequence[int], boxes: Sequence[Box], read: Read) -> None:
-    """Write what the boxes have of the region that begins at `start` and has the shape of `into`."""
+    """Copy the boxes' values into the region that begins at `start` and has the shape of `into`."""
     for box in boxes:
         low = [max(a, b) for a, b in zip(start, box.start, strict=True)]
         high = [min(a + n, b + m) for a, n, b, m in zip(start, into.shape, box.start, box.shape, strict=True)]
@@ -349,7 +349,7 @@ def _read(into: Tensor, start: Sequence[int], boxes: Sequence[Box], read: Read) 
 
 
 def _reads() -> Read:
-    """Reads slices; one file is open at a time, so that no more than one stays mapped, as long as this is there."""
+    """Returns a reader of slices that keeps one file open at a time, so that at most one is mapped."""
     opened = lru_cache(maxsize=1)(lambda file: safe_open(file, framework="pt"))
 
     def read(file: Path, key: str, where: tuple[slice, ...]) -> Tensor:

@@ -1,6 +1,6 @@
-"""KV cache layout of a model's attention, found from the tensors that its layers really pass: a config's
-`head_dim` is the rotary part alone in some architectures, `num_key_value_heads` is ignored by others, and sizes differ
-by layer in yet others."""
+"""KV cache layout of a model's attention, from the tensors that its layers pass to attention: a config's `head_dim` is
+only the rotary part in some architectures, others ignore `num_key_value_heads`, and in yet others sizes differ by
+layer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,15 +19,15 @@ from birl.models.paged import Slot
 from birl.models.states import State, Step, ask_layouts
 from birl.models.vision import language_model
 
-#: for a model without attention: its sequences' lengths are counted in pages all the same, of one number a token
+# of a model without attention: sequence lengths are still counted in pages, of one number a token
 COUNTED = Slot(layer=0, heads=0, kv_heads=1, key=1, value=0)
 KNOWN: "WeakKeyDictionary[nn.Module, tuple[Slot, ...]]" = WeakKeyDictionary()
-KEPT: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()  # bytes of a sequence's states
+KEPT: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()  # bytes of a sequence's recurrent states
 
 
 @dataclass(slots=True)
 class Witness:
-    """A layout that notes what each call of attention is given, in order, and answers zeros."""
+    """A layout that records the arguments of each call of attention, in order, and returns zeros."""
 
     slots: list[Slot] = field(default_factory=list)
     windows: list[int | None] = field(default_factory=list)
@@ -54,8 +54,8 @@ class Witness:
 
 
 def slots_of(model: nn.Module) -> tuple[Slot, ...]:
-    """One for each call of attention in a forward pass, layer by layer. The first time one token goes through the
-    model. Raises `BirlError` for a model whose layers do not call birl's attention."""
+    """One slot for each call of attention in a forward pass, by layer. The first call runs one token through the model.
+    Raises `BirlError` for a model whose layers do not call birl's attention."""
     if model not in KNOWN:
         witness = Witness(_of_llama(model)) if llama_shaped(model) else seen(model)
         slots, KEPT[model] = tuple(sorted(witness.slots, key=lambda s: s.layer)), sum(witness.states.values())
@@ -66,7 +66,7 @@ def slots_of(model: nn.Module) -> tuple[Slot, ...]:
 
 
 def page_bytes(model: nn.Module) -> int:
-    """Bytes of a page of the cache in all slots."""
+    """Bytes of a cache page in all slots."""
     kind = cast(Any, model).get_output_embeddings().weight.dtype
     return PAGE * kind.itemsize * sum(s.elements for s in slots_of(model))
 
@@ -84,8 +84,8 @@ def _of_llama(model: nn.Module) -> list[Slot]:
 
 
 def seen(model: nn.Module) -> Witness:
-    """What attention is given when one token goes through the model, whether or not it has its weights. Raises
-    `BirlError` for a model whose layers do not call birl's attention."""
+    """The recorded calls of attention for one token, whether or not the model has its weights. Raises `BirlError` for a
+    model whose layers do not call birl's attention."""
     plain = all(type(p.data) is Tensor for p in model.parameters()) and not next(model.parameters()).is_meta
     with supported(type(model).__name__), computed_by(model, attention.NAME):
         return watched(model) if plain else _on_meta(model)
@@ -93,7 +93,7 @@ def seen(model: nn.Module) -> Witness:
 
 @contextmanager
 def supported(kind: str) -> Iterator[None]:
-    """Whatever fails within is a `BirlError`. `kind`: the model's class."""
+    """Context that turns failures into a `BirlError`. `kind`: the model's class."""
     try:
         yield
     except BirlError:
@@ -107,7 +107,7 @@ def supported(kind: str) -> Iterator[None]:
 
 @contextmanager
 def computed_by(model: nn.Module, name: str) -> Iterator[None]:
-    """Within, attention is transformers' function of this name, with the masks that belong to it."""
+    """Context in which attention is transformers' function of this name, with its masks."""
     any_model = cast(Any, model)
     before = any_model.config._attn_implementation
     if before == name:
@@ -121,7 +121,7 @@ def computed_by(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def compute_by(model: Any, name: str) -> None:
-    """Also where transformers does not let a model's attention be replaced, and `handing.py` does."""
+    """Set the attention function, also if transformers does not support that for the model, and `handing.py` does."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(attention.named(model.config, name))
     else:
@@ -130,7 +130,7 @@ def compute_by(model: Any, name: str) -> None:
 
 @contextmanager
 def experts_by_shape(model: nn.Module) -> Iterator[None]:
-    """Within, experts are computed by operations whose shapes no value decides, in any type."""
+    """Context in which experts are computed by operations with data-independent shapes, in any dtype."""
     any_model = cast(Any, model)
     before = any_model.config._experts_implementation
     if before != "grouped_mm" or not any_model._can_set_experts_implementation():
@@ -144,8 +144,8 @@ def experts_by_shape(model: nn.Module) -> Iterator[None]:
 
 
 def body_of(model: nn.Module) -> Any:
-    """The part that gives hidden states of tokens. Where `base_model_prefix` names nothing, `base_model` is the whole
-    model."""
+    """The submodule that computes hidden states of tokens. If `base_model_prefix` names nothing, `base_model` is the
+    whole model."""
     ask_layouts(model)
     if (language := language_model(model)) is not None:
         return language
@@ -155,8 +155,8 @@ def body_of(model: nn.Module) -> Any:
 
 @torch.no_grad()
 def watched(model: nn.Module, tokens: int = 1) -> Witness:
-    """What attention is given when `tokens` tokens go through the model. Raises whatever the model raises, and
-    `BirlError` where its layers neither call birl's attention nor keep states."""
+    """The recorded calls of attention for `tokens` tokens. Raises whatever the model raises, and `BirlError` if its
+    layers neither call birl's attention nor keep states."""
     witness = Witness()
     device = cast(Any, model).get_output_embeddings().weight.device
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
@@ -171,13 +171,13 @@ def watched(model: nn.Module, tokens: int = 1) -> Witness:
 
 
 def _on_meta(model: nn.Module) -> Witness:
-    """Of a model without weights, or with parts of them: shapes alone. Where a layer looks at values, as experts do,
-    the layers behind it are taken to be like the last that was reached."""
+    """`watched` by shapes alone, for a model with all or part of its weights missing. If a layer reads values, as
+    experts do, the layers after it are assumed to be like the last one reached."""
     witness, body = Witness(), body_of(model)
     every = (*body.named_parameters(), *body.named_buffers())
     tensors = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in every}
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    mask = torch.ones_like(ids)  # without one, transformers looks at the positions for packed sequences
+    mask = torch.ones_like(ids)  # without a mask, transformers reads the positions to detect packed sequences
     options = {"input_ids": ids, "position_ids": ids, "attention_mask": mask, "layout": witness, "use_cache": False}
     try:
         with torch.no_grad(), experts_by_shape(model):

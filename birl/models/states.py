@@ -1,13 +1,13 @@
 """Layer states beside keys and values: the last inputs of a convolution, the state of a recurrence.
 
-The modules in `CACHE` ask transformers' cache for it. Without one they start anew at the row's first token and run on
-from one packed sequence into the next. Called with a `layout`, they hand their rows to it instead, as attention does:
+The modules in `CACHE` store it in transformers' cache. Without a cache they start at the row's first token and continue
+from one packed sequence into the next. Called with a `layout`, they pass their rows to it instead, as attention does:
 
     layout.carry(layer, rows [1, T, H], step) -> [1, T, H]
 
 calls step(rows [B, n, H], state) -> [B, n, H], which is transformers' own forward, for n tokens of B sequences. `state`
-is that before these tokens, and afterwards that behind them. A state is a tensor like any other: branches that begin
-with the same one give it the sum of their gradients.
+is the state before these tokens, and is updated to that after them. Gradients flow through states: branches that start
+from the same one add their gradients.
 """
 
 import math
@@ -28,14 +28,14 @@ from transformers import Cache
 from birl.data.trees import Node, Tree, nodes
 from birl.errors import BirlError
 
-#: transformers leaves out the limits of their time steps where it computes one token from a state
+# transformers ignores their time step limits when it computes one token from a state
 MAMBA2 = ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer")
 MAMBA2 += ("Zamba2MambaMixer",)
 UNLIMITED = (0.0, math.inf)
 MAMBA1 = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")  # `recurrences.py`
-PAIRS = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock", "xLSTMLayer")  # what they answer
-CCA = "ZayaCCAProjection"  # which answers queries, keys and values
-#: by class of module, the argument of its forward that is transformers' cache
+PAIRS = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock", "xLSTMLayer")  # modules that return a tuple
+CCA = "ZayaCCAProjection"  # returns queries, keys and values
+# by class of module, the argument of its forward that is transformers' cache
 CACHE = {
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv", CCA, *PAIRS), "past_key_values"),
     **dict.fromkeys(
@@ -46,19 +46,19 @@ CACHE = {
         "cache_params",
     ),
 }
-#: classes of modules that hand on their cache and nothing else that they are called with: it is the layout
+# classes of modules that pass on only their cache argument: it is set to the layout
 RELAYS = {"JambaMambaDecoderLayer": "past_key_values", "FalconMambaModel": "cache_params", "MambaModel": "cache_params"}
-COUNTS = "Llama4TextDecoderLayer"  # asks its cache which position a row begins with, for the temperature of attention
-ASKING: "WeakSet[nn.Module | type]" = WeakSet()  # classes whose forward knows of layouts, and models of such
+COUNTS = "Llama4TextDecoderLayer"  # reads a row's first position from its cache, for the temperature of attention
+ASKING: "WeakSet[nn.Module | type]" = WeakSet()  # classes whose forward supports layouts, and models of such
 
-PADDED = 0.75  # of the longest sequence of a batch, what the shortest has at least
+PADDED = 0.75  # least length of a batch's shortest sequence, relative to its longest
 
 Step = Callable[[Tensor, "State"], Tensor]
 
 
 @dataclass(slots=True)
 class State:
-    """What one layer keeps of B sequences, or nothing yet. For that layer it is transformers' cache.
+    """The state of one layer for B sequences, or an empty one. It acts as transformers' cache for that layer.
 
     conv        [B, C, L], the last inputs of a convolution of width L
     recurrent   [B, ...]
@@ -68,7 +68,7 @@ class State:
     recurrent: Tensor | None = None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Token by token, what comes next is written into it."""
+        """Token by token, new inputs are written into it in place."""
         return self.conv
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -77,7 +77,7 @@ class State:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int = 0
     ) -> Tensor:
-        """New inputs [B, C, n] -> these behind those that were kept. Without a size they are all that is kept."""
+        """New inputs [B, C, n] -> these after the kept ones. Without a kernel size they are all that is kept."""
         if not conv_kernel_size:
             self.conv = conv_states
             return conv_states
@@ -100,8 +100,8 @@ class State:
 
 
 def ask_layouts(model: nn.Module) -> None:
-    """From now on the model's modules in `CACHE`, and all others of their classes, hand their rows to the layout that
-    they are called with. Without one nothing has changed but what `limiting` and `rounding` say."""
+    """Make the model's modules in `CACHE`, and all others of their classes, pass their rows to the layout that they are
+    called with. Without a layout only the changes of `limiting` and `rounding` apply."""
     if model in ASKING:
         return
     ASKING.add(model)
@@ -121,11 +121,11 @@ def ask_layouts(model: nn.Module) -> None:
             cast(Any, module).layer_idx = next(int(word) for word in path.split(".") if word.isdigit())
         for cache in {RELAYS[k.__name__] for k in type(module).__mro__ if k.__name__ in RELAYS}:
             module.register_forward_pre_hook(relaying(cache), with_kwargs=True)
-            cast(Any, module)._can_checkpoint_with_cache = True  # else transformers takes it away
+            cast(Any, module)._can_checkpoint_with_cache = True  # else transformers removes the cache
         if owner.__name__ == COUNTS:
             module.register_forward_pre_hook(placing, with_kwargs=True)
             cast(Any, module)._can_checkpoint_with_cache = True
-    from birl.models.handing import hand_down  # which needs attention, which needs this file
+    from birl.models.handing import hand_down  # imports attention, which imports this file
 
     hand_down(model)
 
@@ -139,7 +139,7 @@ def relaying(cache: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """A cache that keeps nothing, and says how far each token of a row [1, T] is behind its place in it."""
+    """A cache that stores nothing; returns each token's position minus its index in a row [1, T]."""
 
     positions: Tensor
 
@@ -180,7 +180,7 @@ def asking(forward: Callable[..., Any], cache: str, name: str) -> Callable[..., 
 
 
 def rounding(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """With a layer's buffers in the type of its rows, which transformers' lightning attention wants its decays in."""
+    """Run a layer with buffers in the dtype of its rows: transformers' lightning attention needs that of its decays."""
 
     @wraps(forward)
     def inner(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
@@ -195,7 +195,7 @@ def rounding(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def limiting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Mamba 2 with `time_step_limit` also for one token: t = softplus(dt + dt_bias) is within it where dt is within
+    """Apply Mamba 2's `time_step_limit` also to single tokens: t = softplus(dt + dt_bias) is within it if dt is within
     log(exp(t) - 1) - dt_bias. dt is the last `num_heads` columns of `in_proj`, in Falcon-H1 times a factor."""
 
     @wraps(forward)
@@ -221,9 +221,9 @@ def limiting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def by_trees(trees: Sequence[Tree], rows: Tensor, step: Step) -> Tensor:
-    """Rows [1, T, H] of trees: a root begins without a state, every other node with the one behind its parent. Nodes of
-    one depth are computed at once: those that others go on from where they have the same number of tokens, the last of
-    their sequence with padding behind them, which changes nothing before it."""
+    """Rows [1, T, H] of trees: a root starts without a state, every other node with its parent's final state. Nodes of
+    one depth are computed as batches: inner nodes with equal token counts, leaves with padding after them, which does
+    not change the results before it."""
     every = nodes(trees)
     pieces = list(rows[0].split([node.count for node in every]))  # split and unbind: a slice's gradient is a whole row
     behind: list[Behind | None] = [None] * len(every)
@@ -233,8 +233,8 @@ def by_trees(trees: Sequence[Tree], rows: Tensor, step: Step) -> Tensor:
         states = [a.state for a in above if a is not None and a.state]
         state = State(**{name: torch.stack([s[name] for s in states]) for name in (states[0] if states else ())})
         padded, one = pad_sequence(given, batch_first=True), max(map(len, given)) == 1 and bool(states)
-        # where each has one token alone, transformers writes the next state into the last, which a gradient needs: what
-        # comes out then is dropped, and those that go on compute the token once more, before their own
+        # if each has only one token, transformers writes the next state into the old one in place, which a gradient
+        # needs: that result is dropped, and children compute the token once more, before their own
         result = step(torch.cat([padded, padded], 1), replace(state))[:, :1] if one else step(padded, state)
         after = {name: tensor.unbind() for name, tensor in state.tensors.items()}
         for place, (i, out) in enumerate(zip(batch, result.unbind(), strict=True)):
@@ -246,21 +246,21 @@ def by_trees(trees: Sequence[Tree], rows: Tensor, step: Step) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A node: the state of its layer [...], by name, and the tokens [n, H] that are not in it yet."""
+    """State after a node: the state of its layer [...], by name, and the tokens [n, H] that it does not include yet."""
 
     state: dict[str, Tensor]
     left: Tensor
 
 
 def batches(every: Sequence[Node], behind: list[Behind | None]) -> Iterator[list[int]]:
-    """Nodes to compute at once, those above first: what is yielded is in `behind` when the next one is asked for. Nodes
-    without tokens get what their parent has."""
+    """Batches of nodes, parents first: `behind` must have a batch's states before the next is requested. Nodes without
+    tokens get their parent's."""
     inner, depths, levels = {node.parent for node in every}, list[int](), defaultdict[int, list[int]](list)
     for i, node in enumerate(every):
         depths.append(depths[node.parent] + 1 if node.parent >= 0 else 0)
         levels[depths[i]].append(i)
     for depth in range(len(levels)):
-        alike: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # length, -1: nothing goes on from it
+        alike: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # key: has a state, and length (-1: leaf)
         lengths = dict[int, int]()
         for i in levels[depth]:
             above = behind[every[i].parent] if every[i].parent >= 0 else None
@@ -282,8 +282,8 @@ def batches(every: Sequence[Node], behind: list[Behind | None]) -> Iterator[list
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows of one sequence in a step of the engine: `count` from row `first` on. `place`: which state is its own;
-    `begun`: there is one."""
+    """Rows of one sequence in a step of the engine: `count` from row `first` on. `place`: index of its state; `begun`:
+    whether it has one."""
 
     place: int
     first: int
@@ -293,16 +293,16 @@ class Stretch:
 
 @dataclass(slots=True)
 class States:
-    """The states of running sequences: for each layer tensors [sequences, ...], made when the first one is written."""
+    """The states of running sequences: tensors [sequences, ...] for each layer, made on the first write."""
 
     sequences: int
     layers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def carry(self, layer: int, rows: Tensor, stretches: Sequence[Stretch], step: Step) -> Tensor:
-        """Rows [1, T, H]: next tokens of all sequences at once, other stretches one by one."""
+        """Rows [1, T, H]: single next tokens of all sequences as one batch, other stretches one by one."""
         if sum(s.count for s in stretches) != rows.shape[1]:
             raise BirlError(f"Layer {layer} keeps a state, but it is not known whose: birl's engine cannot run it so.")
-        out: Any = None  # [1, T, ...], as wide as what `step` gives
+        out: Any = None  # [1, T, ...], as wide as the result of `step`
         single = [s for s in stretches if s.begun and s.count == 1]
         for s in stretches:
             if s.begun and s.count == 1:
@@ -322,8 +322,8 @@ class States:
         return torch.empty_like(rows) if out is None else out
 
     def carry_next(self, layer: int, rows: Tensor, places: Tensor, step: Step) -> Tensor:
-        """Rows [1, B, H]: the next token of each of B sequences, whose states are at `places` [B] int64. Nothing here
-        looks at a value, and what is written stays where it is."""
+        """Rows [1, B, H]: the next token of each of B sequences, whose states are at `places` [B] int64.
+        Data-independent, and states are updated in place (for CUDA graphs)."""
         kept = self.layers[layer]
         state = State(**{name: tensor.index_select(0, places) for name, tensor in kept.items()})
         out = step(rows[0, :, None], state)[:, 0]
@@ -342,7 +342,7 @@ class States:
             kept[name][places] = new
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(from, to); none is both."""
+        """Copy states by (from, to) pairs; none is both."""
         sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
         for kept in self.layers.values():
             for tensor in kept.values():

@@ -1,5 +1,5 @@
-"""A model folder whose weights are stored in 4 or 8 bits with scales as one with plain weights (bfloat16), converted
-once into a cache."""
+"""Converts a model folder whose weights are stored in 4 or 8 bits with scales to plain bfloat16 weights, once, into a
+cache."""
 
 import json
 import shutil
@@ -15,18 +15,18 @@ from birl.regular import read_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: by quant_method of a config.json, how the names of tensors end that are no weights: read here
+# quant_method in config.json -> name suffixes of the tensors that are scales; the methods that birl converts
 SCALES = {"fp8": ("_scale_inv", "activation_scale"), "mxfp4": ("_scales",)}
 TRAINED = {"bitnet"}  # quant_method of weights that are stored as they are trained
 
 
 def plain(folder: Path, say: Callable[[str], None] = print) -> Path:
-    """A model folder with weights that can be trained: this one, or its converted copy. Raises `BirlError` where they
-    are stored in a way that birl does not read."""
+    """Return a model folder with trainable weights: this one, or its converted copy. Raises `BirlError` if the weights
+    are stored in a format that birl does not read."""
     try:
         method = str(quantization(read_json(folder / "config.json"))["quant_method"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return folder  # not quantised; or the next reader tells what is wrong with the file
+        return folder  # not quantised; or the next reader reports the error
     if method in TRAINED:
         return folder
     if method not in SCALES:
@@ -39,12 +39,12 @@ def plain(folder: Path, say: Callable[[str], None] = print) -> Path:
 
 
 def quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """Taken out of a model's config, or of its text's. Raises `KeyError` where there is none."""
+    """Remove and return quantization_config of a model's config, or its text's. Raises `KeyError` if there is none."""
     return config.pop("quantization_config", None) or config["text_config"].pop("quantization_config")
 
 
 def dequantize(source: Path, folder: Path) -> None:
-    """Tensor by tensor, in files of the same names: no more than one of them is in memory."""
+    """Convert file by file, with the same file names, so that at most one file is in memory."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -82,8 +82,8 @@ def dequantize(source: Path, folder: Path) -> None:
 
 
 def value_of(key: str, read: "Callable[[str], Tensor | None]", given: dict[str, Any]) -> "tuple[str, Tensor]":
-    """Name and values of the weight that the tensor `key` is, or is the codes of; bfloat16 where it was codes. Raises
-    `BirlError` where its scales are missing or do not fit."""
+    """Name and value of the weight that the tensor `key` is or encodes; bfloat16 if it was encoded. Raises `BirlError`
+    if its scales are missing or do not fit."""
     import torch
 
     codes = read(key)

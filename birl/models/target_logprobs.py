@@ -1,10 +1,10 @@
-"""Log-probs of several given tokens in each place, under a frozen head with low-rank additions (models/low_rank.py):
-what training as a service answers with.
+"""Log-probs of several given tokens at each position under a frozen head with LoRA, for training as a service.
 
-Places are taken in pieces, forwards and backwards, since no gradient by the head's weight is wanted. With one target in
-a place the numbers are those that the engine samples with, on birl's kernels bit for bit. Ranks that share out
-the head's tokens (tensor parallelism) are given the same places, and have logits of their own tokens.
-Shapes: N places, H hidden size, K targets in each, V vocabulary.
+Positions are processed in chunks, forward and backward, since the head's weight needs no gradient. With one target per
+position the numbers equal those that the engine samples with, bit for bit on birl's kernels. Under tensor parallelism
+all ranks get the same positions, and compute the logits of their own tokens.
+
+Shapes: N positions, H hidden size, K targets at each, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,20 +25,20 @@ from birl.parallel.layout import local
 
 
 class Top(NamedTuple):
-    """The most likely tokens of each place, [N, k], and their log-probs."""
+    """The most likely tokens of each position, [N, k], and their log-probs."""
 
     tokens: Tensor
     logprobs: Tensor
 
 
 def target_logprobs(model: nn.Module, hidden: Tensor, targets: Tensor, groups: Sequence[RowGroup]) -> Tensor:
-    """log softmax(head(hidden))[targets]: hidden [N, H], targets [N, K] int64, groups of the N places -> [N, K]
-    float32, with a gradient by `hidden` and by the factors of the head."""
+    """log softmax(head(hidden))[targets]: hidden [N, H], targets [N, K] int64, groups of the N positions -> [N, K]
+    float32, differentiable with respect to `hidden` and the head's LoRA factors."""
     return _TargetLogprobs.apply(hidden, targets, model, groups)  # pyright: ignore
 
 
 def adapted_logits(model: nn.Module, hidden: Tensor, groups: Sequence[RowGroup]) -> Tensor:
-    """[N, H] -> [N, V] float32; of this rank's own tokens where ranks share them out."""
+    """[N, H] -> [N, V] float32; under tensor parallelism of this rank's own tokens."""
     layer = head(model)
     if isinstance(layer.weight, DTensor):
         result = float_logits(hidden, local(layer.weight), None if layer.bias is None else local(layer.bias))
@@ -49,7 +49,7 @@ def adapted_logits(model: nn.Module, hidden: Tensor, groups: Sequence[RowGroup])
 
 
 def pieces(count: int, vocab: int, device: torch.device, groups: Sequence[RowGroup]) -> list[tuple[slice, list]]:
-    """Slices of places whose logits fit into memory, and the groups of each."""
+    """Slices of positions whose logits fit into memory, and the groups of each."""
     step = max((shape.GPU_CHUNK if device.type == "cuda" else 2 * shape.CHUNK) // vocab, 1)
     result = []
     for start in range(0, count, step):
@@ -61,7 +61,7 @@ def pieces(count: int, vocab: int, device: torch.device, groups: Sequence[RowGro
 
 @torch.no_grad()
 def top_logprobs(model: nn.Module, hidden: Tensor, count: int, groups: Sequence[RowGroup]) -> Top:
-    """The `count` most likely tokens of each place."""
+    """The `count` most likely tokens of each position."""
     tokens = torch.empty(len(hidden), count, dtype=torch.int64)
     logprobs = torch.empty(len(hidden), count, dtype=torch.float32)
     for rows, own in pieces(len(hidden), head(model).weight.shape[0], hidden.device, groups):
@@ -75,7 +75,7 @@ def top_logprobs(model: nn.Module, hidden: Tensor, count: int, groups: Sequence[
 def drawn(
     model: nn.Module, hidden: Tensor, uniforms: Tensor, temperature: float, groups: Sequence[RowGroup]
 ) -> tuple[Tensor, Tensor]:
-    """Sample independently from each place's distribution, by uniform numbers [N, K] -> tokens [N, K] and their
+    """Sample independently from each position's distribution, by uniform numbers [N, K] -> tokens [N, K] and their
     log-probs."""
     tokens = torch.empty(uniforms.shape, dtype=torch.int64)
     logprobs = torch.empty(uniforms.shape, dtype=torch.float32)
@@ -97,7 +97,7 @@ def _kernels(model: nn.Module) -> Any:
 
 
 def _head_gradient(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What goes back through the head; its weight is laid out for that once."""
+    """Gradient by logits -> gradient by hidden states; the head's weight is packed for it once."""
     decoder = decoder_for(model)
     if decoder is not None and (k := decoder.head.on_kernels) is not None:
         packed = k.pack(decoder.head.weights, transposed=True)
@@ -106,13 +106,13 @@ def _head_gradient(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _own_vocab(model: nn.Module) -> tuple[int, dist.ProcessGroup | None]:
-    """The first token that this rank has logits of, and the ranks that have the others."""
+    """First token of this rank's logits, and the process group of the ranks that have the others."""
     weight = head(model).weight
     return (first_row(weight), weight.device_mesh.get_group()) if isinstance(weight, DTensor) else (0, None)
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """With p = softmax(logits):  d logp_k / d logits = onehot(target_k) - p. Logits are computed again going back."""
+    """With p = softmax(logits):  d logp_k / d logits = onehot(target_k) - p. Backward recomputes the logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, model: nn.Module, groups: Sequence[RowGroup]) -> Tensor:

@@ -1,10 +1,10 @@
-"""Attention within trees as matrix products in float32, for the CPU, and for what no kernel computes: soft caps and
-sinks.
+"""Attention within trees as matrix products in float32, for the CPU, and for soft caps and sinks, which no kernel
+computes.
 
 PyTorch's fused kernel is made for long sequences on many cores. For packed trees of a few hundred tokens its backward
-pass takes longer than all of a layer's matrix products, and each tree's slices of queries, keys and values cost a
-zero-filled gradient of full size. Here one autograd function goes over all trees, computes probabilities again instead
-of keeping them, and never holds more than `SCORES` of them.
+pass takes longer than all of a layer's matrix products, and slicing queries, keys and values of each tree costs a
+zero-filled gradient of full size. Here one autograd function processes all trees, recomputes probabilities instead of
+keeping them, and never holds more than `SCORES` of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-SCORES = 2**22  # attention scores that exist at once: 16 MiB, and as much again for what is computed from them
+SCORES = 2**22  # attention scores in memory at once: 16 MiB, and as much again for values computed from them
 
-Columns = slice | Tensor  # neighbours, or int64 places
+Columns = slice | Tensor  # contiguous, or int64 indices
 Block = tuple[slice, Columns, Tensor]  # rows, the columns they may see, and 0 or -inf for each pair
 
 
 class Area(NamedTuple):
-    """The first of some rows, the columns that they may see, and 0 or -inf for each pair, float32 [rows, columns].
-    `causal`: the last column is the last row's own token, and so on upwards; none sees a later one."""
+    """First row, the columns that the rows may attend to, and 0 or -inf for each pair, float32 [rows, columns].
+    `causal`: the last column is the last row's own token, and so on upwards; no row attends to a later one."""
 
     first: int
     columns: Columns
@@ -39,20 +39,19 @@ def tree_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q k' + bias) v within each area: query [H, T, D], key [K, S, D], value [K, S, D'] -> [T, H, D'].
+    With `cap` the scores s become cap tanh(s / cap) before the bias. `sinks` [H] add one score without a value to each
+    softmax of a head.
 
-    With `cap` scores s are cap tanh(s / cap) before the bias. `sinks` [H] are one more score in each softmax of a head,
-    for which there is no value.
-
-    Every row belongs to one area, every column to any number of them. The rows of a node of a tree are an area, whose
-    columns are the nodes above it and itself.
+    Every row belongs to one area, every column to any number of them. The rows of a tree's node are an area; its
+    columns are the node's ancestors and itself.
     """
     return _TreeAttention.apply(query, key, value, areas, scale, cap, sinks)  # pyright: ignore
 
 
 class _TreeAttention(torch.autograd.Function):
-    """With p = softmax(s), o = p v:  dv = p' do,  dp = do v',  ds = p (dp - sum(p dp)),  dq = scale ds k,
-    dk = scale ds' q.  Heads of one key head are rows of one product. A sink's probability is what the others leave,
-    1 - sum(p), and it has no value:  dsink = -(1 - sum(p)) sum(p dp)."""
+    """With p = softmax(s), o = p v:  dv = p' do,  dp = do v',  ds = p (dp - sum(p dp)),  dq = scale ds k, dk = scale
+    ds' q.  Query heads of one key head are rows of one product. A sink has the remaining probability, 1 - sum(p), and
+    no value:  dsink = -(1 - sum(p)) sum(p dp)."""
 
     @staticmethod
     def forward(
@@ -98,8 +97,8 @@ class _TreeAttention(torch.autograd.Function):
 def probabilities(
     query: Tensor, key: Tensor, block: Block, scale: float, cap: float | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """softmax of a block's scores [K, G rows, columns], with the scaled queries and the keys that gave them, and what a
-    cap multiplies their gradient with."""
+    """softmax of a block's scores [K, G rows, columns], the scaled queries and the keys of that product, and the factor
+    of the scores' gradient from the cap."""
     rows, columns, bias = block
     kv_heads, _, size = key.shape
     q = query[:, rows].reshape(kv_heads, -1, size).float() * scale
@@ -113,7 +112,7 @@ def probabilities(
 
 
 def capped(scores: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
-    """cap tanh(scores / cap), in place, and its derivative by the scores."""
+    """cap tanh(scores / cap), in place, and its derivative with respect to the scores."""
     if cap is None:
         return scores, None
     tanh = scores.div_(cap).tanh_()
@@ -121,13 +120,13 @@ def capped(scores: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
 
 
 def softmax_beside(scores: Tensor, sink: Tensor) -> Tensor:
-    """softmax of scores [..., N] and one more, [..., 1], whose probability is left out."""
+    """softmax over scores [..., N] and one more, [..., 1], without the probability of the latter."""
     return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
 
 
 def blocks(areas: Sequence[Area], heads: int) -> Iterator[Block]:
-    """Rows of each area in pieces of at most `SCORES` scores, where none sees a later column with those up to the last
-    row's own."""
+    """Split each area's rows into blocks of at most `SCORES` scores; causal blocks end at the column of the last row's
+    own token."""
     for row, column, bias, causal in areas:
         rows, columns = bias.shape
         step = max(1, SCORES // (heads * columns))

@@ -1,6 +1,6 @@
-"""A small random model of a config's architecture: few layers, words and experts' features, short windows, and weights
-large enough for every part to count. What attention, masks and layers do is right or wrong for an architecture,
-whatever its size and weights are, and here it takes milliseconds to see."""
+"""A small random model of a config's architecture: few layers, tokens and expert features, short windows, and weights
+large enough for every part to matter. Whether attention, masks and layers are right for an architecture does not depend
+on size and weights, and a test of the small model takes milliseconds."""
 
 import hashlib
 import math
@@ -17,14 +17,14 @@ from birl.cache import cache_folder
 from birl.models import attention
 from birl.models.load import keep_angles, model_class, quiet
 
-WINDOW = 8  # tokens that a sliding window or a chunk of attention has, at most
+WINDOW = 8  # upper bound of a sliding window or a chunk of attention [tokens]
 TOKENS = 512
 INNER = 256
 POSITIONS = 64
 
 
 def shrunk(config: Any) -> Any:
-    """A copy of a config with few layers, one of each kind at least, also of those that share others' keys."""
+    """A copy of a config with few layers, at least one of each kind, also of those that share others' keys."""
     config = deepcopy(config)
     text = config.get_text_config()
     before, shared = text.num_hidden_layers, getattr(text, "num_kv_shared_layers", None) or 0  # the last ones
@@ -60,8 +60,8 @@ def shrunk(config: Any) -> Any:
 
 
 def layers(config: Any, count: int) -> list[str]:
-    """The modules of each of a config's layers: some have their kinds by periods and first layers, not by lists (Jamba,
-    RecurrentGemma, DeepSeek-V3). Empty where no list of modules has so many."""
+    """Module class names in each of a config's layers: some configs define layer kinds by periods and first layers, not
+    by lists (Jamba, RecurrentGemma, DeepSeek-V3). Empty if no module list has `count` entries."""
     with quiet(), torch.device("meta"):
         model = model_class(config).from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
@@ -69,15 +69,15 @@ def layers(config: Any, count: int) -> list[str]:
 
 
 def twin(config: Any, sees: bool = False) -> nn.Module:
-    """`sees`: with its vision tower, where the text alone has a class of its own. Raises what transformers raises for a
-    config that cannot be shrunk."""
+    """`sees`: with the vision tower, if the text model alone has a class of its own. Raises what transformers raises
+    for a config that cannot be shrunk."""
     options: Any = {"dtype": torch.float32, "trust_remote_code": False}
     with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         small = shrunk(config)
         how = attention.named(small)
         model = cast(Any, model_class(small, sees).from_config(small, attn_implementation=how, **options))
-        # an initialisation of 0.02 would hide what is wrong behind zeros; no shared experts are matrices without rows
+        # an initialisation of 0.02 would hide errors behind zeros; matrices without rows: no shared experts
         for parameter in filter(Tensor.numel, model.parameters()):
             wide = 1 / math.sqrt(parameter.shape[-1])
             if parameter.ndim >= 2 and float(parameter.std()) < wide:
@@ -89,8 +89,8 @@ def twin(config: Any, sees: bool = False) -> nn.Module:
 
 
 def proved(model: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> Path:
-    """The file that says that this twin was compared on this kind of device, in float32 and in `dtype`, with these
-    versions."""
+    """The file that records that this twin passed its comparison on this kind of device, in float32 and in `dtype`,
+    with these versions."""
     birl = hashlib.sha256()
     folders = (Path(__file__).parent, Path(kernels.__file__).parent)
     for file in sorted(file for folder in folders for file in folder.iterdir() if file.suffix in (".py", ".c", ".h")):

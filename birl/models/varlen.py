@@ -1,9 +1,9 @@
-"""Attention within the trees of a packed row by one call of PyTorch's FlashAttention, for CUDA.
+"""Attention within the trees of a packed row by one call of PyTorch's FlashAttention, on CUDA.
 
-Queries are the packed row as it is, cut into segments, the nodes of its trees. A node's keys are those of the nodes
-above it and its own, so keys and values are gathered by an index; where no tree branches, nothing is gathered.
-FlashAttention aligns causal masks and windows at the last query and the last key (bottom right) of each segment, which
-is just what a node needs: its query i sees all above it and its own first i + 1 keys.
+Queries are the packed row, cut into segments: the nodes of its trees. A node's keys are those of its ancestors and its
+own, so keys and values are gathered by an index; if no tree branches, nothing is gathered. FlashAttention aligns causal
+masks and windows at the last query and the last key (bottom right) of each segment, which is what a node needs: its
+query i attends to all ancestors and to the node's first i + 1 keys.
 
 Shapes: T packed tokens, H query heads, K key heads, D head size, N gathered keys, S segments.
 """
@@ -22,8 +22,8 @@ from birl.models.fused import launch_sum_copies, on_gpu
 
 @dataclass(frozen=True)
 class Segments:
-    """The arguments of `flash`. starts_q, starts_k: int32 [S + 1]; index: int64 [N], or None for the row as it
-    is. Made once a batch, used by every layer."""
+    """Arguments of `flash`. starts_q, starts_k: int32 [S + 1]; index: int64 [N], or None if keys are not gathered. Made
+    once a batch, used by every layer."""
 
     starts_q: Tensor
     starts_k: Tensor
@@ -33,8 +33,8 @@ class Segments:
     known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def copies(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Which gathered keys are copies of each of so many: those from starts[row] to starts[row + 1] of `order`.
-        order int64 [N], starts int64 [rows + 1]."""
+        """For each of `rows` keys the gathered keys that are copies of it: order[starts[row] : starts[row + 1]]. order
+        int64 [N], starts int64 [rows + 1]."""
         assert self.index is not None
         if rows not in self.known:
             index, order = self.index.sort(stable=True)
@@ -55,8 +55,8 @@ def cut(
     gathered: bool = True,
     places: Tensor | None = None,
 ) -> Segments:
-    """`seen`: of each segment its number of queries, and the tokens that its last one sees, in order. Not `gathered`:
-    they are the row of keys as it is. `places` [T]: where the keys have each token, if not in the row's order."""
+    """`seen`: for each segment its number of queries, and the tokens that its last query attends to, in order. Without
+    `gathered` they are the row's keys unchanged. `places` [T]: index of each token's key, if not in the row's order."""
     queries = [n for n, _ in seen]
     keys = [sum(map(len, ranges)) for _, ranges in seen]
     tokens = [torch.arange(r.start, r.stop) for _, ranges in seen for r in ranges]
@@ -69,7 +69,7 @@ def cut(
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
-    """Query, value [..., D]: can FlashAttention compute it? Not in float32, and no head above 256."""
+    """Query, value [..., D]: whether FlashAttention supports them; not float32, and no head size above 256."""
     size = query.shape[-1]
     return (
         query.is_cuda
@@ -92,9 +92,9 @@ def flash(
     query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int,
     scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """What `torch.nn.attention.varlen.varlen_attn` calls in its turn, without the custom operator around it, whose
-    Python takes longer than the launch; the derivative is PyTorch's own. Masks end with the last query and key."""
-    left = -1 if window is None else window - 1  # `window` counts the query's own place, FlashAttention does not
+    """`torch.nn.attention.varlen.varlen_attn` without its custom operator, whose Python overhead takes longer than the
+    launch; autograd derives it. Masks are aligned at the last query and key."""
+    left = -1 if window is None else window - 1  # `window` includes the query's own position, FlashAttention's does not
     return torch.ops.aten._flash_attention_forward(
         query, key, value, starts_q, starts_k, longest_q, longest_k, 0.0, window is None, return_debug_mask=False,
         scale=scale, window_size_left=left, window_size_right=0,
@@ -102,8 +102,8 @@ def flash(
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by index. The gradient of a row is the float32 sum of all its copies', rounded once: with `index_select`,
-    bfloat16 would be added to bfloat16, once for each branch."""
+    """Rows by index. The gradient of a row is the float32 sum over its copies, rounded once; `index_select` would
+    accumulate in bfloat16, once for each branch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: Segments) -> Tensor:

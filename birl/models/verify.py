@@ -1,4 +1,4 @@
-"""Verification that birl's forward passes compute a model correctly, before it is used."""
+"""Verifies before a model is used that birl's forward passes compute it correctly."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,23 +20,23 @@ from birl.models.shape import Shape
 from birl.models.slots import body_of, computed_by, slots_of, supported
 from birl.models.states import Stretch
 
-BOUND = 1e-3  # nats between two ways to compute a log-prob in float32
-#: nats, mean over the tokens: trained weights amplify the rounding of single tokens (by 1e-3 in a fine-tuned SmolLM2)
+BOUND = 1e-3  # nats, between two implementations of a log-prob in float32
+# nats, mean over the tokens: trained weights amplify the rounding of single tokens (by 1e-3 in a fine-tuned SmolLM2)
 TRAINED = 3e-3
 CAUSES = {
     "by its head": "its hidden states or its logits are changed in a way that birl has no rule for",
     "": "its masks say more than what is passed to its attention, or positions are counted where birl cannot see it",
 }
-ROUNDING = 4.0  # in other types: times what transformers' own forward loses
+ROUNDING = 4.0  # bound for other dtypes: times the error of transformers' own forward
 
 
 def verify(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Refuse an architecture for which birl's forward passes would be silently wrong: states, logit scaling,
-    biases by absolute place, masks that attention does not get. Log-probs of short sequences, packed into one
-    row and one after another over pages of the cache, are compared with those of transformers' own forward, which has
-    its own attention and masks; of this model, and once for each architecture of a small random one with windows
-    shorter than the sequences (`models/twin.py`), which has the tighter bound. For float32 weights; the small one also
-    in `dtype`, the type of the run, which has kernels of its own.
+    """Refuse an architecture that birl's forward passes would compute silently wrong: states, logit scaling, biases by
+    absolute position, masks that attention does not get. Log-probs of short sequences, packed into one row and one
+    after another over pages of the cache, are compared with those of transformers' own forward, which has its own
+    attention and masks; of this model, and once for each architecture of a small random one with windows shorter than
+    the sequences (`models/twin.py`), which has the tighter bound. With float32 weights; the small one also in `dtype`,
+    the run's dtype, which has kernels of its own.
 
     Raises `BirlError`.
     """
@@ -46,9 +46,9 @@ def verify(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
 
 
 def prove(config: Any, device: torch.device, kind: type | None = None, dtype: torch.dtype = torch.float32) -> None:
-    """`verify`'s second half, by a model's config; remembered in the cache. `kind`: the model's class, where a config
-    could mean several."""
-    from birl.models import twin  # once for each architecture: the proof is remembered
+    """The second half of `verify`, by a model's config; the result is cached. `kind`: the model's class, if several
+    classes have this config."""
+    from birl.models import twin  # imported once for each architecture: the proof is cached
 
     try:
         small = twin.twin(config, sees=kind is not None and hasattr(kind, "get_image_features"))
@@ -87,13 +87,13 @@ class Ways:
         self.sequences = [self.ids[p] for p in self.places]
 
     def alone(self) -> Tensor:
-        """By transformers' own."""
+        """By transformers' own forward."""
         with computed_by(self.model, "eager"):
             each = [cast(Any, self.model)(input_ids=s[None], use_cache=False).logits[0].float() for s in self.sequences]
         return torch.cat(each).log_softmax(-1)
 
     def headed(self) -> Tensor:
-        """By birl's head, from the hidden states of transformers' own."""
+        """By birl's head, on the hidden states of transformers' own forward."""
         with computed_by(self.model, "eager"):
             each = [body_of(self.model)(input_ids=s[None], use_cache=False)[0][0] for s in self.sequences]
         return logits(self.model, torch.cat(each)).log_softmax(-1)
@@ -106,7 +106,7 @@ class Ways:
         return torch.cat([rows[p] for p in self.places])
 
     def paged(self) -> Tensor:
-        """Of the first sequence alone."""
+        """Of the first sequence only."""
         return decoded(self.model, self.sequences[0])
 
     @property
@@ -116,7 +116,7 @@ class Ways:
 
 @torch.no_grad()
 def compare(model: nn.Module, tree: Tree, other: Tree, trained: bool = False) -> None:
-    """Raises `BirlError` where a log-prob differs by more than `BOUND`, or those of a token by more than `TRAINED` on
+    """Raise `BirlError` if a log-prob differs by more than `BOUND`, or those of a token by more than `TRAINED` on
     average."""
     bound = TRAINED if trained else BOUND
     kind, ways = type(model).__name__, Ways(model, tree, other)
@@ -149,16 +149,16 @@ def compare(model: nn.Module, tree: Tree, other: Tree, trained: bool = False) ->
 
 @torch.no_grad()
 def compare_rounded(model: nn.Module, tree: Tree, other: Tree, dtype: torch.dtype) -> None:
-    """The same in another type (the model stays in it), whose rounding no constant bounds: what transformers' own
-    forward loses by it is the measure. Mean differences of each token's log-probs from those of the rounded weights in
-    float32; a token may have `ROUNDING` times the largest of transformers'. Where experts are chosen the last bit
-    decides which, so one token in ten is left out of both. Raises `BirlError`."""
+    """`compare` in another dtype (which the model keeps), relative to the rounding error of transformers' own forward,
+    as no constant bounds it. Mean absolute differences of each token's log-probs from those of the rounded weights in
+    float32; a token may have `ROUNDING` times the largest of transformers'. In mixtures of experts the last bit decides
+    routing, so one token in ten is excluded from both. Raises `BirlError`."""
     kind, ways = type(model).__name__, Ways(model, tree, other)
     with supported(kind):
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype).float()
         exact = ways.alone()
-        for parameter in model.parameters():  # not what rotary angles are computed from
+        for parameter in model.parameters():  # but not the buffers that rotary angles are computed from
             parameter.data = parameter.data.to(dtype)
         forget(model)
         spared = 0.1 if Shape.of_model(model).sparse_layers else 0.0
@@ -177,7 +177,7 @@ def compare_rounded(model: nn.Module, tree: Tree, other: Tree, dtype: torch.dtyp
 
 
 def decoded(model: nn.Module, ids: Tensor) -> Tensor:
-    """Log-probs [T, V] of one sequence over the cache: its first two thirds in two pieces, then token by token."""
+    """Log-probs [T, V] of one sequence over the cache: its first two thirds in two chunks, then token by token."""
     device, length = head(model).weight.device, len(ids)
     cache = Cache.make(-(-length // PAGE), slots_of(model), head(model).weight.dtype, device)
     table, rows = [list(reversed(range(len(cache.keys[0]))))], []

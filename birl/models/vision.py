@@ -1,13 +1,13 @@
-"""Pictures in the forward pass: what the vision tower makes of them stands in place of their tokens' embeddings.
+"""Pictures in the forward pass: the vision tower's features replace the embeddings of placeholder tokens.
 
     row       ids of a packed row, with placeholders (`text/pictures.py`) -> ids of the vocabulary, positions, `Seen`
-    Features  of one picture: a row for each placeholder, and rows that are added behind the first layers (DeepStack,
+    Features  of one picture: a row for each placeholder, and rows that are added after the first layers (DeepStack,
               arXiv:2406.04334)
     Seen      the features of all placeholders of a row, and their places
 
-The tower computes each picture once for all sequences of a row that have it: its gradient is the sum of what they send
-back. The language model gets embeddings; its own vision code, which looks for placeholders by their id in the
-vocabulary, would take a placeholder that the model itself has sampled for a picture.
+The tower computes each picture once for all sequences of a row that have it; its gradient is the sum of theirs. The
+language model gets embeddings; its own vision code, which finds placeholders by their id in the vocabulary, would take
+a placeholder that the model itself has sampled for a picture.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,15 +29,15 @@ from birl.text.pictures import FIRST, Pictures, Processed, Span
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """`language`: the attribute of the model's body that is the language model. `axes`: a placeholder's position has
-    three parts, time, height and width (M-RoPE, arXiv:2409.12191). `mutual`: tokens of a picture see
-    one another, later ones too, in "every" layer or in "windowed" ones."""
+    three parts, time, height and width (M-RoPE, arXiv:2409.12191). `mutual`: tokens of a picture attend to each other,
+    also to later ones, in "every" layer or in "windowed" ones."""
 
     language: str = "language_model"
     axes: bool = False
     mutual: str = ""
 
 
-#: names of modules, in any family
+# names of modules in any family
 ATTENTION = {"self_attn", "attn", "attention", "linear_attn", "mixer"}
 #: by model type
 FAMILIES: dict[str, Family] = {
@@ -51,7 +51,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Of one picture or several: rows [P, H], and what is added behind each of the first layers, [P, H] each."""
+    """Features of one picture or several: rows [P, H], and rows to add after each of the first layers, [P, H] each."""
 
     rows: Tensor
     deep: tuple[Tensor, ...] = ()
@@ -71,14 +71,14 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The features that stand at `places` [P] of a row, and which of its tokens see later ones."""
+    """The features at `places` [P] of a row, and which of its tokens attend to later ones."""
 
     places: Tensor
     features: Features
     mutual: Mutual | None = None
 
     def among(self, own: Tensor, count: int) -> "Seen":
-        """What stands at the places `own` [t] of a row of `count` tokens, where it is among these."""
+        """The subset at the places `own` [t] of a row of `count` tokens."""
         place = torch.full((count,), -1, dtype=torch.int64, device=own.device)
         place[own] = torch.arange(len(own), device=own.device)
         places = place[self.places]
@@ -98,28 +98,28 @@ def language_model(model: nn.Module) -> nn.Module | None:
 
 
 def mutual(model: nn.Module, places: Iterable[Sequence[int]]) -> Mutual | None:
-    """The blocks of rows that see one another, of the places in a row of each picture. Marks part a picture's pieces
-    (Gemma 3's pan and scan), which are blocks of their own."""
+    """The blocks of rows that attend to each other; `places`: those of each picture in a row. Marker tokens separate a
+    picture's crops (Gemma 3's pan and scan), which are separate blocks."""
     family, config = family_of(model), cast(Any, model).config.get_text_config()
-    larger = getattr(config, "use_bidirectional_attention", None) == "vision"  # of Gemma 4's, their pictures do
+    larger = getattr(config, "use_bidirectional_attention", None) == "vision"  # Gemma 4's larger models
     if family is None or not (family.mutual == "every" or (family.mutual == "windowed" and larger)):
         return None
     return Mutual(tuple(block for own in places for block in neighbours(own)), family.mutual == "windowed")
 
 
 def neighbours(places: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, count) of each stretch of places that follow one another."""
+    """(first, count) of each run of consecutive places."""
     firsts = [i for i, place in enumerate(places) if not i or places[i - 1] != place - 1]
     return [(places[i], end - i) for i, end in zip(firsts, [*firsts[1:], len(places)], strict=True)]
 
 
 def give(model: nn.Module, pictures: Pictures | None, frozen: bool = False) -> None:
-    """From now on the model finds pictures there. `frozen`: its tower keeps its weights."""
+    """Attach the pictures to the model. `frozen`: its tower is not trained."""
     cast(Any, model).pictures, cast(Any, model).frozen_tower = pictures, frozen
 
 
 def still(model: nn.Module) -> set[str]:
-    """Names of the parameters that keep their values."""
+    """Names of the frozen parameters."""
     result = set(tower(model)) if getattr(model, "frozen_tower", False) else set[str]()
     if getattr(model, "frozen_attention", False):
         result |= {name for name, _ in model.named_parameters() if not ATTENTION.isdisjoint(name.split("."))}
@@ -142,15 +142,15 @@ def tower(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def anchored(model: nn.Module, hidden: Tensor) -> Tensor:
-    """The same, with a gradient of 0 for each weight of a tower that is trained: ranks that split the weights sum the
-    same gradients, whether or not their samples have pictures."""
+    """`hidden`, with a gradient of 0 for each trained weight of the tower: ranks that shard the weights reduce the same
+    gradients, whether or not their samples have pictures."""
     trained = torch.is_grad_enabled() and not still(model)
     own = [p for p in tower(model).values() if p.requires_grad] if trained else []
     return hidden + torch.stack([p.flatten()[0].to(hidden.dtype) for p in own]).sum() * 0 if own else hidden
 
 
 def look(model: nn.Module, pictures: Sequence[Processed]) -> list[Features]:
-    """What the tower makes of each picture. Those whose inputs have one shape are computed together."""
+    """The tower's features of each picture. Pictures whose inputs have one shape are computed together."""
     kind, device = computed_in(cast(Any, model).get_output_embeddings()), next(iter(tower(model).values())).device
     groups: dict[Any, list[int]] = {}
     for i, picture in enumerate(pictures):
@@ -171,7 +171,7 @@ def look(model: nn.Module, pictures: Sequence[Processed]) -> list[Features]:
 
 
 def _seen(model: nn.Module, inputs: dict[str, np.ndarray], device: torch.device) -> list[Any]:
-    """The tower's rows, and what is added behind the first layers."""
+    """The tower's rows, and rows to add after the first layers."""
     body: Any = cast(Any, model).base_model
     names = signature(body.get_image_features).parameters
     given = {name: _tensor(array, device) for name, array in inputs.items() if name in names}
@@ -183,10 +183,10 @@ def _seen(model: nn.Module, inputs: dict[str, np.ndarray], device: torch.device)
 def row(
     model: nn.Module, tokens: Tensor, positions: Tensor, trees: Sequence[Tree]
 ) -> tuple[Tensor, Tensor, Seen | None]:
-    """A packed row, tokens [T] and positions [T] -> tokens of the vocabulary, positions [T] or [3, T], and what is
-    seen."""
+    """A packed row, tokens [T] and positions [T] -> tokens of the vocabulary, positions [T] or [3, T], and the features
+    of its pictures."""
     pictures = pictures_of(model)
-    if (pictures is None and tokens.is_cuda) or not bool((tokens >= FIRST).any()):  # to look would make the host wait
+    if (pictures is None and tokens.is_cuda) or not bool((tokens >= FIRST).any()):  # the check would sync
         return tokens, positions, None
     if pictures is None:
         raise BirlError(f"A row has a picture, and {type(model).__name__} reads text alone. Remove one of the two.")
@@ -204,11 +204,11 @@ def row(
 
 
 class Sight:
-    """The pictures of one prompt of the engine, where they stand, and the positions [3, n] of its tokens (None: they
-    are counted). What is sampled behind goes on from the last one."""
+    """The pictures of one prompt of the engine, their places, and the positions [3, n] of its tokens (None: counted
+    from 0). Positions of sampled tokens continue after the largest."""
 
     def __init__(self, model: nn.Module, prompt: Sequence[int]) -> None:
-        """Raises `BirlError` for a picture that is not there, and where the model sees none."""
+        """Raises `BirlError` for a missing picture, and for a model without a vision tower."""
         pictures, family = pictures_of(model), family_of(model)
         if pictures is None or family is None:
             raise BirlError("The prompt has a picture, and this model reads text alone.")
@@ -225,12 +225,12 @@ class Sight:
         return np.concatenate([known, np.broadcast_to(behind, (3, len(behind)))], axis=1)
 
     def whole(self, start: int, count: int) -> int:
-        """So many tokens from `start` on, about `count`, that none sees a later one that is not among them."""
+        """Number of tokens from `start` on, about `count`, such that none attends to a later one outside of them."""
         ends = [first + n for first, n in self.blocks if first < start + count < first + n]
         return ends[0] - start if count > 0 and ends else count
 
     def within(self, start: int, count: int) -> list[tuple[Processed, list[int], list[int]]]:
-        """Of the tokens from `start` on: each picture, which of its rows are there, and where, counted from `start`."""
+        """Each picture in the `count` tokens from `start` on: its rows there, and their places relative to `start`."""
         result = []
         for span in self.spans:
             own = [(k, p - start) for k, p in enumerate(span.places) if start <= p < start + count]
@@ -245,13 +245,13 @@ def sight(model: nn.Module, prompt: Sequence[int]) -> Sight | None:
 
 
 def plain(tokens: Tensor) -> Tensor:
-    """With 0 for every placeholder: its embedding is not used."""
+    """Replace every placeholder by 0: its embedding is not used."""
     return tokens.masked_fill(tokens >= FIRST, 0)
 
 
 def embedded(model: nn.Module, tokens: Tensor, seen: Seen) -> dict[str, Any]:
-    """What the language model is called with in place of ids [T]. Ranks of tp may share out its rows: `seen` is of this
-    rank's."""
+    """The language model's arguments instead of ids [T]. With tensor parallelism ranks may share the rows: `seen` is
+    this rank's."""
     embeddings = cast(Any, model).get_input_embeddings()(tokens[None])
     rows = seen.features.rows.to(embeddings.dtype)
     result: dict[str, Any] = {"inputs_embeds": embeddings.index_copy(1, seen.places, rows[None])}
@@ -260,15 +260,15 @@ def embedded(model: nn.Module, tokens: Tensor, seen: Seen) -> dict[str, Any]:
         result["visual_pos_masks"] = marks.index_fill(1, seen.places, True)
         result["deepstack_visual_embeds"] = [each.to(embeddings.dtype) for each in seen.features.deep]
     config = cast(Any, model).config.get_text_config()
-    if getattr(config, "hidden_size_per_layer_input", 0):  # Gemma 4: each layer has embeddings of its own
+    if getattr(config, "hidden_size_per_layer_input", 0):  # Gemma 4: each layer has embeddings
         ids = tokens.index_fill(0, seen.places, config.pad_token_id)
         result["per_layer_inputs"] = cast(Any, language_model(model)).get_per_layer_inputs(ids[None])
     return result
 
 
 def axes(count: int, spans: Sequence[Span], start: int = 0) -> np.ndarray:
-    """Positions [3, count] of a sequence: text counts on in all three, a picture's placeholders lie in its grid, and
-    what comes behind goes on from its longer side. `start`: the position of the first."""
+    """Positions [3, count] of a sequence: text increments all three, a picture's placeholders have those of its grid,
+    and the next token continues after its longer side. `start`: position of the first token."""
     result = np.empty((3, count), np.int64)
     place, position = 0, start
     for span in spans:
@@ -284,7 +284,7 @@ def axes(count: int, spans: Sequence[Span], start: int = 0) -> np.ndarray:
 
 
 def tree_axes(positions: Sequence[int], spans: Sequence[Span], trees: Sequence[Tree]) -> np.ndarray:
-    """The same of a packed row [3, T], whose nodes go on where the ones above them ended."""
+    """`axes` of a packed row [3, T]; each node continues after its parent's positions."""
     result, place, left = np.empty((3, len(positions)), np.int64), 0, list(spans)
 
     def piece(size: int, start: int) -> int:
