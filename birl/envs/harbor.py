@@ -41,35 +41,35 @@ PROGRAM = Path(archive.__file__).read_text()
 @dataclass(kw_only=True)
 class Config:
     tasks: str = ""
-    """Folder of task folders for training, or one of them."""
+    """Folder of task folders for training, or a single task folder."""
     validation_tasks: str = ""
-    """The same, held out."""
+    """Folder of task folders for validation, or a single one."""
     turns: Count = 8
-    """Replies; then the tests run. At most env.max_turns count."""
+    """Maximum number of replies; then the tests run. env.max_turns limits it, too."""
     build: Literal["refuse", "skip", "run"] = "refuse"
-    """What becomes of RUN lines of a Dockerfile in the sandbox: refuse (the task) | skip (what they install must be on
-    this machine) | run (as an episode begins, without a network). A container's image is built with them."""
+    """RUN lines of a Dockerfile in the sandbox: refuse (the task) | skip (this machine must have what they install) |
+    run (at the start of each episode, without a network). A container's image is built with them."""
     prove: bool = True
-    """Play each task's own solution before the run; a task whose tests reward it no more than no work is refused."""
+    """Run each task's own solution before the run; refuse a task whose tests reward it no more than doing nothing."""
     seconds: Positive = 30.0
-    """Longest a command may run [s]. The tests have what task.toml says."""
+    """Time limit of a command [s]. The tests have the limit of task.toml."""
     memory_mb: Memory = 1024
-    """Memory of a command, or of a container whose task does not say [MiB]."""
+    """Memory limit of a command, or of a container whose task sets none [MiB]."""
     storage_mb: Count = 64
-    """Files of a task in the sandbox, all together [MiB]."""
+    """Size limit of all files of a task in the sandbox [MiB]."""
     longest: Annotated[int, Field(ge=100)] = 4000
-    """Characters of what a command prints that the model sees."""
+    """Maximum length of a command's output in the prompt [characters]."""
     sandbox: Literal["auto", "zygote", "bubblewrap", "docker", "podman"] = "auto"
-    """Where commands run. auto: in the sandbox that works here; docker, podman: in a container of the task's own image,
-    one for each episode."""
+    """Isolation of commands. auto: the sandbox that works here; docker, podman: one container of the task's image per
+    episode."""
     network: bool = False
-    """Whether containers reach the network, which tests that install packages need. Those of a task whose task.toml
-    forbids it or names hosts never do."""
+    """Allow containers network access, which tests that install packages need. Containers of a task whose task.toml
+    forbids it or names hosts never get it."""
     processes: Literal["end", "keep"] = "end"
-    """What becomes of processes that the model has left in a container when the tests run; keep is for tasks that ask
-    for a server."""
+    """Processes that the model left running in a container when the tests start: end | keep (for tasks that ask for a
+    server)."""
     workers: Whole = 0
-    """Commands that run at once. 0: one for each core."""
+    """Concurrent commands. 0: one per CPU core."""
 
     def __post_init__(self) -> None:
         if self.contained and self.build != "refuse":

@@ -65,8 +65,8 @@ class Mixture:
     @dataclass(kw_only=True)
     class Config:
         parts: list[str] = field(default_factory=list)
-        """Environments, each with its own keys, as in env.parts=['countdown','guess_number high=20 max_turns=6'].
-        Limits (max_turns, timeout, cut_turn) and tools (mcp, ...) that a part does not name are those of env."""
+        """Environments with their keys, as in env.parts=['countdown','guess_number high=20 max_turns=6']. Limits
+        (max_turns, timeout, cut_turn) and tools (mcp, ...) default to those of env."""
 
     @staticmethod
     async def parts(config: Config, env: schema.Env, opened: Callable[[schema.Env], Awaitable["World"]]) -> Parts:

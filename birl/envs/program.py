@@ -38,15 +38,15 @@ OWN = (
 @dataclass
 class Config:
     command: str = ""
-    """What starts the agent, as in a shell: words with quotes, but no variables and no pipes. Files that are named
-    relative to the current folder are resolved."""
+    """Command that starts the agent, with shell quoting but without variables and pipes. File names relative to the
+    current folder are resolved."""
     processes: Count = 16
-    """Agents that run at once; the clock of env.timeout starts with the process."""
+    """Concurrent agents; env.timeout is counted from the start of the process."""
     reward: Literal["any", "printed"] = "any"
-    """Where the reward comes from: any (what was sent to the address, else the last line) | printed (only the last
-    line that the program itself prints: for agents that let the model run commands, which could send a reward)."""
+    """Source of the reward: any (sent to the agent's reward address, else the last printed line) | printed (only the
+    last line that the program itself prints: for agents that let the model run commands, which could send a reward)."""
     pass_environment: list[str] = field(default_factory=list)
-    """Environment variables that agents get beside their own."""
+    """Environment variables that are passed to the agents in addition to their own."""
 
 
 @dataclass(slots=True)

@@ -20,9 +20,9 @@ class Gem:
     @dataclass(kw_only=True)
     class Config(Seeded):
         task: str = "game:GuessTheNumber-v0"
-        """GEM's name of the environment."""
+        """Environment name in GEM."""
         parameters: list[str] = field(default_factory=list[str])
-        """What `gem.make` takes besides: [max_turns=5]."""
+        """Further arguments of `gem.make`: [max_turns=5]."""
 
     @staticmethod
     def shared(config: Config) -> None:

@@ -22,19 +22,18 @@ class Gymnasium:
     @dataclass(kw_only=True)
     class Config(Seeded):
         id: str = "FrozenLake-v1"
-        """Gymnasium's name of the environment; my_package:MyEnv-v0 or my_file.py:MyEnv-v0 imports that
-        before."""
+        """Environment id in Gymnasium; my_package:MyEnv-v0 and my_file.py:MyEnv-v0 import the module first."""
         parameters: list[str] = field(default_factory=list[str])
-        """What `gymnasium.make` takes besides: [is_slippery=false]."""
+        """Further arguments of `gymnasium.make`: [is_slippery=false]."""
         actions: list[str] = field(default_factory=list[str])
-        """Names of the choices, in their order. Empty: they are numbers."""
+        """Names of the discrete actions, in order. Empty: their numbers."""
         instructions: str = ""
         """Text before the first observation."""
         see: str = "auto"
-        """What the model sees: ansi (the environment's own drawing) | value (the observation) | auto (ansi where the
-        environment can draw in text and its observation is no text)."""
+        """Observation for the model: ansi (the environment's text rendering) | value (the observation itself) | auto
+        (ansi if the environment can render text and the observation is not text)."""
         invalid_reward: float = 0.0
-        """For a reply that is no action; the environment does not change then, and the model gets a message."""
+        """Reward of a reply that is not a valid action; the state stays the same, and the model gets a message."""
 
     @staticmethod
     def shared(config: Config) -> bool:

@@ -112,14 +112,14 @@ class OpenEnv:
     @dataclass(kw_only=True)
     class Config(Seeded):
         url: str = ""
-        """Address of a server that runs."""
+        """Address of a running server."""
         command: str = ""
-        """Starts one instead; {port} becomes a free port. It is ended with the run."""
+        """Command that starts a server instead; {port} is replaced by a free port. The server ends with the run."""
         action: str = ""
-        """The field of the action that takes the reply. Empty: its only text field; an action of several fields is
-        the reply itself, as JSON."""
+        """Action field for the reply. Empty: the only text field; for actions with several fields the reply must be
+        JSON."""
         see: str = ""
-        """The field of the observation that the model sees. Empty: its only text field, or all of it as JSON."""
+        """Observation field for the model. Empty: the only text field, or the whole observation as JSON."""
 
     @staticmethod
     async def shared(config: Config) -> Server:

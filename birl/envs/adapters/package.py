@@ -70,9 +70,9 @@ class Seeded(Drawn):
     """Keys of environments whose tasks are seeds."""
 
     validation_rows: Whole = 100
-    """Held-out tasks. No seed is in both."""
+    """Held-out tasks, with other seeds than the training tasks."""
     seed: int = 0
-    """Of the first training task; each task has the next seed."""
+    """Seed of the first training task; each further task has the next seed."""
 
 
 def seeds(config: Seeded, name: str, split: str) -> list[dict[str, Any]]:

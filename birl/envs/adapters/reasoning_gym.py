@@ -19,18 +19,18 @@ class ReasoningGym:
     @dataclass(kw_only=True)
     class Config(Drawn):
         task: str = "chain_sum"
-        """Which kind of problem, as reasoning-gym calls it."""
+        """Dataset name in reasoning-gym."""
         parameters: list[str] = field(default_factory=list[str])
-        """What its configuration takes: [max_terms=3]."""
+        """Parameters of the dataset: [max_terms=3]."""
         validation_rows: Whole = 100
-        """Held-out problems: those that come after the training problems."""
+        """Held-out problems, which follow the training problems."""
         seed: int = 0
-        """Of all problems. A seed and the next one have nearly all problems in common."""
+        """Seed of all problems. Consecutive seeds share nearly all problems."""
         system: str = "simple"
-        """How answers are asked for: one of the package's SYSTEM_PROMPTS (DeepSeekZero, default, simple, direct,
-        chain_of_draft), or a text of your own."""
+        """System prompt: one of the package's SYSTEM_PROMPTS (DeepSeekZero, default, simple, direct, chain_of_draft),
+        or your own text."""
         tag: str = "answer"
-        """The answer is what stands in <answer>...</answer>. Empty: the whole reply."""
+        """Tag of the answer, as in <answer>...</answer>. Empty: the whole reply is the answer."""
 
     @staticmethod
     def shared(config: Config) -> Any:

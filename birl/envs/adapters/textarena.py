@@ -113,9 +113,9 @@ class SelfPlay(Arena):
     @dataclass(kw_only=True)
     class Config(Keys):
         id: str = "TicTacToe-v0"
-        """TextArena's name of the game."""
+        """Game id in TextArena."""
         players: int = 2
-        """How many play."""
+        """Number of players."""
 
     @staticmethod
     def shared(config: Config) -> None:

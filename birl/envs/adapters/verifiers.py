@@ -80,15 +80,16 @@ class Verifiers:
     @dataclass
     class Config:
         task: str = ""
-        """The name of an installed package, or my_env.py. 0.3: what has `load_environment`; 0.4: a taskset."""
+        """Name of an installed package, or my_env.py: with `load_environment` (verifiers 0.3) or a taskset (0.4)."""
         parameters: list[str] = field(default_factory=list[str])
-        """0.3: what `load_environment` takes. 0.4: as for vf-eval behind --env, such as taskset.split=train."""
+        """0.3: arguments of `load_environment`. 0.4: options of vf-eval after --env, such as taskset.split=train."""
         validation: list[str] = field(default_factory=list[str])
-        """0.4: `parameters` that are others for validation, such as taskset.split=test."""
+        """0.4: `parameters` that differ for validation, such as taskset.split=test."""
         rows: Whole = 0
-        """Training rows. 0: all."""
+        """Number of training rows. 0: all."""
         validation_rows: Whole = 100
-        """Rows of its evaluation dataset, if it has one (0.4: see `validation`; else those behind `rows`). 0: all."""
+        """Rows of the evaluation dataset, if there is one (0.4: see `validation`; else the rows after the first
+        `rows`). 0: all."""
 
     @staticmethod
     def shared(config: Config) -> Source:

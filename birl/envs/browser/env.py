@@ -28,46 +28,46 @@ LEFT_OUT = "(a page that is not shown any more)"
 
 @dataclass
 class Keys:
-    """What both benchmarks read."""
+    """Keys of both benchmarks."""
 
     tasks: list[str] = field(default_factory=list)
-    """Names or numbers of tasks. Empty: all."""
+    """Names or numbers of the training tasks. Empty: all."""
     validation_tasks: list[str] = field(default_factory=list)
-    """The same for validation. Empty: those of training."""
+    """Names or numbers of the validation tasks. Empty: those of training."""
     seeds: Count = 100
-    """Different pages of each task in training."""
+    """Number of different pages (seeds) per training task."""
     validation_seeds: Count = 5
-    """Different pages of each task in validation, none of which training has."""
+    """Number of different pages per validation task; none of them is in training."""
     actions: list[str] = field(default_factory=list)
-    """BrowserGym's action sets, such as miniwob_liu18. Empty: the one that fits the benchmark."""
+    """BrowserGym's action sets, such as miniwob_liu18. Empty: the default of the benchmark."""
     describe: Literal["examples", "signatures", "full", "none"] = "examples"
-    """How the prompt lists the actions: examples (one each) | signatures | full (with descriptions) | none."""
+    """Description of the actions in the prompt: examples (one each) | signatures | full (with descriptions) | none."""
     page: Literal["tree", "list"] = "tree"
-    """How a page is shown: tree (BrowserGym's accessibility tree) | list (shorter: one line for each text and each
-    element that reacts, its number right behind its text)."""
+    """Format of a page: tree (BrowserGym's accessibility tree) | list (shorter: one line per text and per interactive
+    element, its number after its text)."""
     max_observation: Count = 4000
-    """Longest page in a prompt [characters]; whole lines are left out at its end."""
+    """Maximum length of a page in a prompt [characters]; whole lines are cut at its end."""
     history: Whole = 0
-    """Newest pages that a prompt shows; older ones are left out, which starts a new Sample each turn. 0: all."""
+    """Number of newest pages in a prompt; leaving out older ones starts a new Sample each turn. 0: all."""
     workers: Count = 2
-    """Browsers, each in a process of its own."""
+    """Browser processes."""
     contexts: Count = 8
-    """Episodes that one browser holds at once, each with its own cookies and pages."""
+    """Concurrent episodes per browser, each with its own cookies and pages."""
     restart_every: Count = 500
-    """Episodes after which a browser is replaced by a new one."""
+    """Episodes after which a browser is restarted."""
     call_timeout: Positive = 60.0
-    """Longest one action, or the opening of a page, may take before the browser is killed [s]."""
+    """Timeout of an action, or of opening a page; then the browser is killed [s]."""
     pre_observation_delay: Amount = 0.02
-    """Wait after an action until the page is looked at [s]. BrowserGym's own is 0.5."""
+    """Delay between an action and the observation of the page [s]. BrowserGym's default is 0.5."""
     screenshots: bool = False
-    """Save a picture of every page that is looked at."""
+    """Save a screenshot of every observed page."""
     screenshot_folder: str = ""
-    """Where: FOLDER/EPISODE-TASK-SEED/000.png. Empty: screenshots/ in the run folder, where `birl view` shows them
-    beside the episode; without a run, in the current one."""
+    """Folder of screenshots, FOLDER/EPISODE-TASK-SEED/000.png. Empty: screenshots/ in the run folder, where `birl view`
+    shows them with the episode; without a run, in the current folder."""
     python: str = ""
-    """Interpreter that has BrowserGym. Empty: .venv-browser, which `make setup-browser` makes."""
+    """Python interpreter with BrowserGym. Empty: .venv-browser, from `make setup-browser`."""
     browser: str = ""
-    """Chromium's program. Empty: the first of chromium-headless-shell, chromium, google-chrome on PATH."""
+    """Chromium executable. Empty: the first of chromium-headless-shell, chromium, google-chrome on PATH."""
 
 
 class Web:
@@ -189,17 +189,17 @@ class WebArena(Web):
     @dataclass
     class Config(Keys):
         seeds: Count = 1
-        """Times that each task is in the training rows; its page is always the same."""
+        """Number of rows per training task; its page is always the same."""
         validation_seeds: Count = 1
-        """The same for validation."""
+        """Number of rows per validation task."""
         max_observation: Count = 16000
-        """Longest page in a prompt [characters]; whole lines are left out at its end."""
+        """Maximum length of a page in a prompt [characters]; whole lines are cut at its end."""
         pre_observation_delay: Amount = 0.5
-        """Wait after an action until the page is looked at [s]."""
+        """Delay between an action and the observation of the page [s]."""
         verified: bool = False
-        """WebArena-Verified's tasks and evaluators, which need no language model, instead of WebArena's."""
+        """Use WebArena-Verified's tasks and evaluators, which need no language model, instead of WebArena's."""
         hosts: list[str] = field(default_factory=list)
-        """host:port that pages may load from, beside the sites themselves."""
+        """Further hosts, as host:port, that pages may load from, besides the sites themselves."""
 
     @classmethod
     def benchmark_of(cls, config: Any) -> str:

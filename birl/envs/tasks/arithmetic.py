@@ -30,11 +30,11 @@ class Arithmetic(SingleTurn):
         largest: Annotated[int, Field(ge=2)] = 9
         """Largest operand; the smallest is 1."""
         operations: Signs = field(default_factory=lambda: ["+", "*"])
-        """Which of + - * are asked for. Differences are never negative."""
+        """Operations, of + - *. Differences are never negative."""
         rows: Count = 800
         """Training tasks."""
         validation_rows: Whole = 100
-        """Held-out tasks. No problem is in both, whatever its wording and the order of its operands."""
+        """Held-out tasks. No problem is in both splits, regardless of wording and order of operands."""
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:

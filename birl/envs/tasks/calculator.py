@@ -22,7 +22,7 @@ class Calculator(Tooled):
     @dataclass(kw_only=True)
     class Config(Turns):
         digits: Annotated[int, Field(ge=1, le=12)] = 4
-        """Digits of the largest operands."""
+        """Number of digits of the largest operands."""
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:

@@ -21,15 +21,15 @@ class Code(SingleTurn):
     @dataclass(kw_only=True)
     class Config(Sandboxed):
         partial: bool = False
-        """Whether the reward is the share of tests that pass."""
+        """Reward the share of passed tests. False: 1 if all tests pass, else 0."""
         tests: Count = 5
-        """Tests of each problem."""
+        """Tests per problem."""
         seconds: Positive = 2.0
-        """Longest a test may run [s]."""
+        """Time limit of a test [s]."""
         rows: Count = 100
         """Training tasks; there are about 120."""
         validation_rows: Whole = 20
-        """Held-out tasks. No problem with its numbers and letters is in both."""
+        """Held-out tasks. No problem with the same numbers and letters is in both splits."""
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:

@@ -24,17 +24,17 @@ class Countdown(SingleTurn):
         count: Annotated[int, Field(ge=2, le=8)] = 3
         """How many numbers are given."""
         largest: Annotated[int, Field(ge=2)] = 20
-        """Largest of them; the smallest is 1."""
+        """Largest given number; the smallest is 1."""
         target: Count = 100
         """Largest target."""
         use: Literal["exactly_once", "at_most_once"] = "exactly_once"
-        """How often each number is used."""
+        """How often each number must or may be used."""
         partial: Decay = 0.0
-        """Reward of an expression that uses the numbers as asked and misses the target."""
+        """Reward of an expression that uses the numbers correctly but misses the target."""
         rows: Count = 2000
         """Training tasks."""
         validation_rows: Whole = 100
-        """Held-out tasks. No numbers with their target are in both, in whatever order."""
+        """Held-out tasks. No set of numbers with its target is in both splits, in any order."""
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:

@@ -24,17 +24,17 @@ class GuessNumber:
         high: int = 16
         """Largest number."""
         turns: Count = 5
-        """Guesses; enough of them to halve the range each time. At most env.max_turns count."""
+        """Maximum number of guesses; must suffice for bisection. env.max_turns limits it, too."""
         wasted: Amount = 0.1
-        """Penalty of a guess that contradicts earlier hints, or is no number."""
+        """Penalty of a guess that contradicts earlier hints or is not a number."""
         example: bool = True
-        """Show one game before. A small model then answers with a number and nothing else from the start."""
+        """Show an example game first, so that a small model answers with only a number from the start."""
         remind: bool = True
-        """Say with each answer which numbers are left."""
+        """List the remaining numbers in each answer."""
         rows: Count = 240
         """Training tasks."""
         validation_rows: Whole = 40
-        """Held-out tasks, evenly through the range."""
+        """Held-out tasks, spread evenly over the range."""
 
         def __post_init__(self) -> None:
             size = self.high - self.low + 1

@@ -23,13 +23,13 @@ class LetterCounting(SingleTurn):
         longest: Annotated[int, Field(ge=5)] = 12
         """Longest word [letters]."""
         absent: Share = 0.1
-        """Share of questions about a letter that the word does not have."""
+        """Share of questions about a letter that is not in the word."""
         spelled: bool = False
-        """Whether the word is shown letter by letter too. Tokens hide letters, and few small models can spell."""
+        """Also show the word letter by letter. Tokens hide letters, and few small models can spell."""
         rows: Count = 300
         """Training tasks."""
         validation_rows: Whole = 100
-        """Held-out tasks. No word is in both."""
+        """Held-out tasks. No word is in both splits."""
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:

@@ -31,7 +31,7 @@ class Drawn:
     rows: Count = 1000
     """Training tasks."""
     validation_rows: Whole = 100
-    """Held-out tasks. No problem is in both."""
+    """Held-out tasks. No problem is in both splits."""
     seed: int = 0
     """Seed of the tasks."""
 

@@ -16,13 +16,13 @@ Memory = Annotated[int, Field(ge=32)]  # MiB; less holds no interpreter
 @dataclass(kw_only=True)
 class Sandboxed(Drawn):
     seconds: Positive = 5.0
-    """Longest a program may run [s]."""
+    """Time limit of a program [s]."""
     memory_mb: Memory = 256
-    """Memory of a program [MiB]."""
+    """Memory limit of a program [MiB]."""
     sandbox: Literal["auto", "zygote", "bubblewrap", "landlock", "process", "modal"] = "auto"
-    """Where programs run (docs/sandbox.md). auto: the best that works here."""
+    """Sandbox for programs (docs/sandbox.md). auto: the best that works here."""
     workers: Whole = 0
-    """Programs that run at once. 0: one for each core."""
+    """Concurrent programs. 0: one per CPU core."""
 
     @property
     def limits(self) -> Limits:

@@ -53,12 +53,12 @@ class Search:
     @dataclass(kw_only=True)
     class Config:
         corpus: str = ""
-        """JSON Lines file of passages, each with `title` and `text`. Empty: about 150 on an invented country, which
-        come with questions of their own; for another file data.train has the questions."""
+        """JSON Lines file of passages with `title` and `text`. Empty: about 150 built-in passages on an invented
+        country, with questions; for another file, data.train holds the questions."""
         passages: Count = 3
-        """How many passages a search gives at most."""
+        """Maximum number of passages per search result."""
         turns: Replies = 6
-        """Replies; then the episode ends without an answer. At most env.max_turns count."""
+        """Maximum number of replies; then the episode ends without an answer. env.max_turns limits it, too."""
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:

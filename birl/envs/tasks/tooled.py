@@ -12,7 +12,7 @@ from birl.types import Conversation, Feedback, Message, Task, ToolCall
 @dataclass(kw_only=True)
 class Turns(Drawn):
     turns: Replies = 4
-    """Replies; then the episode ends without an answer. At most env.max_turns count."""
+    """Maximum number of replies; then the episode ends without an answer. env.max_turns limits it, too."""
 
 
 def text_tool(name: str, about: str, argument: str, what: str) -> dict[str, Any]:
