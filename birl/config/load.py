@@ -39,6 +39,7 @@ Section = TypeVar("Section")
 
 FOLDERS = ("run", "resume", "output")  # in these ~ is the user's home: no folder of that name is created
 NULL = ("null", "Null", "NULL", "~", "None", "???")  # null in YAML, Python and OmegaConf
+ONE_MARK = re.compile(r"\[([^\[\],'\"=]+)\]")  # [END], [/INST]
 EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
@@ -249,6 +250,11 @@ def _given(doc: Doc, setting: Setting) -> str | list[Any]:
         )
     if setting.exact and several:
         return [value] if value else []
+    if doc.key == "rollout.stop" and not setting.exact and (mark := ONE_MARK.fullmatch(value)):
+        raise BirlError(
+            f"{setting.source}: is a list of one text, and could be a text in brackets. Write {doc.key}={mark[1]} for "
+            f"{mark[1]}, or '{doc.key}=[\"{value}\"]' for {value}."
+        )
     quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if not setting.exact and (quoted or (several and value.startswith("["))):
         value = _parse(setting, value, literal=doc.type == "str")

@@ -16,6 +16,7 @@ MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]')  # a text, which may hold br
 LONG = re.compile(rb"\d{20}")
 WHOLE = re.compile(rb'"(?:[^"\\]|\\.)*"?|(?<![\w.+-])-?\d{20,}(?![\d.eE])')  # a text, or an integer
 EXACT = re.compile(rb"(?<![\w.+-])-?\d{16,}(?![\w.])")  # an integer that a float may round
+OLD_MAC = re.compile(rb"(?<=\r)(?!\n)")  # behind a line end of old Macs, as Excel's "CSV (Macintosh)" has it
 CSV_FIELD_LIMIT = 2**31 - 1  # characters; Python's own limit of 128 Ki is too small for long solutions
 
 
@@ -161,7 +162,8 @@ def parse_csv(path: Path) -> Iterator[dict[str, str]]:
     """Yield rows with all values as text. The file needs one header line, and each row as many fields as that."""
     csv.field_size_limit(max(csv.field_size_limit(), CSV_FIELD_LIMIT))
     with open_regular(path) as file:
-        reader = csv.reader((_decode(line, path, i) for i, line in enumerate(file, 1)), strict=True)
+        lines = (line for some in file for line in OLD_MAC.split(some) if line)
+        reader = csv.reader((_decode(line, path, i) for i, line in enumerate(lines, 1)), strict=True)
         try:
             header = next(reader, [])
             check_columns(path, len(header))

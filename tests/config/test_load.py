@@ -230,6 +230,7 @@ def test_a_section_lists_its_keys():
         ("data.system_prompt=~", ["no key can be null"]),
         ("seed=", ["takes a whole number"]),
         ("validation.k=[true]", ["takes a list", "list[int]"]),
+        ("rollout.stop=[END]", ["rollout.stop=END for END", """'rollout.stop=["[END]"]' for [END]"""]),
         ("data.train=[[a]]", ["takes a list", "list[str]"]),
         ("rollout.prompts=1,2", ["--multirun"]),
         ("data.train=a,b", ["data.train=[a,b]", "--multirun"]),

@@ -145,6 +145,19 @@ def test_text_that_looks_like_something_else_stays_as_it_is(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_line_ends_of_csv(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(end.join(["prompt,answer", f'"two{end}lines",007', "one,08", ""]).encode())
+    assert list(read(str(path))) == [
+        {"prompt": f"two{end}lines", "answer": "007"},
+        {"prompt": "one", "answer": "08"},
+    ]
+    path.write_bytes(end.join(["prompt,answer", "one,2", "one,2,3"]).encode())
+    with pytest.raises(BirlError, match="line 3: 3 fields, but the header has 2"):
+        read(str(path))
+
+
 def test_digits_with_zeros_in_front_are_no_number(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("prompt,answer,level\n3 in binary,0011,1\n6 in binary,110,0\nten,1010,10\n")
