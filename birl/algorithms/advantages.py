@@ -1,8 +1,7 @@
 """Rewards -> advantages, one number an episode. Pure functions on 1-D float tensors [E]; the dtype follows the input.
 
-`group` says which prompt an episode belongs to (int64, 0..G-1); a failed episode is not in the input at all, so it is
-in no baseline. Standard deviations are the population's (divided by n), so a group of one has 0 and not NaN. Every
-function takes E = 0.
+`group`: the prompt of each episode (int64, 0..G-1); failed episodes are not in the input, so they are in no baseline.
+Standard deviations are the population's (divided by n), so a group of one has 0 and not NaN. E may be 0.
 """
 
 from math import comb, sqrt
@@ -29,8 +28,8 @@ def centre(
     - "greedy": reward of the greedy answer to i's prompt (ReMax arXiv:2310.10505)
     - "none": 0
 
-    rewards [E], group [E], lengths [E] for "optimal", greedy [G] for "greedy" -> [E]. Equal rewards give exactly 0
-    under the first four. Raises ValueError for an unknown baseline, or when lengths or greedy are needed and absent.
+    rewards [E], group [E], lengths [E] for "optimal", greedy [G] for "greedy" -> [E]. Equal rewards give exactly 0 with
+    the first four. Raises ValueError for an unknown baseline, or if lengths or greedy are needed and missing.
     """
     if baseline == "none":
         return rewards.clone()
@@ -62,17 +61,16 @@ def scale(advantages: Tensor, group: Tensor, by: str, *, rewards: Tensor | None 
     - "none": 1 (Dr. GRPO arXiv:2503.20783)
     - "group": standard deviation of A in i's group + EPS (GRPO arXiv:2402.03300 section 4.1)
     - "batch": standard deviation of all A + EPS (REINFORCE++ arXiv:2501.03262; with its baseline, A is r - mean of the
-      group, so that what tells the prompts apart is not in it)
-    - "rewards": standard deviation of all rewards + EPS (Lite PPO arXiv:2508.08221, as its authors' ROLL and TRL have
-      it)
-    - "mean": mean reward of i's group; where it is not above 0, the result is 0 (MaxRL arXiv:2602.02710, which has
+      group, so that differences between prompts are not in it)
+    - "rewards": standard deviation of all rewards + EPS (Lite PPO arXiv:2508.08221, as in its authors' ROLL and in TRL)
+    - "mean": mean reward of i's group; if it is not above 0, the result is 0 (MaxRL arXiv:2602.02710, which has
       rewards of 0 and 1)
 
-    The result is 0, too, where A_i is more than 1 / EPS deviations: a batch of equal rewards, which no baseline takes
-    away, says nothing about its answers and must not be multiplied by a million.
+    The result is also 0 if A_i is more than 1 / EPS deviations: a batch of equal rewards, without a baseline that
+    subtracts them, has no information about its answers and must not be multiplied by a million.
 
     advantages [E], group [E], rewards [E] for "rewards" and "mean" -> [E]. Raises ValueError for an unknown divisor, or
-    where rewards are needed and absent.
+    if rewards are needed and missing.
     """
     if by == "none":
         return advantages
@@ -93,8 +91,8 @@ def scale(advantages: Tensor, group: Tensor, by: str, *, rewards: Tensor | None 
 
 
 def rewards_to_go(rewards: Tensor, discount: float) -> Tensor:
-    """G_t = r_t + discount G_{t+1}: what a turn and those after it earned (the return of Sutton and Barto, eq. 3.9; for
-    turn-level credit cf. arXiv:2505.11821).
+    """G_t = r_t + discount G_{t+1}: return of a turn and those after it (Sutton and Barto, eq. 3.9; for turn-level
+    credit cf. arXiv:2505.11821).
 
     rewards [T], one for each turn of an episode -> [T].
     """
@@ -106,7 +104,7 @@ def rewards_to_go(rewards: Tensor, discount: float) -> Tensor:
 
 def gdpo(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:
     """A_i = (S_i - mean S) / (std S + EPS), S_i = sum_k w_k (r_ik - mean_k) / (std_k + EPS) with the mean and deviation
-    of reward k in i's group (GDPO arXiv:2601.05242: each reward is normalised by itself, then the sum over the batch).
+    of reward k in i's group (GDPO arXiv:2601.05242: each reward is normalised separately, then the sum over the batch).
 
     parts [E, K]: the K rewards of each episode, NaN from one that does not judge it; group [E]; weights [K] -> [E].
     """
@@ -121,11 +119,11 @@ def gdpo(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:
 def pass_at_k(rewards: Tensor, group: Tensor, k: int) -> Tensor:
     """A+ = (1 - R) / s and A- = (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s with R = 1 - C(m, k) / C(n, k), s =
     sqrt(R (1 - R)); n answers in the group, m of them wrong (Pass@k training arXiv:2508.10751 eq. 11-15, the analytic
-    version: the mean, over all sets of k answers an answer is in, of the set's normalised reward). Where s = 0 all
+    version: the mean, over all sets of k answers that contain an answer, of the set's normalised reward). If s = 0 all
     advantages of the group are 0.
 
-    rewards [E] of 0 and 1, group [E] -> [E]. Nothing is added to s. A group of fewer than k, of which the others have
-    failed, has no such set: its advantages are 0. Raises ValueError for other rewards.
+    rewards [E] of 0 and 1, group [E] -> [E]. Nothing is added to s. A group of fewer than k, because others failed, has
+    no such set: its advantages are 0. Raises ValueError for other rewards.
     """
     if not bool(((rewards == 0) | (rewards == 1)).all()):
         raise ValueError("pass@k training needs rewards of 0 and 1")
@@ -144,9 +142,9 @@ def pass_at_k(rewards: Tensor, group: Tensor, k: int) -> Tensor:
 
 def length_penalty(lengths: Tensor, correct: Tensor, group: Tensor) -> Tensor:
     """l_i = 0.5 - (n_i - min n) / (max n - min n) over i's group; a right answer gets l_i, a wrong one min(0, l_i); 0
-    where all lengths are equal (Kimi k1.5 arXiv:2501.12599 section 2.3.3). To be added to the reward.
+    if all lengths are equal (Kimi k1.5 arXiv:2501.12599 section 2.3.3). To be added to the reward.
 
-    lengths [E], correct [E] bool, group [E] -> [E], float32 where the lengths are integers.
+    lengths [E], correct [E] bool, group [E] -> [E], float32 if the lengths are integers.
     """
     lengths = _floating(lengths)
     shortest = _group_min(lengths, group)
@@ -170,8 +168,8 @@ def group_mean(values: Tensor, group: Tensor) -> Tensor:
 
 
 def _from_mean(values: Tensor, group: Tensor) -> Tensor:
-    """values_i - mean of i's group. Distances from the group's smallest value are averaged, so equal values give
-    exactly 0: a remainder of rounding would be blown up when it is divided by the deviation."""
+    """values_i - mean of i's group. Distances from the group's smallest value are averaged, so that equal values give
+    exactly 0: dividing by the deviation would amplify a rounding error."""
     above = values - _group_min(values, group)
     return above - group_mean(above, group)[group]
 
@@ -181,7 +179,7 @@ def _over(advantages: Tensor, deviation: Tensor) -> Tensor:
 
 
 def _deviation(values: Tensor) -> Tensor:
-    """Standard deviation of all. [E] -> []"""
+    """Standard deviation of all values. [E] -> []"""
     return _from_mean(values, torch.zeros(len(values), dtype=torch.int64, device=values.device)).square().mean().sqrt()
 
 

@@ -1,10 +1,10 @@
-"""Off-policy corrections: weights and masks for tokens that other weights, or another program, sampled. [N] tensors as
-in surrogates.py, no gradient.
+"""Off-policy corrections: weights and masks for tokens that were sampled with other weights, or by another program. [N]
+tensors as in surrogates.py, no gradient.
 
-log_ratio = proximal_logp - behaviour_logp: the proximal policy is what the surrogate's ratio starts from (the learner's
-log-probs before the step), the behaviour policy is what sampled (the engine's log-probs). `importance` multiplies the
-loss; masks say which tokens are kept (True: kept), rejections which are not (True: rejected). A masked token stays in
-the denominator.
+log_ratio = proximal_logp - behaviour_logp: the proximal policy is the denominator of the surrogate's ratio (the
+learner's log-probs before the step), the behaviour policy is the one that sampled (the engine's log-probs).
+`importance` multiplies the loss; masks are True for kept tokens, rejections for rejected ones. A masked token still
+counts in the denominator.
 """
 
 from collections.abc import Callable
@@ -50,14 +50,14 @@ def importance(log_ratio: Tensor, sample: Tensor, *, level: str, mode: str, low:
 
 
 def second_moment_mask(log_ratio: Tensor, advantages: Tensor, limit: float) -> Tensor:
-    """M_t = 0 for the fewest, largest log_ratio_t^2 whose absence brings the mean of log_ratio^2 over the rest of T to
-    <= limit (M2PO arXiv:2510.01161 algorithm 1, limit 0.04 there).
+    """M_t = 0 for the fewest, largest log_ratio_t^2 without which the mean of log_ratio^2 over the rest of T is <=
+    limit (M2PO arXiv:2510.01161 algorithm 1, limit 0.04 there).
 
     T are the tokens a PPO clip could bind: A > 0 and ratio > 1, or A < 0 and ratio < 1; all others are kept and not in
-    the mean. When even the smallest of T is above the limit, all of T goes. The paper's log_ratio is that of the
+    the mean. If even the smallest of T is above the limit, all of T are masked. The paper's log_ratio is that of the
     weights being trained against the behaviour. Of equal values the later ones are kept. [N], [N] -> [N] bool, True:
-    kept. AReaL applies it to all tokens and always keeps one; the authors' code bounds ratios (docs/papers.md). Give
-    all tokens of the step: the mean is a batch's.
+    kept. AReaL applies it to all tokens and always keeps one; the authors' code bounds ratios (docs/papers.md). Pass
+    all tokens of the step: the mean is over the batch.
     """
     log_ratio = log_ratio.detach()
     binding = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
@@ -65,7 +65,7 @@ def second_moment_mask(log_ratio: Tensor, advantages: Tensor, limit: float) -> T
     moment, order = log_ratio[where].double().square().sort(descending=True, stable=True)
     rest = moment.flip(0).cumsum(0).flip(0) / torch.arange(len(moment), 0, -1, device=moment.device)
     keep = torch.ones_like(binding)
-    keep[where[order[rest > limit]]] = False  # the mean of what is left only falls, so these are the first ones
+    keep[where[order[rest > limit]]] = False  # the remaining mean only falls, so these are the first ones
     return keep
 
 
@@ -73,7 +73,7 @@ def rejected_by_divergence(log_ratio: Tensor, sample: Tensor, advantages: Tensor
     """R_t = 1/|o| sum_t (exp(l_t) - l_t - 1) > limit, l = log_ratio: the mean k3 estimate of KL(behaviour || proximal)
     of the token's sample.
 
-    Whole samples, whatever their advantage (the argument is there so that both rejections are called alike). [N] x 3 ->
+    Rejects whole samples, whatever their advantage (the argument makes both rejections' signatures equal). [N] x 3 ->
     [N] bool, True: rejected.
     """
     bounded = log_ratio.detach().clamp(max=LOG_LIMIT)
@@ -81,11 +81,11 @@ def rejected_by_divergence(log_ratio: Tensor, sample: Tensor, advantages: Tensor
 
 
 def rejected_off_policy(log_ratio: Tensor, sample: Tensor, advantages: Tensor, *, limit: float) -> Tensor:
-    """R_t = A_t < 0 and 1/|o| sum_t -log_ratio_t > limit: a bad answer the policy has moved away from teaches nothing
-    more (DeepSeek-V3.2 arXiv:2512.02556 eq. 9, off-policy sequence masking).
+    """R_t = A_t < 0 and 1/|o| sum_t -log_ratio_t > limit: rejects bad answers that the policy has moved away from
+    (DeepSeek-V3.2 arXiv:2512.02556 eq. 9, off-policy sequence masking).
 
-    The paper's mean is of log(pi_old / pi_theta): pi_old what sampled, pi_theta the weights being trained. [N] x 3 ->
-    [N] bool, True: rejected.
+    The paper's mean is of log(pi_old / pi_theta): pi_old the sampling policy, pi_theta the weights being trained. [N] x
+    3 -> [N] bool, True: rejected.
     """
     return (advantages < 0) & (-segment_mean(log_ratio.detach(), sample) > limit)
 
@@ -94,13 +94,13 @@ REJECTIONS: dict[str, Callable[..., Tensor]] = {"divergence": rejected_by_diverg
 
 
 def proximal(behaviour: Tensor, current: Tensor, versions: Tensor, now: int | Tensor) -> Tensor:
-    """a_t behaviour_t + (1 - a_t) current_t, a_t = 1 / d_t with d_t = now - versions_t, and a_t = 0 where d_t = 0
-    (A-3PO arXiv:2512.06547: log-linear interpolation by staleness, in place of a forward pass).
+    """a_t behaviour_t + (1 - a_t) current_t, a_t = 1 / d_t with d_t = now - versions_t, and a_t = 0 if d_t = 0 (A-3PO
+    arXiv:2512.06547: log-linear interpolation by staleness, instead of a forward pass).
 
     behaviour [N] log-probs at sampling, current [N] those of the weights being trained, versions [N] int64 of the
     weights that sampled each token, now: the version being trained -> [N] without gradient. At d = 1 it is the
     behaviour policy. AReaL has behaviour, not current, at d = 0. Raises ValueError for a version above a `now` that is
-    a number; a tensor [] is not looked at, which would wait for its device.
+    a number; a tensor [] is not compared, which would sync with its device.
     """
     staleness = now - versions
     if isinstance(now, int) and bool((staleness < 0).any()):

@@ -1,9 +1,9 @@
 """Parts of an algorithm by name, or `my_file.py:my_function`, with their options bound and checked.
 
 A surrogate is `f(logp, old_logp, advantages, sample, *, options) -> Surrogate`, an advantage is `f(rewards, group, *,
-options) -> advantages`. An option is read by its name: among the tensors of the step (`ref_logp`, `entropy`, `group`,
-`lengths`, ...), among the keys of `algorithm` (`clip_low`, ...), or in the list of `name=value` beside the function's
-key. Missing, unknown and mistyped options are reported before the run begins.
+options) -> advantages`. Options are resolved by name: from the tensors of the step (`ref_logp`, `entropy`, `group`,
+`lengths`, ...), the keys of `algorithm` (`clip_low`, ...), or the list of `name=value` in the function's `_args` key.
+Missing, unknown and mistyped options are reported before the run begins.
 """
 
 import inspect
@@ -71,7 +71,7 @@ def _split(key: str, word: str) -> tuple[str, str]:
 
 
 def _read(key: str, parameter: inspect.Parameter, value: str) -> Any:
-    """Parse by the type of the parameter's default, else of its annotation, else as a number if it is one."""
+    """Parse by the type of the parameter's default, else by its annotation, else as a number if it is one."""
     default: Any = parameter.default
     wanted: Any = parameter.annotation
     if default is not parameter.empty:

@@ -1,9 +1,9 @@
 """Divergences of the learner's next-token distribution q from a teacher's p, over all tokens of the vocabulary, or over
 the teacher's k most likely tokens and one bucket for the rest.
 
-A function gives, for each token (or bucket) v, its term of the value and flow_v = q_v dD/dq_v. The value is the sum of
-the terms, and its derivative by the learner's logit of v is flow_v - q_v sum(flow): q = softmax(logits). So neither
-pass needs more than a piece of the vocabulary at once. Log-probs [..., V] -> [..., V]; the dtype follows the input.
+A function returns, for each token (or bucket) v, its term of the value and flow_v = q_v dD/dq_v. The value is the sum
+of the terms, and its derivative with respect to the learner's logit of v is flow_v - q_v sum(flow): q =
+softmax(logits). So both passes can go over the vocabulary in pieces. Log-probs [..., V] -> [..., V]; the dtype is kept.
 """
 
 from collections.abc import Callable

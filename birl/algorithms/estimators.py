@@ -1,6 +1,6 @@
 """Advantage estimators by name: rewards [E] and the group of each [E] -> one advantage for each episode [E].
 
-What else an estimator needs (`TENSORS`, options of the algorithm) it names among its parameters.
+Further inputs of an estimator (`TENSORS`, options of the algorithm) are keyword parameters.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from birl.algorithms import advantages as estimate
 
-BY_TOKEN = ("returns", "gae", "turn_gae")  # one advantage a token: `Credit` makes them
+BY_TOKEN = ("returns", "gae", "turn_gae")  # one advantage a token: computed by `Credit`
 
 
 def relative(rewards: Tensor, group: Tensor, *, lengths: Tensor, greedy: Tensor, baseline: str, scale_rewards: str):
@@ -52,4 +52,4 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "best_and_worst": best_and_worst,
     "zero": zero,
 }
-TENSORS = ("lengths", "greedy", "parts", "weights", "right")  # what an advantage may ask for by name
+TENSORS = ("lengths", "greedy", "parts", "weights", "right")  # tensors that an advantage may take by name

@@ -1,5 +1,5 @@
 """Monte-Carlo estimators of KL(policy || reference) from log-probs of sampled tokens (Schulman 2020,
-http://joschu.net/blog/kl-approx.html), and the coefficient that weighs them. [N] -> [N], differentiable in logp."""
+http://joschu.net/blog/kl-approx.html), and controllers of its coefficient. [N] -> [N], differentiable in logp."""
 
 from dataclasses import dataclass
 
@@ -40,9 +40,9 @@ def corrected(estimate: Tensor, logp: Tensor, old_logp: Tensor) -> Tensor:
 
     The gradient goes through the estimate AND through w. Tokens come from the old policy, so the expectation of w k is
     sum_v pi(v) k(v) = KL for k1 and k3, and only the derivative of that whole sum is the KL's: sum_v pi k d(log pi) +
-    pi dk. With w held fixed the second term alone is left, for k3 the gradient of KL(reference || policy). TRL
-    (`use_bias_correction_kl`) does not hold it fixed either. On-policy w is 1, and its gradient matters still. All [N].
-    w's logarithm is cut at LOG_LIMIT.
+    pi dk. With w held fixed only the second term remains, for k3 the gradient of KL(reference || policy). TRL
+    (`use_bias_correction_kl`) does not hold it fixed either. On-policy w is 1, but its gradient still matters. All [N].
+    w's logarithm is clamped at LOG_LIMIT.
     """
     return (logp - old_logp).clamp(max=LOG_LIMIT).exp() * estimate
 
@@ -71,8 +71,7 @@ class AdaptiveKL:
     horizon: int
 
     def update(self, kl: float, episodes: int) -> None:
-        """kl: what was measured on `episodes` episodes. Raises ValueError where the step could bring coef to 0 or
-        below."""
+        """kl: as measured on `episodes` episodes. Raises ValueError if the step could make coef 0 or negative."""
         if 0.2 * episodes >= self.horizon:
             raise ValueError(f"a horizon of {self.horizon} is too short for {episodes} episodes a step")
         error = min(max(kl / self.target - 1, -0.2), 0.2)

@@ -4,7 +4,7 @@ from math import comb, sqrt
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the chance that at least one of k answers, drawn from n without replacement, is right
+    """1 - C(n - c, k) / C(n, k): probability that at least one of k answers, drawn from n without replacement, is right
     (Codex, arXiv:2107.03374 eq. 1)."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} answers to a prompt, there are {n}")
@@ -12,7 +12,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval of a proportion (95 % for z = 1.96): holds for small n and near 0 and 1."""
+    """Wilson's score interval of a proportion (95 % for z = 1.96): valid for small n and near 0 and 1."""
     if n == 0:
         return 0.0, 1.0
     p = successes / n

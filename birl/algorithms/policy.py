@@ -1,5 +1,5 @@
-"""The policy loss of one micro-batch, put together from independent parts: surrogate, correction, KL, entropy,
-denominator, figures."""
+"""The policy loss of one micro-batch, composed of independent parts: surrogate, correction, KL, entropy, denominator,
+figures."""
 
 from collections.abc import Callable
 
@@ -30,11 +30,11 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """sum_t weight_t (factor_t L_t + kl_coef KL_t + held_coef held_t |logp_t - old_logp_t| - entropy_coef H_t).
 
-    All [N]; the weights hold the global denominator. `surrogate` gives L_t. `factor`: what an off-policy correction or
-    a mask multiplies the surrogate with; None: 1. `held` (bool): tokens that are held back towards the old policy
-    (KL-Cov), by `held_coef` or that of each [N]. `kl_from`: the sampler's log-probs, where KL_t is weighed by the ratio
-    to them. Returns the scalar loss and [N] figures: ratio, clip_fraction, entropy, gap (|logp - old_logp|), and kl
-    with a reference.
+    All [N]; the weights include the global denominator. `surrogate` returns L_t. `factor`: multiplies the surrogate,
+    from an off-policy correction or a mask; None: 1. `held` (bool): tokens with a penalty towards the old policy
+    (KL-Cov), by `held_coef`, a number or [N]. `kl_from`: the sampler's log-probs, if KL_t is weighted by the ratio to
+    them. Returns the scalar loss and [N] figures: ratio, clip_fraction, entropy, gap (|logp - old_logp|), and kl with a
+    reference.
     """
     result = surrogate(logp, old_logp, advantages, sample)
     per_token = result.loss if factor is None else result.loss * factor

@@ -2,7 +2,7 @@
 caller takes the mean.
 
 c = logp_chosen - ref_logp_chosen and r = logp_rejected - ref_logp_rejected: log-ratios of whole answers, sums over the
-answer's tokens unless the docstring says mean. s is the sigmoid. The dtype follows the input, and P = 0 is fine.
+answer's tokens unless the docstring says mean. s is the sigmoid. The dtype follows the input, and P = 0 is allowed.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from birl.algorithms.surrogates import LOG_LIMIT, Surrogate
 
 def dpo(c: Tensor, r: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
     """-(1 - e) log s(beta (c - r)) - e log s(-beta (c - r)), e = label_smoothing (DPO arXiv:2305.18290 eq. 7; with e >
-    0 conservative DPO, https://ericmitchell.ai/cdpo.pdf: labels are wrong with chance e). [P], [P] -> [P]. Raises
+    0 conservative DPO, https://ericmitchell.ai/cdpo.pdf: labels are wrong with probability e). [P], [P] -> [P]. Raises
     ValueError for e outside [0, 0.5).
     """
     _check_smoothing(label_smoothing)
@@ -29,8 +29,8 @@ def dpo(c: Tensor, r: Tensor, *, beta: float, label_smoothing: float = 0.0) -> T
 def ipo(c: Tensor, r: Tensor, *, beta: float) -> Tensor:
     """((c - r) - 1 / (2 beta))^2   (IPO arXiv:2310.12036 eq. 17, tau there is beta here). [P], [P] -> [P].
 
-    The paper's log-ratios are those of whole answers, sums. TRL's `loss_type="ipo"` gives means over tokens to the same
-    formula; for that, give means.
+    The paper's log-ratios are those of whole answers, sums. TRL's `loss_type="ipo"` uses means over tokens in the same
+    formula; for that, pass means.
     """
     return ((c - r) - 1 / (2 * beta)).square()
 
@@ -88,10 +88,10 @@ def orpo(mean_c: Tensor, mean_r: Tensor, *, beta: float) -> Tensor:
     """-beta log s(log odds_c - log odds_r), odds = p / (1 - p), p = exp(mean log-prob) (ORPO arXiv:2403.07691 eq. 7;
     beta is the paper's lambda in eq. 6).
 
-    The odds-ratio part only: eq. 6 adds the NLL of the chosen answer, which is the caller's (birl: the mean over each
-    chosen answer's tokens, then over pairs; TRL: over all tokens of the batch). mean_c, mean_r [P]: MEAN
-    log-prob of an answer's tokens, below 0; at 0 the odds are infinite, so it is taken as the number next to 0 that the
-    dtype can tell apart. -> [P].
+    The odds-ratio part only: eq. 6 adds the NLL of the chosen answer, which the caller adds (birl: the mean over each
+    chosen answer's tokens, then over pairs; TRL: over all tokens of the batch). mean_c, mean_r [P]: MEAN log-prob of an
+    answer's tokens, below 0; at 0 the odds are infinite, so it is replaced by the largest negative number of the dtype.
+    -> [P].
     """
     return -beta * logsigmoid(_log_odds(mean_c) - _log_odds(mean_r))
 
@@ -122,8 +122,8 @@ def online_dpo(
     both (online DPO arXiv:2402.04792; DPO arXiv:2305.18290 eq. 7).
 
     The chosen answer of a group has a positive advantage, the rejected one a negative; there is one of each. With
-    weights 1 / (answers x own tokens), the sum over all tokens is the mean over pairs. [N] each. Raises ValueError
-    where a group has no such pair in this call, or more than one.
+    weights 1 / (answers x own tokens), the sum over all tokens is the mean over pairs. [N] each. Raises ValueError if a
+    group has no such pair in this call, or more than one.
     """
     first = starts(sample)
     gained = totals(logp - ref_logp, sample)
@@ -151,8 +151,8 @@ def _log_odds(logp: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """A loss, and what it is given: `mean` log-probs of a token without a reference, or sums against one; answers in
-    pairs, or each `alone` with its label. `nll`: its coefficient of the chosen answer's NLL; None: the caller's."""
+    """A loss and its inputs: `mean` log-probs of a token without a reference, or sums relative to one; answers in
+    pairs, or each `alone` with its label. `nll`: coefficient of the chosen answer's NLL; None: set by the caller."""
 
     loss: Callable[..., Tensor]
     mean: bool = False

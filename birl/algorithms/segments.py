@@ -1,8 +1,8 @@
 """Segment sums and means over a sample's trained tokens, broadcast back to them: the only place where the tokens of a
 sample are combined.
 
-`sample` [N] int64 says which sample each token belongs to. A sample's tokens lie together; its number may be anything,
-as a micro-batch holds some of the samples. Every function takes N = 0.
+`sample` [N] int64: the sample of each token. A sample's tokens are contiguous; its number is arbitrary, as a
+micro-batch has only some of the samples. Every function accepts N = 0.
 """
 
 import torch
@@ -36,7 +36,7 @@ def totals(values: Tensor, sample: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, sample: Tensor) -> Tensor:
-    """sum_t values_t of the token's sample. [N], [N] -> [N], differentiable in values. Never waits for the device."""
+    """sum_t values_t of the token's sample. [N], [N] -> [N], differentiable in values. Never syncs with the device."""
     position = positions(sample)
     return torch.zeros_like(values).index_add(0, position, values)[position]
 

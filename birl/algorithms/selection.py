@@ -1,6 +1,6 @@
-"""Which tokens are trained, or held back, to keep the entropy up. [N] tensors as in surrogates.py, no gradient.
+"""Selection of tokens to train, or to hold back, to keep the entropy up. [N] tensors as in surrogates.py, no gradient.
 
-All of these rank tokens against each other: give all tokens of the step, before it is cut into micro-batches.
+All of these rank tokens against each other: pass all tokens of the step, before it is split into micro-batches.
 """
 
 from math import ceil, floor
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1e-9  # share * N is not exact: 0.07 * 100 is 7.000000000000001
-SAME = 1e-5  # nats that one state's entropy differs by where other micro-batches compute it
+SAME = 1e-5  # nats, difference of one state's entropy when it is computed in other micro-batches
 
 
 def top_entropy(entropy: Tensor, share: float) -> Tensor:
     """H_t >= tau, tau the ceil(share N)-th largest entropy (80/20, arXiv:2506.01939: the policy gradient of the top 20
     % of all tokens).
 
-    Tokens with tau's entropy but for rounding (`SAME`) are all in, as the first tokens of all answers to a prompt: the
-    count is above ceil(share N) by at most the number of tokens that tie there, less one. So the result does not depend
-    on the order of the tokens, nor on what is computed with what. share 0: none, 1: all. [N] -> [N]
-    bool, True: trained. TRL takes an interpolated quantile as tau. Raises ValueError for a share outside [0, 1].
+    Tokens whose entropy equals tau up to rounding (`SAME`) are all included, e.g. the first tokens of all answers to a
+    prompt: the count exceeds ceil(share N) by at most the number of tokens that tie there, minus one. So the result
+    does not depend on the order of the tokens, nor on the micro-batches. share 0: none, 1: all. [N] -> [N] bool, True:
+    trained. TRL takes an interpolated quantile as tau. Raises ValueError for a share outside [0, 1].
     """
     count = ceil(_checked(share) * len(entropy) - ROUNDING)
     if count <= 0:
@@ -28,8 +28,8 @@ def top_entropy(entropy: Tensor, share: float) -> Tensor:
 
 
 def covariance(logp: Tensor, advantages: Tensor) -> Tensor:
-    """(logp_t - mean logp) (A_t - mean A) (arXiv:2505.22617 section 4.2): a token's part in how fast the entropy falls.
-    [N], [N] -> [N]."""
+    """(logp_t - mean logp) (A_t - mean A) (arXiv:2505.22617 section 4.2): a token's contribution to the decrease of the
+    entropy. [N], [N] -> [N]."""
     if not len(logp):
         return logp.detach()
     logp = logp.detach()
@@ -55,7 +55,7 @@ def kl_cov(cov: Tensor, *, share: float) -> Tensor:
     """The floor(share N) tokens of largest cov_t (KL-Cov arXiv:2505.22617 section 4.2): the tokens that get a KL
     penalty to the old policy.
 
-    Of equal values the earlier ones are in. [N] -> [N] bool, True: penalised. verl takes at least one token. Its
+    Of equal values the earlier ones are taken. [N] -> [N] bool, True: penalised. verl takes at least one token. Its
     penalty is coef |logp - old_logp| on top of -ratio A, as in `kl.absolute`.
     """
     count = floor(_checked(share) * len(cov) + ROUNDING)

@@ -1,11 +1,11 @@
 """Per-token policy losses. Pure functions on packed 1-D float tensors [N]: trained tokens of all samples, one sample
 after another.
 
-They know nothing of masks, packing or denominators: the weights hold those, and the loss is `(surrogate.loss *
-weights).sum()`. Where all tokens of a sample weigh the same, that sum is the paper's objective. All take `(logp,
-old_logp, advantages, sample)`: logp has the gradient, `sample` [N] says which sample a token belongs to. w_t =
-exp(logp_t - old_logp_t). On-policy (old_logp = logp) the gradient of each is REINFORCE's: -A_t for token t. The dtype
-follows the input, and N = 0 is fine.
+They are independent of masks, packing and denominators: the weights include those, and the loss is `(surrogate.loss *
+weights).sum()`. If all tokens of a sample have the same weight, that sum is the paper's objective. All take `(logp,
+old_logp, advantages, sample)`: logp has the gradient, `sample` [N] is the sample of each token. w_t = exp(logp_t -
+old_logp_t). On-policy (old_logp = logp) the gradient of each is REINFORCE's: -A_t for token t. The dtype follows the
+input, and N = 0 is allowed.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from birl.algorithms.segments import segment_mean
 
-# logp - old_logp above this is cut to it, gradient too: exp overflows float32 at 88, and 0 * inf would be NaN.
+# logp - old_logp is clamped to this, gradient too: exp overflows float32 at 88, and 0 * inf would be NaN.
 LOG_LIMIT = 20.0
 
 
 class Surrogate(NamedTuple):
     loss: Tensor  # [N]
-    ratio: Tensor  # [N] what the loss weighs the token with, before any clip (gmpo: after it); no gradient
+    ratio: Tensor  # [N] factor of the token in the loss, before any clip (gmpo: after it); no gradient
     clipped: Tensor  # [N] bool: the bound is active. The token has no gradient; in cispo it has one, of bounded weight
 
 
@@ -36,7 +36,7 @@ def clip(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> Surrogate:
-    """L_t = -min(w_t A_t, clip(w_t, 1 - low, 1 + high) A_t), and at most -c A_t where A_t < 0, with c = dual_clip (PPO
+    """L_t = -min(w_t A_t, clip(w_t, 1 - low, 1 + high) A_t), and at most -c A_t if A_t < 0, with c = dual_clip (PPO
     arXiv:1707.06347 eq. 7; dual clip arXiv:1912.09729 eq. 5).
 
     high > low is DAPO's clip-higher (arXiv:2503.14476). dual_clip 0 is off; a value in (0, 1], or below 0, raises
@@ -73,8 +73,8 @@ def gmpo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, sample: Tensor, *, clip_low: float, clip_high: float
 ) -> Surrogate:
     """L_t = -A_t g_t, g_t = sg[g] e^{b_t} / sg[e^{b_t}], g = exp(1/|o| sum_t b_t), b_t = min(logp_t - old_logp_t, high)
-    where A_t >= 0 and max(logp_t - old_logp_t, -low) where A_t < 0 (GMPO arXiv:2507.20673: geometric mean of the token
-    ratios, each clipped on the side its advantage asks for).
+    if A_t >= 0 and max(logp_t - old_logp_t, -low) if A_t < 0 (GMPO arXiv:2507.20673: geometric mean of the token
+    ratios, each clipped on the side of its advantage's sign).
 
     clip_low and clip_high are LOG units: the paper's range (e^-0.4, e^0.4) is 0.4 and 0.4. The paper writes one loss
     for a sequence, -A g; here each token has that value and its own share of the gradient, so with equal weights in a
@@ -109,10 +109,10 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Surrogate:
-    """L_t = -4/tau sigmoid(tau (w_t - 1)) A_t, tau = tau_positive where A_t > 0, else tau_negative (SAPO
+    """L_t = -4/tau sigmoid(tau (w_t - 1)) A_t, tau = tau_positive if A_t > 0, else tau_negative (SAPO
     arXiv:2511.20347).
 
-    A soft gate in place of a clip: the gradient's weight is 4 p (1 - p) w_t with p the sigmoid, 1 on-policy. `clipped`
+    A soft gate instead of a clip: the gradient's weight is 4 p (1 - p) w_t with p the sigmoid, 1 on-policy. `clipped`
     is all False.
     """
     ratio = _ratio(logp, old_logp)
@@ -139,12 +139,12 @@ def importance(logp: Tensor, old_logp: Tensor, advantages: Tensor, sample: Tenso
 def dppo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, sample: Tensor, *, divergence: str = "tv", threshold: float
 ) -> Surrogate:
-    """L_t = -M_t w_t A_t, M_t = 0 where A_t (w_t - 1) > 0 and D_t > threshold, else 1 (DPPO arXiv:2602.04879, binary
+    """L_t = -M_t w_t A_t, M_t = 0 if A_t (w_t - 1) > 0 and D_t > threshold, else 1 (DPPO arXiv:2602.04879, binary
     approximation).
 
     D_t compares the sampled token with all others: p = exp(old_logp), q = exp(logp); "tv": |p - q|; "kl": p log(p/q) +
-    (1-p) log((1-p)/(1-q)). A masked token has loss 0. verl writes the same gradient as -M sg[min(w, c)] A logp, with
-    c = 3 by its configuration (1e4 in the authors' script) and a threshold for each direction; here c is e^20. Raises
+    (1-p) log((1-p)/(1-q)). A masked token has loss 0. verl writes the same gradient as -M sg[min(w, c)] A logp, with c
+    = 3 by its configuration (1e4 in the authors' script) and a threshold for each direction; here c is e^20. Raises
     ValueError for another divergence.
     """
     ratio = _ratio(logp, old_logp)

@@ -1,5 +1,5 @@
-"""How certain a mean over prompts is, and a difference of two over the same prompts; and how far two raters of the same
-items agree."""
+"""Confidence intervals of means over prompts, tests of differences over the same prompts, and agreement of two raters
+of the same items."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import product
@@ -14,11 +14,11 @@ Indices = NDArray[np.int64]
 
 AT_ONCE = 2**20  # numbers that are drawn at once
 EXACT = 13  # differences up to which all signs are tried
-FEWEST = 2  # values that say something about how much they vary
+FEWEST = 2  # least number of values with a measurable spread
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean of one value a prompt: Wilson's where all are 0 or 1, else by `bootstrap`."""
+    """95 % interval of the mean of one value a prompt: Wilson's if all are 0 or 1, else by `bootstrap`."""
     binary = all(value in (0, 1) for value in values)
     return wilson(sum(values), len(values)) if binary else bootstrap(values)
 
@@ -36,9 +36,9 @@ def bootstrap(values: Sequence[float], draws: int = 2000) -> tuple[float, float]
 
 
 def sign_flips(differences: Sequence[float], draws: int = 10_000) -> float:
-    """Two-sided p of paired differences under "each could as well have had the other sign" (Fisher's randomisation
-    test): the share of sign patterns whose |sum| is at least as large. All patterns of up to 13 differences that are
-    not 0, else `draws` random ones and the observed one."""
+    """Two-sided p of paired differences under the hypothesis that all signs are random (Fisher's randomisation test):
+    the share of sign patterns whose |sum| is at least as large. All patterns for up to 13 differences that are not 0,
+    else `draws` random ones and the observed one."""
     given = np.asarray([d for d in differences if d], np.float64)
     if not len(given):
         return 1.0
@@ -54,7 +54,7 @@ def sign_flips(differences: Sequence[float], draws: int = 10_000) -> float:
 
 
 def _rows(draws: int, n: int) -> Iterator[int]:
-    """Parts of `draws` rows of `n` numbers, none of more than `AT_ONCE` numbers unless one row is."""
+    """Split `draws` rows of `n` numbers into chunks of at most `AT_ONCE` numbers, but at least one row."""
     most = max(AT_ONCE // n, 1)
     while draws:
         rows = min(most, draws)
@@ -73,7 +73,7 @@ def ranks(values: Sequence[float] | Floats) -> Floats:
 
 
 def spearman(a: Sequence[float] | Floats, b: Sequence[float] | Floats) -> float:
-    """Pearson's correlation of the ranks (Spearman 1904). NaN where one of them is constant."""
+    """Pearson's correlation of the ranks (Spearman 1904). NaN if one of them is constant."""
     x, y = ranks(a), ranks(b)
     x, y = x - x.mean(), y - y.mean()
     scale = float(np.sqrt((x @ x) * (y @ y)))
@@ -81,8 +81,8 @@ def spearman(a: Sequence[float] | Floats, b: Sequence[float] | Floats) -> float:
 
 
 def kappa(a: Sequence[Hashable], b: Sequence[Hashable]) -> float:
-    """(observed agreement - chance's) / (1 - chance's), from the raters' own frequencies (Cohen 1960). NaN where both
-    give the same label to everything."""
+    """(observed agreement - chance's) / (1 - chance's), from the raters' own frequencies (Cohen 1960). NaN if both give
+    the same label to everything."""
     n = len(a)
     observed = sum(x == y for x, y in zip(a, b, strict=True)) / n
     chance = sum(sum(x == label for x in a) * sum(y == label for y in b) for label in set(a)) / n**2
@@ -90,8 +90,8 @@ def kappa(a: Sequence[Hashable], b: Sequence[Hashable]) -> float:
 
 
 def ordered(a: Sequence[float] | Floats, b: Sequence[float] | Floats) -> float:
-    """The share of the pairs that differ in `a` which `b` orders alike; a tie in `b` counts half. NaN without such a
-    pair.
+    """The share of the pairs that differ in `a` which `b` orders alike; a tie in `b` counts half. NaN if there is no
+    such pair.
 
     Example: ordered([1.0, 0.0, 0.0], [0.9, 0.2, 0.9]) == 0.75
     """

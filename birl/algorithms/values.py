@@ -1,8 +1,8 @@
-"""The critic's side of PPO: rewards and values of tokens -> advantages, returns, and the critic's loss. [N] tensors as
-in surrogates.py; the dtype follows the input. Advantages and returns are targets: they carry no gradient.
+"""PPO's critic: rewards and values of tokens -> advantages, returns, and the critic's loss. [N] tensors as in
+surrogates.py; the dtype follows the input. Advantages and returns are targets without gradient.
 
-A sample's next token is its next TRAINED token: what a tool or a user wrote in between is no step. All of a sample must
-be in one call.
+A sample's next token is its next TRAINED token: tokens of a tool or a user in between are not steps. All of a sample
+must be in one call.
 """
 
 import torch
@@ -15,7 +15,7 @@ from birl.algorithms.segments import ends, positions, segment_sum, starts, total
 def token_rewards(earned: Tensor, kl: Tensor, coef: float) -> Tensor:
     """r_t = e_t - coef kl_t, e_t the score at an answer's last token   (arXiv:1909.08593 eq. 2, arXiv:2203.02155).
 
-    earned [N]: what each token earned, 0 but at the end of a turn; kl [N] (k1 for the papers' penalty) -> [N] without
+    earned [N]: reward of each token, 0 except at the end of a turn; kl [N] (k1 for the papers' penalty) -> [N] without
     gradient.
     """
     return earned.detach() + kl_rewards(kl, coef).to(earned.dtype)
@@ -89,16 +89,16 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
         return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
     moved = values - old_values
     bounded = (old_values + moved.clamp(-clip, clip) - returns).square()
-    clipped = ((bounded > plain) & (moved.abs() > clip)).detach()  # within the bound both are equal but for rounding
+    clipped = ((bounded > plain) & (moved.abs() > clip)).detach()  # within the bound both are equal up to rounding
     return 0.5 * torch.where(clipped, bounded, plain), clipped
 
 
 def whiten(x: Tensor, *, shift_mean: bool = True) -> Tensor:
     """(x - mean) / (std + EPS), plus mean without shift_mean.
 
-    The statistics are the population's over all that is given: give all tokens of the step, before it is cut into
-    micro-batches. verl divides by sqrt(var + 1e-8) with the sample variance. Equal values give 0 (or the mean),
-    as does one value. [N] -> [N].
+    The statistics are the population's over all inputs: pass all tokens of the step, before it is split into
+    micro-batches. verl divides by sqrt(var + 1e-8) with the sample variance. Equal values give 0 (or the mean), as does
+    one value. [N] -> [N].
     """
     if not len(x):
         return x

@@ -178,7 +178,7 @@ def begin_states(model: nn.Module, cache: Cache, place: int, page: int) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Notes the first operation that a graph cannot contain: one that copies a value to the host, or from it to the
+    """Records the first operation that a graph cannot contain: one that copies a value to the host, or from it to the
     device, or whose result's size depends on values."""
 
     def __init__(self, device: torch.device) -> None:
@@ -208,7 +208,7 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def watched_syncs(device: torch.device) -> Iterator[list[warnings.WarningMessage]]:
-    """Record the synchronisation warnings of CUDA within the block."""
+    """Context that records CUDA's synchronisation warnings."""
     with warnings.catch_warnings(record=True) as noted:
         if device.type != "cuda" or not torch.cuda.is_available():
             yield []

@@ -1,9 +1,9 @@
 """Page allocator of the KV cache: free pages, reference counts, and prefix caching. Numbers only, no tensors.
 
 A full page is identified by its tokens and the page before it, and so by every token up to its end: tokens are
-compared, not hashes of them. It stays known after its last user has ended, until it is evicted: least recently used
-first, and of a sequence the last page first. So the page before a known one is known too, and a page number identifies
-one prefix.
+compared, not hashes of them. It remains known after its last user has ended, until it is evicted: least recently used
+first, and within a sequence the last page first. So the page before a known one is known too, and a page number
+identifies one prefix.
 """
 
 import heapq

@@ -1,10 +1,10 @@
 """Top-k, top-p and min-p: the support that a token is sampled from.
 
-The tokens of a row are ranked by logit / temperature, equal ones by their ids. The first `top_k` are kept; of these
-each before which less than `top_p` of their mass lies, so one always remains; of these all with at least `min_p` times
-the highest probability. The kept tokens are a prefix of the ranking. `restrict` sorts, and is the definition; on a GPU
-the end of the prefix is searched (`birl/models/sample_kernels.py`): `launch_sample`, whose kernels read the logits
-once, then two numbers of each chunk of them, and the few chunks that can hold kept tokens at each step of the search.
+The tokens of a row are ranked by logit / temperature, equal ones by their ids. The first `top_k` are kept; of these all
+tokens before which less than `top_p` of their mass lies, so one always remains; of these all with at least `min_p`
+times the highest probability. The kept tokens are a prefix of the ranking. `restrict` sorts, and is the definition; on
+a GPU the end of the prefix is searched (`birl/models/sample_kernels.py`): `launch_sample`, whose kernels read the
+logits once, then two numbers of each chunk, and the few chunks that can hold kept tokens at each step of the search.
 """
 
 from collections.abc import Sequence

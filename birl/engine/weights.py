@@ -1,7 +1,7 @@
-"""The weights of an engine that has its own: replaced in place, all of them or none, and never without a proof.
+"""The weights of an engine with weights of its own: replaced in place, all or none, and always verified by digests.
 
-stage   read the new tensors beside the old ones, compare names, shapes, types and digests
-swap    copy them over the old ones (compute thread, between two steps), and digest what is there then
+stage   read the new tensors beside the old ones, compare names, shapes, dtypes and digests
+swap    copy them over the old ones (compute thread, between two steps), and compute the digests of the result
 """
 
 from collections.abc import Mapping, Sequence

@@ -20,8 +20,8 @@ IDLE = 10.0  # seconds that an idle thread waits for work
 
 
 class Threads:
-    """A pool of at most `most` busy daemon threads, started when needed. Unlike with `ThreadPoolExecutor`, a thread
-    that hangs does not keep the program from ending nor, after its caller has gone, take up a place."""
+    """A pool of at most `most` busy daemon threads, started when needed. Unlike with `ThreadPoolExecutor`, a hanging
+    thread does not keep the program from ending, nor occupies a slot after its caller has gone."""
 
     def __init__(self, most: int, name: str) -> None:
         self.most, self.name = most, name
@@ -39,7 +39,7 @@ class Threads:
         return future
 
     def leave(self, future: Future) -> None:
-        """Its caller stopped waiting: if it is running, another thread may take its place."""
+        """Called if the caller stopped waiting: if it is running, another thread may take its slot."""
         with self.changed:
             if future in self.working:
                 self.left.add(future)
@@ -67,7 +67,7 @@ class Threads:
             del taken, future, work
 
     def _take(self) -> tuple[Future, Callable[[], Any]] | None:
-        """The next work; None after an idle time."""
+        """The next work item; None after an idle time."""
         with self.changed:
             self.idle += 1
             result = self.changed.wait_for(lambda: self.waiting, IDLE)

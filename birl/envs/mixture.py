@@ -59,8 +59,8 @@ class Parts:
 
 
 class Mixture:
-    """A task's column `env` names the environment that plays it. The tasks of each environment are a set of their own,
-    for `data.weights` and for figures."""
+    """A task's column `env` names its environment. The tasks of each environment are a separate set, for `data.weights`
+    and for figures."""
 
     @dataclass(kw_only=True)
     class Config:

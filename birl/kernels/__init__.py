@@ -1,15 +1,14 @@
-"""Kernels for the CPU, in C: compiled on first use, kept in the cache.
+"""CPU kernels, in C: compiled on first use, and cached.
 
-PyTorch's operators for a decoder layer cost more than its matrix products once there are only a few dozen rows, and
-none promises bit-identical results for a row in another batch. These do (see `common.h`), and the engine and the
-learner both use them. Where there is no C compiler, or the model's shape does not fit, everything runs on PyTorch's
-operators.
+PyTorch's operators for a decoder layer cost more than its matrix products if there are only a few dozen rows, and none
+guarantees bit-identical results for a row in another batch. These do (see `common.h`), and the engine and the learner
+both use them. If there is no C compiler, or they do not support the model's shape, PyTorch's operators are used.
 
     kernels = birl.kernels.load(torch.bfloat16, head_dim=64)     # None if they are not available; why: `problem()`
 
-All tensors are contiguous unless a stride is passed. Each method checks types, shapes and indexes once a call, before
-its kernel runs, and raises `BirlError` for what would lead the kernel out of memory. T rows, H hidden size, I inner
-size, D head size, V vocabulary.
+All tensors are contiguous unless a stride is passed. Each method checks dtypes, shapes and indexes once a call, before
+its kernel runs, and raises `BirlError` for arguments that would let the kernel access memory out of bounds. T rows, H
+hidden size, I inner size, D head size, V vocabulary.
 """
 
 import ctypes
@@ -39,11 +38,11 @@ from birl.kernels.tensors import (
     require,
 )
 
-ROUND, KEEP, ADD, HALVES, SWIGLU = 0, 1, 2, 3, 4  # what gemm does with its float32 sums (layers.h)
+ROUND, KEEP, ADD, HALVES, SWIGLU = 0, 1, 2, 3, 4  # how gemm writes its float32 sums (layers.h)
 
 
 class Kernels(Checks):
-    """The functions of one compiled library. `dtype` is the type of weights and activations."""
+    """The functions of one compiled library. `dtype`: of weights and activations."""
 
     def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype, head_dim: int) -> None:
         self.lib, self.dtype, self.head_dim = lib, dtype, head_dim
@@ -66,7 +65,7 @@ class Kernels(Checks):
         self, x: Tensor, weight: Tensor, rstd: Tensor, grad_h: Tensor, grad_x: Tensor, rounded: Tensor | None = None
     ) -> Tensor:
         """Add the norm's gradient to grad_x [T, H] float32, and return the weight's; `rounded` receives the new grad_x
-        in this type."""
+        in the kernels' dtype."""
         self._norm(x, weight, rstd)
         expect(grad_h, self.dtype, *x.shape)
         expect(grad_x, torch.float32, *x.shape)
@@ -94,7 +93,7 @@ class Kernels(Checks):
         return y
 
     def swiglu_backward(self, gate_up: Tensor, grad_y: Tensor) -> Tensor:
-        """gate_up becomes its own gradient. Returns the forward result, which was not kept."""
+        """gate_up is overwritten by its gradient. Returns the recomputed forward result."""
         rows, width = grad_y.shape
         expect(grad_y, self.dtype, rows, width)
         expect(gate_up, self.dtype, rows, 2 * width)
@@ -110,8 +109,9 @@ class Kernels(Checks):
         into: PackedWeight | None = None,
         halves: bool = False,
     ) -> PackedWeight:
-        """Weights [N_i, K] below one another, for products with their transpose; `transposed`: with themselves. `into`:
-        an earlier result of the same shape, to use its memory. `halves` is for two weights of 16 n rows (gemm.c)."""
+        """Weights [N_i, K], concatenated along N, packed for products with their transpose; `transposed`: with
+        themselves. `into`: an earlier result of the same shape, whose memory is reused. `halves` is for two weights of
+        16 n rows (gemm.c)."""
         sizes = [w.shape[0] for w in weights]
         inner = weights[0].shape[1]
         for weight in weights:
@@ -133,8 +133,8 @@ class Kernels(Checks):
         return PackedWeight(data, rows, columns, halves)
 
     def encode(self, weights: Sequence[Tensor], into: PackedWeight | None = None, halves: bool = False) -> PackedWeight:
-        """`pack` in int8, of weights [N_i, K] with N_i a multiple of 16 and K of 32: what `quantized.rounded`
-        gives. Products with it are computed as with those weights in bfloat16, with the same bits."""
+        """`pack` in int8, of weights [N_i, K] with N_i a multiple of 16 and K of 32, as `quantized.rounded` returns
+        them. Products have the same bits as with those weights in bfloat16."""
         inner = weights[0].shape[1]
         multiple(inner, BLOCK)
         for weight in weights:
@@ -151,7 +151,7 @@ class Kernels(Checks):
         return PackedWeight(data, rows, inner, halves)
 
     def outer(self, grad: Tensor, x: PackedWeight, into: Tensor, add: bool) -> None:
-        """into [N, K] float32 (+)= grad' x, the gradient of a weight: grad [T, N], rows may be apart, x [T, K] packed
+        """into [N, K] float32 (+)= grad' x, the gradient of a weight: grad [T, N] with any row stride, x [T, K] packed
         transposed."""
         expect(grad, self.dtype, x.columns, len(into), apart=True)
         expect(into, torch.float32, len(into), x.rows, apart=True)
@@ -164,7 +164,7 @@ class Kernels(Checks):
         )
 
     def gemm(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
-        """x W' + bias: [T, K] -> [T, N], or added to `add_to` [T, N] float32. Rows of x may be apart."""
+        """x W' + bias: [T, K] -> [T, N], or added to `add_to` [T, N] float32. x may have any row stride."""
         require(not weight.halves or (bias is None and add_to is None), "halves and a bias, or a sum")
         mode = ADD if add_to is not None else HALVES if weight.halves else ROUND
         y = torch.empty(x.shape[0], weight.rows, dtype=self.dtype) if add_to is None else add_to
@@ -217,7 +217,7 @@ class Kernels(Checks):
         scale: float,
         window: int = 0,
     ) -> None:
-        """Write the gradients by query, key and value into `grads`, which have their shapes and strides."""
+        """Write the gradients of query, key and value into `grads`, which have their shapes and strides."""
         self._heads(query, key, value)
         self._heads(*grads, like=query)
         rows, heads, _ = query.shape
@@ -283,8 +283,8 @@ class Kernels(Checks):
     ) -> None:
         """All layers in one call: x [T, H] float32 in place. `layers` [layers, 9] int64 addresses (gemm_stack.c),
         `where` the tensors of `Paged` (pages, places, table, lengths, starts, shared), `sizes` H, I, heads, kv_heads,
-        `total` the number of pages in the cache. `apart`: every row belongs to another sequence. `codes`: `CODES`
-        where all weights are in int8, else 0.
+        `total` the number of pages in the cache. `apart`: every row belongs to a different sequence. `codes`: `CODES`
+        if all weights are in int8, else 0.
         """
         hidden, inner, heads, kv_heads = sizes
         wide = max(hidden, heads * self.head_dim)
@@ -339,8 +339,8 @@ class Kernels(Checks):
         grad_entropy: Tensor | None,
         first: int,
     ) -> Tensor:
-        """Gradient by the logits of the tokens first, first + 1, ...: tokens are rows, [V, N] -> [V, N] in this type, N
-        padded to 32 with zeros."""
+        """Gradient of the logits of the tokens first, first + 1, ...: tokens are rows, [V, N] -> [V, N] in the kernels'
+        dtype, N padded to 32 with zeros."""
         vocabulary, count = logits.shape
         expect(logits, torch.float32, vocabulary, count)
         expect(targets, torch.int64, count)
@@ -380,7 +380,7 @@ class Kernels(Checks):
 
 
 def _sums(rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Memory for figures of the cells [rows, cells] and, two of each, of the stretches [2, rows, stretches]."""
+    """Memory for one number per cell [rows, cells], and two per stretch [2, rows, stretches]."""
     cells, stretches = -(-vocabulary // CELL), -(-vocabulary // STRETCH)
     return torch.empty(rows, cells, dtype=torch.float32), torch.empty(2, rows, stretches, dtype=torch.float32)
 

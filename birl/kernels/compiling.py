@@ -1,4 +1,4 @@
-"""Kernels are compiled once for each source, compiler and processor, and kept in the cache."""
+"""Compiles the kernels, once for each source, compiler and processor, into a cache."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ FLAGS = ["-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility
 
 
 def problem() -> str:
-    """Reason why there are no kernels on this machine; empty if there are. Raises `BirlError` for a wrong BIRL_ISA."""
+    """Reason why this machine has no kernels; empty if it has. Raises `BirlError` for an invalid BIRL_ISA."""
     if os.environ.get("BIRL_KERNELS", "1") == "0":
         return "switched off by BIRL_KERNELS=0"
     if not sys.platform.startswith("linux"):
@@ -39,7 +39,7 @@ def compiler() -> str | None:
 
 
 def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
-    """Compile, unless the cache has it: about a second. Raises `OSError` or `SubprocessError`."""
+    """Compile, unless cached: about a second. Raises `OSError` or `SubprocessError`."""
     rounded = dtype == torch.bfloat16
     command = [
         compiler() or "cc",
@@ -81,7 +81,7 @@ def sources(rounded: bool) -> list[Path]:
 
 
 def _version(program: str) -> tuple[int, int] | None:
-    """Size and time of the compiler's file: another version of it may round otherwise."""
+    """Size and time of the compiler's file: another version of it may round differently."""
     try:
         file = Path(shutil.which(program) or program).stat()
     except OSError:

@@ -9,12 +9,12 @@ from pathlib import Path
 from birl.errors import BirlError, did_you_mean
 
 VARIABLE = "BIRL_ISA"
-NATIVE = "native"  # all that the compiler knows of this processor
+NATIVE = "native"  # all instruction sets that the compiler detects on this processor
 
 
 @dataclass(frozen=True, slots=True)
 class Instructions:
-    """`march`: the compiler's name of a processor that has them; `needs`: the flags of /proc/cpuinfo without which a
+    """`march`: the compiler's name of a processor that has them; `needs`: the flags in /proc/cpuinfo without which a
     program that uses them is killed."""
 
     march: str
@@ -51,7 +51,7 @@ def marches() -> list[str]:
 
 
 def best() -> str:
-    """The best that the processor has, or those of `BIRL_ISA`; empty where it has none of them."""
+    """The best instruction set of the processor, or that of `BIRL_ISA`; empty if it has none of them."""
     return os.environ.get(VARIABLE, "") or next((name for name in INSTRUCTIONS if not missing(name)), "")
 
 

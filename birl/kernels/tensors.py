@@ -1,5 +1,5 @@
-"""The tensors that kernels take: how they lie in memory, and what is checked of each before a kernel runs. Behind a
-wrong one a kernel would read, or write, memory that is not its own."""
+"""Memory layout of the kernels' tensors, and the checks of each before a kernel runs. With a wrong tensor a kernel
+would read or write out of bounds."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from birl.errors import BirlError
 PAGE = 32  # positions in a page of the KV cache (attention.c)
 CELL, STRETCH = 64, 1024  # tokens of a vocabulary that are summed together (vocabulary.h)
 PANEL = 16  # rows of a weight that are packed together (tile.h)
-LANES = 16  # numbers that are computed together (common.h)
+LANES = 16  # numbers in one vector (common.h)
 BLOCK = 32  # columns of a weight that are packed together (tile.h)
-CODES = 8  # with one of these: the weight is in int8
+CODES = 8  # added to gemm's mode if the weight is in int8
 
 
 @dataclass(slots=True)
 class PackedWeight:
-    """A weight [N, K], or several below one another, in the layout that `Kernels.gemm` reads."""
+    """A weight [N, K], or several concatenated along N, in the layout that `Kernels.gemm` reads."""
 
     data: Tensor
     rows: int
     columns: int
-    halves: bool = False  # two weights whose panels take turns, so that a thread has both sides of a SwiGLU
+    halves: bool = False  # two weights whose panels alternate, so that a thread has both sides of a SwiGLU
 
     @property
     def codes(self) -> int:
@@ -34,14 +34,14 @@ class PackedWeight:
 
 
 class Address(ctypes.c_void_p):
-    """A parameter of a kernel: address of a tensor's data; null for None."""
+    """Parameter type of a kernel: address of a tensor's data; null for None."""
 
     @classmethod
     def from_param(cls, tensor: Tensor | None) -> "Address":
         return cls(None if tensor is None else tensor.data_ptr())
 
 
-#: what each takes: p a tensor, n long, f float, i int
+# parameters of each function: p a tensor, n long, f float, i int
 SIGNATURES = {
     "check_segments": "pnn",
     "check_places": "ppnn",
@@ -94,7 +94,7 @@ RULES = (  # of bounds.c, by number from 1
 
 
 def obey(rule: int) -> None:
-    """Raises `BirlError` for the number of a broken rule."""
+    """Raise `BirlError` for the number of a broken rule; 0: none."""
     if rule:
         raise BirlError(f"A kernel was given a wrong index: {RULES[rule - 1]}. This is a mistake in birl.")
 
@@ -109,18 +109,18 @@ def multiple(size: int, of: int) -> None:
 
 
 def packed_size(rows: int, columns: int) -> int:
-    """Numbers of a weight in whole panels and blocks."""
+    """Elements of a packed weight, in whole panels and blocks."""
     return -(-rows // PANEL) * PANEL * (-(-columns // BLOCK) * BLOCK)
 
 
 def coded_size(rows: int, columns: int) -> int:
-    """Bytes of a weight in int8: an exponent for each 32 codes."""
+    """Bytes of a packed weight in int8: an exponent for each 32 codes."""
     return rows * columns // BLOCK * (BLOCK + 1)
 
 
 def expect(x: Tensor, dtype: torch.dtype, *shape: int, apart: bool = False) -> None:
-    """Check that a tensor has this type and shape, is on the CPU, and contiguous, or with rows that are `apart`. Raises
-    `BirlError` for anything else: with a wrong one a kernel would read or write out of bounds."""
+    """Check that a tensor has this dtype and shape, is on the CPU, and contiguous, or if `apart` with any row stride.
+    Raises `BirlError` otherwise: with a wrong one a kernel would read or write out of bounds."""
     laid_out = x.is_contiguous() or (apart and x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1])
     if x.shape != shape or x.dtype != dtype or x.device.type != "cpu" or not laid_out:
         raise BirlError(
@@ -137,7 +137,7 @@ class Checks:
     head_dim: int
 
     def _heads(self, *rows: Tensor, like: Tensor | None = None) -> None:
-        """Rows [T, heads, D] of this type and head size, one row stride for all."""
+        """Rows [T, heads, D] of the kernels' dtype and head size, all with the same row stride."""
         first = rows[0] if like is None else like
         for x in rows:
             fits = x.ndim == 3 and x.dtype == self.dtype and x.device.type == "cpu" and x.shape[2] == self.head_dim

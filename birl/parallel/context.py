@@ -76,11 +76,11 @@ class Piece:
         return [(first - self.first + row, n) for first, n in own]
 
     def pairs(self, window: int | None) -> int:
-        """Number of its (query, key) pairs: forward attention takes 4 x heads x head size FLOPs for each."""
+        """Number of its (query, key) pairs; forward attention takes 4 x heads x head size FLOPs for each."""
         before, n = self.position, len(self)
         if window is None or before + n <= window:
             return n * before + n * (n + 1) // 2
-        rising = max(0, window - before)  # tokens that see less than a whole window
+        rising = max(0, window - before)  # tokens that attend to less than a whole window
         return rising * before + rising * (rising + 1) // 2 + (n - rising) * window
 
 
@@ -93,10 +93,10 @@ def lines(trees: Sequence[Tree]) -> Iterator[Piece]:
 def zigzag(trees: Sequence[Tree], ranks: int) -> list[list[Piece]]:
     """Assign pieces of a row to ranks, in the row's order, so that all have the same attention work.
 
-    A node of a tree is a line: token by token it sees one more key. Cut into 2n equal pieces of which rank i has the
-    i-th and the i-th from the end, every rank has one cheap and one dear piece, and all sums are equal. Each line is
-    cut by itself, so that it does not matter how long the row's sequences are; tokens left over go to the ranks that
-    have fewest, so that all have equally many (one more or less, and none where n divides the row)."""
+    In a node of a tree each token attends to one more key than the one before. Cut into 2n equal pieces of which rank i
+    has the i-th and the i-th from the end, every rank has one cheap and one expensive piece, and all sums are equal.
+    Each node is cut separately, so that the lengths of the row's sequences do not matter; remaining tokens go to the
+    ranks with the fewest, so that all have equally many (up to one token, and exactly if n divides the row)."""
     result: list[list[Piece]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for line in lines(trees):
@@ -125,9 +125,9 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
-    """A rank's shard of a micro-batch. tokens, positions [t]; source, targets: of the trained tokens that are predicted
-    from its own tokens, support: of these; order [N]: the trained tokens ordered by rank; counts: number for each rank.
-    seen: features of pictures, at the places of the tokens that this rank embeds."""
+    """A rank's shard of a micro-batch. tokens, positions [t]; source, targets, support: of the trained tokens that are
+    predicted from its own tokens; order [N]: the trained tokens ordered by rank; counts: number for each rank. seen:
+    features of pictures, at the places of the tokens that this rank embeds."""
 
     tokens: Tensor
     positions: Tensor
@@ -164,7 +164,7 @@ def split(batch: Batch, ranks: Ranks, seen: Seen | None = None) -> ContextShard:
         dealt = torch.cat([torch.arange(p.first, p.last) for pieces in shares for p in pieces])
         tokens, place = dealt.to(device), dealt.argsort().to(device)
         layout = Gathered(group, row, shares[rank], place)
-    mine = tokens.view(n, -1)[rank]  # and place [T] says where each token of the row is among `tokens`
+    mine = tokens.view(n, -1)[rank]  # place [T]: index of each token of the row among `tokens`
     source = place[batch.source]
     own = source // len(mine)
     order, counts = own.argsort(stable=True), tuple((own[:, None] == torch.arange(n, device=device)).sum(0).tolist())

@@ -4,12 +4,12 @@
     the others      crew.follow(worker, compute)               call it with their own worker, and so on until `close`
 
 Every rank has a worker made from the same configuration, so a verb (a function of the worker) does the same everywhere:
-it computes this rank's share, and the collectives inside of it (`ranks.py`, FSDP) do the rest. What rank 0 alone knows
-comes as arguments: each rank is sent its share of a `Shared` list alone (`shared.py`), and all of anything else.
+it computes this rank's share, and its collectives (`ranks.py`, FSDP) do the rest. Data that only rank 0 has are passed
+as arguments: each rank is sent only its share of a `Shared` list (`shared.py`), and all of anything else.
 
-When something fails in one rank, the others may be waiting for it inside of a collective. So a rank that fails leaves
-word with the store that all met at, and ends; rank 0 watches, and stops with that rank's traceback, not with the
-consequences that it had elsewhere.
+If a rank fails, the others may be waiting for it in a collective. So a rank that fails writes its error to the store of
+the rendezvous, and ends; rank 0 watches, and stops with that rank's traceback, not with the follow-up errors of other
+ranks.
 """
 
 import json
@@ -34,13 +34,13 @@ from birl.parallel.shared import Number, hand_out, handed
 from birl.spans import done
 from birl.waits import waiting
 
-LONG = timedelta(days=365)  # the others may have nothing to do for as long as rank 0 samples
-GRACE = 5.0  # seconds in which a rank that failed may end rank 0's wait by itself
+LONG = timedelta(days=365)  # the others may be idle as long as rank 0 samples
+GRACE = 5.0  # seconds in which rank 0's own wait may end after a rank failed
 WORD = "birl/failed"
 W = TypeVar("W")
 T = TypeVar("T")
 P = ParamSpec("P")
-#: as rank 0 calls its part
+# names of rank 0's spans for these verbs
 NAMES = {"gradients": "train", "update": "train", "write": "checkpoint", "measure": "validate"}
 
 
@@ -54,13 +54,13 @@ class RankGroup:
         self._control: Any = None if ranks.alone else dist.new_group(backend="gloo", timeout=LONG)
         self._store = None if ranks.alone else dist.distributed_c10d._get_default_store()
         self._closed = ranks.alone
-        self.ended: Callable[[], str] = lambda: ""  # what is known of ranks whose processes are gone
-        self.failed: Callable[[str], None] = lambda word: None  # told before rank 0 ends as a call raised in a rank,
-        self.again = False  # or as one was killed: the second time what it computed may be the reason
+        self.ended: Callable[[], str] = lambda: ""  # error of ranks whose processes have ended
+        self.failed: Callable[[str], None] = lambda word: None  # called before rank 0 ends: a call raised in a rank,
+        self.again = False  # or one was killed: the second time its computation may be the reason
         self._watch = threading.Event()
         self._verbs: list[Callable[[Any], list[Tensor]]] = []  # of `everywhere`
-        self._held: dict[int, list[Any]] = {}  # this rank's share of each list that rank 0 keeps
-        self._sent, self._gone = 0, list[int]()  # how many lists there were, and those that rank 0 keeps no longer
+        self._held: dict[int, list[Any]] = {}  # this rank's share of each `Shared` list that rank 0 keeps
+        self._sent, self._gone = 0, list[int]()  # number of lists so far, and those that rank 0 has dropped
 
     def call(self, worker: W, verb: Callable[Concatenate[W, P], T], *arguments: P.args, **options: P.kwargs) -> T:
         """Run `verb(worker, *arguments)` on every rank, each with its own worker; returns rank 0's result. Raises rank

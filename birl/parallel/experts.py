@@ -2,11 +2,11 @@
 
     my tokens x k experts  ->  sorted by expert  ->  all-to-all  ->  grouped matmul  ->  all-to-all  ->  weighted sum
 
-What a token's expert gives does not depend on where it is computed, so the numbers are those of one rank; the backward
-pass is the same way back. No token is dropped, however uneven the routing is: the fullest rank sets the pace.
+An expert's output for a token does not depend on its rank, so the numbers are those of one rank; the backward pass
+takes the same way back. No token is dropped, however uneven the routing is: the fullest rank is the slowest.
 
-The `ep` ranks are neighbours in the dimension that FSDP splits weights over, so they have different tokens. Experts are
-split over them by number and over the ranks that remain (fsdp x cp / ep) by FSDP; everything else by FSDP over all.
+The `ep` ranks are adjacent in the dimension that FSDP splits weights over, so they have different tokens. Experts are
+split over them by number and over the remaining ranks (fsdp x cp / ep) by FSDP; everything else by FSDP over all.
 """
 
 from typing import Any, cast
@@ -75,8 +75,8 @@ def experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
     tokens, k = index.shape
     flat = index.reshape(-1)
     order = flat.argsort(stable=True)
-    counts = flat.new_zeros(module.num_experts).index_add_(0, flat, torch.ones_like(flat))  # bincount waits for a GPU
-    copies = hidden[:, None].expand(-1, k, -1)  # whose gradients are summed in float32
+    counts = flat.new_zeros(module.num_experts).index_add_(0, flat, torch.ones_like(flat))  # bincount syncs with a GPU
+    copies = hidden[:, None].expand(-1, k, -1)  # with gradients summed in float32
     result = there_and_back(module, copies.reshape(tokens * k, hidden.shape[1])[order], counts)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
@@ -92,11 +92,11 @@ def there_and_back(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
     both = torch.stack([counts, arriving]).view(2, ep, len(counts) // ep)
     sent, received = both.sum(-1).tolist()
     rows = exchange(rows, sent, received, group)
-    # they came rank by rank, and expert by expert of each; the products want all of an expert together
+    # they arrive by rank, then by expert; the products need all rows of an expert together
     expert = torch.arange(both.shape[-1], device=rows.device).repeat(ep)
     expert = expert.repeat_interleave(arriving, output_size=sum(received))
     order = expert.argsort(stable=True)
-    rows = rows[order]  # one name: what was before is gone
+    rows = rows[order]  # reuses the name, so that the old rows are freed
     rows = products(module, rows, both[1].sum(0))
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)

@@ -1,4 +1,4 @@
-"""Placement of tensors over ranks, for tensors that are computed on as shards and saved as a whole."""
+"""Placement of tensors over ranks, for tensors that are computed on as shards and saved whole."""
 
 import math
 from collections.abc import Callable, Sequence

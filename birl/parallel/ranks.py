@@ -1,14 +1,14 @@
 """The ranks as a grid ddp x fsdp x cp x tp, and the distribution of a step's work over it.
 
-    ddp    copies of the model, whose gradients are summed
-    fsdp   ranks that the weights, gradients and optimizer state of a copy are split over (FSDP2)
+    ddp    replicas of the model, whose gradients are summed
+    fsdp   ranks that the weights, gradients and optimizer state of a replica are split over (FSDP2)
     cp     ranks that every packed row is split over (context parallelism)
     tp     ranks that every layer is split over (tensor parallelism)
 
-Of fsdp x cp ranks `ep` neighbours at a time share the experts of a mixture-of-experts model (`experts.py`).
-Ranks with the same place in ddp and fsdp see the same samples: there are ddp x fsdp shares of a step's micro-batches.
-A micro-batch's weights hold the step's denominator already, so that gradients and figures are summed over the shares,
-never averaged.
+Groups of `ep` adjacent ranks of fsdp x cp share the experts of a mixture-of-experts model (`experts.py`). Ranks with
+the same place in ddp and fsdp have the same samples: there are ddp x fsdp shares of a step's micro-batches. A
+micro-batch's weights include the step's denominator, so that gradients and figures are summed over the shares, never
+averaged.
 """
 
 import math
@@ -30,7 +30,7 @@ from birl.models.device import gpu, use
 from birl.types import Sample
 
 T = TypeVar("T")
-STORE = "BIRL_STORE"  # environment variable: the file in which ranks of one machine meet
+STORE = "BIRL_STORE"  # environment variable: file for the rendezvous of ranks on one machine
 AXES = ("ddp", "fsdp", "cp", "tp")
 
 
@@ -95,8 +95,8 @@ class Ranks:
     def __init__(
         self, grid: Grid | None = None, mesh: DeviceMesh | None = None, experts: DeviceMesh | None = None
     ) -> None:
-        """`mesh` [ddp, fsdp x cp, tp]: ranks of one row share weights and sum gradients like those of other rows.
-        `experts` [ddp, fsdp x cp / ep, ep]: the same ranks, where experts are spread over some."""
+        """`mesh` [ddp, fsdp x cp, tp]: ranks of one row share weights and sum gradients with those of other rows.
+        `experts` [ddp, fsdp x cp / ep, ep]: the same ranks, if experts are spread over some."""
         self.grid = grid = grid or Grid()
         self.mesh, self.experts = mesh, experts
         self.rank = rank = 0 if mesh is None else dist.get_rank()
@@ -106,7 +106,7 @@ class Ranks:
             self.groups["tp"] = mesh.get_group("tp")
             for name, step, size in (("cp", grid.tp, grid.cp), ("share", grid.cp * grid.tp, self.shares)):
                 for ranks in _groups(grid.size, step, size):
-                    made = dist.new_group(ranks)  # every rank makes all of them
+                    made = dist.new_group(ranks)  # every rank creates all groups
                     if rank in ranks:
                         self.groups[name] = made  # pyright: ignore[reportArgumentType]
 
@@ -172,7 +172,7 @@ class Ranks:
         return words[0]
 
     def total(self, values: dict[str, float], largest: bool = False) -> dict[str, float]:
-        """Sum (or maximum) of each figure over the shares. Names that are missing on some rank are skipped there."""
+        """Sum (or maximum) of each figure over the shares that have it."""
         if self.shares == 1:
             return values
         result: list[Any] = [None] * self.shares
@@ -193,13 +193,13 @@ def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
             f"parallel: {grid} makes {grid.size} ranks, but {world} were started. Let the launcher start {grid.size}, "
             "or none (without WORLD_SIZE birl starts them on this machine)."
         )
-    use(device)  # or DeviceMesh takes LOCAL_RANK for an index, which it is not where a rank sees one GPU alone
+    use(device)  # or DeviceMesh takes LOCAL_RANK as the index, which is wrong if a rank sees only one GPU
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         file = os.environ.get(STORE)
         where = f"file://{file}" if file else "env://"
         rank = int(os.environ.get("RANK", "0"))
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that a rank remembers, some µs for each
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that a rank records, some µs each
         dist.init_process_group(backend, where, timedelta(seconds=timeout), world_size=world, rank=rank)
         check_apart(gpu(device))
     shard = grid.fsdp * grid.cp
@@ -226,7 +226,7 @@ def check_apart(own: str) -> None:
 
 
 def _groups(ranks: int, step: int, size: int) -> list[list[int]]:
-    """All groups of `size` ranks that lie `step` apart."""
+    """All groups of `size` ranks with distance `step`."""
     block = step * size
     return [
         [first + start + step * i for i in range(size)] for first in range(0, ranks, block) for start in range(step)

@@ -1,19 +1,19 @@
-"""Collectives with their gradients: over ranks that share packed rows, and over tensor-parallel ones. n ranks.
+"""Differentiable collectives: over ranks that share packed rows, and over tensor-parallel ranks. n ranks.
 
-Gradients of what several ranks used are added in float32 and in the ranks' order, whatever they travel in, so that they
-are the same in every run.
+Gradients of data that several ranks used are added in float32 and in the ranks' order, whatever dtype is sent, so that
+they are the same in every run.
 
-Attention and MLPs are split over tensor-parallel ranks: each has some heads, some columns. What lies between them,
-norms and residuals, every rank computes for all tokens or, with sequence parallelism, for T / tp of them.
+Attention and MLPs are split over tensor-parallel ranks: each has some heads, some columns. Between them, norms and
+residuals are computed by every rank for all tokens or, with sequence parallelism, for T / tp of them.
 
                  into a split block               out of it
-    all tokens   as it is                         sum over the ranks
-                 backward: sum                    backward: as it is
+    all tokens   unchanged                        sum over the ranks
+                 backward: sum                    backward: unchanged
     T / tp       all-gather                       sum, of which each rank keeps its tokens (reduce-scatter)
                  backward: reduce-scatter         backward: all-gather
 
-Megatron-LM, arXiv:1909.08053 section 3 (f and g); arXiv:2205.05198 section 4.2.2 (g and its conjugate).
-Activations are [T, H] or [1, T, H]: the last dimension but one is the one that is cut.
+Megatron-LM, arXiv:1909.08053 section 3 (f and g); arXiv:2205.05198 section 4.2.2 (g and its conjugate). Activations are
+[T, H] or [1, T, H]: the last dimension but one is split.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # 
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather of rows in the order of ranks: [T, ...] -> [n T, ...]. In the backward pass each rank is sent the
+    """All-gather of rows in the order of ranks: [T, ...] -> [n T, ...]. In the backward pass each rank receives the
     gradients of its own rows, and adds them."""
     return _Gather.apply(x, group)  # pyright: ignore
 
@@ -41,10 +41,10 @@ def swap(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def join(
     figures: Sequence[Tensor], order: Tensor, counts: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Figures of the tokens that each rank has -> of all, on every rank: float32 [counts[rank]] each -> [N] each.
+    """Gather the figures of each rank's tokens on every rank: float32 [counts[rank]] each -> [N] each.
 
-    `order` [N]: which tokens they are, one rank's behind another's. Every rank goes on with the same loss of all
-    tokens, and its gradient by its own ones is all that is its to send back: backward nothing travels.
+    `order` [N]: index of the gathered tokens, rank by rank. Every rank then computes the same loss of all tokens, and
+    the gradient of its own figures is complete: the backward pass communicates nothing.
     """
     return _Join.apply(order, counts, group, *figures)  # pyright: ignore
 
@@ -81,7 +81,7 @@ class _Join(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         rank, longest = dist.get_rank(group), max(counts)
         ctx.own = order.split(list(counts))[rank]
-        ctx.set_materialize_grads(False)  # a figure that the loss does not read has no gradient to compute
+        ctx.set_materialize_grads(False)  # a figure that the loss does not use has no gradient
         own = torch.nn.functional.pad(torch.stack(figures), (0, longest - counts[rank]))
         result = own.new_empty(len(counts) * len(figures), longest)
         all_gather(result, own, group=group)
@@ -168,7 +168,7 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[T, H] summed over the ranks, of which each gets its [T / tp, H]."""
+    """[T, H] summed over the ranks; each gets its [T / tp, H]."""
     *ones, tokens, width = x.shape
     part = x.new_empty(tokens // dist.get_world_size(group), width)
     reduce_scatter(part, x.reshape(tokens, width).contiguous(), group=group)
@@ -176,7 +176,7 @@ def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A new tensor: others may still read `x`, such as the gradient of a residual."""
+    """All-reduce (sum) into a new tensor: others may still read `x`, such as the gradient of a residual."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

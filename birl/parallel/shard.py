@@ -28,23 +28,23 @@ from birl.models.vision import language_model
 from birl.parallel.experts import spread
 from birl.parallel.ranks import Ranks
 
-# of layers with experts or tp; nothing here changes what a layer gave in place
+# of layers with experts or tp; no layer's output is changed in place here
 warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
 
 
 class GlooReduceScatter(ReduceScatter):
-    """Reduce-scatter for FSDP over Gloo, whose own is an all-reduce of a copy of everything: twice the bytes.
+    """Reduce-scatter for FSDP over Gloo, whose own one is an all-reduce of a full copy: twice the bytes.
 
-    Every rank sends each other one its part, and sums what it gets in the order of the ranks, so that the sum does
-    not depend on who was faster.
+    Every rank sends each other rank its part, and sums the received ones in the order of the ranks, so that the sum
+    does not depend on timing.
 
-    What is sent lies in one buffer for all units: large blocks that come and go between the gradients, which stay,
-    leave holes in the C library's memory.
+    All units share one send buffer: large blocks allocated and freed between the gradients, which stay, would fragment
+    the C library's heap.
     """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.float32)
-        self._filling = False  # the buffer has been given away for the call that follows
+        self._filling = False  # whether the buffer is allocated for the next call
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer. FSDP allocates the input first, then the output, then calls."""
@@ -97,7 +97,7 @@ def shard(root: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype, *
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=kept, **more)
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # Gloo has no other, and 1 needs no factor
+        unit.set_force_sum_reduction_for_comms(True)  # Gloo has no other reduction, and a factor of 1 needs none
         if comm is not None and mesh.shape[-1] > 1:
             unit.set_custom_reduce_scatter(comm)
 
@@ -107,7 +107,7 @@ def shard(root: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype, *
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore
     if head.weight is not embedding.weight:
         wrap(embedding, ranks.sharding, reshard_after_forward=True)
-        embedding.set_unshard_in_backward(False)  # which reads no weight of it
+        embedding.set_unshard_in_backward(False)  # the backward pass reads no weight of it
         wrap(head, ranks.sharding, reshard_after_forward=False)  # its backward pass follows
         head.compute = lambda compute: compute()  # `layout.gathered_for`
         register_fsdp_forward_method(head, "compute")
@@ -118,8 +118,8 @@ def shard(root: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype, *
 
 def settle(root: nn.Module) -> None:
     """Move parameters that got values after `shard` to their final memory, unit by unit: FSDP pads uneven shards, and
-    pins those in CPU memory, by moving them at the first use, after which references to a shard would be outdated.
-    `unshard` begins with the same, before it gathers."""
+    pins those in CPU memory, by moving them on first use, after which references to a shard would be outdated.
+    `unshard` does the same before it gathers."""
     for unit in root.modules():
         group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
         if group is not None:
@@ -127,8 +127,8 @@ def settle(root: nn.Module) -> None:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers: the outermost modules that transformers marks as not to be split. None of a vision tower,
-    which a rank calls as often as its samples have pictures: it is gathered with `root`."""
+    """The decoder layers: the outermost modules that transformers marks as unsplittable. None of a vision tower, which
+    a rank calls as often as its samples have pictures: it is gathered with `root`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     every = [m for m in (language_model(model) or model).modules() if type(m).__name__ in names]
     within = {id(inner) for m in every for inner in m.modules() if inner is not m}  # Mamba's mixers

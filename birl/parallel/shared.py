@@ -1,10 +1,10 @@
 """Scatter of lists from rank 0: each rank is sent only its own items of a list.
 
     rank 0          batches = Shared(pack(...)); crew.call(worker, Worker.gradients, batches)
-    the others      are called with as many items, of which their share (`Ranks.mine`) are theirs
+    the others      are called with a list of the same length, of which their share (`Ranks.mine`) is valid
 
-The ranks of a share (context and tensor parallelism) are sent the same. What they were sent they keep as long as rank 0
-keeps the list, so that a list that several verbs are called with travels once.
+The ranks of a share (context and tensor parallelism) are sent the same items. They keep them as long as rank 0 keeps
+the list, so that a list that several verbs are called with is sent once.
 """
 
 import io
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from birl.parallel.ranks import Ranks, Shared
 
-FEW = 4  # a column is sent as runs where these are fewer than 1 / FEW of its numbers
+FEW = 4  # a column is sent as runs if there are fewer than 1 / FEW of its numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Number:
 
 def hand_out(work: Shared[Any], ranks: Ranks, group: Any) -> None:
     """(rank 0) Send every other share its items, one share after another; `group`: of all ranks, over Gloo."""
-    ranks.mine(work)  # as many for each, or it raises
+    ranks.mine(work)  # raises if the shares are not equal
     peers = ranks.grid.cp * ranks.grid.tp
     for share in range(ranks.shares):
         data = None
@@ -45,7 +45,7 @@ def hand_out(work: Shared[Any], ranks: Ranks, group: Any) -> None:
 
 
 def handed(count: int, ranks: Ranks, group: Any) -> list[Any]:
-    """(other ranks) Receive the own items; in the list of `count` they stand in for those of other shares, too."""
+    """(other ranks) Receive the own items; in the list of `count` they also fill the places of other shares' items."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, 0, group)
     data = torch.empty(int(size), dtype=torch.uint8)

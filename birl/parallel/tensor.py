@@ -9,8 +9,8 @@
               all of their weights
 
 The parameters become DTensors over the axis, so that FSDP and checkpoints know the whole; a module computes with its
-plain part. Between the split blocks stands `regions.py`, behind the head `models/logprobs.py`. Norms, biases of `rows`
-and score heads are on every rank.
+plain part. `regions.py` has the collectives between the split blocks, `models/logprobs.py` those after the head. Norms,
+biases of `rows` and score heads are on every rank.
 """
 
 import logging
@@ -36,15 +36,15 @@ from birl.parallel.experts import experts_of
 from birl.parallel.ranks import Ranks
 from birl.parallel.regions import Regions
 
-# gathering a parameter that FSDP and tp cut along the same dimension takes two collectives; it warns of that each time
+# gathering a parameter that FSDP and tp shard along the same dimension takes two collectives; it warns each time
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-#: model types whose attention reads the number of heads from their config, not from what its projections give
+# model types whose attention reads the number of heads from their config, not from the projections' output
 FIXED = {"stablelm"}
 WHOLE, FUSED, HEADS = "whole", "fused", "heads"
-#: layers of several matrices, by the last name of a module -> the layer that takes what comes of them
+# fused layers, by the last name of a module -> the layer that takes their output
 JOINED = {"gate_up_proj": "down_proj", "qkv_proj": "o_proj"}
-#: for models without a plan of their own, by the last name of a module
+# for models without a plan in transformers, by the last name of a module
 PLAN = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3"), "colwise"),
     **dict.fromkeys(("o_proj", "out_proj", "down_proj", "w2"), "rowwise"),
@@ -54,10 +54,10 @@ PLAN = {
 
 
 def split(model: nn.Module, ranks: Ranks, regions: Regions) -> list[str]:
-    """Split a model with whole weights, in place, before FSDP does. Returns the names of replicated parameters
-    whose gradient is a summand on each rank (`ShardedMasterWeights` adds them up), as only a rank's own heads or tokens
-    went through them. A vision tower is on every rank, which all compute the same. Raises `BirlError` for a model
-    that cannot be split."""
+    """Split a model with whole weights, in place, before FSDP does. Returns the names of replicated parameters whose
+    gradient is a summand on each rank (`ShardedMasterWeights` adds them up), as only a rank's own heads or tokens used
+    them. A vision tower is replicated, and computed by all ranks. Raises `BirlError` for a model that cannot be
+    split."""
     assert ranks.mesh is not None
     body: Any = vision.language_model(model) or cast(Any, model).base_model
     kinds = check(model, ranks.grid.tp)
@@ -117,9 +117,8 @@ def check(model: nn.Module, tp: int) -> dict[str, str]:
 
 
 def plan(body: nn.Module, widths: set[int]) -> dict[str, str]:
-    """Path -> kind of each module of the layers that has parameters, but for norms between the blocks: by
-    transformers' own plan where it has one, else by ours. `widths`: those of its heads. Raises `BirlError` for a module
-    in neither."""
+    """Path -> kind of each module of the layers that has parameters, except norms between the blocks: by transformers'
+    own plan if it has one, else by `PLAN`. `widths`: those of its heads. Raises `BirlError` for a module in neither."""
     own: dict[str, str] = getattr(body.config, "base_model_tp_plan", None) or {}
     wide = {(width,) for width in widths}
     result: dict[str, str] = {}
@@ -158,7 +157,7 @@ def plan(body: nn.Module, widths: set[int]) -> dict[str, str]:
 
 
 def keeps_state(module: nn.Module) -> bool:
-    """Whether a module keeps a state, except for one that computes queries of attention, which are split over ranks."""
+    """Whether a module keeps a state, except if it computes attention's queries, which are split over ranks."""
     names = {kind.__name__ for kind in type(module).__mro__}
     return not names.isdisjoint(CACHE) and CCA not in names
 
@@ -180,7 +179,7 @@ class Columns(ParallelStyle):
 
 
 def share(block: Any, linear: nn.Module, mesh: DeviceMesh) -> None:
-    """Set the number of rows of each matrix in a fused layer, and of this rank's heads in the attention module."""
+    """Set the sizes of the matrices in a fused layer, and this rank's number of heads in the attention module."""
     sizes = [cast(nn.Linear, linear).out_features // 2] * 2
     if linear is getattr(block, "qkv_proj", None):
         config = block.config = copy(block.config)  # of Phi-3, which reads the number of heads there
@@ -234,7 +233,7 @@ class Rows(ParallelStyle):
 
 
 class Vocabulary(ParallelStyle):
-    """An embedding by tokens: a rank looks up those that it has, and gives zeros for the others'."""
+    """An embedding split by tokens: a rank looks up its own tokens, and returns zeros for the others."""
 
     def __init__(self, regions: Regions) -> None:
         super().__init__()
@@ -242,7 +241,7 @@ class Vocabulary(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         place(module, "weight", 0, device_mesh)
-        module.padding_idx = None  # pyright: ignore  nothing is padded, and here it would be another word on each rank
+        module.padding_idx = None  # pyright: ignore  nothing is padded, and its index differs by rank
         inner = module.forward
 
         def forward(tokens: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Normalises numbers and formulas to the notation that math-verify parses, and detects context that makes a number
-another one, or a bound: in "less than 7" math-verify finds the 7."""
+"""Normalises numbers and formulas to the notation that math-verify parses, and detects context that changes the meaning
+of a number, or makes it a bound: in "less than 7" math-verify finds the 7."""
 
 import re
 import unicodedata

@@ -31,7 +31,7 @@ GRACE = 5.0  # seconds after a call's deadline until a worker that was not kille
 
 
 def claim_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The two pipes of the protocol, out of reach of reward functions: their output goes to stderr."""
+    """The two pipes of the protocol, inaccessible to reward functions: their output goes to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
