@@ -272,7 +272,7 @@ class Outcome(StrEnum):
     """How an episode ended. Only `ok` and `truncated` carry a meaningful reward."""
 
     OK = "ok"
-    TRUNCATED = "truncated"  # the last answer reached a length limit
+    TRUNCATED = "truncated"  # by a limit of tokens, turns, or of the environment's own
     ENV_ERROR = "env_error"  # the environment or the reward failed
     ENGINE_ERROR = "engine_error"
     TIMEOUT = "timeout"
@@ -383,7 +383,8 @@ class Feedback:
     """An environment's response to one reply: new messages, and the reward of the reply. `prompt`: if given, replaces
     the conversation so far and `messages` as the model's next prompt. `reward` goes to all agents; `rewards` adds those
     of single policies, by name. `policy`: the one that replies next; empty: the one that replied last, at first the
-    environment's attribute `policy`.
+    environment's attribute `policy`. `truncated`: a limit that is no part of the task ended the episode, as
+    `env.max_turns` does.
 
     Example: Feedback(messages=(Message(role="user", content="Too low."),), reward=0.0, done=False)
     """
@@ -393,6 +394,7 @@ class Feedback:
     reward: float = 0.0
     score: float | None = None  # None: equal to reward; with `rewards`, the mean over policies
     done: bool = True
+    truncated: bool = False
     policy: str = ""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     info: Mapping[str, float] = field(default_factory=dict[str, float])

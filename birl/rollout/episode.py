@@ -125,8 +125,8 @@ async def _play(env: Env, session: Session, played: Played) -> None:
         played.parts |= {name: _number(value, f"info[{name!r}]") for name, value in feedback.info.items()}
         if turn.completion.stop is Stop.LENGTH and session.limits.cut_ends:
             return
-        if feedback.done:
-            played.outcome = Outcome.OK
+        if feedback.done or feedback.truncated:
+            played.outcome = Outcome.TRUNCATED if feedback.truncated else Outcome.OK
             return
         conversation = following(conversation, reply, feedback.messages) if feedback.prompt is None else feedback.prompt
 

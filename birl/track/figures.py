@@ -86,7 +86,7 @@ order/hopeless | Retired tasks | hopeless | tasks | Tasks that rest because thei
 turns/mean | Turns | mean | | Answers in an episode.
 outcome/asked | Episodes asked for | | episodes | All that were started for this step, refused groups included.
 outcome/ok | Episodes | ok | episodes | Ended by themselves, with a reward.
-outcome/truncated | Episodes | truncated | episodes | Cut at the limit of tokens, with a reward.
+outcome/truncated | Episodes | truncated | episodes | Cut by a limit (of tokens, turns, or the environment's own), with a reward.
 outcome/env_error | Episodes | environment failed | episodes | Without a reward, as the environment raised an error.
 outcome/engine_error | Episodes | engine failed | episodes | Without a reward, as the engine failed.
 outcome/timeout | Episodes | timed out | episodes | Without a reward, as the time was over.

@@ -52,7 +52,8 @@ class Gem:
         game = self.config.task.startswith("game:")
         with self.random if game else nullcontext():
             seen, reward, terminated, truncated, info = self.env.step(reply.content)
-        return Feedback(messages=(message_of(seen, info),), reward=float(reward), done=bool(terminated or truncated))
+        done, told = bool(terminated or truncated), (message_of(seen, info),)
+        return Feedback(messages=told, reward=float(reward), done=done, truncated=done and not terminated)
 
     def close(self) -> None:
         getattr(self.env, "close", lambda: None)()

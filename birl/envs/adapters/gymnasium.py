@@ -73,7 +73,8 @@ class Gymnasium:
         seen, reward, terminated, truncated, _ = self.env.step(action)
         done = bool(terminated or truncated)
         messages = () if done else (Message(role="user", content=self.shown(seen)),)
-        return Feedback(messages=messages, reward=float(reward), info={"invalid": 0.0}, done=done)
+        cut, info = done and not terminated, {"invalid": 0.0}
+        return Feedback(messages=messages, reward=float(reward), info=info, done=done, truncated=cut)
 
     def close(self) -> None:
         if self.env is not None:

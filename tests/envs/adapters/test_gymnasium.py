@@ -1,12 +1,17 @@
 """What the model sees, what counts as an action, and Gymnasium's own rewards."""
 
+import asyncio
 import sys
 from pathlib import Path
 
 import gymnasium
 import pytest
 
-from tests.envs.adapters.play import mistake, play, without, world
+from birl.rollout.episode import run_episode
+from birl.rollout.session import Limits
+from birl.types import Outcome
+from tests.envs.adapters.play import mistake, play, task, without, world
+from tests.rollout.scripted import Scripted, session
 
 FROZEN = {"id": "FrozenLake-v1", "parameters": ["is_slippery=false"]}
 NAMES = ["left", "down", "right", "up"]
@@ -68,6 +73,16 @@ def test_rewards_are_the_packages_and_seeds_are_kept(id: str, parameters: list[s
         played = [play(made, row(seed), *["1"] * len(expected)) for _ in range(2)]
         assert [(f.reward, f.done) for f in played[0][1]] == expected
         assert played[0] == played[1]
+
+
+def test_a_time_limit_truncates_and_an_end_of_the_task_does_not() -> None:
+    made = world("gymnasium", id="FrozenLake-v1", parameters=["is_slippery=false", "max_episode_steps=2"], actions=NAMES)
+    for way, cut in ((("down", "down"), True), (("down", "right"), False)):  # on the ice; a hole, at the limit
+        last = play(made, row(0), *way)[1][-1]
+        assert (last.done, last.truncated) == (True, cut)
+    made = world("gymnasium", id="FrozenLake-v1", parameters=["is_slippery=false", "max_episode_steps=2"])
+    found = asyncio.run(run_episode(made.open(task(row(0))), session(Scripted(["1", "1", "1"]), Limits(turns=5))))
+    assert (found.outcome, len(found.turns)) == (Outcome.TRUNCATED, 2)
 
 
 def test_blackjack_is_told_as_a_value() -> None:
