@@ -26,10 +26,8 @@ class Lookup:
     indexed: int = 0
 
     def join(self, request: Request) -> None:
-        text = list(request.prompt)
-        if not self.indexed:
-            self.index(text, 0)
-        self.texts.append((request, text))
+        """The prompt is indexed when drafts are first looked up: with many rows it never is."""
+        self.texts.append((request, list(request.prompt) if self.texts or self.indexed else []))
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -46,11 +44,11 @@ class Lookup:
         self.indexed += len(text) - start
 
     def read(self) -> None:
-        """Index the tokens sampled since the last call."""
+        """Index the tokens since the last call."""
         for request, text in self.texts:
             start = len(text)
             if len(request) > start:
-                text += request.tokens[start - len(request.prompt) :]
+                text += request.span(start, len(request))
                 self.index(text, start)
         self.texts = [(r, t) for r, t in self.texts if r.stop is None]  # finished requests do not grow
 

@@ -100,7 +100,8 @@ def sharing(tables: list[list[int]], lengths: list[int], most: int = 8) -> tuple
     for table, length in zip(tables, lengths, strict=True):
         if groups and groups[-1] < most:
             most_shared = min(shared[-1], length // PAGE)
-            same = next((n for n in range(most_shared) if first[n] != table[n]), most_shared)
+            apart = () if table is first else range(most_shared)
+            same = next((n for n in apart if first[n] != table[n]), most_shared)
             if same and (same == shared[-1] or groups[-1] == 1 or 2 * same > shared[-1]):
                 groups[-1] += 1
                 shared[-1] = same

@@ -133,11 +133,13 @@ class Paged:
         starts = [0]
         for n in groups:
             starts.append(starts[-1] + n)
-        padded = [[*t, *[0] * (width - len(t))] for t in tables]
+        own = {id(t): t for t in tables}  # a sequence's rows have the same list, long where its history is
+        padded, place = [[*t, *[0] * (width - len(t))] for t in own.values()], {at: i for i, at in enumerate(own)}
         numbers = (
             torch.tensor(x, dtype=torch.int32, device=cache.keys[0].device) for x in (padded, lengths, starts, shared)
         )
-        return cls(cache, *numbers, apart=apart)  # pyright: ignore
+        table, *rest = numbers
+        return cls(cache, table[[place[id(t)] for t in tables]], *rest, apart=apart)  # pyright: ignore
 
     @classmethod
     def repeated(
