@@ -2,13 +2,14 @@
 SmolLM2-135M in bfloat16.
 
     python -m benchmarks.agents [--tasks 8] [--branches 4] [--turns 8] [--tool 1000] [--answer 32] [--json FILE]
+    python -m benchmarks.agents --peer vllm  generation alone, against vLLM's CPU build with its prefix cache
     python -m benchmarks.agents --tiny       a minute, to see that it runs
 
 Of each task one episode is sampled from its prompt on; the others begin with some of its turns, and go on by
 themselves. Between two answers come `--tool` random tokens. Generation: all episodes at once, with the cache of pages
 and without. Training: forward_backward of all of them, as trees and each by itself; the bound is the time of the
 latter by the share of its FLOPs that trees take. Goals: generation at 1/4 of the time, training within 15 % of the
-bound.
+bound; 1.5 times the tokens a second of vLLM, which samples the same episodes without log-probs (peer_vllm_agents.py).
 """
 
 import argparse
@@ -18,28 +19,37 @@ import os
 import random
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.peers import environment, in_turns, machine
+from benchmarks.peers import environment, in_turns, machine, run, verdict
 
-GENERATION, TRAINING = 4.0, 1.15
+GENERATION, TRAINING, VLLM = 4.0, 1.15, 1.5
 TINY = {"tasks": 2, "branches": 4, "turns": 4, "tool": 60, "answer": 8}
 Turns = list[tuple[tuple[int, ...], tuple[int, ...]]]  # of each: all that the model sees, and what it answers
+Ask = Callable[[tuple[int, ...], int], Awaitable[tuple[int, ...]]]  # all that the model sees, seed -> what it answers
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None) -> argparse.ArgumentParser:
+    """What both sides of generation are asked."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tasks", type=int, default=8)
     parser.add_argument("--branches", type=int, default=4, help="episodes of a task")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tool", type=int, default=1000, help="tokens between two answers, and of the prompt")
     parser.add_argument("--answer", type=int, default=32, help="tokens")
-    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = options(__doc__)
+    parser.add_argument("--peer", choices=["vllm"])
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help=f"as with {TINY}")
     parser.add_argument("--json", help="also write every figure into this file")
     args = parser.parse_args()
@@ -51,11 +61,16 @@ def main() -> int:
     os.environ.update(environment(args.threads))  # before torch is imported
     load = machine()["load"]
     from birl.allocator import keep_memory
+    from birl.config import schema
+    from birl.learner.policy import load_policy
     from birl.parallel.machine import compute_thread
 
     keep_memory()
     with compute_thread(args.threads) as compute:
-        found = measure(args, compute)
+        policy = compute.submit(load_policy, schema.Model(path=args.model), compute).result()
+        if args.peer:
+            return against_vllm(args, policy)
+        found = measure(args, policy)
     print("| | seconds | without | ratio |\n| --- | --- | --- | --- |")
     for kind in ("generation", "training"):
         ours, without = (median(side) for side in found[kind]["seconds"])
@@ -72,32 +87,78 @@ def main() -> int:
     return int(found["generation"]["ratio"] < GENERATION or above > TRAINING)
 
 
-def measure(args: argparse.Namespace, compute: Any) -> dict[str, Any]:
+def against_vllm(args: argparse.Namespace, policy: Any) -> int:
+    from birl.models.load import resolve
+
+    sizes = {key: value for key, value in vars(args).items() if key not in ("model", "peer", "rounds", "tiny", "json")}
+    ours, peer = in_turns(
+        lambda: generation(args, policy)[0],
+        partial(run, "benchmarks.peer_vllm_agents", model=resolve(args.model), **sizes),
+        args.rounds,
+    )
+    assert {r["tokens"] for r in ours} == {r["tokens"] for r in peer}, "the sides sampled different numbers of tokens"
+    for name, results in (("ours", ours), ("peer", peer)):
+        cached, prompts = results[-1]["cached"], results[-1]["prompts"]
+        print(f"{name}: {cached:,} of {prompts:,} prompt tokens were in the cache ({cached / prompts:.1%})")
+    rates = [[r["tokens"] / r["seconds"] for r in results] for results in (ours, peer)]
+    figures: dict[str, Any] = {"args": vars(args), "runs": {"ours": ours, "peer": peer}}
+    kept: dict[str, Any] = {"json_file": args.json, "details": figures}
+    return verdict("agents against vllm", *rates, goal=VLLM, unit="tok/s", lower_is_better=False, **kept)
+
+
+def generation(args: argparse.Namespace, policy: Any, cache: bool = True) -> tuple[dict[str, Any], list[Turns]]:
+    """All episodes by an engine that starts with nothing in its cache, and their figures."""
+    from birl.config import schema
+    from birl.engine.open import open_engine
+    from birl.types import SamplingParams
+
+    engine = open_engine(policy, schema.Engine(max_batch=args.tasks * args.branches), longest(args), lambda: 0)
+    engine.scheduler.cache = cache
+
+    async def ask(seen: tuple[int, ...], seed: int) -> tuple[int, ...]:
+        return (await engine.generate(seen, SamplingParams(max_tokens=args.answer, ignore_eos=True, seed=seed))).ids
+
+    async def timed() -> tuple[float, list[Turns]]:
+        start = time.perf_counter()
+        episodes = await sampled(ask, args, policy.model.config.vocab_size)
+        seconds = time.perf_counter() - start
+        await engine.close()
+        return seconds, episodes
+
+    seconds, episodes = asyncio.run(timed())
+    return {"seconds": seconds, "cached": engine.scheduler.reused, **counted(episodes)}, episodes
+
+
+def longest(args: argparse.Namespace) -> int:
+    """Of an episode [tokens], with a turn of room."""
+    return (args.turns + 1) * (args.tool + args.answer)
+
+
+def counted(episodes: list[Turns]) -> dict[str, int]:
+    """Tokens that the engine was given and that it sampled; a branch's first turns are another episode's."""
+    asked = {id(turn): turn for turns in episodes for turn in turns}.values()
+    return {"prompts": sum(len(seen) for seen, _ in asked), "tokens": sum(len(answer) for _, answer in asked)}
+
+
+def measure(args: argparse.Namespace, policy: Any) -> dict[str, Any]:
     import torch
 
     from benchmarks import training
-    from birl.config import schema
     from birl.data.pack import pack
-    from birl.engine.open import open_engine
     from birl.learner.learner import Learner
-    from birl.learner.policy import load_policy
 
-    policy = compute.submit(load_policy, schema.Model(path=args.model), compute).result()
-    longest = (args.turns + 1) * (args.tool + args.answer)
     episodes: list[Turns] = []
 
-    def generation(cache: bool) -> dict[str, Any]:
-        engine = open_engine(policy, schema.Engine(max_batch=args.tasks * args.branches), longest, lambda: 0)
-        engine.scheduler.cache = cache
-        start = time.perf_counter()
-        episodes[:] = asyncio.run(sampled(engine, args, policy.model.config.vocab_size))
-        return {"seconds": time.perf_counter() - start}
+    def generate(cache: bool) -> dict[str, Any]:
+        found, episodes[:] = generation(args, policy, cache)
+        return found
 
-    generated = in_turns(partial(generation, True), partial(generation, False), args.rounds)
+    generated = in_turns(partial(generate, True), partial(generate, False), args.rounds)
     samples = [sample(turns, i // args.branches, i) for i, turns in enumerate(episodes)]
+    compute = policy.compute
     learner = compute.submit(Learner, policy.model, dtype=torch.bfloat16).result()
     weights, pair_cost = [1 / sum(sum(s.mask) for s in samples)] * len(samples), policy.pair_cost
-    work = [pack(s, weights, max(longest, 4096), 1, pair_cost) for s in (samples, training.apart(samples))]
+    work = [pack(s, weights, max(longest(args), 4096), 1, pair_cost) for s in (samples, training.apart(samples))]
 
     def step(side: int) -> dict[str, Any]:
         return {"seconds": compute.submit(training.forward_backward, learner, work[side]).result()}
@@ -113,9 +174,8 @@ def measure(args: argparse.Namespace, compute: Any) -> dict[str, Any]:
     }
 
 
-async def sampled(engine: Any, args: argparse.Namespace, vocabulary: int) -> list[Turns]:
+async def sampled(ask: Ask, args: argparse.Namespace, vocabulary: int) -> list[Turns]:
     """The episodes, task by task. Branch b begins with b / branches of the turns of the first one."""
-    from birl.types import SamplingParams
 
     async def episode(task: int, branch: int, turns: Turns) -> list[Turns]:
         later = []
@@ -126,12 +186,10 @@ async def sampled(engine: Any, args: argparse.Namespace, vocabulary: int) -> lis
             draws = random.Random(f"{task} {branch} {number}")
             seen = (*turns[-1][0], *turns[-1][1]) if turns else ()
             seen += tuple(draws.randrange(3, vocabulary) for _ in range(args.tool))
-            params = SamplingParams(max_tokens=args.answer, ignore_eos=True, seed=draws.getrandbits(30))
-            turns.append((seen, (await engine.generate(seen, params)).ids))
+            turns.append((seen, await ask(seen, draws.getrandbits(30))))
         return [turns, *(t for each in await asyncio.gather(*later) for t in each)]
 
     every = await asyncio.gather(*(episode(task, 0, []) for task in range(args.tasks)))
-    await engine.close()
     return [turns for own in every for turns in own]
 
 

@@ -38,6 +38,7 @@ ROWS = {
     "rollout_vllm": Row(ROLLOUT, "sampling against vLLM"),
     "rollout_few": Row(f"{ROLLOUT} --batches 1 4 --group 4 --goal 1.6", "sampling against vLLM, few sequences"),
     "rollout_generate": Row("rollout --rounds 3", "sampling against transformers' generate"),
+    "agents_vllm": Row("agents --peer vllm", "agents of 8 turns against vLLM with its prefix cache"),
     "learning": Row("learning", "seconds to a reward of 0.95 against TRL"),
     "ceiling": Row("ceiling", "share of what the products alone allow"),
 }

@@ -67,9 +67,9 @@ def run(
     """`python -m module --key value ...` to its end; its last line as JSON, plus the load before it started.
 
     True is a flag without a value, False and None are left out. Example: run("benchmarks.peer_trl", threads=2, steps=3)
-    Without `python`, peer_vllm runs in .venv-vllm and everything else in .venv-trl.
+    Without `python`, peer_vllm and peer_vllm_agents run in .venv-vllm and everything else in .venv-trl.
     """
-    python = python or (VLLM if module == "benchmarks.peer_vllm" else PEER)
+    python = python or (VLLM if module.startswith("benchmarks.peer_vllm") else PEER)
     if not python.exists():
         target = "setup-dev" if python == OURS else "bench-setup"
         raise SystemExit(f"{python} is missing: run `make {target}` first")

@@ -132,6 +132,18 @@ def test_agents_turns_are_computed_once(tiny: Path, tmp_path: Path) -> None:
     assert found["training"]["tokens"] == [2 * 10 * 68, 2 * 16 * 68]
 
 
+@pytest.mark.skipif(not peers.VLLM.exists(), reason="needs .venv-vllm (make bench-setup)")
+@pytest.mark.timeout(1800)
+def test_agents_turns_are_cached_by_vllm_as_by_birl(tiny: Path, tmp_path: Path) -> None:
+    """Of 20 turns in pages of 32 tokens; a verdict needs a quiet machine."""
+    file = tmp_path / "agents.json"
+    done = run("agents", "--tiny", "--peer", "vllm", "--model", tiny, "--threads", 1, "--json", file)
+    assert "agents against vllm: ours" in done.stdout, done.stderr
+    ours, theirs = (side[0] for side in json.loads(file.read_text())["runs"].values())
+    assert ours["tokens"] == theirs["tokens"] == 2 * 10 * 8 and ours["prompts"] == theirs["prompts"]
+    assert theirs["cached"] == ours["cached"] > ours["prompts"] / 2
+
+
 def figures(ratio: float) -> dict[str, Any]:
     return {"ratio": ratio}
 
