@@ -383,8 +383,7 @@ class Feedback:
     """An environment's response to one reply: new messages, and the reward of the reply. `prompt`: if given, replaces
     the conversation so far and `messages` as the model's next prompt. `reward` goes to all agents; `rewards` adds those
     of single policies, by name. `policy`: the one that replies next; empty: the one that replied last, at first the
-    environment's attribute `policy`. `truncated`: a limit that is no part of the task ended the episode, as
-    `env.max_turns` does.
+    environment's attribute `policy`. `truncated`: it ended by a limit that is no part of the task, as env.max_turns is.
 
     Example: Feedback(messages=(Message(role="user", content="Too low."),), reward=0.0, done=False)
     """

@@ -130,15 +130,12 @@ class Paged:
            shared: Sequence[int], apart: bool = False) -> "Paged":  # fmt: skip
         """`groups`: number of rows of each group."""
         width = max(map(len, tables))
-        starts = [0]
-        for n in groups:
-            starts.append(starts[-1] + n)
+        starts = [0, *accumulate(groups)]
         own = {id(t): t for t in tables}  # a sequence's rows have the same list, long where its history is
         padded, place = [[*t, *[0] * (width - len(t))] for t in own.values()], {at: i for i, at in enumerate(own)}
-        numbers = (
-            torch.tensor(x, dtype=torch.int32, device=cache.keys[0].device) for x in (padded, lengths, starts, shared)
-        )
-        table, *rest = numbers
+        device = cache.keys[0].device
+        given = (torch.tensor(x, dtype=torch.int32, device=device) for x in (padded, lengths, starts, shared))
+        table, *rest = given
         return cls(cache, table[[place[id(t)] for t in tables]], *rest, apart=apart)  # pyright: ignore
 
     @classmethod
