@@ -1,11 +1,11 @@
 /* Attention in float32 (gemm_attention.c has it in bfloat16): over trees of packed tokens, and over cache pages.
 
-   A query's keys are put into one row of scores by position, whichever nodes of a tree or pages they come
-   from: the softmax and the weighted sum then run in the same order everywhere. */
+   A query's scores are stored in one row ordered by position, whichever nodes of a tree or pages the keys are in: the
+   softmax and the weighted sum then have the same order everywhere. */
 #include "layers.h"
 
 enum {
-    QUERIES = LANES == 16 ? 4 : 2,      /* rows whose sums are in registers at once, */
+    QUERIES = LANES == 16 ? 4 : 2,      /* query rows whose sums are in registers at once, */
     COLUMNS = HEAD_VECTORS % 4 ? 2 : 4, /* times vectors of a head, */
     ACROSS = PAGE / LANES               /* or of a tile of keys */
 };
@@ -55,12 +55,12 @@ static inline void add_values(const float *p, long stride, long n, const float *
     add_rows(p, stride, 1, n, values, count, out);
 }
 
-/* into[j] += sum_i p[i][j] rows[i]  for `count` places j and n queries. */
+/* into[j] += sum_i p[i][j] rows[i]  for `count` keys j and n queries. */
 static inline void add_outer(const float *p, long stride, long n, const float *rows, float *into, long count) {
     add_rows(p, 1, stride, count, rows, n, into);
 }
 
-/* scores[first..last) become probabilities, everything else in the row 0 up to `end`. Returns log sum exp. */
+/* scores[first..last) become probabilities, the rest of the row up to `end` 0. Returns log sum exp. */
 static inline float softmax(float *scores, long first, long last, long end) {
     const long from = first / LANES * LANES;
     for (long j = from; j < first; j++) scores[j] = -INFINITY;
@@ -103,8 +103,8 @@ static void widen_rows(const elem *rows, long stride, long n, float *out) {
     for (long t = 0; t < n; t++) widen(rows + t * stride, out + t * HEAD_DIM, HEAD_DIM, 1.f);
 }
 
-/* scores[i][j] = q[i] . k[j]  for n queries and keys 0 to `end`, by position. What is in the last tile behind `end` is
-   masked afterwards. */
+/* scores[i][j] = q[i] . k[j]  for n queries and keys 0 to `end`, by position. The last tile after `end` is masked
+   later. */
 static void score_rows(const float *q, long n, const float *keys, long end, float *scores, long stride) {
     for (long j = 0; j < end; j += PAGE) score_tile(q, n, keys + j * HEAD_DIM, scores + j, stride);
 }
@@ -149,8 +149,8 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
 }
 
 /* With p = softmax(s), o = p v:  dv = p' do,  dp = do v',  ds = p (dp - do . o),  dq = scale ds k,  dk = scale ds' q.
-   grad_query, grad_key, grad_value have the layout of query, key, value. A tree and a key head are one task, so every sum
-   has one writer. Tiles are by position: what a segment has in common with the one before stays in them. */
+   grad_query, grad_key, grad_value have the layout of query, key, value. A tree and a key head are one task, so every
+   sum has one writer. Tiles are by position: the prefix that a segment shares with the previous one stays in them. */
 EXPORT void tree_attention_backward(const elem *query, const elem *key, const elem *value, long stride, const elem *out,
                                     const float *lse, const elem *grad_out, elem *grad_query, elem *grad_key,
                                     elem *grad_value, const segment *segments, long count, long heads, long kv_heads,
@@ -168,7 +168,7 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
         }
         const segment root = segments[from];
         const long width = (pages_of(most) + 1) * PAGE, n_max = step * group;
-        /* of the tree: natural keys, gradients of keys and values; of a sequence: tiles; of a block: rows of scores */
+        /* of the tree: keys by row, gradients of keys and values; of a sequence: tiles; of a block: rows of scores */
         float *memory = take(&mine, (3 * (length + 4) * HEAD_DIM + 2 * width * HEAD_DIM + n_max * (2 * width + 4 * HEAD_DIM)) * sizeof(float));
         float *k_rows = memory, *dk = k_rows + (length + 4) * HEAD_DIM, *dv = dk + (length + 4) * HEAD_DIM;
         float *keys = dv + (length + 4) * HEAD_DIM, *values = keys + width * HEAD_DIM;
@@ -229,7 +229,7 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
 /* Cache of one layer: keys [pages, kv_heads, HEAD_DIM, 32], values [pages, kv_heads, 32, HEAD_DIM]. Position j of
    sequence b is in page table[b][j / 32]. */
 
-/* Rows t of key and value [T, stride] go to page pages[t], place places[t]. */
+/* Write rows t of key and value [T, stride] to position places[t] of page pages[t]. */
 EXPORT void cache_write(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
                         const int32_t *places, long T, long kv_heads) {
 #pragma omp parallel for schedule(static)
@@ -243,7 +243,7 @@ EXPORT void cache_write(const elem *key, const elem *value, long stride, elem *k
 }
 
 /* One query row for each of B sequences of lengths[b] positions, all in the cache. Sequences starts[g]..starts[g + 1]
-   have their first shared[g] pages in common: these are read once for all of them. */
+   have their first shared[g] pages in common, which are read once for all of them. */
 EXPORT void paged_attention(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
                             const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
                             const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window) {

@@ -1,9 +1,9 @@
-/* Index tensors, read before a kernel follows them: 0, or the number of the rule that they break (__init__.py has the
-   words). A few microseconds a call; a wrong index would write into memory that belongs to something else. */
+/* Check index tensors before a kernel uses them: 0, or the number of the rule that they break (the messages are in
+   tensors.py). A few microseconds a call; a wrong index would write to memory out of bounds. */
 #include "layers.h"
 
-/* Segments of rows 0 to `rows`, nodes of trees in pre-order: each lies behind the one before, and goes on where its
-   parent ends, which is the one before or above that. */
+/* Segments of rows 0 to `rows`, nodes of trees in pre-order: each is after the previous one, and continues at its
+   parent's end; the parent is the previous one or an ancestor of that. */
 EXPORT long check_segments(const segment *s, long count, long rows) {
     for (long i = 0; i < count; i++) {
         const long root = !i || s[i].tree != s[i - 1].tree, parent = s[i].parent;
@@ -19,7 +19,7 @@ EXPORT long check_segments(const segment *s, long count, long rows) {
     return 0;
 }
 
-/* Rows go to place places[t] of page pages[t]; there are `total` pages. */
+/* Rows are written to position places[t] of page pages[t]; there are `total` pages. */
 EXPORT long check_places(const int32_t *pages, const int32_t *places, long T, long total) {
     for (long t = 0; t < T; t++)
         if (pages[t] < 0 || pages[t] >= total || places[t] < 0 || places[t] >= PAGE) return 3;

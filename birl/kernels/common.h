@@ -1,8 +1,8 @@
-/* Types and vector functions that the kernels share. Compiled once for each (element type, head size).
+/* Types and vector functions shared by the kernels. Compiled once for each (element type, head size).
 
-   elem is what weights and activations are stored in: bfloat16 or float32. Everything is computed in float32, and every
-   sum has one order that depends on nothing but the row itself: not on the batch, the threads, or how keys are stored.
-   So the engine and the learner get the same bits. */
+   elem is the type of weights and activations in memory: bfloat16 or float32. Everything is computed in float32, and
+   the order of every sum depends only on the row itself: not on the batch, the threads, or how keys are stored. So the
+   engine and the learner get the same bits. */
 #pragma once
 #include <math.h>
 #include <omp.h>
@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512F__) /* numbers in a register: GCC keeps no larger vector in several of them, but in memory */
+#if defined(__AVX512F__) /* numbers in a register: GCC keeps larger vectors in memory instead of several registers */
 #define LANES 16
 #elif defined(__AVX2__)
 #define LANES 8
@@ -96,8 +96,8 @@ static inline float largest(vec x) {
     return x[0];
 }
 
-/* e^x to about one unit in the last place (Cephes' expf): 2^n times a polynomial. 0 below -60: next to the largest term,
-   1, no sum could tell, and products of what would be left fall into the subnormal range, which costs 100 cycles each. */
+/* e^x to about one unit in the last place (Cephes' expf): 2^n times a polynomial. 0 below -60: relative to the largest
+   term, 1, that does not change any sum, and products with it would be subnormal, which costs 100 cycles each. */
 static inline vec vexp(vec x) {
     const float magic = 12582912.f; /* 1.5 * 2^23: adding it rounds to an integer */
 #ifdef __AVX512F__

@@ -1,4 +1,4 @@
-/* Norms, rotary positions, SwiGLU: one pass over memory each, rows shared out to threads (layers.h: `_part`). */
+/* Norms, rotary positions, SwiGLU: one pass over memory each, rows divided among threads (layers.h: `_part`). */
 #include "layers.h"
 
 /* h = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps).  x [T, H] float32, h [T, H], rstd [T] (may be NULL). */
@@ -22,11 +22,11 @@ EXPORT void rms_norm(const float *x, const elem *weight, elem *h, float *rstd, l
     rms_norm_part(x, weight, h, rstd, T, H, eps);
 }
 
-/* Rows that `grad_weight` of the next function needs. */
+/* Number of rows of `grad_weight` in the next function. */
 EXPORT long team_size(void) { return omp_get_max_threads(); }
 
-/* grad_x += d norm / d x (grad_h), grad_weight [threads, H] += its part; `rounded` (may be NULL) is the new grad_x as
-   elem.  grad_x = rstd (g - x rstd^2 mean(g x)), g = grad_h weight. */
+/* grad_x += d norm / d x (grad_h), grad_weight [threads, H] += this thread's part; `rounded` (may be NULL) is the new
+   grad_x as elem.  grad_x = rstd (g - x rstd^2 mean(g x)), g = grad_h weight. */
 EXPORT void rms_norm_backward(const float *x, const elem *weight, const float *rstd, const elem *grad_h, float *grad_x,
                               elem *rounded, float *grad_weight, long T, long H) {
 #pragma omp parallel
@@ -84,7 +84,7 @@ EXPORT void swiglu(const elem *gate_up, elem *y, long T, long I) {
         }
 }
 
-/* gate_up becomes its own gradient, and y (the forward result) is computed again. */
+/* gate_up is overwritten by its gradient, and y (the forward result) is recomputed. */
 EXPORT void swiglu_backward(elem *gate_up, const elem *grad_y, elem *y, long T, long I) {
 #pragma omp parallel for schedule(static)
     for (long t = 0; t < T; t++)

@@ -1,7 +1,7 @@
-/* y = x W' for bfloat16 with float32 sums, W packed once for many calls (tile.h says how).
+/* y = x W' for bfloat16 with float32 sums, W packed once for many calls (tile.h describes the layout).
 
-   Each element of y is summed over k in one order, whatever M is: a row gives the same bits alone (decoding) and among a
-   thousand (training). PyTorch's products do not promise that, and they round the result to bfloat16. */
+   Each element of y is summed over k in one order, whatever M is: a row has the same bits alone (decode) and among a
+   thousand (training). PyTorch's products do not guarantee that, and they round the result to bfloat16. */
 #include "layers.h"
 #include "tile.h"
 #include <unistd.h>
@@ -10,14 +10,14 @@
 #endif
 
 enum {
-    FEW = 128, /* rows of which few_rows is faster */
-    TURN = 64  /* columns that block_of turns at once: two lines of each row, which the processor fetches together */
+    FEW = 128, /* number of rows up to which few_rows is faster */
+    TURN = 64  /* columns that block_of transposes at once: two cache lines of each row, fetched together */
 };
 
-/* The instructions of products (instructions.py); NULL where the kernel does not grant them. */
+/* Name of the instruction set of products (instructions.py); NULL if the kernel does not grant it. */
 EXPORT const char *gemm_start(void) {
 #if defined(__AMX_BF16__)
-    return syscall(SYS_arch_prctl, 0x1023, 18) ? NULL : "amx"; /* it wants to be asked once for the tile registers */
+    return syscall(SYS_arch_prctl, 0x1023, 18) ? NULL : "amx"; /* permission for the tile registers is requested once */
 #elif defined(__AVX512BF16__)
     return "avx512_bf16";
 #elif defined(__AVX512F__)
@@ -31,16 +31,16 @@ EXPORT const char *gemm_start(void) {
 #endif
 }
 
-/* Bytes of weights that stay in the second-level cache while rows go by. */
+/* Bytes of weights to keep in the second-level cache while rows are processed. */
 static long cached(void) {
-    static long bytes; /* asking takes long on a virtual machine */
+    static long bytes; /* the call is slow on a virtual machine */
     if (!bytes) bytes = sysconf(_SC_LEVEL2_CACHE_SIZE) > 0 ? sysconf(_SC_LEVEL2_CACHE_SIZE) / 3 * 2 : 1 << 20;
     return bytes;
 }
 
 static long blocks_of(long K) { return (K + BLOCK - 1) / BLOCK; }
 
-/* Rows [N, K] of a weight whose first row, or column, is number `done` of the packed matrix; `columns` is its K.
+/* Pack rows [N, K] of a weight whose first row, or column, is number `done` of the packed matrix; `columns` is its K.
    transposed: the packed matrix is [K, columns], with this weight's rows as columns done, done + 1, ... Otherwise its
    panels are every `turns`th from there on. */
 EXPORT void gemm_pack(const uint16_t *w, uint16_t *packed, long N, long K, long done, long columns, int transposed,
@@ -73,8 +73,8 @@ EXPORT void gemm_pack(const uint16_t *w, uint16_t *packed, long N, long K, long 
     }
 }
 
-/* The exponent of a block (tile.h): the smallest with which 127 holds its largest weight, of whose bits these are, without
-   the sign. */
+/* The exponent of a block (tile.h): the smallest with which 127 represents its largest weight, whose bits without sign
+   are `most`. */
 static int exponent_of(uint32_t most) { return (int)(most >> 23) - 6 + ((most & 0x7fffff) > 0x7e0000); /* 127 / 64 */ }
 
 static uint32_t largest_of(const uint16_t *row, long count) {
@@ -83,8 +83,8 @@ static uint32_t largest_of(const uint16_t *row, long count) {
     return most << 16;
 }
 
-/* Rows [N, K] in int8, by the places of gemm_pack; N a multiple of 16, K of 32. No exponent is more than 60 below the
-   largest of its row: the scaled sums of `some` (tile.h) stay finite. */
+/* Encode rows [N, K] in int8, placed as in gemm_pack; N a multiple of 16, K of 32. No exponent is more than 60 below
+   the largest of its row: the scaled sums of `some` (tile.h) stay finite. */
 EXPORT void gemm_encode(const uint16_t *w, int8_t *packed, long N, long K, long done, long turns) {
     const long blocks = blocks_of(K);
 #pragma omp parallel for schedule(static)
@@ -120,7 +120,7 @@ static void finish(const float *sums, void *y, long ldy, long rows, long columns
 
 static __thread scratch padding, decodes;
 
-/* Rows of x [rows, K] with zeros behind them; NULL where they are whole tiles anyway. */
+/* Rows of x [rows, K] padded with zeros; NULL if they are whole tiles already. */
 static uint16_t *padded(const uint16_t *x, long ldx, long rows, long K) {
     if (rows % ROWS == 0) return NULL;
     uint16_t *copy = take(&padding, 32 * K * 2);
@@ -129,7 +129,7 @@ static uint16_t *padded(const uint16_t *x, long ldx, long rows, long K) {
     return copy;
 }
 
-typedef struct { /* of one product, and what of it is this thread's: pairs of panels, and rows from `top` on */
+typedef struct { /* one product, and this thread's share of it: pairs of panels, and rows from `top` on */
     const uint16_t *x;
     const char *packed;
     const elem *bias;
@@ -140,7 +140,7 @@ typedef struct { /* of one product, and what of it is this thread's: pairs of pa
 
 static long bytes_of(const task *t) { return t->coded ? CODED : TILE * sizeof(uint16_t); }
 
-/* The panels of a pair; of the last one there may be one only. */
+/* The panels of a pair; the last pair may have only one. */
 static const char *panel(const task *t, long pair, int second) {
     const long blocks = blocks_of(t->K);
     return t->packed + (pair * 2 + (second && pair * 32 + PANEL < t->N)) * blocks * bytes_of(t);
@@ -168,14 +168,14 @@ static void put(const task *t, const float *sums, long m, long rows, long pair) 
     }
 }
 
-/* With few rows reading the weights takes longer than computing. All rows take turns over a few tiles of them, which stay
-   in the first-level cache meanwhile. The next tiles are called for behind the first rows, or a share by each turn, so
-   that memory works while rows are computed. Sums wait in memory, which changes no bit. */
+/* With few rows reading the weights takes longer than computing. All rows are multiplied with a few tiles, which stay
+   in the first-level cache meanwhile. The next tiles are prefetched after the first rows, or in equal parts, so that
+   memory works during computation. Sums are kept in memory, which changes no bit. */
 static void few_rows(const task *t) {
     const long blocks = blocks_of(t->K), bytes = bytes_of(t), head = FIRST(t->M), callers = CALLERS(t->M);
     const long tail = t->M <= head ? t->M : (t->M - head - 1) % MANY + 1;
     uint16_t *rest = padded(t->x + (t->M - tail) * t->ldx, t->ldx, tail, t->K);
-    uint16_t made[2][AHEAD * TILE] __attribute__((aligned(64))); /* codes become bfloat16 first: several products read them */
+    uint16_t made[2][AHEAD * TILE] __attribute__((aligned(64))); /* codes are decoded first: several products read them */
     float sums[FEW * 32] __attribute__((aligned(64)));
     for (long pair = t->first; pair < t->last; pair++) {
         const char *b0 = panel(t, pair, 0), *b1 = panel(t, pair, 1);
@@ -224,8 +224,8 @@ static const uint16_t *block_of(const task *t, long m, long rows, long *lda) {
     return copy + done * *lda;
 }
 
-/* With many, computing takes longer. Some columns of weights stay in the second-level cache, for one block of rows after
-   another: weights are read once, and a row of the result is written from left to right. */
+/* With many rows, computing takes longer. Some columns of weights stay in the second-level cache for one block of rows
+   after another: weights are read once, and a row of the result is written from left to right. */
 static void many_rows(const task *t) {
     const long blocks = blocks_of(t->K), mine = t->last - t->first, most = cached() / (2 * blocks * TILE * 2) + 1;
     const long parts = (mine + most - 1) / most;
@@ -259,8 +259,8 @@ static void compute(const task *t) {
         many_rows(t);
 }
 
-/* y [M, N] (rows ldy apart) = x [M, K] W', see the enum for what `mode` does with it. K must be a multiple of 32, N of
-   16. Threads share out the columns. */
+/* y [M, N] (rows ldy apart) = x [M, K] W'; `mode`: see its enum. K must be a multiple of 32, N of 16. Threads divide
+   the columns. */
 void gemm_part(const uint16_t *x, long ldx, const void *packed, const elem *bias, void *y, long ldy, long M, long N,
                long K, int mode) {
     const long pairs = (N + 31) / 32, threads = omp_get_num_threads(), me = omp_get_thread_num();
@@ -286,8 +286,8 @@ EXPORT void gemm(const uint16_t *x, long ldx, const void *packed, const elem *bi
     gemm_part(x, ldx, packed, bias, y, ldy, M, N, K, mode);
 }
 
-/* y [M, N] float32 = or += grad' x, the gradient of a weight: grad [T, M] (rows `stride` apart), x [T, N] packed transposed.
-   M must be a multiple of 16. Threads share out the rows of y, and turn the columns of grad as they come to them. */
+/* y [M, N] float32 = or += grad' x, the gradient of a weight: grad [T, M] (rows `stride` apart), x [T, N] packed
+   transposed. M must be a multiple of 16. Threads divide the rows of y, and transpose the columns of grad as needed. */
 EXPORT void gemm_outer(const uint16_t *grad, long stride, const uint16_t *packed, float *y, long ldy, long M, long N, long T,
                        int mode) {
 #pragma omp parallel

@@ -1,11 +1,10 @@
 /* Attention in bfloat16 on tiles (attention.c has it in float32): over trees of packed tokens, and over cache pages.
 
-   A query's keys are numbered by position, in pages of 32 that begin at position 0, whichever nodes of a tree they come
-   from, or from the cache. Scores and sums are float32; the probabilities that
-   multiply the values are rounded to bfloat16 before they are divided by their sum. So a token gets the same bits when it
-   is decoded and when it is trained.
+   A query's keys are numbered by position, in pages of 32 from position 0 on, whichever nodes of a tree they come from,
+   or from the cache. Scores and sums are float32; the probabilities that multiply the values are rounded to bfloat16
+   before the division by their sum. So a token has the same bits in decode and in training.
 
-   A page holds keys packed for q k' and values packed for p v (tile.h): keys as [2 panels][HEAD_DIM / 32 blocks], values
+   A page has keys packed for q k' and values packed for p v (tile.h): keys as [2 panels][HEAD_DIM / 32 blocks], values
    as [HEAD_DIM / 16 panels], a tile each. */
 #include "layers.h"
 #include "tile.h"
@@ -30,9 +29,9 @@ static inline void value_page(const elem *p, long ldp, long n, const elem *value
                     o + i * HEAD_DIM + d, HEAD_DIM, add);
 }
 
-/* The same of pages in the cache. They lie anywhere, so the processor cannot guess the next one: all of `later` is called for
-   into the second-level cache. Into the first, which has few reads under way at a time, it took half as long again. */
-enum { LATER = 2 }; /* pages from the one that is read to the one that is called for */
+/* score_page and value_page for the cache. The processor cannot predict its next page: all of `later` is prefetched
+   into the second-level cache. Into the first, with few outstanding reads, it took half as long again. */
+enum { LATER = 2 }; /* distance in pages from the read one to the prefetched one */
 
 static inline void fetch_page(const elem *page) {
     for (long i = 0; i < PAGE_SIZE; i += 32) __builtin_prefetch(page + i, 0, 2);
@@ -73,7 +72,7 @@ static inline float soften(float *s, long first, long last, long end, float scal
     return peak + logf(all);
 }
 
-/* Where 32 positions of a sequence are: rows of one head, NULL behind the last. */
+/* Addresses of 32 positions of a sequence: rows of one head, NULL after the last. */
 typedef struct { const elem *row[PAGE]; } places;
 
 static places find(const elem *base, long stride, const segment *segments, long at, long page) {
@@ -88,7 +87,7 @@ static places find(const elem *base, long stride, const segment *segments, long 
     return found;
 }
 
-/* 32 rows [HEAD_DIM] as the right side of x rows': panels of 16 rows. */
+/* Pack 32 rows [HEAD_DIM] as the right side of x rows': panels of 16 rows. */
 static void pack_keys(const places *from, elem *page) {
     for (long panel = 0; panel < 2; panel++)
         for (long b = 0; b < KEY_BLOCKS; b++) {
@@ -100,7 +99,7 @@ static void pack_keys(const places *from, elem *page) {
         }
 }
 
-/* 32 rows [HEAD_DIM] as the right side of p rows: panels of 16 columns. */
+/* Pack 32 rows [HEAD_DIM] as the right side of p rows: panels of 16 columns. */
 static void pack_values(const places *from, elem *page) {
     for (long panel = 0; panel < HEAD_DIM / PANEL; panel++)
         for (long pair = 0; pair < 16; pair++) {
@@ -193,10 +192,10 @@ static void turn(const elem *p, long ld, elem *out) {
     }
 }
 
-/* With p = softmax(scale q k'), o = p v:  dv = p' do,  dp = do v',  ds = scale p (dp - do . o),  dq = ds k,  dk = ds' q.
-   grad_query, grad_key, grad_value have the layout of query, key, value. A tree and a key head are one task, so every sum
-   has one writer. Segments are gone through from the last to the first, so that those that go on from one come before it;
-   sums by key are kept by position, those of what two have in common while they come and go. */
+/* With p = softmax(scale q k'), o = p v:  dv = p' do,  dp = do v',  ds = scale p (dp - do . o),  dq = ds k,  dk = ds'
+   q. grad_query, grad_key, grad_value have the layout of query, key, value. A tree and a key head are one task, so
+   every sum has one writer. Segments are processed from the last to the first, so that children come before their
+   parent; sums by key are kept by position, so that those of a common prefix are kept between segments. */
 EXPORT void tree_attention_backward(const elem *query, const elem *key, const elem *value, long stride, const elem *out,
                                     const float *lse, const elem *grad_out, elem *grad_query, elem *grad_key,
                                     elem *grad_value, const segment *segments, long count, long heads, long kv_heads,
@@ -224,9 +223,9 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
             long ready = 0; /* positions whose keys and values are packed */
             for (long at = to - 1; at >= from; at--) {
                 const segment *s = segments + at;
-                const long common = at + 1 < to ? s[1].prefix : 0; /* with what was gone through before */
+                const long common = at + 1 < to ? s[1].prefix : 0; /* with the segment processed before */
                 ready = ready < common ? ready : common;
-                if (at + 1 < to && s[1].parent != at) { /* that was another branch, whose sums are done */
+                if (at + 1 < to && s[1].parent != at) { /* that was another branch, whose sums are complete */
                     memset(dk + common * HEAD_DIM, 0, (width - common) * HEAD_DIM * sizeof(float));
                     memset(dv + common * HEAD_DIM, 0, (width - common) * HEAD_DIM * sizeof(float));
                 }
@@ -304,16 +303,16 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
     }
 }
 
-/* Cache of one layer: keys and values [pages, kv_heads, 32 * HEAD_DIM]. Position j of sequence b is in page
-   table[b][j / 32]. Before a page's first position is written, its values become 0: what was there must not be NaN, even
-   times 0. */
+/* Cache of one layer: keys and values [pages, kv_heads, 32 * HEAD_DIM]. Position j of sequence b is in page table[b][j
+   / 32]. Before a page's first position is written, its values are set to 0: old values must not be NaN, even times 0.
+   */
 void open_pages(elem *values, const int32_t *pages, const int32_t *places, long T, long kv_heads) {
 #pragma omp for schedule(static)
     for (long t = 0; t < T; t++)
         if (!places[t]) memset(values + pages[t] * kv_heads * PAGE_SIZE, 0, kv_heads * PAGE_SIZE * sizeof(elem));
 }
 
-/* One position of one head goes to place j of a page. */
+/* Write one position of one head to position j of a page. */
 static inline void write_key(const elem *key, long j, elem *keys) {
     elem *to_keys = keys + j / 16 * KEY_BLOCKS * TILE + j % 16 * 2;
     for (long d = 0; d < HEAD_DIM; d += 2) memcpy(to_keys + d / 2 * BLOCK, key + d, 2 * sizeof(elem));
@@ -324,7 +323,7 @@ static inline void write_value(const elem *value, long j, elem *values) {
     for (long d = 0; d < HEAD_DIM; d++) to_values[d / PANEL * TILE + d % PANEL * 2] = value[d];
 }
 
-/* Rows t of key and value [T, stride] go to page pages[t], place places[t]. */
+/* Write rows t of key and value [T, stride] to position places[t] of page pages[t]. */
 void cache_write_part(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
                       const int32_t *places, long T, long kv_heads) {
 #pragma omp for schedule(static)
@@ -346,9 +345,9 @@ EXPORT void cache_write(const elem *key, const elem *value, long stride, elem *k
 }
 
 /* One query row for each of B sequences of lengths[b] positions. Sequences starts[g]..starts[g + 1] have their first
-   shared[g] pages in common: these are read once for all of them. All positions are in the cache, unless there is `fresh`
-   [B, stride]: keys, then values, of the last ones, which go to pages that no other group reads and are put there just
-   before, when the page is read anyway. */
+   shared[g] pages in common, which are read once for all of them. All positions are in the cache, except with `fresh`
+   [B, stride]: keys, then values, of the last ones, which are written to pages that no other group reads just before
+   these pages are read. */
 void paged_attention_part(const elem *query, const elem *fresh, long stride, elem *out, elem *keys, elem *values,
                           const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
                           const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window) {
@@ -357,7 +356,7 @@ void paged_attention_part(const elem *query, const elem *fresh, long stride, ele
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < groups * kv_heads; task++) {
         const long g = task / kv_heads, h = task % kv_heads, begin = starts[g], count = starts[g + 1] - begin;
-        const long common = count > 1 ? shared[g] : 0; /* pages of a single sequence are its own */
+        const long common = count > 1 ? shared[g] : 0; /* pages of a single sequence are all its own */
         const long n = count * group, most = (n + MOST + group) / MOST * MOST + MOST;
         const int32_t *pages = table + begin * table_width, *length = lengths + begin;
         elem *k = keys + h * PAGE_SIZE, *v = values + h * PAGE_SIZE;

@@ -1,14 +1,14 @@
 /* All layers of a decoder in one call: with a few dozen rows, calling from Python would cost as much as the products. */
 #include "layers.h"
 
-typedef struct { /* of one layer; packed weights as gemm.c wants them, biases may be NULL */
-    const elem *norm1, *qkv, *qkv_bias, *output, *norm2, *gate_up, *down; /* halves of gate_up take turns */
+typedef struct { /* of one layer; packed weights as for gemm.c, biases may be NULL */
+    const elem *norm1, *qkv, *qkv_bias, *output, *norm2, *gate_up, *down; /* halves of gate_up alternate */
     elem *keys, *values; /* its cache */
 } layer;
 
-/* x [T, H] float32 goes through `count` layers in place. `room` holds T (2 H' + qkv + I) elements, H' the larger of
-   H and the queries' width. `apart`: every row is another sequence's, so none sees what another one writes. `codes`: CODES
-   where the weights are in int8, else 0. */
+/* x [T, H] float32 goes through `count` layers in place. `room` has T (2 H' + qkv + I) elements, H' the larger of H and
+   the queries' width. `apart`: every row is of a different sequence, so none reads what another one writes. `codes`:
+   CODES if the weights are in int8, else 0. */
 EXPORT void paged_stack(const layer *layers, long count, float *x, const float *cosine, const float *sine,
                         const int32_t *pages, const int32_t *places, const int32_t *table, long table_width,
                         const int32_t *lengths, const int32_t *starts, const int32_t *shared, long groups, int apart,

@@ -1,9 +1,9 @@
-/* From hidden states to the next tokens: the products of the head and the draw in one pass. What does not fit into the
-   second-level cache, the logits of all tokens, is never there; the few that decide are computed again. */
+/* From hidden states to the next tokens: the products of the head and sampling in one pass. The logits of all tokens,
+   which do not fit into the second-level cache, are never stored; the few that decide are recomputed. */
 #include "layers.h"
 #include "vocabulary.h"
 
-static const long STRIPE = 128; /* rows whose logits of a stretch are there at once: 512 KB */
+static const long STRIPE = 128; /* rows whose logits of a stretch are stored at once: 512 KB */
 
 static __thread scratch mine;
 
@@ -28,8 +28,8 @@ static const float *computed(void *from, long c, long count) {
     return a->logits;
 }
 
-/* What `sample` (vocabulary.c) gives for the logits x W' + bias, x [B, K], with the same bits. `masses` [B, cells] and
-   `peaks` [B, stretches] are scratch. */
+/* `sample` (vocabulary.c) of the logits x W' + bias, x [B, K], with the same bits. `masses` [B, cells] and `peaks` [B,
+   stretches] are scratch. */
 EXPORT void head_sample(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, const float *temperatures,
                         const float *uniforms, int64_t *tokens, float *logp, float *peaks, float *masses, long B, long V,
                         long K) {
@@ -60,8 +60,8 @@ EXPORT void head_sample(const uint16_t *x, long ldx, const uint16_t *packed, con
     }
 }
 
-/* What `logprobs` (vocabulary.c) gives for these logits, with the same bits. `masses` [B, cells], `peaks` and `tilts`
-   [B, stretches] are scratch. */
+/* `logprobs` (vocabulary.c) of these logits, with the same bits. `masses` [B, cells], `peaks` and `tilts` [B,
+   stretches] are scratch. */
 EXPORT void head_logprobs(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, const int64_t *targets,
                           float temperature, float *logp, float *norm, float *entropy, float *peaks, float *masses,
                           float *tilts, long B, long V, long K) {

@@ -1,27 +1,27 @@
-/* What the kernels of one layer have in common: sequences, and the functions that gemm_stack.c calls, declared for it and
-   for the files that define them. */
+/* Shared by the kernels of a layer: sequences, and the functions that gemm_stack.c calls, declared for it and for the
+   files that define them. */
 #pragma once
 #include "common.h"
 #include <stdio.h>
 
 #define PAGE 32 /* positions of a tile of keys, or of a cache page */
 
-/* What gemm does: y is elem; y is float32; y is float32 and added to. Of a weight whose halves take turns (gemm_pack): y is
-   elem, and its halves lie beside one another; or y has half as many columns, silu(first half) * second half. */
+/* Output of gemm: y is elem; y is float32; y is float32 and added to. For a weight with alternating halves (gemm_pack):
+   y is elem, with its halves side by side; or y has half as many columns, silu(first half) * second half. */
 enum { ROUND, KEEP, ADD, HALVES, SWIGLU, CODES = 8 }; /* with CODES the weight is in int8 (tile.h) */
 
-/* A stretch of rows that see `prefix` rows and, causally, themselves. */
+/* Consecutive rows that attend to `prefix` rows and, causally, to themselves. */
 typedef struct { int64_t start, length, parent, prefix, tree; } segment;
 
 static inline long pages_of(long n) { return (n + PAGE - 1) / PAGE; }
 
-/* Memory that a thread works in, kept for its next call: threads that ask malloc at once wait for one another, and one
-   attention of a decode step asks 24 times. Make it `static __thread`. */
+/* Scratch memory of a thread, kept for its next call: concurrent mallocs of threads wait for each other, and one
+   attention of a decode step needs 24. Make it `static __thread`. */
 typedef struct { void *at; size_t bytes; } scratch;
 
-static const size_t KEPT = 4 << 20; /* what is larger is given back at once */
+static const size_t KEPT = 4 << 20; /* larger blocks are freed at once */
 
-static inline void *take(scratch *s, size_t bytes) { /* aligned, and with room behind for what vectors read beyond the end */
+static inline void *take(scratch *s, size_t bytes) { /* aligned, and padded for vector reads beyond the end */
     if (bytes <= s->bytes) return s->at;
     free(s->at);
     *s = (scratch){NULL, bytes};
@@ -36,13 +36,13 @@ static inline void give(scratch *s) {
     *s = (scratch){};
 }
 
-/* A `_part` is called by all threads of a team and does this thread's share; when it returns, all is done. */
+/* A `_part` is called by all threads of a team and does this thread's share; when it returns, all shares are done. */
 void rms_norm_part(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps);
 void rotary_part(elem *rows, const float *cosine, const float *sine, long T, long heads, long stride, float direction);
 void gemm_part(const uint16_t *x, long ldx, const void *packed, const elem *bias, void *y, long ldy, long M, long N,
                long K, int mode);
 void gemm_begin(void); /* before the first gemm_alone of a thread */
-void gemm_end(void);   /* and behind the last */
+void gemm_end(void);   /* and after the last */
 void gemm_alone(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, float *y, long ldy, long M, long N,
                 long K); /* all of it by this thread, kept in float32 */
 void open_pages(elem *values, const int32_t *pages, const int32_t *places, long T, long kv_heads);

@@ -1,11 +1,11 @@
 /* Products of bfloat16 tiles with float32 sums, for gemm.c and gemm_attention.c.
 
-   Packed matrices W [N, K], for products x W': panels of 16 rows n; in each, blocks of 32 k; in each, 16 pairs of k; each
-   pair holds 16 n x 2 k. That is an AMX tile, and 16 registers for AVX-512's dot products of pairs. K is padded to 32, N
+   Packed matrices W [N, K], for products x W': panels of 16 rows n; in each, blocks of 32 k; in each, 16 pairs of k;
+   each pair 16 n x 2 k. That is an AMX tile, and 16 registers for AVX-512's dot products of pairs. K is padded to 32, N
    to 16, with zeros. The order of a sum is fixed: blocks of 32 one after another, so a sum may stop and go on.
 
-   In int8 a block is 16 exponents e, one for each n, and the 512 codes. A weight is code x 2^(e - 127), which bfloat16
-   holds exactly, so a product with codes has the bits of the one with the weights that they stand for. */
+   In int8 a block is 16 exponents e, one for each n, and the 512 codes. A weight is code x 2^(e - 127), which is exact
+   in bfloat16, so a product with codes has the bits of the one with the decoded weights. */
 #pragma once
 #include "common.h"
 
@@ -14,11 +14,11 @@
 #define TILE (PANEL * BLOCK)  /* elements of a packed block */
 #define CODED (PANEL + TILE)  /* bytes of one in int8 */
 
-/* 16 pairs of bfloat16, and 16 such lines a[i][j] -> a[j][i]. */
+/* A line is 16 pairs of bfloat16; transpose16 of 16 lines: a[i][j] -> a[j][i]. */
 #ifdef __AVX512F__
 typedef uvec line;
 
-/* Pairs of even[i] and odd[i]; 0 in the place of one that is NULL. */
+/* Pairs of even[i] and odd[i]; 0 for one that is NULL. */
 static inline line zipped(const uint16_t *even, const uint16_t *odd) {
     line both = {};
     if (even) both = __builtin_convertvector(*(const hvec *)even, uvec);
@@ -62,7 +62,7 @@ static inline void transpose16(line a[16]) {
 }
 #endif
 
-/* Pairs of rows t, t + 1 of x [T, N], columns n to n + 15, for 32 rows: square[pair][n]; 0 behind the last row. */
+/* Pairs of rows t, t + 1 of x [T, N], columns n to n + 15, for 32 rows: square[pair][n]; 0 after the last row. */
 static inline void pairs_of(const uint16_t *x, long stride, long t, long n, long T, line square[16]) {
     for (long pair = 0; pair < 16; pair++) {
         const long row = t + 2 * pair;
@@ -84,7 +84,7 @@ static inline vec power_of(const int8_t *exponents, int inverse) {
 }
 
 #ifdef __AVX512VBMI__
-/* A code is a sign and seven bits, which look its two bytes in bfloat16 up. Two pairs of k take turns after 4 n. */
+/* A code is a sign and seven bits, which index its two bytes in bfloat16. Two pairs of k alternate after 4 n. */
 static uint8_t levels[2][128]; /* lower bytes, upper bytes */
 
 static __attribute__((constructor)) void fill_levels(void) {
@@ -106,7 +106,7 @@ static inline void two_lines_of_codes(const int8_t *block, long pair, uvec out[2
     out[0] = (uvec)_mm512_unpacklo_epi8(low, top), out[1] = (uvec)_mm512_unpackhi_epi8(low, top);
 }
 #else
-/* A code is a whole number; those of the first k of a pair lie before those of the second. */
+/* A code is an integer; those of the first k of a pair are before those of the second. */
 static inline int8_t code_of(int number) { return number; }
 
 static inline long place_of(long n, long k) { return PANEL + k / 2 * BLOCK + k % 2 * PANEL + n; }
@@ -131,7 +131,7 @@ static inline void two_lines_of_codes(const int8_t *block, long pair, uvec out[2
 }
 #endif
 
-/* A block in bfloat16. */
+/* Decode a block to bfloat16. */
 static inline void decode(const int8_t *block, uint16_t *tile) {
     for (long n = 0; n < PANEL; n += LANES) {
         const vec scale = power_of(block + n, 0);
@@ -154,9 +154,9 @@ static const struct {
     uint8_t rows[16];
 } TILES = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
-/* sums [rows, 32] (rows ld apart) = or += a W', for two panels b0, b1 whose blocks are `step` elements apart, and at most
-   32 rows a, lda elements apart, which are read, and their sums written, up to the next multiple of ROWS. Two streams of
-   weights are what the processor's own prefetching follows best: fetching ahead by instructions was slower. */
+/* sums [rows, 32] (rows ld apart) = or += a W', for two panels b0, b1 whose blocks are `step` elements apart, and at
+   most 32 rows a, lda elements apart, which are read, and their sums written, up to the next multiple of ROWS. The
+   processor's own prefetching works best with two streams of weights: prefetch instructions were slower. */
 static inline void product(const uint16_t *a, long rows, long lda, const uint16_t *b0, const uint16_t *b1, long step,
                            long blocks, float *sums, long ld, int add) {
     const int two = rows > 16;
@@ -193,7 +193,7 @@ static inline void product(const uint16_t *a, long rows, long lda, const uint16_
     }
 }
 
-/* Over a few tiles; then memory is called for `length` bytes from n0 and n1 on. */
+/* Over a few tiles; then `length` bytes from n0 and n1 on are prefetched. */
 static inline void product_ahead(const uint16_t *a, long rows, long lda, const uint16_t *b0, const uint16_t *b1, long blocks,
                                  const char *n0, const char *n1, long length, float *sums, long ld, int add) {
     product(a, rows, lda, b0, b1, TILE, blocks, sums, ld, add);
@@ -202,9 +202,9 @@ static inline void product_ahead(const uint16_t *a, long rows, long lda, const u
 #define product_ahead_by_two product_ahead
 #define ROWS 16
 #define MANY 32                              /* rows of a product */
-#define AHEAD 3                              /* tiles of a panel that rows take turns over */
+#define AHEAD 3                              /* tiles of a panel that all rows are multiplied with in turn */
 #define FIRST(rows) ((rows) <= 48 ? 16 : 32) /* rows of the first turn */
-#define CALLERS(rows) 1                      /* turns that call for the next tiles */
+#define CALLERS(rows) 1                      /* turns that prefetch the next tiles */
 #define START_THREAD() _tile_loadconfig(&TILES)
 #define END_THREAD() _tile_release()
 
@@ -214,7 +214,7 @@ static inline void product_ahead(const uint16_t *a, long rows, long lda, const u
 
 #define ROWS 1
 #define MANY 8    /* rows that read a weight together */
-#define FAR 16384 /* bytes that memory is called for in advance */
+#define FAR 16384 /* prefetch distance in bytes */
 
 static inline vec dot2(vec total, uint32_t a, uvec pairs) {
 #ifdef __AVX512BF16__
@@ -235,9 +235,9 @@ static inline void two_lines_at(const char *tile, long pair, int coded, uvec out
         out[0] = *(const uvec *)(tile + 2 * pair * BLOCK), out[1] = *(const uvec *)(tile + 2 * (pair + 1) * BLOCK);
 }
 
-/* A few rows of both panels; n, coded and lines are constants. With codes a sum is scaled before and behind each block,
-   which rounds nothing, instead of the weights. Memory is called for what comes later from n0 and n1 on: for each block
-   `step` bytes of both, `lines` lines at a time. */
+/* A few rows of both panels; n, coded and lines are constants. With codes a sum is scaled before and after each block,
+   which rounds nothing, instead of the weights. Later memory is prefetched from n0 and n1 on: for each block `step`
+   bytes of both, `lines` lines at a time. */
 static inline __attribute__((always_inline)) void some(const int n, const int coded, const int lines, const uint16_t *a,
                                                        long lda, const char *b0, const char *b1, long bytes, long blocks,
                                                        const char *n0, const char *n1, long step, float *sums, long ld,
@@ -293,8 +293,8 @@ static inline __attribute__((always_inline)) void few(const int coded, const int
 #undef SOME
 }
 
-/* A few rows of one panel; n is a constant. Panels lie one behind another. The processor follows that by itself for one or
-   two rows; from three on, which compute longer, memory is called for in advance. */
+/* A few rows of one panel; n is a constant. Panels are consecutive. The processor prefetches that itself for one or two
+   rows; from three on, which compute longer, it is prefetched by instructions. */
 static inline __attribute__((always_inline)) void single(const int n, const uint16_t *a, long lda, const char *b, long blocks,
                                                          float *sums, long ld) {
     vec s[MANY] = {};
@@ -332,7 +332,7 @@ static inline __attribute__((always_inline)) void half(const int coded, const ui
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < PANEL / LANES; j++) s[i][j] = add ? *(const vec *)(sums + i * ld + j * LANES) : (vec){};
     for (long k = 0; k < blocks; k++, b += bytes, next += step) {
-        uint32_t wide[4][BLOCK] __attribute__((aligned(64))); /* a in float32, read one number for all lanes */
+        uint32_t wide[4][BLOCK] __attribute__((aligned(64))); /* a in float32, each number is broadcast to all lanes */
         for (int i = 0; i < 4; i++)
             for (int j = 0; j < BLOCK; j++) wide[i][j] = (uint32_t)a[i * lda + k * BLOCK + j] << 16;
         for (int j = 0; j < PANEL / LANES && coded; j++) { /* instead of the weights, which rounds nothing */
@@ -369,7 +369,7 @@ static inline __attribute__((always_inline)) void half(const int coded, const ui
         for (int j = 0; j < PANEL / LANES; j++) *(vec *)(sums + i * ld + j * LANES) = s[i][j];
 }
 
-/* Not inlined in twenty places: GCC 12 for ARM breaks down over that. */
+/* Not inlined in twenty places: GCC 12 for ARM fails on that. */
 static __attribute__((noinline)) void half_plain(const uint16_t *a, long lda, const char *b, long bytes, long blocks,
                                                  const char *next, long step, float *sums, long ld, int add) {
     half(0, a, lda, b, bytes, blocks, next, step, sums, ld, add);
@@ -403,8 +403,8 @@ static inline void product(const uint16_t *a, long rows, long lda, const uint16_
         few(0, 0, a + i * lda, rows - i, lda, w0, w1, step * 2, blocks, w0, w1, 0, sums + i * ld, ld, add);
 }
 
-/* Of at most MANY rows over a few tiles. Memory is called meanwhile for `length` bytes from n0 and n1 on, one or two lines of
-   both for two lines of weights. Not inlined: how GCC shares out registers there costs up to 5 %. */
+/* For at most MANY rows over a few tiles. Meanwhile `length` bytes from n0 and n1 on are prefetched, one or two lines
+   of both for two lines of weights. Not inlined: GCC's register allocation there costs up to 5 %. */
 #define AHEAD_BY(name, lines)                                                                                               \
     static __attribute__((noinline, unused)) void name(const uint16_t *a, long rows, long lda, const uint16_t *b0,          \
                                                        const uint16_t *b1, long blocks, const char *n0, const char *n1,     \
@@ -418,8 +418,8 @@ AHEAD_BY(product_ahead_by_two, 2)
 #define FIRST(rows) MANY
 #define CALLERS(rows) (((rows) + MANY - 1) / MANY)
 
-/* The same of at most MANY rows, which read each weight once: a panel behind the other, as memory gives most for one
-   stream. Codes take both at once, as they compute longer. */
+/* product_ahead for at most MANY rows, which read each weight once: one panel after the other, as memory is fastest for
+   one stream. Codes take both at once, as they compute longer. */
 static inline void product_of_few(const uint16_t *a, long rows, long lda, const char *b0, const char *b1, int coded,
                                   long blocks, float *sums, long ld) {
     const long far = 2 * blocks * CODED;

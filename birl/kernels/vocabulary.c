@@ -9,7 +9,7 @@ void weigh(const float *logits, long count, float scale, float *peak, float *mas
     float found = largest(most), tilted = 0;
     for (; i < count; i++) found = logits[i] > found ? logits[i] : found;
     *peak = found *= scale;
-    const float base = found == -INFINITY ? 0 : found; /* where nothing is possible all masses are 0, or NaN */
+    const float base = found == -INFINITY ? 0 : found; /* if nothing is possible all masses are 0, or NaN */
     for (long c = 0; c * CELL < count; c++) {
         const long end = (c + 1) * CELL < count ? (c + 1) * CELL : count;
         vec mass = {};
@@ -76,7 +76,7 @@ float draw(float *peaks, float *masses, long V, float temperature, float uniform
         for (long i = 0; i < cells_of(V); i++) total += masses[i];
         const double point = uniform * total;
         while (c + 1 < cells_of(V) && before + masses[c] <= point) before += masses[c++];
-        while (masses[c] == 0 && c > 0) c--; /* rounding must not lead past the last possible cell */
+        while (masses[c] == 0 && c > 0) c--; /* rounding must not select past the last possible cell */
         logits = cell(from, c, count_of(c, V));
         for (long i = 0; i < count_of(c, V); i++) {
             const float e = expf(logits[i] * scale - peak);
@@ -111,9 +111,9 @@ EXPORT void logprobs(const float *logits, const int64_t *targets, float temperat
     }
 }
 
-/* Gradient of sum(grad_logp logp + grad_entropy entropy) by the logits of the tokens from `first` on:
+/* Gradient of sum(grad_logp logp + grad_entropy entropy) with respect to the logits of the tokens from `first` on:
    (grad_logp (onehot - p) - grad_entropy p (log p + entropy)) / t.  Tokens are rows: logits [W, N] -> grad [W, width],
-   zeros behind column N; products with it then need no transposition. */
+   zeros after column N; products with it then need no transposition. */
 EXPORT void logprobs_backward(const float *logits, const int64_t *targets, float temperature, const float *norm,
                               const float *entropy, const float *grad_logp, const float *grad_entropy, elem *grad,
                               long first, long W, long N, long width) {
