@@ -14,8 +14,8 @@ import pytest
 
 from birl import __version__
 from birl.cli import COMMANDS, main
-from birl.config.sweep import job_names
 from birl.errors import BirlError
+from birl.jobs import job_names
 
 TRAIN = "data.train=a.jsonl"
 

@@ -165,11 +165,9 @@ def _help(command: str, schema: type, words: list[str]) -> None:
 def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[str]) -> int:
     """Run one process per combination, one after the other. All configurations are checked first."""
     from birl.config.load import load_with_choices, run_folder, to_yaml
-    from birl.config.sweep import job_names, swept_keys
-    from birl.config.sweep import sweep as combinations
-    from birl.jobs import Jobs
+    from birl.jobs import Jobs, job_names, sweep, swept_keys
 
-    swept, jobs, errors, configs = swept_keys(overrides), combinations(overrides), [], []
+    swept, jobs, errors, configs = swept_keys(overrides), sweep(overrides), [], []
     for job in jobs:
         try:
             configs.append(load_with_choices(schema, job))

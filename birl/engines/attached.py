@@ -15,8 +15,7 @@ from birl.engines import names
 from birl.engines.client import Client
 from birl.engines.fleet import Fleet
 from birl.engines.kinds import Wanted, speak
-from birl.engines.remote import Remote, TooLarge, fetch
-from birl.engines.wire import Info
+from birl.engines.wire import Info, Remote, TooLarge, fetch
 from birl.errors import BirlError, EngineDown
 
 LOOK = 1.0  # interval of look-ups of registered servers [s]

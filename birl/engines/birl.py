@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from birl.config import schema
 from birl.engines.client import Client
 from birl.engines.kinds import Start, Wanted, server_threads
-from birl.engines.remote import Remote
+from birl.engines.wire import Remote
 
 
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:

@@ -11,13 +11,15 @@ import httpx
 from safetensors.torch import save
 from torch import Tensor
 
-from birl.engines.remote import A_TOKEN, MOST, fetch
 from birl.engines.wire import (
+    A_TOKEN,
     BINARY,
+    MOST,
     AdapterParams,
     Info,
     Invitation,
     completion_from,
+    fetch,
     header,
     held_from,
     params_to,

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from birl.engines.member import Member, State, check_held
-from birl.engines.remote import Remote
-from birl.engines.wire import Info
+from birl.engines.wire import Info, Remote
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import whole
 from birl.spans import done, engine_name

@@ -13,7 +13,7 @@ from birl.config import schema
 from birl.config.decided import ENGINES, SERVERS
 from birl.config.keys import documentation
 from birl.engines import custom
-from birl.engines.remote import Remote
+from birl.engines.wire import Remote
 from birl.named import module
 from birl.process import Process, answers
 from birl.text.pictures import Files

@@ -11,8 +11,7 @@ from itertools import count
 
 import numpy as np
 
-from birl.engines.remote import Remote
-from birl.engines.wire import Info
+from birl.engines.wire import Info, Remote
 from birl.errors import EngineDown, WeightsFailed
 from birl.models.digests import whole
 from birl.support import Support

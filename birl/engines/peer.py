@@ -16,8 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from birl.engine.weights import check_age, read
-from birl.engines.remote import fetch
-from birl.engines.wire import Info
+from birl.engines.wire import Info, fetch
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.models.digests import digests
 from birl.support import Support
@@ -26,6 +25,7 @@ from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 CONNECTIONS = 2048  # concurrent requests; more are queued
 QUICK = 60.0  # deadline of a request that needs no computation [s]
+STOPS = {"stop": Stop.STOP, "length": Stop.LENGTH, "abort": Stop.ABORT}
 
 
 class Peer:
@@ -126,6 +126,19 @@ class Adapter:
 
     async def info(self) -> Info:
         """Info of the server. Raises `EngineDown`."""
+        known = None if self._control.locked() else self.takes
+        try:
+            label, fields = await self.reported()
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            self.peer.strange("", repr(error), error)
+        self.context, words = fields["context"], vocabulary(fields["model"])
+        version = number(label)
+        if known == self.takes and not self._control.locked():  # else a load overtook the response
+            self.version = version
+        return Info(version=version, digest="", vocabulary=words, asleep=self.asleep, pid=0, **fields)
+
+    async def reported(self) -> tuple[str, dict[str, Any]]:
+        """The label of the server's weights, and the other fields of `info` that it reports."""
         raise NotImplementedError
 
     async def let_in(self, params: SamplingParams, session: str) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from birl.engines.fleet import Fleet
 from birl.engines.member import Asked, Loads, Member, Row, State, check_versions
 from birl.engines.prefixes import Prefixes, Sessions
-from birl.engines.remote import Remote
+from birl.engines.wire import Remote
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.spans import answered, engine_name
 from birl.types import Completion, Held, SamplingParams, Stop, Update

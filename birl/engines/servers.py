@@ -23,9 +23,9 @@ from birl.engine.open import cache_bytes
 from birl.engines.attached import Following, look_up, other_kind, take
 from birl.engines.gpus import shares
 from birl.engines.kinds import Wanted, child, speak
-from birl.engines.remote import Remote
 from birl.engines.router import Router
 from birl.engines.spread import Counting
+from birl.engines.wire import Remote
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.policy import Policy

@@ -1,6 +1,6 @@
-"""birl's native protocol of an engine in another process: JSON over HTTP. Token ids and log-probs are exact (a float is
-written with all its digits). Answers of /generate come as arrays in the format of safetensors (`BINARY`) to those that
-accept it: 12 bytes per token instead of 31, and a hundredth of the time.
+"""An engine in another process: its interface (`Remote`), and birl's native protocol, JSON over HTTP. Token ids and
+log-probs are exact (a float is written with all its digits). Answers of /generate come as arrays in the format of
+safetensors (`BINARY`) to those that accept it: 12 bytes per token instead of 31, and a hundredth of the time.
 
     POST /generate   {prompt_ids, params, session}          -> {tokens, logprobs, versions, stop}, and routes (base64)
                                                                of an engine that records the experts of tokens;
@@ -21,20 +21,24 @@ An error is {"error": {"message", "type"}} with a status of 400 or more; a refus
 """
 
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
+import httpx
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from birl.support import Support
-from birl.types import Completion, Held, SamplingParams, Stop
+from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 BINARY = "application/vnd.birl.safetensors"
 HEADER = "birl-run"  # host:folder of the client's run
+MOST = 64 << 20  # maximum bytes of a response whose size does not depend on the request
+A_TOKEN = 8 << 10  # bytes for each token of prompt and answer: its numbers, and the experts that computed it
+FRAMING = ("content-encoding", "content-length", "transfer-encoding")
 
 
 def header(run: str) -> dict[str, str]:
@@ -202,3 +206,41 @@ def completion_from(data: Mapping[str, Any]) -> Completion:
 
 def held_from(data: Mapping[str, Any]) -> Held:
     return Held(**{f.name: data[f.name] for f in fields(Held)})
+
+
+class Remote(Protocol):
+    """An engine in another process: `client.Client` for `birl serve`; the adapters of vLLM and SGLang have the same
+    methods. `version`: last known one. Every method has its own deadline.
+
+    `EngineDown`: the engine does not answer, or wrongly; another one may. `BirlError` from `generate`: the request
+    itself is wrong, on any engine. Cancelling `generate` ends the request in the engine too.
+    """
+
+    address: str
+    version: int
+
+    async def info(self) -> Info: ...  # raises EngineDown
+    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion: ...
+    async def load(self, update: Update) -> Held: ...  # raises WeightsFailed; "unreachable" without an answer
+    async def pause(self, abort: bool = False) -> None: ...
+    async def resume(self) -> None: ...
+    async def abort(self, sessions: Collection[str] | None = None) -> int: ...
+    async def sleep(self) -> None: ...
+    async def wake(self) -> None: ...
+    async def close(self) -> None: ...  # closes the connection; the engine keeps running
+
+
+class TooLarge(httpx.StreamError):
+    """The response exceeds its size limit."""
+
+
+async def fetch(client: httpx.AsyncClient, method: str, path: str, *, most: int = MOST, **keys: Any) -> httpx.Response:
+    """The whole response. Raises `TooLarge` beyond `most` bytes, and httpx's errors."""
+    async with client.stream(method, path, **keys) as response:
+        content = bytearray()
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > most:
+                raise TooLarge(f"the answer is larger than {most} bytes")
+        headers = [(k, v) for k, v in response.headers.multi_items() if k.lower() not in FRAMING]
+        return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)

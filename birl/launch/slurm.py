@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from pathlib import Path
 
-from birl.config.sweep import job_names, sweep, swept_keys
 from birl.errors import BirlError
+from birl.jobs import job_names, sweep, swept_keys
 from birl.launch import job as jobs
 from birl.launch import slurm_queue as queue
 from birl.launch.job import Job, Role, derive, placed

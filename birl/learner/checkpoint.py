@@ -100,13 +100,6 @@ def own_files(folder: Path, rank: int) -> list[Path]:
     return sorted([*result, folder / "tensors" / INDEX] if rank == 0 else result)
 
 
-def load(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
-    """Check the digests of all files, then `fill`. Raises `BirlError` that names the problems; then nothing is
-    written."""
-    check(path, ranks)
-    return fill(path, tensors, ranks)
-
-
 def check(path: Path, ranks: Ranks | None = None) -> None:
     """`verify`, but raises `BirlError` that names the problems."""
     if problems := verify(path, ranks):

@@ -26,8 +26,7 @@ from birl.models.routing import Seen, balance, load_counts, routing_for
 from birl.models.slices import fill
 from birl.models.vision import still
 from birl.parallel.layout import drop_gathered
-from birl.parallel.norm import global_norm, sum_gradients
-from birl.parallel.ranks import Ranks
+from birl.parallel.ranks import Ranks, global_norm, sum_gradients
 from birl.waits import alive
 
 if TYPE_CHECKING:  # loaded by the runs that have them

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from birl.models.decoder import weights_changed
 from birl.parallel.layout import Layout
-from birl.parallel.norm import sum_gradients
+from birl.parallel.ranks import sum_gradients
 
 #: suffixes of names of parameters that are added or multiplied elementwise, even if they have two dimensions: biases of
 #: experts, scales of heads, Mamba's A

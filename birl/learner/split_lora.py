@@ -22,8 +22,7 @@ from birl.learner.rounding import dither_merges
 from birl.models.heads import HEADS, score_head
 from birl.models.slots import slots_of
 from birl.parallel.layout import Layout, local
-from birl.parallel.norm import sum_gradients
-from birl.parallel.ranks import Ranks
+from birl.parallel.ranks import Ranks, sum_gradients
 
 ROWS, COLUMNS = 0, 1
 

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from birl.types import Sample
 T = TypeVar("T")
 STORE = "BIRL_STORE"  # environment variable: file for the rendezvous of ranks on one machine
 AXES = ("ddp", "fsdp", "cp", "tp")
+BUCKET = 2**24  # numbers of one all-reduce: 64 MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,3 +232,37 @@ def _groups(ranks: int, step: int, size: int) -> list[list[int]]:
     return [
         [first + start + step * i for i in range(size)] for first in range(0, ranks, block) for start in range(step)
     ]
+
+
+class Masters(Protocol):
+    tensors: dict[str, Tensor]
+
+    def copies(self, name: str) -> int: ...
+
+
+def global_norm(masters: Masters, ranks: Ranks) -> Tensor:
+    """Norm of the whole gradient, sqrt(sum of squares); each element counts once, however many ranks hold it."""
+    if not ranks.sharded:
+        return torch.nn.utils.get_total_norm([t.grad for t in masters.tensors.values() if t.grad is not None])
+    squares = [
+        torch.linalg.vector_norm(tensor.grad, dtype=torch.float64).square() / (masters.copies(name) or ranks.grid.size)
+        for name, tensor in masters.tensors.items()
+        if tensor.grad is not None
+    ]
+    total = torch.stack(squares).sum()
+    dist.all_reduce(total)
+    return total.sqrt().float()
+
+
+def sum_gradients(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """All-reduce gradients (sum) over the group, in place, in buckets."""
+    grads = [t.grad for t in tensors if t.grad is not None]
+    while grads:
+        bucket, size = [], 0
+        while grads and (not bucket or size + grads[-1].numel() <= BUCKET):
+            bucket.append(grads.pop())
+            size += bucket[-1].numel()
+        flat = torch.cat([g.reshape(-1) for g in bucket])
+        dist.all_reduce(flat, group=group)
+        for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))

@@ -20,10 +20,9 @@ from birl.types import Picture
 from birl.view import flags
 from birl.view.answer import Answer
 from birl.view.episodes import BITS, Episodes
-from birl.view.export import lines
 from birl.view.folders import Run, Runs
 from birl.view.query import Query
-from birl.view.search import Search
+from birl.view.search import Search, lines
 from birl.view.tokens import Vocabulary
 from birl.view.trajectory import Prompts, group, picture, summary, trajectory
 from birl.visible import visible

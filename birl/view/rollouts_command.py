@@ -89,7 +89,7 @@ def _print(search: "Search", limit: int) -> None:
 
 
 def _export(search: "Search", target: Path, limit: int | None) -> int:
-    from birl.view.export import lines
+    from birl.view.search import lines
 
     rows = search.rows[:limit].tolist()
     result = lines(search.episodes, rows, target.suffix.removeprefix("."))

@@ -1,21 +1,36 @@
-"""An incremental search in the rollouts of a run: the file is read again only for conditions on texts."""
+"""An incremental search in the rollouts of a run: the file is read again only for conditions on texts.
+The rows are exported as JSONL (unchanged lines of rollouts.jsonl) or as CSV for a spreadsheet, line by line."""
 
+import csv
+import io
+import json
 import time
-from math import inf
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from math import inf, isnan
 from typing import Any
 
 import numpy as np
 
+from birl.errors import BirlError
 from birl.view import flags
 from birl.view.episodes import BITS, OUTCOMES, Episodes
 from birl.view.query import NUMBERS, TEXTS, Query, select
 from birl.view.tokens import Vocabulary
 from birl.view.trajectory import Prompts
+from birl.visible import visible
 
 FIRST = 4  # rows of the first batch of texts, so that a slow expression is noticed early
 MOST = 1024  # largest batch; its size doubles while batches are quick
 QUICK = 0.05  # s
 LARGE = 1 << 19  # characters of a batch, at most
+FORMATS = ("jsonl", "csv")
+COLUMNS = (
+    *("row", "step", "group", "episode", "task", "source", "answer", "outcome", "detail", "reward", "score"),
+    *("advantage", "prompt_tokens", "tokens", "turns", "flags", "parts", "text"),
+)
+#: first characters of formulas in a spreadsheet; the last four are the wide forms of = + - @
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 NAMED = [[name for name in flags.NAMES if BITS[name] & bits] for bits in range(1 << len(flags.NAMES))]
 
 
@@ -98,3 +113,40 @@ class Search:
 def _text(value: Any) -> str:
     """Replace lone surrogates, which DuckDB refuses, by question marks."""
     return str(value or "").encode("utf-8", "replace").decode()
+
+
+def lines(episodes: Episodes, rows: Iterable[int], form: str) -> Iterator[bytes]:
+    """Lines of the exported file. Raises `BirlError` for a format that is not in FORMATS."""
+    if form not in FORMATS:
+        raise BirlError(f"export to {form or 'nothing'}: the formats are {' and '.join(FORMATS)}.")
+    if form == "jsonl":
+        return map(episodes.line, rows)
+    return map(_written, chain([COLUMNS], (cells(episodes, row) for row in rows)))
+
+
+def cells(episodes: Episodes, row: int) -> list[object]:
+    """One row in the order of COLUMNS; numbers as numbers, text so that no spreadsheet evaluates it."""
+    head, known = episodes.head(row), episodes.rows[row]
+    parts = json.dumps(head.get("parts") or {}, ensure_ascii=False)
+    named = [name for name, _ in episodes.reasons(row, head)]
+    figures = ["" if isnan(known[name]) else repr(float(known[name])) for name in ("reward", "score", "advantage")]
+    texts = [_safe(str(head.get(name) or "")) for name in ("task", "source", "answer")]
+    return [
+        *(row, int(known["step"]), int(known["group"]), int(known["episode"]), *texts, OUTCOMES[known["outcome"]]),
+        *(_safe(str(head.get("detail") or "")), *figures),
+        *(int(known["prompt"]), int(known["tokens"]), int(known["turns"]), " ".join(named), _safe(parts)),
+        _safe(str(head.get("text") or "")),
+    ]
+
+
+def _safe(text: str) -> str:
+    """Control characters are escaped, and a text like a formula gets a leading apostrophe."""
+    text = visible(text)
+    return f"'{text}" if text.lstrip(" ").startswith(FORMULA) else text
+
+
+def _written(values: Iterable[object]) -> bytes:
+    """Quote every cell: a program with another separator must not find a formula after a semicolon."""
+    line = io.StringIO()
+    csv.writer(line, quoting=csv.QUOTE_ALL, lineterminator="\r\n").writerow(values)
+    return line.getvalue().encode("utf-8", "replace")

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from birl.engines.peer import size
-from birl.engines.remote import Remote
 from birl.engines.router import Router
+from birl.engines.wire import Remote
 from birl.errors import EngineDown, WeightsFailed
 from birl.learner.learner import Learner
 from birl.models.digests import digests, whole

@@ -11,8 +11,8 @@ from birl.config.keys import documentation, presets
 from birl.config.load import flatten, load, load_with_choices, read_section, run_folder, to_yaml
 from birl.config.nearest import nearest_keys
 from birl.config.schema import RL, Eval
-from birl.config.sweep import sweep, swept_keys
 from birl.errors import BirlError
+from birl.jobs import sweep, swept_keys
 
 TRAIN = "data.train=a.jsonl"
 

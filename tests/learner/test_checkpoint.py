@@ -17,7 +17,7 @@ def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
 def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 7, tensors(), {"position": 12})
     found = {k: torch.zeros_like(t) for k, t in tensors().items()}
-    state = checkpoint.load(path, found)
+    state = checkpoint.fill(path, found)
     assert state["step"] == 7 and state["position"] == 12
     assert all(torch.equal(found[k], t) for k, t in tensors().items())
     assert step_folders.latest(tmp_path) == path
@@ -39,7 +39,7 @@ def test_any_difference_in_key_shape_or_type_is_refused(tmp_path: Path, change, 
     wanted = tensors(0.0)
     change(wanted)
     with pytest.raises(BirlError, match=message):
-        checkpoint.load(path, wanted)
+        checkpoint.fill(path, wanted)
     assert all(not t.any() for t in wanted.values())
 
 
@@ -51,7 +51,7 @@ def test_damage_is_found_and_named(tmp_path: Path) -> None:
     file.write_bytes(content)
     assert "SHA-256" in checkpoint.verify(path)[0]
     with pytest.raises(BirlError, match=r"damaged.*SHA-256"):
-        checkpoint.load(path, tensors())
+        checkpoint.check(path)
     file.write_bytes(content[:-3])
     assert "bytes instead of" in checkpoint.verify(path)[0]
     (path / "manifest.json").unlink()

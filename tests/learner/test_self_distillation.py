@@ -143,7 +143,7 @@ def test_a_resumed_learner_has_the_average_too(tmp_path: Path) -> None:
         if number == 1:
             checkpoint.save(tmp_path, 2, learner.tensors(), {"version": learner.version})
     again = own(rate=RATE)
-    checkpoint.load(tmp_path / "step-000002", again.tensors())
+    checkpoint.fill(tmp_path / "step-000002", again.tensors())
     again.loaded(2)
     assert [step(again, number) for number in (2, 3)] == losses[2:]
     now, resumed = learner.tensors(), again.tensors()

@@ -35,7 +35,7 @@ def went_on(
     learner = Learner(model, ranks=ranks, dtype=torch.float32, max_grad_norm=0.5, eps=EPS, offload=offload)
     writer = Writer()
     if steps.start > 0:
-        state = checkpoint.load(root / f"step-{steps.start:06d}", learner.tensors(), ranks)
+        state = checkpoint.fill(root / f"step-{steps.start:06d}", learner.tensors(), ranks)
         learner.loaded(state["version"])
     losses = []
     for step in steps:
@@ -115,7 +115,7 @@ def wrote(ranks: Ranks, root: Path) -> None:
 
 def read(ranks: Ranks, root: Path) -> dict[str, Tensor]:
     tensors = split_two_ways(ranks, 0.0)
-    checkpoint.load(root / "step-000001", tensors, ranks)
+    checkpoint.fill(root / "step-000001", tensors, ranks)
     return {name: whole(t).clone() for name, t in tensors.items()}
 
 
@@ -140,7 +140,7 @@ def moments(ranks: Ranks, root: Path, first: bool) -> dict[str, Tensor]:
         learner.optim_step(1e-3)
         checkpoint.save(root, 1, tensors, {}, ranks)
     else:
-        checkpoint.load(root / "step-000001", tensors, ranks)
+        checkpoint.fill(root / "step-000001", tensors, ranks)
     return {name: whole(t).clone() for name, t in tensors.items() if "exp_avg" in name}
 
 

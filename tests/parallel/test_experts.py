@@ -69,7 +69,7 @@ def taken(ranks: Ranks, folder: Path, work: str) -> float:
     model.set_attn_implementation(attention.NAME)
     learner = Learner(model, dtype=torch.float32, ranks=ranks)
     if work == "load":
-        checkpoint.load(folder / "step-000001", learner.tensors(), ranks)
+        checkpoint.fill(folder / "step-000001", learner.tensors(), ranks)
         learner.loaded(1)
     samples = groups(3 if work == "save" else 4)
     batches = pack(samples, [1 / len(samples)] * len(samples), 80, parts=ranks.shares)

@@ -47,7 +47,7 @@ def steps(ranks: Ranks, folder: str, first: int, last: int, alpha: float = 8.0) 
     dora = Lora(rank=4, alpha=alpha, seed=1, dora=True)
     learner = Learner(model, ranks=ranks, dtype=torch.float32, max_grad_norm=0.5, eps=EPS, lora=dora)
     if first > 0:
-        checkpoint.load(Path(folder) / f"step-{first:06d}", learner.tensors(), ranks)
+        checkpoint.fill(Path(folder) / f"step-{first:06d}", learner.tensors(), ranks)
         learner.loaded(first)
     norms = []
     for step in range(first, last):

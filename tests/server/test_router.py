@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from birl.engines.client import Client
-from birl.engines.remote import Remote
 from birl.engines.router import Router
+from birl.engines.wire import Remote
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests
 from birl.models.load import cast, load_model

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from birl.engines.remote import Remote
 from birl.engines.router import Router
+from birl.engines.wire import Remote
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.types import Held, Stop, Update
 from tests.server.fakes import PROMPT, Fake, digest_of, expected, fakes, params, play, states, until, update

@@ -7,7 +7,7 @@ import pytest
 
 from birl.errors import BirlError
 from birl.view.episodes import Episodes
-from birl.view.export import COLUMNS, lines
+from birl.view.search import COLUMNS, lines
 from tests.view.made import record, write
 
 FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "  =1", "\uff1d1"]

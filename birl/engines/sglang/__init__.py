@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from birl.config import schema
 from birl.engines.kinds import Start, Wanted, common, spoken
-from birl.engines.remote import Remote
+from birl.engines.wire import Remote
 from birl.process import flags
 
 

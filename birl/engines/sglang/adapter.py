@@ -18,13 +18,11 @@ from typing import Any
 import torch.distributed as dist
 
 from birl.engines.collective import NCCL, BroadcastGroup, store_address
-from birl.engines.peer import QUICK, Adapter, check_folder, number, size, versions, vocabulary
+from birl.engines.peer import QUICK, STOPS, Adapter, check_folder, size, versions
 from birl.engines.transfer import Transfer
-from birl.engines.wire import Info, Invitation
+from birl.engines.wire import Invitation
 from birl.errors import BirlError, EngineDown
-from birl.types import Completion, Held, SamplingParams, Stop, Update
-
-STOPS = {"stop": Stop.STOP, "length": Stop.LENGTH, "abort": Stop.ABORT}
+from birl.types import Completion, Held, SamplingParams, Update
 
 
 class SGLang(Adapter):
@@ -38,37 +36,18 @@ class SGLang(Adapter):
         self._going.set()
         self._held: dict[asyncio.Future[None], str] = {}  # -> session
 
-    async def info(self) -> Info:
-        """Info of the server. Raises `EngineDown`."""
-        known = None if self._control.locked() else self.takes
-        try:
-            # not /health: it samples a token, and so waits until a pause ends
-            model = await self.peer.json("GET", "/model_info", timeout=QUICK)
-            server = await self.peer.json("GET", "/server_info", timeout=QUICK)
-            card = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
-            ranks = (await self.peer.json("GET", "/v1/loads?include=core", timeout=QUICK))["loads"]
-            running = sum(int(rank["num_running_reqs"]) for rank in ranks)
-            waiting = sum(int(rank["num_waiting_reqs"]) for rank in ranks)
-            label, context = model["weight_version"], int(card["max_model_len"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            self.peer.strange("", repr(error), error)
-        self.context = context
-        if known == self.takes and not self._control.locked():  # else a load overtook the response
-            self.version = number(label)
-        return Info(
-            engine="sglang",
-            model=model["model_path"],
-            version=number(label),
-            digest="",
-            dtype=str(server.get("dtype", "")),
-            context=self.context,
-            vocabulary=vocabulary(model["model_path"]),
-            running=running,
-            waiting=waiting + len(self._held),
-            paused=self.paused,
-            asleep=self.asleep,
-            pid=0,
-        )
+    async def reported(self) -> tuple[str, dict[str, Any]]:
+        # not /health: it samples a token, and so waits until a pause ends
+        model = await self.peer.json("GET", "/model_info", timeout=QUICK)
+        server = await self.peer.json("GET", "/server_info", timeout=QUICK)
+        card = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
+        ranks = (await self.peer.json("GET", "/v1/loads?include=core", timeout=QUICK))["loads"]
+        return model["weight_version"], {
+            **{"engine": "sglang", "model": model["model_path"], "dtype": str(server.get("dtype", ""))},
+            **{"context": int(card["max_model_len"]), "paused": self.paused},
+            "running": sum(int(rank["num_running_reqs"]) for rank in ranks),
+            "waiting": sum(int(rank["num_waiting_reqs"]) for rank in ranks) + len(self._held),
+        }
 
     async def let_in(self, params: SamplingParams, session: str) -> bool:
         if params.top_p < 1 or params.top_k or params.min_p:

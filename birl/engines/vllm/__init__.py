@@ -12,8 +12,8 @@ from pathlib import Path
 
 from birl.config import schema
 from birl.engines.kinds import Start, Wanted, common, cores_of, spoken
-from birl.engines.remote import Remote
 from birl.engines.vllm import plugin as vllm_plugin
+from birl.engines.wire import Remote
 from birl.errors import BirlError
 from birl.process import flags
 from birl.support import LISTED

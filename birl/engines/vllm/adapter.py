@@ -18,19 +18,17 @@ from typing import Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from birl.engines.peer import QUICK, Adapter, check_folder, fresh, number, refusal, size, tied, versions, vocabulary
+from birl.engines.peer import QUICK, STOPS, Adapter, check_folder, fresh, refusal, size, tied, versions
 from birl.engines.vllm import listed
 from birl.engines.vllm import plugin as vllm_plugin
 from birl.engines.vllm.transfer import VLLMTransfer
-from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.support import Support
-from birl.types import Completion, Held, SamplingParams, Stop, Update
+from birl.types import Completion, Held, SamplingParams, Update
 
 METHODS = ("birl", "reload")
 KEEP = "/pause?mode=keep&clear_cache=false"  # without clear_cache=false vLLM drops the KV cache of running requests
 NOTHING = -9999.0  # vLLM's encoding of NaN and -inf
-STOPS = {"stop": Stop.STOP, "length": Stop.LENGTH, "abort": Stop.ABORT}
 COUNTED = ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:num_preemptions", "vllm:request_success")
 
 
@@ -48,9 +46,7 @@ class VLLM(Adapter):
         self.dtype = ""  # once known
         self.on_cpu = False
 
-    async def info(self) -> Info:
-        """Info of the server. Raises `EngineDown`."""
-        known = None if self._control.locked() else self.takes
+    async def reported(self) -> tuple[str, dict[str, Any]]:
         try:
             model = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
             label = (await self.peer.json("GET", "/weight_info", timeout=QUICK))["weight_version"]
@@ -58,30 +54,12 @@ class VLLM(Adapter):
             if not self.dtype:
                 await self.look()
             figures = gauges((await self.peer.call("GET", "/metrics", timeout=QUICK)).text)
-            context = int(model["max_model_len"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            self.peer.strange("", repr(error), error)
         except BirlError as error:
             hint = ". Was vLLM started with VLLM_SERVER_DEV_MODE=1?" if ": 404: " in str(error) else ""
             raise BirlError(f"{error}{hint}") from error
-        self.context = context
-        if known == self.takes and not self._control.locked():  # else a load overtook the response
-            self.version = number(label)
-        return Info(
-            engine="vllm",
-            model=model["root"],
-            version=number(label),
-            digest="",
-            dtype=self.dtype,
-            context=self.context,
-            vocabulary=vocabulary(model["root"]),
-            running=int(figures.pop("running")),
-            waiting=int(figures.pop("waiting")),
-            paused=paused,
-            asleep=self.asleep,
-            pid=0,
-            counters=figures,
-        )
+        fields = {"engine": "vllm", "model": model["root"], "context": int(model["max_model_len"]), "dtype": self.dtype}
+        fields |= {name: int(figures.pop(name)) for name in ("running", "waiting")}
+        return label, fields | {"paused": paused, "counters": figures}
 
     async def look(self) -> None:
         """Read what does not change while the server runs. Raises `BirlError` if its options make it report log-probs
