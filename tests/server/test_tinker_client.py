@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from tests.server.tinker_server import KEYS, Server, serving
 from tests.tiny import tiny_model_folder
@@ -210,3 +213,21 @@ def test_what_a_method_asks_for_that_is_not_offered(methods: dict[str, Any], cas
 def test_no_key_of_another_tenant_is_kept(methods: dict[str, Any], place: tuple[Path, Server]) -> None:
     files = [f for f in (place[0].parent / "state").rglob("*") if f.is_file()]
     assert methods and len(files) > 10 and not any(b"tml-some-other" in f.read_bytes() for f in files)
+
+
+def test_the_cookbook_merges_what_a_run_learned_into_a_whole_model(tmp_path: Path) -> None:
+    model, ids = tiny_model_folder(tmp_path / "model"), torch.arange(5, 30)[None]
+    with serving(model, tmp_path / "state", "model.dtype=float32", "names=[model]") as server:
+        lines = said((model, server), "-m", "tests.server.tinker_weights", str(model), str(tmp_path))
+    (wanted,) = [torch.tensor(json.loads(line[5:])) for line in lines if line.startswith("TOLD ")]
+
+    def logprobs(of: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return of(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+
+    def loaded(folder: Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    assert (logprobs(loaded(model)) - wanted).abs().max() > 0.1
+    for made in (loaded(tmp_path / "merged"), PeftModel.from_pretrained(loaded(model), tmp_path / "peft")):
+        torch.testing.assert_close(logprobs(made), wanted, atol=1e-4, rtol=0)
