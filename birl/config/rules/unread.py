@@ -283,7 +283,6 @@ UNREAD: tuple[Row, ...] = (
     _row(RL | Stage, "data.max_validation_samples", _held_out, HELD_OUT),
     _row(RL | Stage, "validation.every", lambda c: not c.validation.every or _held_out(c), HELD_OUT),
     _row(RL, MEASURED, _held_out, HELD_OUT),
-    _row(RL, MEASURED, lambda c: c.validation.every, "validation.every=0 never validates"),
     _row(RL | Stage | Eval, "data.subset", lambda c: _divided(c.data.train + c.data.validation), UNDIVIDED),
     _row(RL | Stage, "data.split", lambda c: not all("@" in s for s in _divided(c.data.train)), UNDIVIDED),
     _row(
