@@ -34,8 +34,8 @@ class Rolled:
 
 
 def from_run(folder: Path) -> dict[str, Any]:
-    """The sections that `scenario_words.merged` takes, with the source of each figure. Raises `BirlError` if the folder
-    has no finished step of `birl rl`, or damaged figures."""
+    """The sections that `simulate_command.merged` takes, with the source of each figure. Raises `BirlError` if the
+    folder has no finished step of `birl rl`, or damaged figures."""
     try:
         return _figures(folder)
     except OSError as error:

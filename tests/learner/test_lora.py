@@ -275,7 +275,7 @@ def test_a_checkpoint_holds_the_matrices_and_gives_the_same_bits(tmp_path: Path,
     path = checkpoint.save(tmp_path, 2, one.tensors(), {})
     assert not [n for n in one.tensors() if n.endswith("weight")]
     other = learner_of("kernels", torch.bfloat16, dora=dora)
-    checkpoint.load(path, other.tensors())
+    checkpoint.fill(path, other.tensors())
     other.loaded(2)
     for learner in (one, other):
         backward(learner)
@@ -298,7 +298,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, options: dict
     path = checkpoint.save(tmp_path, 1, learner_of("kernels").tensors(), {})
     other = learner_of("kernels", **options)
     with pytest.raises(BirlError, match=message):
-        checkpoint.load(path, other.tensors())
+        checkpoint.fill(path, other.tensors())
         other.loaded(1)
 
 
@@ -360,7 +360,7 @@ def test_an_export_is_what_was_trained_to_the_bit_where_the_base_lies_on_ties(
         (base / file.name).write_bytes(file.read_bytes())
     run = trained(base, tmp_path, "lora.rank=4", "model.dtype=bfloat16", "steps=1", "optimizer.lr=1e-6", *words)
     learner = Learner(load_model(base), dtype=torch.bfloat16, lora=Lora(rank=4, dora=bool(words)))
-    checkpoint.load(run / "checkpoints" / "step-000001", learner.tensors())
+    checkpoint.fill(run / "checkpoints" / "step-000001", learner.tensors())
     learner.loaded(1)
     export(run / "checkpoints" / "step-000001", run, tmp_path / "merged")
     exported = dict(load_model(tmp_path / "merged").named_parameters())

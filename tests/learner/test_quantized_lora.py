@@ -150,7 +150,7 @@ def test_a_checkpoint_holds_the_matrices_and_gives_the_same_bits(tmp_path: Path,
     path = checkpoint.save(tmp_path, 2, one.tensors(), {})
     assert not [n for n in one.tensors() if "weight" in n or "codes" in n]
     other = learner_of(way, dtype=torch.bfloat16, dora=dora)
-    checkpoint.load(path, other.tensors())
+    checkpoint.fill(path, other.tensors())
     other.loaded(2)
     for learner in (one, other):
         backward(learner)
@@ -158,7 +158,7 @@ def test_a_checkpoint_holds_the_matrices_and_gives_the_same_bits(tmp_path: Path,
     assert all(torch.equal(t, other.tensors()[n]) for n, t in one.tensors().items())
     for wrong in (learner_of(way, "int8", dora=dora), learner_of(way, base=1, dora=dora)):
         with pytest.raises(BirlError, match=r"another base model.*lora\.quantize"):
-            checkpoint.load(path, wrong.tensors())
+            checkpoint.fill(path, wrong.tensors())
             wrong.loaded(2)
 
 
@@ -204,7 +204,7 @@ def test_a_run_that_is_resumed_and_exported_is_the_one_that_was_trained(
     gaps = [m["mismatch/mean"] for m in test_rl.log(tmp_path / "a")]
     assert max(gaps) <= (1e-5 if dtype == "float32" or not kernels.problem() else 0.05)
     learner = Learner(quantize(load_model(tiny), "nf4"), dtype=getattr(torch, dtype), lora=Lora(rank=4))
-    checkpoint.load(last, learner.tensors())
+    checkpoint.fill(last, learner.tensors())
     learner.loaded(2)
     capsys.readouterr()
     assert main(["checkpoints", str(run), "export", "last", str(tmp_path / "merged")]) == 0
