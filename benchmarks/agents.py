@@ -1,15 +1,15 @@
-"""Agents of several turns with branches: what the cache saves while they are sampled, and trees while they are trained.
+"""Agents of several turns with branches: savings by the prefix cache in generation, and by trees in training.
 SmolLM2-135M in bfloat16.
 
     python -m benchmarks.agents [--tasks 8] [--branches 4] [--turns 8] [--tool 1000] [--answer 32] [--json FILE]
     python -m benchmarks.agents --peer vllm  generation alone, against vLLM's CPU build with its prefix cache
     python -m benchmarks.agents --tiny       a minute, to see that it runs
 
-Of each task one episode is sampled from its prompt on; the others begin with some of its turns, and go on by
-themselves. Between two answers come `--tool` random tokens. Generation: all episodes at once, with the cache of pages
-and without. Training: forward_backward of all of them, as trees and each by itself; the bound is the time of the
-latter by the share of its FLOPs that trees take. Goals: generation at 1/4 of the time, training within 15 % of the
-bound; 1.5 times the tokens a second of vLLM, which samples the same episodes without log-probs (peer_vllm_agents.py).
+One episode of each task is sampled from its prompt on; the others start with some of its turns, and continue
+separately. Between two answers are `--tool` random tokens. Generation: all episodes at once, with the prefix cache and
+without. Training: forward_backward of all of them, as trees and separately; the bound is the time of the latter times
+the share of its FLOPs that trees need. Goals: generation in 1/4 of the time, training within 15 % of the bound; 1.5
+times the tokens a second of vLLM, which samples the same episodes without log-probs (peer_vllm_agents.py).
 """
 
 import argparse
@@ -29,12 +29,12 @@ from benchmarks.peers import environment, in_turns, machine, run, verdict
 
 GENERATION, TRAINING, VLLM = 4.0, 1.15, 1.5
 TINY = {"tasks": 2, "branches": 4, "turns": 4, "tool": 60, "answer": 8}
-Turns = list[tuple[tuple[int, ...], tuple[int, ...]]]  # of each: all that the model sees, and what it answers
-Ask = Callable[[tuple[int, ...], int], Awaitable[tuple[int, ...]]]  # all that the model sees, seed -> what it answers
+Turns = list[tuple[tuple[int, ...], tuple[int, ...]]]  # of each turn: the whole prompt, and the answer
+Ask = Callable[[tuple[int, ...], int], Awaitable[tuple[int, ...]]]  # prompt, seed -> answer
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """What both sides of generation are asked."""
+    """Options of both sides of generation."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tasks", type=int, default=8)
@@ -107,7 +107,7 @@ def against_vllm(args: argparse.Namespace, policy: Any) -> int:
 
 
 def generation(args: argparse.Namespace, policy: Any, cache: bool = True) -> tuple[dict[str, Any], list[Turns]]:
-    """All episodes by an engine that starts with nothing in its cache, and their figures."""
+    """All episodes by an engine with an empty cache, and their figures."""
     from birl.config import schema
     from birl.engine.open import open_engine
     from birl.types import SamplingParams
@@ -130,12 +130,12 @@ def generation(args: argparse.Namespace, policy: Any, cache: bool = True) -> tup
 
 
 def longest(args: argparse.Namespace) -> int:
-    """Of an episode [tokens], with a turn of room."""
+    """Length of an episode [tokens], with room for one more turn."""
     return (args.turns + 1) * (args.tool + args.answer)
 
 
 def counted(episodes: list[Turns]) -> dict[str, int]:
-    """Tokens that the engine was given and that it sampled; a branch's first turns are another episode's."""
+    """Numbers of prompt and sampled tokens; a branch's first turns count in the other episode."""
     asked = {id(turn): turn for turns in episodes for turn in turns}.values()
     return {"prompts": sum(len(seen) for seen, _ in asked), "tokens": sum(len(answer) for _, answer in asked)}
 
@@ -175,7 +175,7 @@ def measure(args: argparse.Namespace, policy: Any) -> dict[str, Any]:
 
 
 async def sampled(ask: Ask, args: argparse.Namespace, vocabulary: int) -> list[Turns]:
-    """The episodes, task by task. Branch b begins with b / branches of the turns of the first one."""
+    """The episodes, task by task. Branch b starts with b / branches of the turns of the first one."""
 
     async def episode(task: int, branch: int, turns: Turns) -> list[Turns]:
         later = []
@@ -194,7 +194,7 @@ async def sampled(ask: Ask, args: argparse.Namespace, vocabulary: int) -> list[T
 
 
 def sample(turns: Turns, group: int, episode: int) -> Any:
-    """All answers of an episode are trained."""
+    """A sample of an episode in which all answers are trained."""
     import numpy as np
 
     from birl.types import Sample

@@ -1,8 +1,8 @@
-"""The whole table for the machine at hand, one benchmark after the other: about two hours, and as long again for a
-machine that is busy now and then, as what has no verdict is not kept.
+"""The whole table for the current machine, one benchmark after the other: about two hours, and twice that for a machine
+that is busy now and then, as results without a verdict are not kept.
 
-    python -m benchmarks.all [NAME ...] [--again]    figures into benchmarks/results/<processor>/; what is there stays
-    python -m benchmarks.all --table                 what is there, of all processors, as the README has it
+    python -m benchmarks.all [NAME ...] [--again]    figures into benchmarks/results/<processor>/; existing ones stay
+    python -m benchmarks.all --table                 existing figures of all processors, as in the README
 """
 
 import argparse
@@ -23,7 +23,7 @@ ROLLOUT = "rollout --peer vllm"
 
 @dataclass(frozen=True)
 class Row:
-    """`words`: of the command; `what`: in the table."""
+    """`words`: of the command; `what`: text in the table."""
 
     words: str
     what: str
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def measured(name: str, folder: Path) -> int:
-    """Runs one; keeps its figures where they are a verdict, whether its goal is reached or not."""
+    """Run one benchmark; keeps its figures if they are a verdict, whether its goal is reached or not."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "figures.json")
         command = [sys.executable, "-m", *f"benchmarks.{ROWS[name].words}".split(), "--json", str(file)]
@@ -92,7 +92,7 @@ def table(results: Path) -> str:
 
 
 def ratios(figures: dict[str, Any]) -> list[str]:
-    """Of one result: one ratio, or one for each number of sequences."""
+    """Ratios of one result: one, or one for each number of sequences."""
     if "ratio" in figures:
         return [f"{figures['ratio']:.2f}"]
     if "tokens_per_s" in figures:

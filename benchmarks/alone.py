@@ -1,10 +1,10 @@
-"""An engine alone and a learner alone, in this process, one after the other: what their steps cost, as one line of JSON
-in the form of `birl plan --simulate`: {"engine": {"table", "prefill"}, "learner": {"constant", "per_token"}}.
+"""An engine alone and a learner alone, in this process, one after the other: the cost of their steps, as one line of
+JSON in the form of `birl plan --simulate`: {"engine": {"table", "prefill"}, "learner": {"constant", "per_token"}}.
 
     python -m benchmarks.alone --model smollm2 [--data FILE] [--prompts 4] [--group 8] [--tokens 64] [--max-batch 64]
 
-A decoding step of n sequences is the difference between many tokens and few; the learner's line goes through two
-batches, of half and of all answers.
+A decode step of n sequences is the difference between many tokens and few; the learner's line is fitted to two batches,
+of half and of all answers.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def batch(policy: Any, args: argparse.Namespace, groups: int) -> list[Any]:
 
 
 def learner(args: argparse.Namespace, policy: Any) -> dict[str, Any]:
-    """Seconds by tokens, where a prompt counts once a group."""
+    """Seconds by number of tokens, with each prompt counted once per group."""
     from birl.learner.learner import Learner
 
     own = Learner(policy.model)

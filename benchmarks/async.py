@@ -1,25 +1,25 @@
-"""What asynchronous training gains: `birl rl` itself, synchronous and not, the same steps, in processes of their own.
+"""Gain of asynchronous training: `birl rl` itself, synchronous and asynchronous, the same steps, in separate processes.
 
     python -m benchmarks.async [--parts components cores waits tails reward] [--steps 12] [--out benchmarks/results]
 
-    components  an engine and a learner alone, one thread each: what a decoding step and a training step cost
+    components  an engine and a learner alone, one thread each: cost of a decode step and of a training step
     cores       every answer has `--tokens` tokens, without waits: an engine and a learner with a core each, against the
-                embedded engine that takes turns with the learner and has both cores
-    waits       the same, and every answer's environment takes 0.1 to 5 s
+                embedded engine that alternates with the learner and has both cores
+    waits       as cores, but every answer's environment takes 0.1 to 5 s
     tails       lengths are lognormal, the longest eight times the median
     reward      the demo's task: seconds from the start until the mean reward of three steps is `--target`
 
-For every setting of rollout.max_staleness and rollout.order_window, means over all steps but the first `--warm`:
+For every setting of rollout.max_staleness and rollout.order_window, means over all steps except the first `--warm`:
 
     step        seconds from step to step
-    engine      it computed
-    train       the learner computed; weights: it waited for them to arrive
-    ideal       max(engine, train + weights), of each the least in any setting of the part: engine and learner at their
-                best, without waits. Where they take turns in one process their sum
+    engine      seconds that the engine computed
+    train       seconds that the learner computed; weights: that it waited for them to arrive
+    ideal       max(engine, train + weights), the least of each in any setting of the part: engine and learner at their
+                best, without waits. If they alternate in one process their sum
     reached     ideal / step. The rest of the step is in wait (the learner waits for groups) and other (logs)
 
 The goal is 0.9 for the best setting of waits and of tails. Each part writes async_<part>.json with all figures, the
-machine and its load; async_<part>_<setting>.json is what `birl plan --simulate --measured` reads.
+machine and its load; async_<part>_<setting>.json is input of `birl plan --simulate --measured`.
 """
 
 import argparse
@@ -46,7 +46,7 @@ QUICK = (0.02, 0.1)
 
 
 def settings(part: str, prompts: int, quick: bool) -> list[tuple[str, int, tuple[str, ...]]]:
-    """(name, threads of the learner, words)."""
+    """Settings of a part: (name, threads of the learner, words of the command)."""
     served = {
         "cores": [(0, 0), (1, 0), (2, 0)],
         "waits": [(0, 0), (1, 0), (2, 0), (4, 0)],
@@ -63,7 +63,7 @@ def settings(part: str, prompts: int, quick: bool) -> list[tuple[str, int, tuple
 
 
 def child(args: argparse.Namespace, run: Path, threads: int, world: Sequence[object], words: Sequence[str]) -> None:
-    """`birl rl` to its end. Raises `SystemExit` with its output where it fails."""
+    """Run `birl rl` to its end. Raises `SystemExit` with its output if it fails."""
     command = [sys.executable, "-m", "benchmarks.uneven", *map(str, world), "rl", *words]
     command += [f"run={run}", f"threads={threads}", "track.console=off", "track.tensorboard=false"]
     command += ["track.report=false", "checkpoint.every=0", "validation.every=0"]
@@ -104,7 +104,7 @@ def measured(run: Path, warm: int) -> dict[str, Any]:
 
 
 def shares(results: dict[str, dict[str, Any]]) -> None:
-    """Adds `ideal` and `reached` to each."""
+    """Add `ideal` and `reached` to each result."""
     served = [r for name, r in results.items() if name != "embedded"]
     engine, learner = min(r["engine"] for r in served), min(r["train"] + r["weights"] for r in served)
     for name, r in results.items():
@@ -121,7 +121,7 @@ def table(part: str, results: dict[str, dict[str, Any]]) -> None:
 
 
 def compare(args: argparse.Namespace, part: str, folder: Path, parts: dict[str, Any]) -> int:
-    """All settings of one part, `--rounds` times in turns; of each the round with the median step."""
+    """Run all settings of one part, `--rounds` times in turns; keeps the round with the median step of each."""
     wait = (QUICK if args.quick else WAIT) if part == "waits" else (0.0, 0.0)
     sigma, longest = (args.sigma, 8 * args.tokens) if part == "tails" else (0.0, args.tokens)
     world = ["--wait", *wait, "--tokens", args.tokens, "--sigma", sigma, "--longest", longest]
@@ -163,7 +163,7 @@ def steps_of(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
 def simulated(
     args: argparse.Namespace, part: str, name: str, result: dict[str, Any], parts: dict[str, Any]
 ) -> dict[str, Any]:
-    """What `birl plan --simulate --measured` reads: the parts measured alone, and what a run came to."""
+    """Input of `birl plan --simulate --measured`: the parts measured alone, and the results of a run."""
     staleness, window = int(name.split()[1].rstrip(",")), int(name.split()[3]) if "window" in name else 0
     rest = max(result["weights"] - result["paused"], 1e-3)
     episodes: dict[str, Any] = {"tokens": result["answers"], "prompt": result["prompt"]}
@@ -188,7 +188,7 @@ def simulated(
 
 
 def components(args: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own: this one must not keep threads that the runs would have to share cores with."""
+    """Run in a separate process: threads of this one would compete with the runs for cores."""
     sizes = ["--prompts", args.prompts, "--group", args.group, "--tokens", args.tokens, "--max-batch", args.max_batch]
     command = [sys.executable, "-m", "benchmarks.alone", "--model", args.model, "--data", args.data, *map(str, sizes)]
     done = subprocess.run(
@@ -203,7 +203,7 @@ def components(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def learning(args: argparse.Namespace, folder: Path) -> int:
-    """Seconds to the same reward."""
+    """Measure the seconds to the same reward."""
     quick = ["reward=benchmarks/uneven.py:letters", "optimizer.lr=3e-3", f"data.train={args.data}"]
     quick += [f"rollout.prompts={args.prompts}", f"rollout.group_size={args.group}"]
     demo = ["recipes/smollm2_arithmetic_grpo_cpu2.yaml", "optimizer.lr=3e-5"]

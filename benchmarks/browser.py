@@ -2,9 +2,9 @@
 
     python -m benchmarks.browser --rounds 3
 
-Both sides play in `--workers` processes. Stock is BrowserGym as its documentation shows it: `gymnasium.make`, reset,
-step, close, with its defaults (a browser for each episode and one for its chat, 0.5 s before each observation, slow
-motion as the task wants it). `--browser` is the same program for both.
+Both sides run in `--workers` processes. Stock is BrowserGym as its documentation shows it: `gymnasium.make`, reset,
+step, close, with its defaults (a browser for each episode and one for its chat, 0.5 s before each observation, the
+task's slow motion). `--browser` is the same program for both.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TASKS = ("click-test", "click-button", "click-link", "enter-text")
 ACTION = "click('13')"
 GOAL = 4.0
 
-# What runs in BrowserGym's own environment. Playwright finds Debian's Chromium where it would have put its own.
+# Run in BrowserGym's own environment. Playwright finds Debian's Chromium in the place of its own.
 STOCK = """
 import json, os, sys, time
 import miniwob
@@ -48,7 +48,7 @@ print(json.dumps([play(*e) for e in episodes]), flush=True)
 
 
 def stock(episodes: list[tuple[str, int]], workers: int, python: str, browsers: str) -> tuple[float, list[float]]:
-    """Episodes per second once all processes are ready, and the rewards."""
+    """Episodes per second after all processes are ready, and the rewards."""
     parts = [episodes[i::workers] for i in range(workers)]
     processes = [
         subprocess.Popen(

@@ -1,12 +1,12 @@
-"""How near birl is to what this machine can do: matrix products alone against the real thing, SmolLM2-135M in bfloat16.
+"""Distance of birl to this machine's limit: matrix products alone against real steps, SmolLM2-135M in bfloat16.
 
     python -m benchmarks.ceiling [--batches 16 32 64] [--rounds 5] [--threads 2] [--json FILE]
     python -m benchmarks.ceiling --tiny        a few seconds, to see that it runs
 
-The ceiling is the time of the products of one step (`benchmarks/products.py`) and nothing else, each shape by the
-fastest of birl's kernel, oneDNN and torch.mm. `memory` is the rate if reading the weights once, from beyond all caches,
-were everything. Beside it the real figures of the same run: tokens per second of the engine while it only decodes, and
-one forward_backward of the learner. Medians over the rounds; each measures everything, in one process.
+The ceiling is the time of only the products of one step (`benchmarks/products.py`), each shape by the fastest of birl's
+kernel, oneDNN and torch.mm. `memory` is the rate if a step only read the weights once, from main memory. Beside it the
+real figures of the same run: tokens per second of the engine while it only decodes, and one forward_backward of the
+learner. Medians over the rounds; each measures everything, in one process.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace, compute: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Each round's seconds and rates, and what was computed."""
+    """Seconds and rates of each round, and facts about the work."""
     import torch
 
     from benchmarks import decoding, products, training
@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace, compute: Any) -> tuple[list[dict[str, Any]
         print(f"load {os.getloadavg()[0]:.1f}: {found}", file=sys.stderr, flush=True)
         return found | {"load": os.getloadavg()[0]}
 
-    decode(max(steps, key=int))  # takes the memory and lays the weights out
+    decode(max(steps, key=int))  # allocates the memory and packs the weights
     there(training.forward_backward, learner, work)
     facts = {
         "tokens": tokens,
@@ -130,7 +130,7 @@ def measure(args: argparse.Namespace, compute: Any) -> tuple[list[dict[str, Any]
 
 
 def fastest(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of a step by each side, and with each shape by the fastest (`ceiling`), which is named in `by`."""
+    """Seconds of a step by each side, and by the fastest side of each shape (`ceiling`), which is named in `by`."""
     sides = [side for side in rounds[0] if side != "real"]
     shapes = {s: {name: median(r[s][name] for r in rounds) for name in rounds[0][s]} for s in sides}
     by = {name: min(sides, key=lambda s: shapes[s][name]) for name in shapes[sides[0]]}

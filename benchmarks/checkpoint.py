@@ -1,10 +1,10 @@
-"""How long a training step stands still for a checkpoint: written in the background, and at once.
+"""Interruption of training by a checkpoint: written in the background, and synchronously.
 
     python -m benchmarks.checkpoint [--steps 8] [--rounds 3] [--json FILE]
 
 SFT of SmolLM2-135M with a checkpoint after every second step (1.6 GB: float32 weights and two moments). `stands still`
-is metrics.jsonl's time/checkpoint; `share` sets all that a checkpoint costs, the slower steps beside it too, in
-relation to a step without one.
+is metrics.jsonl's time/checkpoint; `share` is the total cost of a checkpoint, including slower steps meanwhile,
+relative to a step without one.
 """
 
 import argparse
@@ -21,7 +21,7 @@ LENGTH = 400  # characters of an answer
 
 
 def trained(folder: Path, steps: int, every: int, asynchronous: bool, threads: int) -> dict[str, float]:
-    """Seconds: a step, what it stood still for a checkpoint, and the whole of the steps."""
+    """Seconds of a step, of its interruption by a checkpoint, and of all steps."""
     import subprocess
 
     rows = [{"prompt": f"What is {i}?", "response": f"{i} is a number. " * (LENGTH // 16)} for i in range(64)]

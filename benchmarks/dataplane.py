@@ -1,4 +1,4 @@
-"""From finished episodes to micro-batches: processor time for each token, and memory of rank 0.
+"""From finished episodes to micro-batches: CPU time per token, and memory of rank 0.
 
     python -m benchmarks.dataplane [--episodes 1000] [--group 8] [--prompt 500] [--tokens 9500] [--turns 1]
                                    [--json FILE]
@@ -6,11 +6,11 @@
     assemble   turns -> flat samples            credit   rewards -> advantages (GRPO)
     pack       samples -> trees, balanced over 8 ranks and micro-batches, as tensors
 
-Beside it the same work as verl's DataProto has it (arXiv:2409.19256, verl/protocol.py and verl/trainer/ppo): answers
-padded to the longest one as [episodes, length] tensors with masks and positions, an advantage spread over each row,
-rows dealt to ranks by Karmarkar-Karp, and each rank's rows cut into micro-batches. Each side runs in a process of its
-own; its memory is the largest that it had, less what it had before there were episodes. Goals: at most 0.15
-microseconds a token, and 2 GB for ten million tokens.
+Beside it the same work as in verl's DataProto (arXiv:2409.19256, verl/protocol.py and verl/trainer/ppo): answers padded
+to the longest one as [episodes, length] tensors with masks and positions, an advantage broadcast over each row, rows
+assigned to ranks by Karmarkar-Karp, and each rank's rows split into micro-batches. Each side runs in a separate
+process; its memory is the peak, minus that before there were episodes. Goals: at most 0.15 microseconds a token, and 2
+GB for ten million tokens.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def columns(args: argparse.Namespace, episode: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each turn: the ids that the model sees, and those of its answer. Lengths are within 20 % of the mean."""
+    """For each turn the prompt ids and the answer ids. Lengths are within 20 % of the mean."""
     common = np.random.default_rng(episode // args.group).integers(3, 30000, args.prompt, np.int32)
     own = np.random.default_rng(10**6 + episode)
     seen, result = common, []
@@ -79,7 +79,7 @@ def columns(args: argparse.Namespace, episode: int) -> list[tuple[np.ndarray, np
 
 
 def resident() -> float:
-    """The largest so far [bytes]."""
+    """Peak resident set so far [bytes]."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
@@ -91,7 +91,7 @@ def timed(seconds: dict[str, float], stage: str, work: Callable[[], Any]) -> Any
 
 
 def packed(args: argparse.Namespace) -> dict[str, Any]:
-    """birl's way."""
+    """birl's implementation."""
     import torch
 
     from birl.config import schema
@@ -129,7 +129,7 @@ def packed(args: argparse.Namespace) -> dict[str, Any]:
     tokens = sum(len(s.tokens) for own in alone for s in own)
     del alone
     credited = timed(seconds, "credit", lambda: credit.of(groups, {}, 0.0).samples)
-    seconds["credit"] -= seconds["assemble"]  # which it does itself
+    seconds["credit"] -= seconds["assemble"]  # which computes it, too
     weights = [1.0 / tokens] * len(credited)
     batches = timed(seconds, "pack", lambda: pack(credited, weights, CAPACITY, RANKS, PAIR_COST))
     computed = sum(len(b.tokens) for b in batches)
@@ -137,7 +137,7 @@ def packed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def padded(args: argparse.Namespace) -> dict[str, Any]:
-    """DataProto's way: the columns of a batch are tensors [episodes, longest]."""
+    """DataProto's implementation: the columns of a batch are tensors [episodes, longest]."""
     import torch
 
     from birl.data.balance import largest_differencing

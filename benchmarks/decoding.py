@@ -1,4 +1,4 @@
-"""birl's engine on made-up prompts, in this process: `shared_prefix` and `ceiling` time it and count what it does."""
+"""birl's engine on synthetic prompts, in this process; `shared_prefix` and `ceiling` time it and count its work."""
 
 import asyncio
 import time
@@ -22,8 +22,8 @@ Prompts = list[tuple[int, ...]]
 
 
 def prompts(count: int, answers: int, length: int, vocabulary: int, distinct: bool = False) -> Prompts:
-    """`count` random prompts of `length` tokens, `answers` times in a row the same. `distinct`: each with a first token
-    of its own, so that nothing can be shared."""
+    """`count` random prompts of `length` tokens, each repeated `answers` times in a row. `distinct`: each has a
+    different first token, so that nothing can be shared."""
     random = torch.Generator().manual_seed(length)
     rows = torch.randint(0, vocabulary, (-(-count // answers), length), generator=random).tolist()
     found = [tuple(rows[i // answers]) for i in range(count)]
@@ -40,13 +40,13 @@ async def _answer(engine: EmbeddedEngine, asked: Prompts, tokens: int) -> float:
 
 
 def answer(engine: EmbeddedEngine, asked: Prompts, tokens: int) -> float:
-    """Seconds for an answer of exactly `tokens` tokens to each prompt."""
+    """Seconds to generate an answer of exactly `tokens` tokens to each prompt."""
     return asyncio.run(_answer(engine, asked, tokens))
 
 
 @contextmanager
 def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
-    """Within, the object has another method of that name."""
+    """Context in which the object has another method of that name."""
     setattr(owner, name, function)
     try:
         yield
@@ -56,17 +56,17 @@ def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Seen:
-    """What answering took. `read` is the keys and values that a step reads while all answers are being decoded: pages
-    that the kernel reads once for several sequences count once."""
+    """Work of `answer`. `read`: keys and values that a step reads while all answers are being decoded; pages that the
+    kernel reads once for several sequences count once."""
 
     prefilled: int = 0  # prompt tokens computed
-    pages: int = 0  # of the KV cache, at most at once
+    pages: int = 0  # of the KV cache, peak
     read: float = 0.0  # bytes, mean over the steps
     positions: list[int] = field(default_factory=list[int])
 
 
 def watch(engine: EmbeddedEngine, asked: Prompts, tokens: int) -> Seen:
-    """`answer`, counting."""
+    """Run `answer` and count its work."""
     seen, before, plain = Seen(), engine.counters.prefilled, engine.runner.run
 
     def run(plan: Sequence[ScheduledTokens]) -> Tensor:
@@ -87,8 +87,8 @@ def watch(engine: EmbeddedEngine, asked: Prompts, tokens: int) -> Seen:
 
 
 def rate(engine: EmbeddedEngine, asked: Prompts, tokens: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Tokens per second of decoding alone: from the end of the last prefill to the end of the last step, with whatever
-    lies between the steps."""
+    """Tokens per second of decode only: from the end of the last prefill to the end of the last step, including the
+    time between the steps."""
     counters, plain = engine.counters, engine.steps.step
     ends: list[tuple[float, int, int]] = []
 

@@ -1,15 +1,15 @@
-"""Everything about one GPU in three commands of at most 10 minutes: decoding, training, whole GRPO steps.
+"""All figures of one GPU in three commands of at most 10 minutes: decode, training, whole GRPO steps.
 
     python -m benchmarks.gpu --sections machine,decode,contexts,prefill --out benchmarks/results/gpu-decode
     python -m benchmarks.gpu --sections training,sampler,sleep          --out benchmarks/results/gpu-training
     python -m benchmarks.gpu --sections grpo,trl,workload               --out benchmarks/results/gpu-step
-    python -m benchmarks.gpu --predict --card h200     what bytes and FLOPs allow, without a card
-    python -m benchmarks.gpu --device cpu --tiny       the same code on a CPU: figures mean nothing
+    python -m benchmarks.gpu --predict --card h200     the limits by bytes and FLOPs, without a card
+    python -m benchmarks.gpu --device cpu --tiny       the same code on a CPU: the figures mean nothing
 
-Predictions are printed before the card is used; each row has them beside what was measured. Models are random, made on
-the device, with the shapes of real ones; nothing is downloaded. Each section is a process of its own: one that fails,
-hangs or breaks the card's context has a row that says so, the others run, and the exit status is 1. Sections start no
-new case when their part of `--minutes` is over, and are ended a minute later. docs/gpu.md says what each figure is.
+Predictions are printed before the card is used; each row has them beside the measured figure. Models are random, made
+on the device, with the shapes of real ones; nothing is downloaded. Each section is a separate process: one that fails,
+hangs or breaks the card's context gets a row that says so, the others run, and the exit status is 1. Sections start no
+new case after their part of `--minutes`, and are ended a minute later. docs/gpu.md explains each figure.
 """
 
 import argparse
@@ -40,7 +40,7 @@ GRACE = 60.0  # s after its time until a section is ended
 
 
 def limits(bench: Bench) -> None:
-    """Bandwidth by a copy (bytes read and written), arithmetic by one large product; what makes figures meaningless."""
+    """Bandwidth by a copy (bytes read and written), arithmetic by one large product; notes what invalidates figures."""
     if bench.device.type == "cuda" and fused_for(bench.model(bench.models[0])) is None:
         note = "the fused decoder does not take this model: no graphs, all runs through transformers' forward"
         bench.add("machine", "warning", note=note)
@@ -84,7 +84,7 @@ def table(rows: list[Row], markdown: bool) -> str:
 
 
 def apart(name: str, words: list[str], minutes: float) -> list[Row]:
-    """In a process of its own; what it had measured, and a row that says so where it failed."""
+    """Run a section in a separate process; returns its rows, and one with the error if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.json")
         command = [sys.executable, "-m", "benchmarks.gpu", *words, "--only", name, "--json", str(file)]
@@ -115,14 +115,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="start nothing new after this")
     parser.add_argument("--out", help="folder for gpu.md and gpu.json")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # a section, in this process
-    parser.add_argument("--json", help=argparse.SUPPRESS)  # where its rows go
+    parser.add_argument("--json", help=argparse.SUPPRESS)  # file for its rows
     return parser.parse_args()
 
 
 def main() -> int:
     args = arguments()
     if args.roofline:
-        from benchmarks import gpu_roofline  # which needs pytest
+        from benchmarks import gpu_roofline  # imports pytest
 
         gpu_roofline.write()
         return 0

@@ -1,4 +1,4 @@
-"""What the sections of `benchmarks.gpu` share: models by shape, sizes, the clock, the rows of the table."""
+"""Shared by the sections of `benchmarks.gpu`: models by shape, sizes, timing, the rows of the table."""
 
 import argparse
 import asyncio
@@ -52,14 +52,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"kind": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512},
 }  # fmt: skip
-WARM = (0, 500)  # seeds of the rounds that compile and capture; which sizes come up depends on when requests arrive
-SECONDS = ("s", "ms")  # units in which less is better
+WARM = (0, 500)  # seeds of the rounds that compile and capture; the sizes that occur depend on when requests arrive
+SECONDS = ("s", "ms")  # units of which less is better
 
 
 @dataclass
 class Row:
-    """One line of the table. `predicted` is what bytes and FLOPs alone allow on the card's data sheet, stated before
-    the card is used; NaN where nothing is."""
+    """One row of the table. `predicted`: the limit by bytes and FLOPs on the card's data sheet, stated before the card
+    is used; NaN if there is none."""
 
     section: str
     case: str
@@ -71,7 +71,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """How much of the predicted speed, or of the predicted memory, was reached."""
+        """Fraction of the predicted speed, or of the predicted memory, that was reached."""
         return self.predicted / self.measured if self.unit in SECONDS else self.measured / self.predicted
 
 
@@ -102,7 +102,7 @@ Predicted = dict[tuple[str, str], tuple[float, str]]  # section and case -> a fi
 
 
 class Bench:
-    """What all sections share: the machine's measured limits, sizes, the clock."""
+    """Shared by all sections: the machine's measured limits, sizes, timing."""
 
     def __init__(self, args: argparse.Namespace, predicted: Predicted) -> None:
         self.device = choose(args.device)
@@ -125,7 +125,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def seconds(self, work: Callable[[], Any], repeats: int, warm: int = 2) -> float:
-        """Mean of `repeats` calls behind one another."""
+        """Mean of `repeats` consecutive calls."""
         for _ in range(warm):
             work()
         self.wait()
@@ -138,7 +138,7 @@ class Bench:
     def add(self, section: str, case: str, measured: float = math.nan, **more: Any) -> None:
         predicted, unit = self.predicted.get((section, case), (math.nan, ""))
         self.rows.append(Row(section, case, measured, **{"predicted": predicted, "unit": unit} | more))
-        if self.file:  # now, as the process may not live until its end
+        if self.file:  # immediately, as the process may be killed
             self.file.write_text(json.dumps([asdict(row) for row in self.rows]))
         print(f"{time.strftime('%H:%M:%S')} {self.rows[-1]}", file=sys.stderr, flush=True)
 
@@ -156,7 +156,7 @@ class Bench:
         return SHAPES[name]["vocab_size"]
 
     def engine(self, learner: Learner, batch: int, context: int) -> EmbeddedEngine:
-        context += 64  # the scheduler admits only while there is some room to spare
+        context += 64  # the scheduler admits only if there is some spare room
         gigabytes = (batch * (context // 32 + 2) + 64) * page_bytes(learner.model) / 2**30
         return EmbeddedEngine(
             learner.model, None, end_ids=frozenset(), context=context, compute=self.compute,  # type: ignore[arg-type]
@@ -183,7 +183,7 @@ def made(
     dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> nn.Module:
-    """Random weights, made on the device. `changes`: of the shape."""
+    """A model with random weights, made on the device. `changes`: of the shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {"tie_word_embeddings": True, **SHAPES[name], **changes}
@@ -232,6 +232,6 @@ def samples(groups: int, group: int, prefix: int, answer: int, words: int) -> li
 
 
 def loss(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """GRPO's, on-policy."""
+    """GRPO's loss, on-policy."""
     ratio = (logp - logp.detach()).exp()
     return -(ratio * batch.advantages * batch.weights).sum(), {"gap": (logp.detach() - batch.logprobs).abs()}

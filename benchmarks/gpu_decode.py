@@ -50,7 +50,7 @@ def decode_batch(
 
 
 def watch(engine: EmbeddedEngine, batch: int, timed: list[tuple[float, int]]) -> None:
-    """Note each step of the engine in which all of `batch` decode, the host's work before it included."""
+    """Record each step of the engine in which all of `batch` decode, including the host's work before it."""
     original, last = engine.steps.step, [0.0]
 
     def step() -> Any:

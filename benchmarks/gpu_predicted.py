@@ -1,4 +1,4 @@
-"""What bytes and FLOPs alone allow on a card by its data sheet, for `benchmarks.gpu`: stated before it is used."""
+"""Limits of a card by bytes and FLOPs of its data sheet, for `benchmarks.gpu`: stated before it is used."""
 
 import argparse
 from typing import Any
@@ -16,11 +16,11 @@ from birl.plan.run_memory import GIB, predict
 from birl.plan.sizes import load_of
 from birl.plan.step import ADAMW
 
-CPU = "cpu"  # a name for no card: figures of no machine, so that every row has some
+CPU = "cpu"  # a name for no card, with figures of no real machine, so that every row has some
 
 
 def card(name: str) -> Cluster:
-    """A kind of `birl plan --cluster`, or what PyTorch calls the device. Raises `BirlError`."""
+    """The cluster kind of `birl plan --cluster`, or by PyTorch's name of the device. Raises `BirlError`."""
     if name.lower() == CPU:
         return Cluster(gpus=1, flops=1e11, memory=8e9, hbm=1e10, inside=1e9, between=1e9, efficiency=1.0)
     words = name.lower().replace(" ", "")
@@ -31,7 +31,7 @@ def card(name: str) -> Cluster:
 
 
 def predictions(args: argparse.Namespace, gpu: Cluster) -> Predicted:
-    """By section and case. Only config's numbers are read: the models have no weights."""
+    """Predictions by section and case. Only the configs are read: the models have no weights."""
     sizes, on_cpu = sizes_of(args), gpu.hbm == card(CPU).hbm
     result: Predicted = {
         ("machine", "copy, read + written"): (gpu.hbm / 1e12, "TB/s"),
@@ -61,22 +61,22 @@ def predictions(args: argparse.Namespace, gpu: Cluster) -> Predicted:
         result["sampler", case] = 1e3 * 3 * logits / gpu.hbm, "ms"  # copied, and read once
     weights = 2 * Shape.of_model(made(first, torch.device("meta"))).parameters
     for what in ("sleep", "wake"):
-        result["sleep", f"{first}, {what}"] = 1e3 * weights / gpu.hbm, "ms"  # as long as writing them would take
+        result["sleep", f"{first}, {what}"] = 1e3 * weights / gpu.hbm, "ms"  # as long as writing them takes
     result["TRL", first] = result["GRPO step", f"{first}, birl"]
     return result
 
 
 def token_seconds(model: nn.Module, batch: int, context: float, gpu: Cluster) -> float:
-    """One token for each of `batch` sequences of so many: the bytes that must be read, or the products, whichever takes
-    longer."""
+    """Seconds of one token for each of `batch` sequences of `context` tokens: by the bytes that must be read, or by the
+    products, whichever takes longer."""
     shape = Shape.of_model(model)
     products = 2 * (shape.active + shape.embedding) * batch
     return max(decode_bytes(shape, batch, context) / gpu.hbm, products / gpu.flops)
 
 
 def decode_bytes(shape: Shape, batch: int, context: float) -> float:
-    """What a step for `batch` sequences of so many tokens must read: keys and values, and the weights in bfloat16, of
-    which an embedding that is not the head is looked up, and of experts those that some token has, chosen at random."""
+    """Bytes that a step for `batch` sequences of `context` tokens must read: keys and values, and the weights in
+    bfloat16, without an embedding that is not the head, and only the experts that some token uses, chosen at random."""
     keys = 2 * shape.layers * shape.kv_heads * shape.head_dim
     weights = shape.parameters - (0 if shape.tied else shape.embedding)
     if shape.experts:
@@ -85,7 +85,7 @@ def decode_bytes(shape: Shape, batch: int, context: float) -> float:
 
 
 def serving(name: str, model: nn.Module, sizes: Sizes, gpu: Cluster) -> Predicted:
-    """Prompts by their products, long contexts and mixed requests by what their steps must read."""
+    """Prompts by their products, long contexts and mixed requests by the bytes that their steps must read."""
     shape = Shape.of_model(model)
     longest, few, batch = sizes.long[-1], sizes.few, sizes.batches[0]
     plain = batch / token_seconds(model, batch, sizes.prompt + sizes.new / 2, gpu)
@@ -110,13 +110,13 @@ def sampling(model: nn.Module, sizes: Sizes, gpu: Cluster) -> float:
 
 
 def learning(model: nn.Module, sizes: Sizes, gpu: Cluster) -> float:
-    """6 FLOPs a weight and token; attention is left out, which is little at these lengths."""
+    """6 FLOPs per weight and token, without attention, which is little at these lengths."""
     tokens = sizes.prompts * (sizes.step_prompt + sizes.group * sizes.answer)
     return 6 * sum(p.numel() for p in model.parameters()) * tokens / gpu.flops
 
 
 def memory(model: nn.Module, sizes: Sizes, size: int) -> float:
-    """Of `birl plan` for the GRPO step on a card of that size [bytes], without what PyTorch does not allocate [GiB]."""
+    """`birl plan`'s peak of the GRPO step on a card of that size [bytes], of memory that PyTorch allocates [GiB]."""
     config = schema.RL()
     config.learner.tokens_per_microbatch, config.engine.max_batch = 16384, sizes.prompts * sizes.group
     config.rollout.prompts, config.rollout.group_size = sizes.prompts, sizes.group

@@ -1,15 +1,15 @@
-"""What the launches, bytes and FLOPs of a step allow on a card: `python -m benchmarks.gpu --roofline`, which writes the
+"""Limits of a card by the launches, bytes and FLOPs of a step: `python -m benchmarks.gpu --roofline`, which writes the
 tables of docs/gpu.md.
 
-A step of decoding (64 sequences, 2,048 tokens of context each) and the forward and backward pass of one sequence of
-8,192 tokens run on a card that is not there (`tests/gpu/card.py`), for one layer and for two; the other layers cost
-what the second does. The model, whose figures are `RATES` and those of the data sheets:
+A decode step (64 sequences, 2,048 tokens of context each) and the forward and backward pass of one sequence of 8,192
+tokens run on a simulated card (`tests/gpu/card.py`), for one layer and for two; all further layers cost the same as the
+second. The model, whose figures are `RATES` and those of the data sheets:
 
     launch = max(bytes / (HBM bandwidth x reached), FLOPs / (peak x reached)) + gap
     decoding = sum of the launches, which are in a CUDA graph
     training = max(sum of the launches, launches x host), which the host launches one by one, and AdamW
 
-Each tensor that an operation is given or gives counts once; of those that are looked up only the rows that are read.
+Each input and output tensor of an operation counts once; for lookups only the rows that are read.
 """
 
 from collections import Counter
@@ -56,13 +56,13 @@ LOOKED_UP = {"embedding", "index_select", "gather", "index"}
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What is assumed of a kind of card. Shares of the data sheet's peak that large products and FlashAttention 2
-    reach, of its bandwidth that a kernel reaches; seconds."""
+    """Assumptions about a kind of card: fractions of the data sheet's peak that large products and FlashAttention 2
+    reach, and of its bandwidth that a kernel reaches; seconds."""
 
     products: float
     attention: float
     bandwidth: float = 0.85
-    gap: float = 1.5e-6  # between two kernels of a graph, the second one's start and the first one's end included
+    gap: float = 1.5e-6  # between two kernels of a graph, including the second one's start and the first one's end
     host: float = 60e-6  # a launch from Python, with autograd: measured beside an H200 (docs/gpu.md)
 
 
@@ -85,7 +85,7 @@ Launches = Counter[Launch]
 
 
 class Trace(TorchDispatchMode):
-    """Counts what is launched. `context`: positions that each row attends to while decoding."""
+    """Counts launches. `context`: positions that each row attends to in decode."""
 
     def __init__(self, context: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Trace(TorchDispatchMode):
         return result
 
     def launched(self, name: str, args: tuple[Any, ...]) -> None:
-        """A Triton kernel of birl's."""
+        """Count a Triton kernel of birl."""
         given = list({id(a): a for a in args if isinstance(a, Tensor)}.values())
         if name == "write_kernel":
             self.add("attention", 2 * total(given[:2]))
@@ -137,7 +137,7 @@ def total(tensors: Sequence[Tensor]) -> int:
 
 
 def decoded(trace: Trace, model: nn.Module) -> None:
-    """A step as a graph captures it."""
+    """Trace a step as a graph captures it."""
     runner = Runner(model)
     runner.cache = Cache.make(CONTEXT // 32 + 1, slots_of(model), torch.bfloat16, CUDA)
     tokens = torch.zeros(BATCH, dtype=torch.int64, device=CUDA)
@@ -155,17 +155,17 @@ def decoded(trace: Trace, model: nn.Module) -> None:
 
 @cache
 def sequence() -> Batch:
-    """Of `PACKED` tokens."""
+    """A batch of one sequence of `PACKED` tokens."""
     return pack(samples(1, 1, PROMPT, PACKED - PROMPT, 1000), [1.0], PACKED)[0]
 
 
 def trained(trace: Trace, model: nn.Module) -> None:
-    """Forward and backward pass of a prompt with its answer, gradients summed in float32; no step of AdamW."""
+    """Trace forward and backward pass of a prompt with its answer, gradients summed in float32; no AdamW step."""
     outputs = Outputs(model, 1.0, False, Ranks())
     masters = MasterWeights(model, torch.bfloat16)
     for master in masters.tensors.values():
-        master.grad = torch.zeros_like(master)  # there since the first micro-batch
-    fused_for(model)  # which looks at a forward pass
+        master.grad = torch.zeros_like(master)  # exists since the first micro-batch
+    fused_for(model)  # runs a forward pass to inspect it
     with torch.enable_grad(), trace:
         values = {f.name: getattr(sequence(), f.name) for f in fields(Batch)}
         made = {n: torch.empty(t.shape, dtype=t.dtype, device=META) for n, t in values.items() if isinstance(t, Tensor)}
@@ -177,13 +177,13 @@ def trained(trace: Trace, model: nn.Module) -> None:
 
 
 def layers(name: str, training: bool) -> list[Launches]:
-    """Of a step with one layer, and of one more layer."""
+    """Launches of a step with one layer, and of each further layer."""
     counted: list[Launches] = []
-    sequence()  # a card that is not there has no numbers
+    sequence()  # a simulated card has no numbers
     for count in (1, 2):
         trace = Trace(CONTEXT)
         with pytest.MonkeyPatch.context() as patch, card(patch, trace.launched):
-            if training:  # PyTorch's engine of gradients asks for the streams of a card, and the device meta has none
+            if training:  # autograd's engine asks for a card's streams, which the device meta does not have
                 patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device == META), raising=False)
                 trained(trace, made(name, META, num_hidden_layers=count))
             else:
@@ -195,7 +195,7 @@ def layers(name: str, training: bool) -> list[Launches]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """On one card. `parts`: seconds by kind of launch, the gaps between them, and AdamW."""
+    """Time of a step on one card. `parts`: seconds by kind of launch, the gaps between them, and AdamW."""
 
     launches: int
     parts: dict[str, float]
@@ -218,7 +218,7 @@ class Step:
 
 
 def flops(shape: Shape) -> float:
-    """Of the model, forward and backward, that must be computed: the head for the answer alone."""
+    """Necessary FLOPs of the model, forward and backward: the head only for the answer."""
     pairs = PACKED * (PACKED + 1) / 2
     ends = 2 * shape.embedding * (PACKED - PROMPT)
     return 3 * (2 * shape.active * PACKED + ends + shape.pair_flops * pairs)
@@ -226,7 +226,7 @@ def flops(shape: Shape) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of a model on one card; `share` of the HBM floor, or MFU."""
+    """Prediction of a model on one card; `share` of the HBM floor, or MFU."""
 
     step: Step
     speed: float  # tokens/s
@@ -235,7 +235,7 @@ class Prediction:
 
 
 def predicted(name: str, traces: Sequence[Sequence[Launches]], kind: str) -> tuple[Prediction, Prediction]:
-    """Decoding and training."""
+    """Predictions of decode and training."""
     cluster, rates = cluster_of(kind, 1), RATES[kind]
     shape = Shape.of({"model_type": SHAPES[name]["kind"], "tie_word_embeddings": True, **SHAPES[name]})
     usable = USABLE * cluster.memory
@@ -251,7 +251,7 @@ def predicted(name: str, traces: Sequence[Sequence[Launches]], kind: str) -> tup
 
 
 def tables(models: Sequence[str] = MODELS) -> dict[str, list[str]]:
-    """The rows of docs/gpu.md, by what they are about."""
+    """Rows of docs/gpu.md, by table."""
     result: dict[str, list[str]] = {"decoding": [], "training": [], "parts": []}
     for name in models:
         traces = [layers(name, training) for training in (False, True)]
@@ -266,7 +266,7 @@ def tables(models: Sequence[str] = MODELS) -> dict[str, list[str]]:
 
 
 def write() -> None:
-    """Put the tables of today's operations in the place of those of docs/gpu.md."""
+    """Replace the tables in docs/gpu.md by those of the current operations."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n\n{text()}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 

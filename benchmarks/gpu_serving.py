@@ -1,5 +1,5 @@
-"""What serving is made of beyond short steps of decoding, for `benchmarks.gpu`: prompts, long contexts, launches, the
-sampler, requests of mixed lengths, sleep."""
+"""Serving beyond short decode steps, for `benchmarks.gpu`: prompts, long contexts, launches, the sampler, requests of
+mixed lengths, sleep."""
 
 import asyncio
 import importlib.util
@@ -37,7 +37,7 @@ print(seconds)
 
 
 def requests(sizes: Sizes) -> list[tuple[int, int]]:
-    """Tokens in and out of each: nano-vllm's bench.py, 256 requests of 100 to 1,024."""
+    """Tokens in and out of each request: nano-vllm's bench.py, 256 requests of 100 to 1,024."""
     numbers = random.Random(0)
     return [(numbers.randint(*sizes.mixed), numbers.randint(*sizes.mixed)) for _ in range(sizes.requests)]
 
@@ -62,7 +62,7 @@ def prefill(bench: Bench) -> None:
 
 
 def contexts(bench: Bench) -> None:
-    """Decoding behind long contexts, and without graphs: what launching takes."""
+    """Decode after long contexts, and without graphs: the cost of launching."""
     sizes = bench.sizes
     for name in bench.models:
         learner = Learner(bench.model(name, dtype=torch.bfloat16), trainable=False)
@@ -77,7 +77,7 @@ def contexts(bench: Bench) -> None:
 
 
 def sampler(bench: Bench) -> None:
-    """Tokens for all rows from logits: from the whole distribution, and with top-p."""
+    """Sampling for all rows from logits: from the whole distribution, and with top-p."""
     name = bench.models[0]
     rows, words = bench.sizes.batches[-1], bench.words(name)
     logits = torch.randn(rows, words, device=bench.device)
@@ -90,7 +90,7 @@ def sampler(bench: Bench) -> None:
 
 
 def workload(bench: Bench) -> None:
-    """nano-vllm's: all requests at once; birl, and vLLM where it is installed."""
+    """nano-vllm's workload: all requests at once; birl, and vLLM if it is installed."""
     work = requests(bench.sizes)
     for name in bench.models:
         if bench.left < 60 and bench.device.type == "cuda":
@@ -113,7 +113,7 @@ def workload(bench: Bench) -> None:
 
 
 def vllm(bench: Bench, name: str, learner: Learner, work: list[tuple[tuple[int, ...], int]]) -> None:
-    """The same requests, in a process of its own; weights are random there, too."""
+    """The same requests in a separate process, also with random weights."""
     if importlib.util.find_spec("vllm") is None:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +132,7 @@ def vllm(bench: Bench, name: str, learner: Learner, work: list[tuple[tuple[int, 
 
 
 def sleep(bench: Bench) -> None:
-    """An engine with weights of its own gives its memory back, and takes it again."""
+    """Sleep and wake of an engine with separate weights: it frees its memory, and allocates it again."""
     name = bench.models[0]
     model = bench.model(name, dtype=torch.bfloat16)
     engine = EmbeddedEngine(model, None, end_ids=frozenset(), context=256, compute=bench.compute)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A whole GRPO step, ours and theirs, for `benchmarks.gpu`."""
+"""A whole GRPO step, birl's and transformers', for `benchmarks.gpu`."""
 
 import asyncio
 import importlib.util
@@ -23,7 +23,7 @@ from birl.types import Sample
 
 
 def grpo(bench: Bench) -> None:
-    """A whole step, ours and theirs, with the mismatch and the memory of ours."""
+    """A whole step of both sides, with birl's log-prob mismatch and memory."""
     sizes = bench.sizes
     for name in bench.models:
         if bench.left < 60 and bench.device.type == "cuda":
@@ -63,7 +63,7 @@ def grpo(bench: Bench) -> None:
 def ours(
     bench: Bench, learner: Learner, engine: EmbeddedEngine, prompts: list[tuple[int, ...]], seed: int
 ) -> tuple[float, float, Tensor]:
-    """Seconds of sampling and of learning, and |engine log-prob - learner log-prob| of each token."""
+    """Seconds of sampling and of training, and |engine log-prob - learner log-prob| of each token."""
     start = time.perf_counter()
     completions = bench.generate(engine, prompts, bench.sizes.answer, seed)
     middle = time.perf_counter()
@@ -92,7 +92,7 @@ def ours(
 
 def theirs(bench: Bench, name: str, prompts: list[tuple[int, ...]]) -> tuple[float, float]:
     """transformers' `generate` in bfloat16, then a plain loop over padded micro-batches with float32 weights under
-    bfloat16 autocast and fused AdamW: the same precision as ours."""
+    bfloat16 autocast and fused AdamW: the same precision as birl's."""
     sizes = bench.sizes
     policy: Any = bench.model(name, "sdpa")
     twin: Any = bench.model(name, "sdpa").to(torch.bfloat16)
@@ -134,7 +134,7 @@ def memory(bench: Bench, name: str) -> None:
 
 
 def trl(bench: Bench) -> None:
-    """TRL in a process of its own, on the first model, where it can be imported."""
+    """TRL in a separate process, on the first model, if it can be imported."""
     if importlib.util.find_spec("trl") is None or importlib.util.find_spec("datasets") is None:
         bench.add("TRL", bench.models[0], note="not installed here")
         return

@@ -13,8 +13,8 @@ TRAIN_GOAL = 0.5
 
 
 def flops(model: nn.Module, batch: Batch) -> float:
-    """Of a forward and backward pass that computes nothing twice: 6 a weight and token, 12 a head's element and visible
-    pair of tokens."""
+    """FLOPs of a forward and backward pass without recomputation: 6 per weight and token, 12 per head element and
+    visible pair of tokens."""
     shape = Shape.of_model(model)
     pairs = sum(tree.pairs() for tree in batch.trees)
     products = shape.active * len(batch.tokens) + shape.embedding * len(batch.targets)
@@ -28,7 +28,7 @@ def training(bench: Bench) -> None:
 
 
 def rows(tokens: int, sizes: Sizes, words: int) -> Batch:
-    """Trees of a prompt and seven answers, in at most so many tokens."""
+    """Trees of a prompt and seven answers, in at most `tokens` tokens."""
     data = samples(max(tokens // (8 * sizes.answer), 1), 7, sizes.answer, sizes.answer, words)
     (batch,) = pack(data, [1 / len(data)] * len(data), tokens)
     return batch

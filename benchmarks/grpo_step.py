@@ -3,9 +3,9 @@
     python -m benchmarks.grpo_step [--rounds 5] [--threads 2] [--json FILE]
     python -m benchmarks.grpo_step --group 16 --prompt-tokens 512 --rounds 1 --steps 2 --goal 4
 
-The step is generation, reward and update; its seconds leave the first step of each process out. Memory is the peak
-resident set of the whole process. The goal: three times as fast, in no more memory; four times where 16 answers
-share a prompt of 512 tokens.
+A step is generation, reward and update; the first step of each process is not counted. Memory is the peak resident set
+of the whole process. The goal: three times as fast, in no more memory; four times if 16 answers share a prompt of 512
+tokens.
 """
 
 import argparse

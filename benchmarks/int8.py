@@ -1,11 +1,11 @@
-"""Decoding with weights in int8 (engine.weights=int8) against bfloat16: SmolLM2-135M, in one process, in turns.
+"""Decode with weights in int8 (engine.weights=int8) against bfloat16: SmolLM2-135M, in one process, in turns.
 
     python -m benchmarks.int8 [--batches 1 2 4] [--tokens 48] [--rounds 9] [--threads 1] [--json FILE]
 
 A round is an answer to every prompt by one engine and then by the other; the ratio is the median over the rounds of the
-rates' ratio, so that other work on the machine, which both see, leaves it as it is. `--clock process` counts the
-processor's time instead of the seconds. Printed before: bytes of weights that a token reads, and what rounding changes:
-on answers that the int8 weights sampled, the mean |difference of log-probs| and the KL divergence of the two, a token.
+rates' ratio, so that other load on the machine, which affects both, hardly changes it. `--clock process` measures CPU
+time instead of seconds. Printed before: bytes of weights that a token reads, and the effect of rounding: on answers
+that the int8 weights sampled, the mean |difference of log-probs| and the KL divergence of the two, per token.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from birl.types import Message, SamplingParams
 
 
 def read(model: nn.Module) -> tuple[int, int]:
-    """Bytes of linear layers and head that a token reads: in bfloat16, and with int8."""
+    """Bytes of linear layers and head that a token reads: in bfloat16, and in int8."""
     body, words = sum(m.weight.numel() for m in quantizable(model).values()), head(model).weight.numel()
     return 2 * (body + words), body * (BLOCK + 1) // BLOCK + 2 * words
 
@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace, compute: Executor) -> dict[str, Any]:
         for number in range(args.rounds + 1):
             for name in sorted(engines, reverse=number % 2 == 0):
                 found = rate(engines[name], asked, args.tokens, clock)
-                if number:  # the first lays the weights out
+                if number:  # the first packs the weights
                     rates[batch][name].append(found)
         ratio = median(b / a for a, b in zip(*rates[batch].values(), strict=True))
         middle = ", ".join(f"{name} {median(r):.1f}" for name, r in rates[batch].items())

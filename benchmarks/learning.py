@@ -2,8 +2,8 @@
 
     python -m benchmarks.learning [--lr 3e-5] [--seed 0] [--threads 2] [--json FILE]
 
-The demo's data, 8 prompts x 8 answers x 32 tokens, float32 weights and bfloat16 compute on both sides, the same rate of
-learning; imports, loading, and birl's validations and checkpoints included. TRL takes about ten minutes.
+The demo's data, 8 prompts x 8 answers x 32 tokens, float32 weights and bfloat16 compute on both sides, the same
+learning rate; imports, loading, and birl's validations and checkpoints included. TRL takes about ten minutes.
 """
 
 import argparse

@@ -1,10 +1,9 @@
-"""The last answers of a batch, with guessed tokens and without: SmolLM2-135M in bfloat16, the same answers both times.
+"""The last answers of a batch, with draft tokens and without: SmolLM2-135M in bfloat16, the same answers both times.
 
     python -m benchmarks.long_tail [--prompts 2] [--group 4] [--tokens 512] [--rounds 5] [--data FILE] [--json FILE]
 
 Both sides run in this process, in turns: answers end where the model ends them, so towards the end few are left. The
-answers must be the same, token by token and bit by bit; only the seconds may differ. Also printed: the share of tokens
-that were guessed.
+answers must be bit-identical; only the seconds may differ. Also printed: the share of draft tokens.
 """
 
 import argparse

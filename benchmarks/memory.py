@@ -1,4 +1,4 @@
-"""What `birl plan` predicts against what training steps of SmolLM2-135M take: the peak resident set of the process.
+"""Memory predicted by `birl plan` against that of training steps of SmolLM2-135M: the peak resident set of the process.
 
     python -m benchmarks.memory [--only bfloat16] [--threads 2] [--json FILE]
 
@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, object]] = {  # options of benchmarks.our_grpo
 
 
 def predicted(options: dict[str, object], threads: int) -> float:
-    """GiB, by `birl plan --json` in a process of its own."""
+    """Predicted peak [GiB], by `birl plan --json` in a separate process."""
     words = [
         f"model.dtype={options.get('precision', 'bfloat16')}",
         f"data.max_prompt_tokens={PROMPT}",
@@ -39,7 +39,7 @@ def predicted(options: dict[str, object], threads: int) -> float:
         f"rollout.group_size={options.get('group', 4)}",
         f"rollout.max_tokens={options.get('tokens', 64)}",
         "validation.every=0",
-        "checkpoint.asynchronous=false",  # whether the copy is still there when memory peaks depends on the disk
+        "checkpoint.asynchronous=false",  # whether the copy still exists at the peak depends on the disk
         *str(options.get("more", "")).split(),
     ]
     command = [sys.executable, "-m", "birl", "plan", "--json", *words]
@@ -48,7 +48,7 @@ def predicted(options: dict[str, object], threads: int) -> float:
 
 
 def measured(options: dict[str, object], threads: int) -> float:
-    """GiB, of two steps."""
+    """Measured peak [GiB] of two steps."""
     from birl.models.load import resolve
 
     python, work = Path(sys.executable), {"model": resolve("smollm2"), "data": DATA, "steps": 2, **options}

@@ -1,4 +1,4 @@
-"""Our side: sampling with the embedded engine, log-probs included. Prints one JSON object.
+"""birl's side: sampling with the embedded engine, log-probs included. Prints one JSON object.
 
     .venv/bin/python -m benchmarks.our_generate --model DIR --data prompts.jsonl --batch 16 --tokens 128
 
@@ -47,7 +47,7 @@ async def measure(args: argparse.Namespace, compute: Executor) -> dict:
 
     async def sample(tokens: int, seed: int) -> float:
         nonlocal version
-        version += 1  # as after an optimizer step: the engine lays its weights out anew, inside the timed call
+        version += 1  # as after an optimizer step: the engine packs its weights again, inside the timed call
         with torch.no_grad():
             torch._foreach_mul_(list(policy.model.parameters()), 1.0)
         start = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Our side: GRPO with birl on a local model folder, through `birl.train.command.train` as in `birl rl`; prints JSON.
+"""birl's side: GRPO with birl on a local model folder, through `birl.train.command.train` as in `birl rl`; prints JSON.
 
     .venv/bin/python -m benchmarks.our_grpo --model DIR --data prompts.jsonl --prompts 4 --group 4 --tokens 64
 
-Every answer has exactly --tokens tokens (the end token is ignored). Rollout and metric logs are written as always; no
+Every answer has exactly --tokens tokens (the end token is ignored). Rollout and metric logs are written as usual; no
 reference model, no validation.
 """
 
@@ -66,7 +66,7 @@ def main() -> None:
                 f"seed={args.seed}",
                 "validation.every=0",
                 "checkpoint.every=0",
-                "checkpoint.asynchronous=false",  # the one at the end would be copied, and be the peak of memory
+                "checkpoint.asynchronous=false",  # the copy of the last one would be the peak of memory
                 "track.console=off",
                 f"run={folder}/run",
                 *args.more.split(),

@@ -1,16 +1,16 @@
-"""An engine and a learner in processes of their own, each with one thread: what asynchronous training can gain on two
-cores. SmolLM2-135M in bfloat16.
+"""An engine and a learner in separate processes, each with one thread: the possible gain of asynchronous training on
+two cores. SmolLM2-135M in bfloat16.
 
     python -m benchmarks.overlap [--prompts 8] [--group 8] [--tokens 64] [--steps 6] [--json FILE]
 
 Measured one after another, all with the same batches of prompts x group answers:
 
     generation   the engine alone, one thread           training   the learner alone, one thread
-    both         engine and learner at once: a batch is trained while the next one is sampled; the learner hands its
-                 weights over after each step, the engine takes them between batches, so they are two steps old at most
-    in turns     one process, two threads: what `birl rl` does today
+    both         engine and learner at once: a batch is trained while the next one is sampled; the learner publishes its
+                 weights after each step, the engine loads them between batches, so they are at most two steps old
+    in turns     one process, two threads: `birl rl`'s default
 
-The verdict compares `both` with max(generation, training), the time that a perfect overlap would take.
+The verdict compares `both` with max(generation, training), the time of a perfect overlap.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from benchmarks.peers import environment, machine, rows, verdict
 
 @dataclass
 class Shared:
-    """What the processes have in common: the weights, in memory that both see, and the batches on their way."""
+    """Shared by the processes: the weights, in shared memory, and the queue of batches."""
 
     weights: dict[str, Any]  # tensors
     version: Any  # multiprocessing.Value, whose lock guards the weights
@@ -52,7 +52,7 @@ def policy_thread(threads: int) -> Iterator[Executor]:
 
 
 class Sampler:
-    """Samples batches, and turns them into what is trained."""
+    """Samples batches and converts them to training samples."""
 
     def __init__(self, args: argparse.Namespace, policy: Any) -> None:
         from birl.config import schema

@@ -1,10 +1,10 @@
-"""Micro-batches of heavy-tailed lengths: how long shares wait for one another, and how long the packing takes.
+"""Micro-batches of heavy-tailed lengths: how long shares wait for one another, and how long packing takes.
 
     python -m benchmarks.packing [--sequences 10000] [--rounds 3] [--json FILE]
 
-Ours is `birl.data.balance.balance`; beside it plain first-fit decreasing, and what birl did before: the largest first,
-into the emptiest bin that fits. Attention is counted as in a model of seven billion parameters. The goals: at most 2 %
-of waiting in every case, and less than a second for 10,000 sequences.
+Ours is `birl.data.balance.balance`; beside it plain first-fit decreasing, and birl's former algorithm: the largest
+first, into the emptiest bin that fits. Attention is counted as in a model of seven billion parameters. The goals: at
+most 2 % of waiting in every case, and less than a second for 10,000 sequences.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def decreasing(sizes: Sequence[int], costs: Sequence[float], parts: int) -> Bins
 
 
 def emptiest(sizes: Sequence[int], costs: Sequence[float], parts: int) -> Bins:
-    """What birl did before: equal in tokens, attention not counted."""
+    """birl's former algorithm: equal numbers of tokens, attention not counted."""
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     count = -(-max(1, -(-sum(sizes) // CAPACITY)) // parts) * parts
     while True:
@@ -69,7 +69,7 @@ PACKERS = {"ours": ours, "first-fit decreasing": decreasing, "the emptiest": emp
 
 
 def measure(kind: str, parts: int, count: int, rounds: int) -> dict[str, Any]:
-    """By packer: waiting, micro-batches and seconds of each round, each round another draw."""
+    """Waiting, micro-batches and seconds of each round by packer; each round samples new lengths."""
     found: dict[str, Any] = {name: {"imbalance": [], "bins": [], "seconds": []} for name in PACKERS}
     for seed in range(rounds):
         sizes = lengths(kind, seed, count)

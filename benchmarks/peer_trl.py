@@ -61,7 +61,7 @@ def distinct(completion_ids: list[list[int]], **columns: object) -> list[float]:
 
 
 def right(completions: list[list[dict[str, str]]], answer: list[str], **columns: object) -> list[float]:
-    """1 where math-verify finds the answer in the text, else 0."""
+    """1 if math-verify finds the answer in the text, else 0."""
     from math_verify import parse, verify
 
     return [
@@ -71,7 +71,7 @@ def right(completions: list[list[dict[str, str]]], answer: list[str], **columns:
 
 
 def made(completions: list[list[dict[str, str]]], numbers: list, target: list, **columns: object) -> list[float]:
-    """1 where the expression uses the numbers as asked and has the target as its value, else 0: birl's own function."""
+    """1 if the expression uses the given numbers and has the target as its value, else 0: birl's own function."""
     from birl.envs.tasks.countdown import Countdown
     from birl.types import Message, Task
 
@@ -84,7 +84,7 @@ def made(completions: list[list[dict[str, str]]], numbers: list, target: list, *
 
 
 def computed(completions: list[list[dict[str, str]]], answer: list[str], **columns: object) -> list[float]:
-    """1 where the last number of the last reply is the result, else 0: birl's own function."""
+    """1 if the last number of the last reply is the result, else 0: birl's own function."""
     from birl.envs.tasks.rows import number
 
     return [float(number(m[-1].get("content") or "") == number(a)) for m, a in zip(completions, answer, strict=True)]
@@ -107,7 +107,7 @@ COLUMNS = {"countdown": ("numbers", "target")}
 
 
 def with_calls(tokenizer: Any) -> None:
-    """Gives it the chat template of birl's run, and TRL's parser of such calls."""
+    """Set the chat template of birl's run, and TRL's parser of such calls."""
     from trl.chat_template_utils import qwen3_template  # pyright: ignore[reportMissingImports]
 
     tokenizer.chat_template = Path("birl/text/templates/hermes.jinja").read_text(encoding="utf-8")

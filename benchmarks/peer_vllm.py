@@ -2,15 +2,15 @@
 
     .venv-vllm/bin/python -m benchmarks.peer_vllm --model DIR --data prompts.jsonl --batch 16 --tokens 128
 
-Every answer has exactly as many tokens as it is asked for (the end token is ignored), by `--lengths`:
+Every answer has exactly the requested number of tokens (the end token is ignored), by `--lengths`:
 
     same     answer i gets --tokens
     uneven   answer i gets --tokens * (i % 4 + 1) // 4: a quarter, a half, three quarters, all, a quarter, ...
 
-The prefix cache is emptied in each timed call, because after an optimizer step nothing in it is valid any more.
-Without --logprobs 0 no log-probs are computed, which is less work than reinforcement learning has to do.
-Everything runs in this process: with vLLM's default of three, two threads on two cores stall each other.
-`--mismatch` compares the log-probs of the sampled tokens with those of transformers' forward pass, same precision.
+The prefix cache is emptied in each timed call, because an optimizer step invalidates all of it. Without --logprobs 0 no
+log-probs are computed, which is less work than reinforcement learning has to do. Everything runs in this process: with
+vLLM's default of three, two threads on two cores stall each other. `--mismatch` compares the log-probs of the sampled
+tokens with those of transformers' forward pass, same precision.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
 
 
 def settings(args: argparse.Namespace) -> int:
-    """Environment variables that vLLM reads, except where they are set already. -> number of threads."""
+    """Set environment variables that vLLM reads, unless they are set already. Returns the number of threads."""
     cores = sorted(os.sched_getaffinity(0))
     threads = args.threads or int(os.environ.get("OMP_NUM_THREADS", len(cores)))
     os.environ["OMP_NUM_THREADS"] = str(threads)

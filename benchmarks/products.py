@@ -1,13 +1,13 @@
-"""The matrix products of one decode step and of one training step, and nothing else: what `ceiling` measures against.
+"""The matrix products of one decode step and of one training step, and nothing else: the reference of `ceiling`.
 
-Every layer has its own weights, used in the model's order, so that none is in a cache that it would not be in during
+Every layer has separate weights, used in the model's order, so that none is in a cache that it would not be in during
 the real step. Three implementations, each at its best:
 
     birl       the kernel of `birl/kernels/gemm.c`, everything packed beforehand, no Python around the call
-    oneDNN     PyTorch's prepacked linear layer, weights (and what stands for them) laid out beforehand
-    torch.mm   nothing laid out; results go to memory that is already there
+    oneDNN     PyTorch's prepacked linear layer, weights (and their substitutes) packed beforehand
+    torch.mm   nothing packed; results go to preallocated memory
 
-Packing, transposing and adding up gradients are left out, and all results but those of birl's kernel are rounded to
+Packing, transposing and adding up gradients are left out, and all results except those of birl's kernel are rounded to
 bfloat16, which is less to write. So the real step cannot reach these times.
 """
 
@@ -33,14 +33,14 @@ Products = dict[str, list[tuple[str, Call]]]  # of each side, in order: (name of
 
 
 def matrices(decoder: Decoder) -> list[tuple[str, Matrix]]:
-    """In the order of a forward pass, the head last."""
+    """The weight matrices in the order of a forward pass, the head last."""
     found = [(name, getattr(layer, name)) for layer in decoder.layers for name in MODES if name != "head"]
     return [*found, ("head", decoder.head)]
 
 
 @cache
 def room(use: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Activations of one shape and use share their memory in all layers, about as they do in the real step."""
+    """Memory for activations, shared by all layers for one shape and use, about as in the real step."""
     return torch.randn(rows, columns).to(dtype)
 
 
@@ -58,7 +58,7 @@ def ours(k: Kernels, x: Tensor, weight: PackedWeight, y: Tensor, mode: int) -> C
 
 
 def onednn(x: Tensor, weight: Tensor) -> Call:
-    """x W', with W [N, K] laid out now."""
+    """x W', with W [N, K] packed once before."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), len(x))
     linear = torch.ops.mkldnn._linear_pointwise.default
     return lambda: linear(x, packed, None, "none", [], "")
@@ -78,8 +78,8 @@ def of_decoding(decoder: Decoder, rows: int) -> Products:
 
 
 def of_training(decoder: Decoder, tokens: int, trained: int) -> Products:
-    """Forward and backward of `tokens` tokens. The head, for the `trained` ones, goes through its vocabulary in pieces,
-    as the learner does."""
+    """Forward and backward of `tokens` tokens. The head, for the `trained` ones, processes its vocabulary in pieces, as
+    the learner does."""
     k = decoder.kernels
     found: Products = {side: [] for side in SIDES}
     *layers, (_, last) = matrices(decoder)
@@ -105,7 +105,7 @@ def forward(found: Products, k: Kernels, name: str, weight: Tensor, rows: int) -
 
 
 def backward(found: Products, k: Kernels, name: str, weight: Tensor, rows: int) -> None:
-    """From the gradient g by y: that by x, g W, and that by W, g' x, which has a place of its own for each weight."""
+    """From y's gradient g: that of x, g W, and that of W, g' x, which is stored separately for each weight."""
     n, inner = weight.shape
     g, rounded = room("g", rows, n, BF16), room("by x", rows, inner, BF16)
     by_x, mode = (room("by x", rows, inner, FLOAT), ADD) if name == "head" else (rounded, ROUND)
@@ -133,7 +133,7 @@ def by_weight_onednn(rows: int, n: int, inner: int) -> Call:
 
 @torch.no_grad()
 def seconds(products: Sequence[tuple[str, Call]], repeats: int) -> dict[str, float]:
-    """Of each shape in one pass over all products: medians of `repeats` passes, after one that is not timed."""
+    """Seconds of each shape in one pass over all products: medians of `repeats` passes, after one that is not timed."""
     passes: list[dict[str, float]] = []
     for _ in range(repeats + 1):
         spent = dict.fromkeys((name for name, _ in products), 0.0)
@@ -146,21 +146,21 @@ def seconds(products: Sequence[tuple[str, Call]], repeats: int) -> dict[str, flo
 
 
 def flops(decoder: Decoder, tokens: int, trained: int) -> float:
-    """Of `of_training`."""
+    """FLOPs of `of_training`."""
     sizes = [(name, sum(w.numel() for w in m.weights)) for name, m in matrices(decoder)]
     return 6.0 * sum(size * (trained if name == "head" else tokens) for name, size in sizes)
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """What one decode step must read."""
+    """Bytes that one decode step must read."""
     return sum(w.numel() * w.element_size() for _, m in matrices(decoder) for w in m.weights)
 
 
 @torch.no_grad()
 def bandwidth(k: Kernels, size: int) -> dict[str, float]:
-    """Bytes per second of reading `size` bytes: PyTorch's sum of float32 numbers, and birl's product with 16 rows, in
-    which it waits for the weight more than it computes. Written beforehand: the pages of a fresh `torch.zeros` are all
-    one and the same page of memory."""
+    """Bytes per second of reading `size` bytes: by PyTorch's sum of float32 numbers, and by birl's product with 16
+    rows, which is bound by reading the weight. The memory is written first: all pages of a fresh `torch.zeros` are one
+    page of physical memory."""
     numbers = torch.ones(size // 4)
     inner = 4096
     weight = PackedWeight(numbers.view(BF16), size // 2 // inner, inner)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.rollout [--peer vllm|generate] [--batches 16 32 64] [--rounds 5] [--threads 2] [--json FILE]
 
-128 tokens an answer, 8 answers a prompt. Ours gives a log-prob for each token and lays its weights out anew in each
-timed call, as after an optimizer step; the peers compute no log-probs unless asked (`--logprobs`, vLLM only). vLLM runs
-at the best setting found: both threads, compiled, one process. One line for each batch size; the verdict is for the
+128 tokens an answer, 8 answers a prompt. Ours returns a log-prob for each token and packs its weights again in each
+timed call, as after an optimizer step; the peers compute no log-probs by default (`--logprobs`, vLLM only). vLLM runs
+with the best setting found: both threads, compiled, one process. One line for each batch size; the verdict is for the
 smallest ratio among them. `--lengths uneven` (vLLM only): a quarter, half, three quarters, all of the tokens, in turns.
 """
 

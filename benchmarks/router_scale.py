@@ -1,12 +1,12 @@
-"""What the real router costs as the fleet grows: engines and environments are made of simulated time, everything else
-is the code that runs in production (`birl.engines.router`).
+"""Cost of the real router as the fleet grows: engines and environments are simulated, everything else is the production
+code (`birl.engines.router`).
 
     python -m benchmarks.router_scale [--engines 64 1024 16384] [--open 64] [--requests 100000] [--json FILE]
 
-`--open` episodes per engine are open at once. Each asks for answers that take a lognormal time around `--seconds`, one
-after the other. The clock stands still while anybody has something to do, so that `us a request` is the router's own
-processor time on one core, and `engines at most` = requests a second that it can do x seconds of an answer / open.
-`start`: until all engines are ready; `load`: until all have new weights.
+`--open` episodes per engine are open at once. Each requests answers that take a lognormal time around `--seconds`, one
+after the other. The simulated clock stops while any task can run, so that `us a request` is the router's own CPU time
+on one core, and `engines at most` = requests a second that it can do x seconds of an answer / open. `start`: until all
+engines are ready; `load`: until all have new weights.
 """
 
 import argparse
@@ -31,7 +31,7 @@ PARAMS = SamplingParams(max_tokens=8, seed=1)
 
 
 class Clock(selectors.DefaultSelector):
-    """Time passes only while all are idle."""
+    """Simulated time, which passes only while all tasks are idle."""
 
     now = 0.0
 
@@ -53,7 +53,7 @@ def simulated(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Engine:
-    """Implements `Remote` as far as it is asked."""
+    """Implements `Remote` as far as it is used."""
 
     def __init__(self, number: int, seconds: float) -> None:
         self.address, self.version, self.seconds = f"http://engine-{number}:8000", 0, seconds

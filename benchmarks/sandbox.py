@@ -1,11 +1,11 @@
-"""Runs a second and latency of each kind of sandbox, side by side, on small Python programs.
+"""Runs per second and latency of each kind of sandbox, side by side, on small Python programs.
 
     python -m benchmarks.sandbox [--kinds zygote bubblewrap landlock process] [--workers 2] [--runs 200] [--json FILE]
 
 Each kind runs `print(sum(range(1000)))` one after another (latency, with one worker), then as many at once as there are
-workers (runs a second), in turns with the other kinds. A test of code (`tests/s`) is a call of a function, for which a
-second process is forked. `interpreter` is a bare `python -I -S` without any sandbox, for comparison. `cpu ms` is the
-processor time of one run, of all processes that take part. `load` is the machine's before the round.
+workers (runs per second), in turns with the other kinds. A test of code (`tests/s`) is a call of a function, for which
+a second process is forked. `interpreter` is a bare `python -I -S` without any sandbox, for comparison. `cpu ms` is the
+CPU time of one run, of all processes involved. `load` is the machine's before the round.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 async def measured(kinds: list[str], workers: int, runs: int, rounds: int) -> dict[str, list[dict]]:
-    """Of each kind, one entry for each round."""
+    """Figures of each kind, one entry for each round."""
     found: dict[str, list[dict]] = {kind: [] for kind in [*kinds, "interpreter"]}
     boxes = {}
     for kind in kinds:
@@ -77,8 +77,8 @@ async def measured(kinds: list[str], workers: int, runs: int, rounds: int) -> di
 
 
 async def processor_time(kind: str, python: str, runs: int) -> float:
-    """Of one run [ms]. What children used is known when they have ended, so that the sandbox is closed first; its start
-    is part of it."""
+    """CPU time of one run [ms]. That of children is known only after they have ended, so the sandbox is closed first;
+    its start is included."""
     began = spent()
     async with LocalSandbox(kind, python=python, workers=1) as box:
         for _ in range(runs):
@@ -87,7 +87,7 @@ async def processor_time(kind: str, python: str, runs: int) -> float:
 
 
 async def bare(python: str, workers: int, runs: int) -> dict:
-    """The same program in new interpreters, with no boundary and no limit."""
+    """The same program in new interpreters, without isolation and limits."""
     latency = []
 
     async def lane() -> None:
@@ -118,7 +118,7 @@ async def one_round(box: LocalSandbox, runs: int) -> dict:
             raise SystemExit(f"{box.kind}: {result}")
         return (time.perf_counter() - began) * 1000
 
-    await asyncio.gather(*(run() for _ in range(box.workers)))  # all workers are up
+    await asyncio.gather(*(run() for _ in range(box.workers)))  # so that all workers have started
     latency = [await run() for _ in range(max(20, runs // 10))]
     began = time.perf_counter()
     await asyncio.gather(*(run() for _ in range(runs)))

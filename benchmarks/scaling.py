@@ -1,13 +1,13 @@
-"""What a second process gains: seconds of a training step and bytes that ranks send each other, by form.
+"""Gain of a second process: seconds of a training step and bytes that ranks send each other, by form of parallelism.
 
     python -m benchmarks.scaling [--forms ddp fsdp tp cp] [--ranks 2] [--rounds 3] [--json FILE]
     python -m benchmarks.scaling --tiny        a few seconds, to see that it runs
 
 One process on one thread against `--ranks` of them, one thread each: SmolLM2-135M's layers, fewer of them, bfloat16.
-Weak: the same work for each rank, efficiency t(1) / t(n); strong: the same work for all, t(1) / (n t(n)). tp and cp
-share a micro-batch, so that there is only the strong one. The one process computes as the ranks do: with birl's kernels
-where each rank has the whole model (ddp), with transformers' modules (BIRL_KERNELS=0) where it is split. Bytes are what
-comes to a rank in a step, beside the least that the form needs.
+Weak: the same work for each rank, efficiency t(1) / t(n); strong: the same total work, t(1) / (n t(n)). tp and cp split
+a micro-batch, so they have only strong scaling. The single process computes as the ranks do: with birl's kernels if
+each rank has the whole model (ddp), with transformers' modules (BIRL_KERNELS=0) if it is split. Bytes are those
+received by a rank in a step, beside the minimum of the form.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from benchmarks.peers import ROOT, environment, machine
 from birl.process import free_port
 
 GOAL = 0.8  # weak efficiency of ddp and fsdp
-BYTES = 1.1  # of the least
+BYTES = 1.1  # relative to the minimum
 TIMEOUT = 1800.0
 TINY = ("--tiny", "--layers", "2", "--tokens", "16", "--steps", "2")
 
 
 def launch(form: str, ranks: int, words: list[str]) -> dict[str, Any]:
-    """All ranks to their end; what rank 0 says. Exits with the first error."""
+    """Run all ranks to their end; returns rank 0's result. Exits with the first error."""
     place = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     place |= {"BIRL_KERNELS": 1 if form == "ddp" else 0}
     command = [sys.executable, "-m", "benchmarks.scaling_rank", "--form", form, *words]
@@ -61,7 +61,7 @@ def launch(form: str, ranks: int, words: list[str]) -> dict[str, Any]:
 
 def measure(form: str, ranks: int, groups: int, words: list[str], rounds: int) -> dict[str, Any]:
     """Seconds of a step, by round: one process with the work of one rank and of all, and all ranks with the work of
-    all; the three in turns, so that a drift of the machine hits all alike."""
+    all; the three in turns, so that a drift of the machine affects all equally."""
     sides = {"one": (1, groups), "one, all work": (1, groups * ranks), "ranks": (ranks, groups * ranks)}
     if form in ("ddp", "fsdp"):
         sides["ranks, work of one"] = (ranks, groups if groups % ranks == 0 else groups * ranks)
@@ -76,7 +76,7 @@ def measure(form: str, ranks: int, groups: int, words: list[str], rounds: int) -
 
 
 def figures(form: str, ranks: int, found: dict[str, Any]) -> dict[str, float]:
-    """Efficiencies of the medians, and bytes by the least."""
+    """Efficiencies of the medians, and bytes relative to the minimum."""
     seconds = {name: median(s for one in rounds for s in one["seconds"]) for name, rounds in found.items()}
     last = found["ranks"][-1]
     sent = sum(last["bytes"].values())

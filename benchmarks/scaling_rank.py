@@ -1,4 +1,4 @@
-"""One rank of a learner that trains on made-up groups; `scaling` starts as many as it wants. Rank 0 prints JSON.
+"""One rank of a learner that trains on synthetic groups, started by `scaling`. Rank 0 prints JSON.
 
 WORLD_SIZE=1 RANK=0 python -m benchmarks.scaling_rank --form fsdp --layers 4
 """
@@ -21,7 +21,7 @@ from birl.models import attention
 from birl.models.shape import Shape
 from birl.parallel.ranks import Grid, Ranks, join
 
-SIZES: dict[str, Any] = {  # SmolLM2-135M but for the number of layers
+SIZES: dict[str, Any] = {  # SmolLM2-135M except for the number of layers
     **{"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
     **{"vocab_size": 49152, "tie_word_embeddings": True},
 }
@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
 
 
 def work(args: argparse.Namespace, ranks: Ranks, vocabulary: int) -> list[Batch]:
-    """Each group is a tree, and fills a micro-batch by itself."""
+    """Micro-batches of one group each, which is a tree."""
     samples = [s for g in range(args.groups) for s in group(g, args.answers, args.tokens, args.tokens, vocabulary)]
     trained = sum(sum(s.mask) for s in samples)
     full = (args.answers + 1) * args.tokens
@@ -53,7 +53,7 @@ def work(args: argparse.Namespace, ranks: Ranks, vocabulary: int) -> list[Batch]
 
 
 def seconds_of(learner: Learner, batches: list[Batch]) -> float:
-    """One optimizer step."""
+    """Seconds of one optimizer step."""
     start, stats = time.perf_counter(), Stats()
     learner.learn([(batch, loss) for batch in batches], stats)
     learner.optim_step(1e-5)

@@ -1,12 +1,12 @@
-"""What computing a prompt once for all its answers saves: birl with it against birl without, SmolLM2-135M in bfloat16.
+"""Gain of computing a prompt once for all its answers: birl with it against birl without, SmolLM2-135M in bfloat16.
 
     python -m benchmarks.shared_prefix [--groups 2 4 8 16] [--prompts 64 256 512 1024] [--rounds 3] [--json FILE]
     python -m benchmarks.shared_prefix --tiny        a few seconds, to see that it runs
 
-Training: forward_backward of one group, packed as a tree; the peer gives each sample a group of its own, which the
-packer keeps apart. Decoding: prefill and decoding through the engine; the peer's prompts differ in their first token.
-Each cell is shared / not shared, seconds are medians. All runs in one process, in turns; it takes about ten minutes.
-The verdict is on training 8 answers to a prompt of 512 tokens (else: the largest case asked for).
+Training: forward_backward of one group, packed as a tree; the peer puts each sample into a separate group, which the
+packer does not merge. Decode: prefill and decode by the engine; the peer's prompts differ in their first token. Each
+cell is shared / not shared, seconds are medians. All runs in one process, in turns; it takes about ten minutes. The
+verdict is on training 8 answers to a prompt of 512 tokens (else: the largest requested case).
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace, compute: Any) -> dict[str, Any]:
-    """Every figure of a case, (answers, prompt's tokens), as [shared, not shared]; seconds of every round."""
+    """All figures of a case, (answers, prompt's tokens), as [shared, not shared]; seconds of every round."""
     import torch
 
     from benchmarks import decoding, training
@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace, compute: Any) -> dict[str, Any]:
         return compute.submit(function, *given).result()
 
     def sides(*runs: Callable[[], float]) -> dict[str, list]:
-        """Both runs in turns."""
+        """Run both in turns."""
         timed = [lambda run=run: {"seconds": run(), "load": os.getloadavg()[0]} for run in runs]
         found = in_turns(timed[0], timed[1], args.rounds)
         return {key: [[r[key] for r in side] for side in found] for key in ("seconds", "load")}
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace, compute: Any) -> dict[str, Any]:
     learner = there(lambda: Learner(policy.model, dtype=torch.bfloat16))
     trained: Rows = {}
     decoded: Rows = {}
-    # the largest first: it takes the memory that all others use again
+    # the largest first: it allocates the memory that all others reuse
     for n, prompt in sorted(((n, p) for n in args.groups for p in args.prompts), key=prod, reverse=True):
         samples = training.group(prompt, n, prompt, args.tokens, vocabulary)
         work = [training.batches(s) for s in (samples, training.apart(samples))]

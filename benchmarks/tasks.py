@@ -1,11 +1,11 @@
 """Three tasks that SmolLM2-135M learns, by birl's presets and by TRL's GRPO; curves into results/<processor>/tasks/.
 
-    python -m benchmarks.tasks [--seeds 0 1 2] [--seconds 900] [--arms grpo ...]    measures what is not there yet
+    python -m benchmarks.tasks [--seeds 0 1 2] [--seconds 900] [--arms grpo ...]    measures what is missing
 
-Two runs at a time, each on a core of its own with one thread: TRL's, which end after --seconds, and birl's, of 40
-steps. Both have the same weights, problems, 8 prompts x 8 answers a step, lengths, learning rate, float32 weights and
-bfloat16 compute, and rewards by the same functions. Each begins from what its recipe's SFT makes. Every second since
-the start of a process counts, birl's five validations and its checkpoint too. A run of birl's takes 6 to 10 minutes.
+Two runs at a time, each on one core with one thread: TRL's, which end after --seconds, and birl's, of 40 steps. Both
+have the same weights, problems, 8 prompts x 8 answers a step, lengths, learning rate, float32 weights and bfloat16
+compute, and rewards by the same functions. Each starts from the weights of its recipe's SFT. Every second since the
+start of a process counts, including birl's five validations and its checkpoint. A run of birl takes 6 to 10 minutes.
 """
 
 import argparse
@@ -31,8 +31,8 @@ STORIES = "recipes/data/arithmetic_stories"
 
 @dataclass(frozen=True)
 class Study:
-    """`sft`: recipe of the first stage; `recipe`: of birl's run, with `words`; `tokens`: of an answer, all turns and
-    (for TRL) the tool's answer included."""
+    """`sft`: recipe of the first stage; `recipe`: of birl's run, with `words`; `tokens`: of an answer, over all turns
+    and (for TRL) including the tool's answer."""
 
     sft: str
     recipe: str
@@ -106,7 +106,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 
 def kept(file: Path, side: Callable[[], dict[str, Any]]) -> None:
-    """Runs what is not there, and writes it with the machine's load."""
+    """Run a side if its file is missing, and write its result with the machine's load."""
     if file.exists():
         return
     try:
@@ -114,7 +114,7 @@ def kept(file: Path, side: Callable[[], dict[str, Any]]) -> None:
     except subprocess.CalledProcessError as error:
         print(f"{file.stem} ended with {error.returncode}: {(error.stderr or '')[-3000:]}", file=sys.stderr, flush=True)
         return
-    except SystemExit as error:  # of `run`, with the words and the end of what it wrote
+    except SystemExit as error:  # of `run`, with the command and the end of its output
         print(f"{file.stem}: {error}", file=sys.stderr, flush=True)
         return
     file.write_text(json.dumps(result, indent=1) + "\n")
@@ -123,7 +123,7 @@ def kept(file: Path, side: Callable[[], dict[str, Any]]) -> None:
 
 
 def begun(name: str, scratch: Path) -> dict[str, str]:
-    """Folder of the weights that both sides begin with, and file of the problems."""
+    """Folder of the weights that both sides start from, and file of the problems."""
     from birl.envs.tasks.calculator import Calculator
     from birl.envs.tasks.countdown import Countdown
 

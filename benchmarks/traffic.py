@@ -1,4 +1,4 @@
-"""What collectives bring to a rank, counted where PyTorch dispatches them, and the least that each form needs."""
+"""Bytes that collectives bring to a rank, counted at PyTorch's dispatcher, and the minimum of each form."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from birl.models.shape import Shape
 
-#: of n ranks: bytes that a ring brings to each of them, from the bytes of the whole
+# for n ranks: bytes that a ring brings to each of them, from the bytes of the whole
 SHARES: dict[str, Callable[[int], float]] = {
     "gather": lambda n: (n - 1) / n,
     "scatter": lambda n: (n - 1) / n,
@@ -20,7 +20,7 @@ SHARES: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
     "receive": lambda n: 1.0,
 }
-#: operator -> kind, and which argument is the whole
+# operator -> kind, and the argument that is the whole
 PLAIN = {
     "_allgather_base_": ("gather", 0),
     "allgather_": ("gather", 0),
@@ -43,7 +43,7 @@ FUNCTIONAL = {
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes by kind of collective while the mode is on, and by the name of the group; the backward pass counts, too.
+    """Counts bytes by kind of collective and name of the group while the mode is on, also of the backward pass.
 
     Example: with Traffic() as traffic: learner.learn(work, stats); traffic.bytes["gather"]
     """
@@ -83,14 +83,14 @@ def size(value: Any) -> int:
 
 
 def least(form: str, ranks: int, shape: Shape, batches: int, tokens: int, trained: int = 0) -> float:
-    """Bytes that have to come to a rank in an optimizer step of `batches` micro-batches with `tokens` packed tokens,
-    `trained` of them trained.
+    """Minimum of bytes that a rank receives in an optimizer step of `batches` micro-batches with `tokens` packed
+    tokens, `trained` of them trained.
 
     ddp: float32 gradients once, 2 (n - 1) / n. fsdp: bfloat16 weights for each pass of a micro-batch, the embedding's
     for one, float32 gradients for each micro-batch, (n - 1) / n of each. tp: hidden states gathered and scattered at
-    both ends of attention and MLP, behind the embedding and before the head, both ways. cp: as fsdp, which splits
-    weights over these ranks, too; and keys and values gathered once, their gradients scattered. bfloat16 but
-    for gradients of weights.
+    both ends of attention and MLP, after the embedding and before the head, in both passes. cp: as fsdp, which splits
+    weights over these ranks, too; and keys and values gathered once, their gradients scattered. bfloat16 except for
+    gradients of weights.
     """
     part = (ranks - 1) / ranks
     moved = 2 * batches * part
@@ -107,11 +107,11 @@ def least(form: str, ranks: int, shape: Shape, batches: int, tokens: int, traine
 def context_bytes(
     form: str, *, ranks: int, tokens: int, heads: int, kv_heads: int, size: int, layers: int, element: int
 ) -> int:
-    """What context parallelism makes each rank send in a forward pass, and again in the backward pass [bytes].
+    """Bytes that each rank sends in a forward pass of context parallelism, and again in the backward pass.
 
     tokens: of the whole row; size: of a head; element: bytes of a number. gather: the own keys and values to all others
-    (backward their gradients come from all others). ulysses: of the own tokens' queries, keys and values all heads but
-    its own, and of the own heads' results all tokens but its own.
+    (backward their gradients come from all others). ulysses: all heads except its own of its tokens' queries, keys and
+    values, and all tokens except its own of its heads' results.
     """
     own = tokens // ranks * size * layers * element  # one head of the own tokens
     if form == "gather":
@@ -121,5 +121,5 @@ def context_bytes(
 
 
 def figures_bytes(ranks: int, longest: int, figures: int = 2) -> int:
-    """The same for float32 figures of the trained tokens, of which a rank has `longest` at most. Backward none."""
+    """`context_bytes` of float32 figures of trained tokens, at most `longest` on a rank; none in the backward pass."""
     return (ranks - 1) * longest * figures * 4

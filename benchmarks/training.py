@@ -1,4 +1,4 @@
-"""birl's forward_backward on made-up groups, in this process: `shared_prefix` and `ceiling` time it."""
+"""birl's forward_backward on synthetic groups, in this process; `shared_prefix` and `ceiling` time it."""
 
 import time
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from birl.learner.learner import Learner, Stats
 from birl.models.load import load_model
 from birl.types import Sample
 
-ABSOLUTE, RELATIVE = 1e-5, 1e-4  # within which packing may change a float32 gradient (docs/numerics.md)
+ABSOLUTE, RELATIVE = 1e-5, 1e-4  # tolerances for the effect of packing on a float32 gradient (docs/numerics.md)
 
 
 def group(number: int, answers: int, prompt: int, tokens: int, vocabulary: int) -> list[Sample]:
@@ -42,8 +42,8 @@ def group(number: int, answers: int, prompt: int, tokens: int, vocabulary: int) 
 
 
 def apart(samples: Sequence[Sample]) -> list[Sample]:
-    """The same samples, of which the packer takes no two tokens for the same: other experts would compute them, if
-    there were any."""
+    """The same samples in separate groups, so that the packer merges no tokens: with experts, the routes would
+    differ."""
     return [replace(s, group=i, routes=i.to_bytes(2, "little") * len(s.tokens)) for i, s in enumerate(samples)]
 
 
@@ -53,7 +53,7 @@ def batches(samples: Sequence[Sample]) -> list[Batch]:
 
 
 def loss(logp: Tensor, entropy: Tensor, batch: Batch, *, on_policy: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-    """GRPO's; `on_policy`: on the first update of a batch, where the learner's log-probs are the engine's."""
+    """GRPO's loss; `on_policy`: for the first update of a batch, when the learner's log-probs are the engine's."""
     return policy_loss(
         logp,
         entropy,
@@ -66,7 +66,7 @@ def loss(logp: Tensor, entropy: Tensor, batch: Batch, *, on_policy: bool = True)
 
 
 def forward_backward(learner: Learner, work: Sequence[Batch]) -> float:
-    """Seconds for the whole gradient, begun anew."""
+    """Seconds of the whole gradient, from scratch."""
     for tensor in learner.masters.tensors.values():
         tensor.grad = None
     stats = Stats()
@@ -77,9 +77,9 @@ def forward_backward(learner: Learner, work: Sequence[Batch]) -> float:
 
 
 def flops(model: Any, work: Sequence[Batch]) -> float:
-    """What the gradient takes: two for each multiplication and addition of the products, forward, by the input and by
-    the weights. The head counts for trained tokens only, attention for what each token sees; nothing counts twice
-    because it is computed again."""
+    """FLOPs of the gradient: two for each multiplication and addition of the products, forward and for the gradients of
+    inputs and weights. The head counts only for trained tokens, attention for visible pairs; recomputation does not
+    count."""
     layers = model.base_model.layers
     weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, torch.nn.Linear))
     head = model.get_output_embeddings().weight.numel()
@@ -90,8 +90,8 @@ def flops(model: Any, work: Sequence[Batch]) -> float:
 
 
 def gradient_gap(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
-    """The gradients in float32, with the prompt shared and not: the largest absolute difference, the largest absolute
-    value, and whether all of it is within the documented bounds."""
+    """Compare the gradients in float32, with the prompt shared and not: the largest absolute difference, the largest
+    absolute value, and whether all of it is within the documented bounds."""
     learner, found = Learner(load_model(folder), dtype=torch.float32), []
     for work in (batches(samples), batches(apart(samples))):
         forward_backward(learner, work)

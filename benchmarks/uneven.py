@@ -1,11 +1,11 @@
-"""`birl rl` in a world that makes it wait: environments that take their time, answers of very different lengths.
+"""`birl rl` with waits: slow environments, answers of very different lengths.
 
     python -m benchmarks.uneven --wait 0.1 5 --tokens 64 rl data.train=... steps=8
 
-The words behind the options go to `birl` as they are. Two parts are exchanged for this process: every answer gets its
-own length (lognormal around `--tokens`, exactly, as end tokens are ignored), and its environment answers only after a
-random time. Both depend on the episode alone, so that runs that are compared have the same ones. After every step a
-line of `engine.jsonl` in the run folder says what the engine has computed so far.
+The words after the options are passed to `birl`. Two parts are replaced in this process: every answer gets a random
+length (lognormal around `--tokens`, exactly, as end tokens are ignored), and its environment answers after a random
+time. Both depend only on the episode, so that compared runs have the same ones. After every step a line of
+`engine.jsonl` in the run folder records what the engine has computed so far.
 
 Standard library only above `main`: the reward worker imports this file.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 
 def noise(completions: list[str], **_: Any) -> list[float]:
-    """0 or 1, by the answer's text: every group has something to learn from, and there is nothing to learn."""
+    """0 or 1, by the answer's text: every group has a gradient, but there is nothing to learn."""
     return [float(hashlib.blake2b(c.encode(), digest_size=1).digest()[0] % 2) for c in completions]
 
 
@@ -33,7 +33,7 @@ def letters(completions: list[str], **_: Any) -> list[float]:
 
 
 def length(seed: int, tokens: int, sigma: float, longest: int) -> int:
-    """Of an answer [tokens]."""
+    """Length of an answer [tokens]."""
     return min(max(round(random.Random(seed).lognormvariate(log(tokens), sigma)), 1), longest)
 
 

@@ -1,11 +1,11 @@
-"""How long `birl view` takes to show runs of 10^5 steps, and what a page costs that only watches.
+"""Time that `birl view` takes to show runs of 10^5 steps, and CPU cost of a page that only watches.
 
     python -m benchmarks.view [--steps 100000] [--figures 40] [--runs 3] [--watch 20] [--json FILE]
 
-`first_s`: from the page's address to drawn curves with a server that has read nothing, from a glimpse of the files;
+`first_s`: from the page's address to drawn curves with a server that has read nothing, from samples of the files;
 `read_s`: until they are read whole; `again_s`: the page once more; `zoom_s`: from the mouse button's release to other
-curves; `idle_share`: CPU seconds of the server, Playwright and Chromium together per second that the page watches a
-run in which nothing happens.
+curves; `idle_share`: CPU seconds of the server, Playwright and Chromium together per second that the page watches an
+idle run.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def drawn(page: Any, start: float, ready: str = DRAWN) -> float:
 
 
 def zoomed(page: Any) -> float:
-    """Until the answer to the zoomed range is there and two frames were painted."""
+    """Wait until the response for the zoomed range has arrived and two frames were painted."""
     box = page.locator("canvas[role=slider]").first.bounding_box()
     page.mouse.move(box["x"] + 100, box["y"] + 50)
     page.mouse.down()
@@ -116,7 +116,7 @@ def zoomed(page: Any) -> float:
 
 
 def memory(pid: int) -> float:
-    """Resident MB; 0 where the system does not tell."""
+    """Resident MB; 0 if the system does not report it."""
     with contextlib.suppress(OSError):
         for row in Path(f"/proc/{pid}/status").read_text().splitlines():
             if row.startswith("VmRSS:"):

@@ -1,22 +1,22 @@
-"""What it costs to bring new weights from the learner to an engine in another process, by weights.method.
+"""Cost of sending new weights from the learner to an engine in another process, by weights.method.
 
     python -m benchmarks.weights [--rounds 5] [--answers 16] [--dtypes bfloat16 float32] [--json FILE]
 
 One `birl serve` with one thread, and a learner with one thread in this process, as in `birl rl engine.kind=birl`.
-Before every round the learner's weights move, so that there is something to send; `--answers` are being sampled
-meanwhile (0: the engine rests). Seconds are medians over the rounds, the first of which is left out:
+Before every round the learner's weights change, so that there is something to send; `--answers` are being sampled
+meanwhile (0: the engine is idle). Seconds are medians over the rounds, except the first:
 
     total    Sender.publish: from the learner's tensors to the proof that the engine has them
     digest   of the learner's tensors                           (learner, its thread)
     expect   the canary's log-probs                             (learner, its thread)
     write    the folder; direct makes copies instead, which are in the total only (learner, its thread)
-    load     until the engine says that it has them: reading, comparing digests, waiting for the token under way
-    still    of that: the engine samples nothing; volume does not tell (engine, its thread)
+    load     until the engine confirms it: reading, comparing digests, waiting for the current token
+    still    part of load in which the engine samples nothing; volume does not report it (engine, its thread)
     settle   until the router has seen it
     canary   the engine's log-probs, compared
 
-The floor is the weights' bytes by the speed at which one thread of this machine copies memory; times the floor is total
-/ floor: how many times over the bytes were in effect copied. `checkpoint` starts a process, which has no such floor.
+The floor is the weights' bytes divided by the speed at which one thread of this machine copies memory; times the floor
+is total / floor: how many times the bytes were in effect copied. `checkpoint` starts a process, and has no such floor.
 """
 
 import argparse
@@ -44,7 +44,7 @@ DATA = "recipes/data/arithmetic/train.jsonl"
 
 
 def timed(spent: dict[str, float], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose seconds are added to `spent`."""
+    """`function` with its seconds added to `spent`."""
 
     async def waits(*args: Any, **keys: Any) -> Any:
         began = time.perf_counter()
@@ -65,7 +65,7 @@ def timed(spent: dict[str, float], name: str, function: Callable[..., Any]) -> C
 
 @contextmanager
 def watched(sender: Any) -> Iterator[dict[str, float]]:
-    """Seconds of the parts of `sender.publish`."""
+    """Record the seconds of the parts of `sender.publish`."""
     from birl.weights import folder, publish
 
     spent: dict[str, float] = defaultdict(float)
