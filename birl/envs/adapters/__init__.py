@@ -1,2 +1,2 @@
-"""Environments of other packages, one file each: `env=gymnasium`, `env=textarena`... A package is imported when one of
-its environments is asked for, and has an extra of its own: `pip install 'birl[gymnasium]'`."""
+"""Adapters to environments of other packages, one file each: `env=gymnasium`, `env=textarena`... A package is imported
+only if one of its environments is used, and has a separate extra: `pip install 'birl[gymnasium]'`."""

@@ -2,8 +2,8 @@
 
 birl rl env=gem env.task=game:GuessTheNumber-v0-easy env.max_turns=4
 
-Each episode has an environment of its own; there is no pool to wait for. GEM's games draw from the global generators,
-so each call gets its own (`OwnRandom`).
+Each episode has a separate environment; there is no pool. GEM's games draw from the global random generators, so each
+call gets its own (`OwnRandom`).
 """
 
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ class Gem:
 
     @staticmethod
     def shared(config: Config) -> None:
-        """Is there such an environment?"""
+        """Check that the environment exists."""
         imported("gem", KIND)
         known = imported("gem.envs.registration", KIND).ENV_REGISTRY
         if config.task not in known:
@@ -48,7 +48,7 @@ class Gem:
         return (message_of(seen, info),)
 
     def step(self, reply: Message) -> Feedback:
-        # What is no game judges code or mathematics, which may take long, and draws nothing.
+        # Problems that are not games judge code or mathematics, which may take long, and draw no random numbers.
         game = self.config.task.startswith("game:")
         with self.random if game else nullcontext():
             seen, reward, terminated, truncated, info = self.env.step(reply.content)
@@ -60,6 +60,6 @@ class Gem:
 
 
 def message_of(seen: str, info: dict[str, Any]) -> Message:
-    """An observation, between what GEM wants before and behind it."""
+    """An observation with GEM's prefix and suffix."""
     parts = (str(info.get("prefix", "")), str(seen), str(info.get("suffix", "")))
     return Message(role="user", content="\n".join(p.strip("\n") for p in parts if p))

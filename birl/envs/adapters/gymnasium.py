@@ -37,7 +37,7 @@ class Gymnasium:
 
     @staticmethod
     def shared(config: Config) -> bool:
-        """Is it drawn in text? Raises `BirlError` where it cannot be played by a model."""
+        """Whether it is rendered as text. Raises `BirlError` if a model cannot play it."""
         gymnasium, env = imported("gymnasium", KIND), made(config.id, config.parameters, False)
         text, discrete = gymnasium.spaces.Text, gymnasium.spaces.Discrete
         env.close()
@@ -88,7 +88,7 @@ class Gymnasium:
         return f"Answer with one of: {', '.join(names)}."
 
     def action(self, text: str) -> Any:
-        """The action that a reply is; None for none. A choice must stand alone: no sentence is searched for one."""
+        """The action of a reply; None if it has none. A choice must be the whole reply: sentences are not searched."""
         space = self.env.action_space
         if not hasattr(space, "n"):
             return text if space.contains(text) else None
@@ -106,12 +106,12 @@ class Gymnasium:
 
 
 def value(thing: Any) -> Any:
-    """NumPy's numbers and arrays as JSON has them."""
+    """Convert NumPy's numbers and arrays to JSON's."""
     return thing.tolist() if hasattr(thing, "tolist") else str(thing)
 
 
 def made(id: str, parameters: list[str], drawn: bool) -> Any:
-    """The environment. Raises `BirlError` where there is none."""
+    """Make the environment. Raises `BirlError` if it does not exist."""
     gymnasium, mode = imported("gymnasium", KIND), {"render_mode": "ansi"} if drawn else {}
     place, _, name = id.rpartition(":")
     own = place.endswith(".py")
@@ -129,8 +129,8 @@ def made(id: str, parameters: list[str], drawn: bool) -> Any:
 
 
 def plain(drawing: str) -> str:
-    """A drawing without colours. Their meaning is written in brackets: a coloured background, which is where the player
-    is, in [ ], and a coloured letter in { }, or in ( ) where it is blue: Taxi's passenger."""
+    """Remove the colours of a rendering. Their meaning is written in brackets: [ ] for a coloured background, which is
+    the player's place, { } for a coloured letter, and ( ) if it is blue: Taxi's passenger."""
 
     def bracketed(match: re.Match[str]) -> str:
         codes = match[1].split(";")

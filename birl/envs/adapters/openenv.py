@@ -1,4 +1,4 @@
-"""OpenEnv: environments behind a server, one session of it for each episode.
+"""OpenEnv: environments served over HTTP, one session for each episode.
 
 birl rl env=openenv env.url=http://127.0.0.1:8000
 birl rl env=openenv env.command="python -m my_env.server.app --port {port}"
@@ -29,24 +29,24 @@ from birl.rewards.requests import LOCAL
 from birl.types import Feedback, Message, Task
 
 KIND = "openenv"
-LONGEST = 3600.0  # seconds for one answer of the server; an episode's own deadline is env.timeout
-AGAIN = 0.2  # seconds until a full server is asked again
-STARTS = 60.0  # seconds a server may take
-ANSWERS = 3.0  # seconds until a server that should run must answer
+LONGEST = 3600.0  # seconds for one response of the server; an episode's own deadline is env.timeout
+AGAIN = 0.2  # seconds until a full server is tried again
+STARTS = 60.0  # seconds that a server may take to start
+ANSWERS = 3.0  # seconds until a server that should run must respond
 ENDS = 10.0  # seconds until it is killed
-OWN = {"metadata", "done", "reward"}  # what every action or observation has
+OWN = {"metadata", "done", "reward"}  # fields of every action or observation
 
 
 class Server:
-    """Where the environments are. `action` is the field that takes the reply, `see` the one that the model sees; empty
-    where the reply is all of the action, or the model sees all, as JSON."""
+    """Server of the environments. `action`: the field for the reply, `see`: the field that the model sees; empty if the
+    reply is the whole action, or the model sees everything, as JSON."""
 
     def __init__(self, url: str, process: subprocess.Popen | None = None) -> None:
         self.url, self.process = url.rstrip("/"), process
         self.action = self.see = ""
 
     def ready(self) -> None:
-        """Wait until it answers. Raises `BirlError`."""
+        """Wait until it responds. Raises `BirlError`."""
         end = time.monotonic() + (STARTS if self.process else ANSWERS)
         while True:
             if self.process is not None and self.process.poll() is not None:
@@ -62,17 +62,17 @@ class Server:
             time.sleep(0.1)
 
     def learn(self, action: str, see: str) -> None:
-        """Which fields are text, of what the server says that it takes and gives. Raises `BirlError`."""
+        """Find the text fields in the schemas of the server's actions and observations. Raises `BirlError`."""
         result = self.ask("schema", 30).raise_for_status().json()
         self.action = text_field(result["action"], "env.action", action)
         self.see = text_field(result["observation"], "env.see", see)
 
     def ask(self, path: str, seconds: float) -> httpx.Response:
-        """Without a proxy where it is on this machine, as OpenEnv's own client does."""
+        """Send a request; without a proxy if the server is on this machine, as OpenEnv's own client does."""
         return httpx.get(f"{self.url}/{path}", timeout=seconds, trust_env=urlsplit(self.url).hostname not in LOCAL)
 
     def close(self) -> None:
-        """The end of a server that was started here, and of what it started, whether it still runs or not."""
+        """End a server that was started here, and its child processes, whether it still runs or not."""
         if self.process is None:
             return
         if self.process.poll() is None:
@@ -85,13 +85,13 @@ class Server:
 
 
 def started(command: str) -> Server:
-    """A server on a free port, which ends with the thread that starts it."""
+    """Start a server on a free port, which ends with the starting thread."""
     if "{port}" not in command:
         raise BirlError(f"env.command={command}: it needs {{port}} where the server takes its port.")
     port = free_port()
     words = [word.replace("{port}", str(port)) for word in shlex.split(command)]
     if words[0] == "python":
-        words[0] = sys.executable  # the one that has the package
+        words[0] = sys.executable  # the interpreter that has the package
     if shutil.which(words[0]) is None:
         raise BirlError(f"env.command={command}: there is no program {words[0]}.")
     process = subprocess.Popen(tied(words), start_new_session=True, stdin=subprocess.DEVNULL)
@@ -99,7 +99,7 @@ def started(command: str) -> Server:
 
 
 def text_field(schema: dict[str, Any], key: str, chosen: str) -> str:
-    """The field that was chosen, or the only one that is text, if nothing else must be given."""
+    """The chosen field, or the only text field, if no other field is required."""
     fields = {name: f for name, f in schema.get("properties", {}).items() if name not in OWN}
     if chosen and chosen not in fields:
         raise unknown(key, chosen, fields)
@@ -145,7 +145,7 @@ class OpenEnv:
         self.rewarded = False
 
     async def start(self) -> tuple[Message, ...]:
-        """A session; waits for one where the server has no more."""
+        """Open a session; waits for one if the server is full."""
         while True:
             self.client = imported("openenv.core.generic_client", KIND).GenericEnvClient(
                 base_url=self.server.url, message_timeout_s=LONGEST
@@ -177,7 +177,7 @@ class OpenEnv:
             await called(self.client.close)
 
     def action(self, text: str) -> dict[str, Any] | None:
-        """The action that a reply is; None for none."""
+        """The action of a reply; None if it has none."""
         if self.server.action:
             return {self.server.action: text}
         try:
@@ -192,7 +192,7 @@ class OpenEnv:
 
 
 async def last_words(client: Any) -> str:
-    """A server's message before it closed the connection: a full one may be faster than the question to it."""
+    """A server's message before it closed the connection, which may arrive before the request to it."""
     try:
         return str(await called(client._receive))
     except Exception:

@@ -1,4 +1,4 @@
-"""What adapters share: the package itself, names in it, tasks that are seeds, and random numbers of a game's own."""
+"""Shared by the adapters: the package's import, names in it, tasks that are seeds, and a game's random numbers."""
 
 import difflib
 import importlib
@@ -16,9 +16,9 @@ from birl.envs.tasks.rows import Drawn, where
 from birl.errors import BirlError
 from birl.types import Task
 
-#: how far the seeds of validation are from those of training
+# distance between the seeds of training and validation
 APART = 2**30
-#: packages whose own requirements exclude one another with ours: the extra has what they need, and they come alone
+# packages whose requirements conflict with birl's: the extra has their dependencies, and they are installed separately
 ALONE = {"gem": " && pip install --no-deps gem-llm"}
 WAIT = 60.0  # seconds until another game must have made its move
 
@@ -26,13 +26,13 @@ _lock = threading.Lock()
 
 
 def imported(module: str, kind: str) -> Any:
-    """The module. Raises `BirlError` that says how to install it: the extra is called as the environment is."""
+    """Import a module. Raises `BirlError` that says how to install it: the extra has the environment's name."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
-            raise  # the package is there, and something that it needs is not
+            raise  # the package is installed, but a dependency is missing
         command = f"pip install 'birl[{kind.replace('_', '-')}]'{ALONE.get(package, '')}"
         raise BirlError(
             f"env.kind={kind}: the package {package} is not installed. Install it with: {command}"
@@ -40,7 +40,7 @@ def imported(module: str, kind: str) -> Any:
 
 
 def unknown(key: str, name: str, known: Iterable[str]) -> BirlError:
-    """The error for a name that stands for nothing."""
+    """The error for an unknown name."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}?" if near else f"There are {len(names)}, such as {', '.join(names[:5])}."
@@ -48,8 +48,8 @@ def unknown(key: str, name: str, known: Iterable[str]) -> BirlError:
 
 
 def arguments(words: Iterable[str], dots: bool = False) -> dict[str, Any]:
-    """`env.parameters` as keyword arguments: [max_terms=3,name=x] is {"max_terms": 3, "name": "x"}, read as YAML.
-    `dots`: names may have some."""
+    """Parse `env.parameters` to keyword arguments: [max_terms=3,name=x] is {"max_terms": 3, "name": "x"}, read as YAML.
+    `dots`: names may contain dots."""
     result = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -82,7 +82,7 @@ def seeds(config: Seeded, name: str, split: str) -> list[dict[str, Any]]:
 
 
 def seed_of(task: Task) -> int:
-    """Of one task: the column `seed` of its row."""
+    """Seed of a task: the column `seed` of its row."""
     seed = task.columns.get("seed")
     if not isinstance(seed, int) or seed < 0:
         raise BirlError(f"{where(task)}: its column `seed` must be a whole number from 0 on, not {seed!r}.")
@@ -90,10 +90,10 @@ def seed_of(task: Task) -> int:
 
 
 class OwnRandom:
-    """The state of one game that draws from Python's and NumPy's global generators. Such games seed the generators of
-    the whole process, and episodes that are played at once draw from each other's: within, the global generators have
-    this game's state; afterwards, the one they had before. Held for one call into the game at a time, never for an
-    episode: a game that is left alone in the middle delays no other.
+    """State of one game that draws from Python's and NumPy's global generators. Such games seed the generators of the
+    whole process, and concurrent episodes would draw from each other's: within this context, the global generators have
+    this game's state; afterwards, their previous one. Held for one call into the game at a time, never for an episode:
+    an abandoned game delays no other.
 
     Example: with OwnRandom(7): env.reset()
     """

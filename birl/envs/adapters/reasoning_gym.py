@@ -34,7 +34,7 @@ class ReasoningGym:
 
     @staticmethod
     def shared(config: Config) -> Any:
-        """The dataset. Problems are made when they are asked for, from the seed and their number."""
+        """The dataset. Problems are generated on access, from the seed and their number."""
         package, factory = imported("reasoning_gym", KIND), imported("reasoning_gym.factory", KIND)
         if config.task not in factory.DATASETS:
             raise unknown("env.task", config.task, factory.DATASETS)

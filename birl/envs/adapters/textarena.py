@@ -4,7 +4,7 @@ birl rl env=textarena env.id=GuessTheNumber-v0 env.max_turns=12
 birl rl env=textarena_self_play env.id=TicTacToe-v0 env.max_turns=20
 
 TextArena's observation wrappers repeat all earlier messages in every turn. Here a player receives only new messages, so
-the turns of an episode stay one sequence of tokens. Its action wrappers apply as they are.
+the turns of an episode stay one token sequence. Its action wrappers are applied unchanged.
 """
 
 import re
@@ -26,7 +26,7 @@ class Keys(Seeded):
 
 
 class Game:
-    """One game, with random numbers of its own."""
+    """One game, with separate random numbers."""
 
     def __init__(self, id: str, players: int, seed: int) -> None:
         self.random = OwnRandom(seed)
@@ -35,7 +35,7 @@ class Game:
             self.env.reset(num_players=players, seed=seed)
 
     def seen(self) -> tuple[int, str]:
-        """Whose turn it is, and what that player has not been told yet, without its own messages."""
+        """The current player, and the messages that it has not seen yet, without its own."""
         inner = self.env
         while isinstance(inner, imported(KIND, KIND).Wrapper):
             inner = inner.env
@@ -55,7 +55,7 @@ class Game:
 
 
 def check(config: Keys, players: int, hint: str) -> None:
-    """Can it be played here? Raises `BirlError`."""
+    """Raise `BirlError` if the game is not supported."""
     arena = imported(KIND, KIND)
     known = imported("textarena.envs.registration", KIND).ENV_REGISTRY
     if config.id not in known:
@@ -77,7 +77,7 @@ def check(config: Keys, players: int, hint: str) -> None:
 
 
 class Arena:
-    """What both have: their tasks are seeds. A game is data; what its `close` gives are the rewards."""
+    """Base of both: their tasks are seeds. A game is data; its `close` returns the rewards."""
 
     @staticmethod
     def tasks(config: Keys, split: str) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ class TextArena(Arena):
 
 
 class SelfPlay(Arena):
-    """A game that a limit cuts is a draw, worth 0 to each player, as TextArena has it at its own limit."""
+    """A game that is truncated is a draw, worth 0 to each player, as in TextArena at its own limit."""
 
     @dataclass(kw_only=True)
     class Config(Keys):

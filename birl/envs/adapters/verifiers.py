@@ -1,10 +1,10 @@
-"""verifiers 0.3: an `Environment` that `load_environment` of an installed package or of a local file gives.
-verifiers 0.4: a `Taskset` (verifiers_tasksets.py). The installed version decides.
+"""verifiers 0.3: an `Environment` from `load_environment` of an installed package or a local file. verifiers 0.4: a
+`Taskset` (verifiers_tasksets.py). The installed version decides.
 
 birl rl env=verifiers env.task=my_env.py env.parameters=[split=easy]
 
-An environment runs its own rollout and scores it with its own rubric. The client that it is given is the session, in
-this process, which keeps the exact tokens of all turns.
+An environment runs its own rollout and scores it with its own rubric. Its client is the session, in this process, which
+records the exact tokens of all turns.
 """
 
 import functools
@@ -30,7 +30,7 @@ Reward = float | Mapping[str, float]
 
 
 class Source(Protocol):
-    """Where rows come from, and what plays them: for all episodes."""
+    """Source of rows and player of their episodes; shared by all episodes."""
 
     def tasks(self, split: str, most: int, behind: int) -> list[dict[str, Any]]: ...
     async def play(self, split: str, number: int, model: Model) -> tuple[Reward, dict[str, float]]: ...
@@ -68,7 +68,7 @@ class Loaded:
             await self.env.rubric.score_rollout(state)
         finally:
             await self.env.rubric.cleanup(state)
-        if failures:  # the rubric made 0 of it
+        if failures:  # the rubric made a reward of 0 of it
             raise failures[0]
         return float(state["reward"]), dict(state.get("metrics") or {})
 
@@ -106,7 +106,7 @@ class Verifiers:
     def tasks(config: Config, split: str, shared: Source) -> list[dict[str, Any]]:
         most = config.validation_rows if split == "validation" else config.rows
         rows = shared.tasks(split, most, config.rows)
-        if not all(row["answer"] for row in rows):  # nothing but the environment itself looks at answers
+        if not all(row["answer"] for row in rows):  # only the environment itself reads answers
             rows = [{"prompt": row["prompt"]} for row in rows]
         return [{**row, "split": split, "number": i} for i, row in enumerate(rows)]
 
@@ -119,16 +119,16 @@ class Verifiers:
         return reward
 
     async def close(self) -> None:
-        pass  # its rollout cleans up, in any case
+        pass  # its rollout always cleans up
 
 
 def prompt_text(prompt: Any) -> str:
-    """What a row asks, for its length and for the viewer; the environment renders it itself."""
+    """A row's prompt as text, for its length and for the viewer; the environment renders it itself."""
     return prompt if isinstance(prompt, str) else "\n\n".join(str(m.get("content") or "") for m in prompt)
 
 
 def loaded(task: str, parameters: list[str]) -> Any:
-    """The environment that env.task names. Raises `BirlError`."""
+    """The environment of env.task. Raises `BirlError`."""
     vf = imported("verifiers", KIND)
     if not task.endswith(".py"):
         names = {module.name for module in pkgutil.iter_modules()}
@@ -157,8 +157,8 @@ def made(task: str, parameters: list[str], load: Any, *name: str) -> Any:
 
 @contextmanager
 def signals_kept() -> Iterator[None]:
-    """An environment takes SIGINT and SIGTERM for itself when it is made, which only the main thread may do, and which
-    the run has handlers for."""
+    """Context that keeps the run's handlers of SIGINT and SIGTERM: an environment replaces them when it is made, which
+    is only allowed in the main thread."""
     module = imported("verifiers.legacy.envs.environment", KIND)
     real = module.signal
     module.signal = SimpleNamespace(**{**vars(real), "signal": lambda *args: None})
@@ -168,12 +168,12 @@ def signals_kept() -> Iterator[None]:
         module.signal = real
 
 
-#: what went wrong in the reward functions of the episode that is played
+# errors in the reward functions of the current episode
 FAILURES: ContextVar[list[Exception]] = ContextVar("failures")
 
 
 def client_of(model: Model) -> Any:
-    """A `verifiers.clients.Client` that asks `model`. The environment's own sampling arguments are not read: the run's
+    """A `verifiers.clients.Client` that calls `model`. The environment's own sampling arguments are ignored: the run's
     apply."""
 
     class Session(imported("verifiers.clients", KIND).Client):
@@ -183,7 +183,7 @@ def client_of(model: Model) -> Any:
             try:
                 offered = [schema(tool) for tool in tools or ()]
                 reply, turn = await self.client.answer(messages_of(prompt), self.client.params, tools=offered)
-            except TooLong as error:  # the environment ends its rollout then, and scores what there is
+            except TooLong as error:  # the environment then ends its rollout, and scores what there is
                 raise imported("verifiers.errors", KIND).OverlongPromptError(str(error)) from error
             return response(reply, model, turn.completion.stop is Stop.LENGTH)
 
@@ -200,7 +200,7 @@ def client_of(model: Model) -> Any:
 
 
 def messages_of(prompt: Any) -> tuple[Message, ...]:
-    """verifiers' messages as birl's. A tool's answer gets the tool's name, which templates want."""
+    """Convert verifiers' messages to birl's. A tool message gets the tool's name, which templates need."""
     names: dict[str, str] = {}
     result = []
     for message in prompt:
@@ -251,8 +251,8 @@ def response(reply: Message, model: str, cut: bool) -> Any:
 
 
 def watch(rubric: Any) -> None:
-    """verifiers makes a 0 of a reward function that fails; note the failure, so that the episode has no reward. One
-    without a weight is a metric alone."""
+    """verifiers turns a failed reward function into a 0; record the failure, so that the episode has no reward. A
+    function without a weight is only a metric."""
     weighed = zip(rubric.funcs, rubric.weights, strict=True)
     rubric.funcs = [watched(function) if weight else function for function, weight in weighed]
     for inner in getattr(rubric, "rubrics", ()):

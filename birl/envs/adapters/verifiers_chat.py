@@ -21,8 +21,8 @@ CONNECTING = 60.0  # seconds that a tool server may take to list its tools, as i
 
 
 class Speakers:
-    """Names of agents for what is asked at `address` in one episode: each run of a role is one, `solver` and
-    `solver_2`. `named`: otherwise none has a name."""
+    """Names of agents for requests at `address` in one episode: each run of a role is one, `solver` and `solver_2`.
+    Without `named` none has a name."""
 
     def __init__(self, address: str, named: bool) -> None:
         self.address, self.named = address, named
@@ -39,17 +39,17 @@ class Speakers:
         return self.names[trace.id]
 
     def name(self, trace: Any) -> str:
-        """Of a run that is over; its role's where the name is not known."""
+        """Name of a finished run; its role's if the name is not known."""
         return self.names.get(trace.id, str(trace.agent.name))
 
 
-#: of the episode that is played
+# of the current episode
 SPEAKERS: ContextVar[Speakers] = ContextVar("speakers")
 
 
 @cache
 def registered() -> str:
-    """The name under which verifiers has the harness from now on: it looks for a module that has the class."""
+    """Register the harness with verifiers, and return its name: verifiers looks for a module that has the class."""
     module = ModuleType(f"verifiers.v1.harnesses.{NAME}")
     module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
     vars(module).update(Chat=harness(), __all__=["Chat"])
@@ -72,7 +72,7 @@ def harness() -> type:
     result = imported("verifiers.v1.runtimes", KIND).ProgramResult
 
     class Chat(imported("verifiers.v1.harnesses.null", KIND).NullHarness):
-        """Asks, calls tools and asks again until there is an answer without a call."""
+        """Calls the model and its tools until there is an answer without a call."""
 
         async def setup(self, runtime: Any) -> None:
             pass
@@ -97,9 +97,9 @@ def harness() -> type:
             )
             try:
                 await talk(asks, ctx.model, messages, servers, tool_interception_url or "")
-            except SystemExit as ended:  # as the program ends where it cannot reach the model
+            except SystemExit as ended:  # as the program exits if it cannot reach the model
                 return result(int(ended.code or 0), "", str(ended.__cause__))
-            except Exception as error:  # verifiers reads the exit code and the end of what a program printed
+            except Exception as error:  # verifiers reads the exit code and the end of a program's output
                 cause = innermost(error)
                 return result(1, "", traceback.format_exception_only(cause)[-1])
             return result(0, "", "")
@@ -108,7 +108,7 @@ def harness() -> type:
 
 
 def first_messages(system: str | None, prompt: Any) -> list[dict[str, Any]]:
-    """The first messages, as OpenAI has them."""
+    """The first messages in OpenAI's format."""
     wire = imported("verifiers.v1.dialects.chat", KIND).message_to_wire
     first = [{"role": "system", "content": system}] if system else []
     if isinstance(prompt, str):
@@ -119,7 +119,7 @@ def first_messages(system: str | None, prompt: Any) -> list[dict[str, Any]]:
 async def talk(
     asks: Callable[..., Any], model: str, messages: list[dict[str, Any]], servers: dict[str, Any], gate: str
 ) -> None:
-    """What `main` of the program does; here it also closes its clients. `asks` makes that of OpenAI."""
+    """The program's `main`, which here also closes its clients. `asks` makes OpenAI's client."""
     httpx, parts = imported("httpx", KIND), program()
     patience = httpx.Timeout(None, connect=5.0)  # env.timeout bounds the episode
     async with AsyncExitStack() as stack:

@@ -1,12 +1,12 @@
-"""verifiers 0.4: a taskset of an installed package or of a local file, played by verifiers' own `Env`.
+"""verifiers 0.4: a taskset of an installed package or of a local file, run by verifiers' own `Env`.
 
 birl rl env=verifiers env.task=my_tasks.py env.parameters=[taskset.split=train] env.validation=[taskset.split=test]
 
     rows      the taskset's tasks
-    model     the episode's address, behind verifiers' interception server
-    harness   where none is named or `null` is: its program, in this process (verifiers_chat.py)
-    runtime   where none is named: a folder of this machine
-    reward    what the trace has, one for each role that is trained; its metrics are figures
+    model     the episode's address, through verifiers' interception server
+    harness   if none or `null` is named: its program, in this process (verifiers_chat.py)
+    runtime   if none is named: a folder of this machine
+    reward    the trace's, one for each role that is trained; its metrics are figures
 """
 
 import asyncio
@@ -33,11 +33,11 @@ V1 = "verifiers.v1"
 
 
 class Tasksets:
-    """The taskset, its environment and what they serve, for all episodes. Raises `BirlError` where it cannot be played
+    """The taskset, its environment and its servers, shared by all episodes. Raises `BirlError` if it cannot be run
     here."""
 
     def __init__(self, config: Any) -> None:
-        logging.getLogger("verifiers").addHandler(logging.NullHandler())  # what failed is the episode's outcome
+        logging.getLogger("verifiers").addHandler(logging.NullHandler())  # failures are the episode's outcome
         if which("uv") is None:
             imported(f"{V1}.runtimes", KIND).SubprocessRuntime.prepare_uv_script = without_uv
         self.name = config.task
@@ -61,7 +61,7 @@ class Tasksets:
         return BirlError(f"env.task={self.name}: {' '.join(str(error).split())}")
 
     def read(self, words: Iterable[str]) -> Any:
-        """The environment's configuration, as vf-eval reads it behind --env."""
+        """Parse the environment's configuration, as vf-eval does after --env."""
         data: dict[str, Any] = {}
         for name, value in arguments(words, dots=True).items():
             *path, last = name.split(".")
@@ -82,7 +82,7 @@ class Tasksets:
             raise self.refused(error) from error
 
     def placed(self) -> Any:
-        """The configuration with what birl gives each role: its program, its place, and its name where there are
+        """The configuration with birl's settings for each role: its program, its place, and its name if there are
         several."""
         loaders, runtimes = imported(f"{V1}.utils.loaders", KIND), imported(f"{V1}.runtimes", KIND)
         own = loaders.default_harness_id(self.id)
@@ -99,16 +99,16 @@ class Tasksets:
                     f"env.task={self.name}: its harness bash is a program that verifiers starts with uv, which is not "
                     f"installed. pip install uv, or leave it out: env.parameters=[{name}.harness.id=null]."
                 )
-            # Of an attempt that is repeated the turns would count, too: rollout.failed says what follows a failure.
+            # Turns of a repeated attempt would count, too; rollout.failed sets what follows a failure.
             known = {"harness": harness, "runtime": runtime, "retries": type(role.retries)()}
-            if role.client is None and len(self.roles) > 1:  # what harnesses of others have as a name
+            if role.client is None and len(self.roles) > 1:  # which harnesses of others use as a name
                 known["model"] = f"birl/{name}"
             given[name] = role.model_copy(update=known)
         return self.config.model_copy(update=given)
 
     def tasks(self, split: str, most: int, behind: int) -> list[dict[str, Any]]:
         taskset, start = self.tasksets.get(split), 0
-        if taskset is None:  # the rows behind those of training
+        if taskset is None:  # the rows after those of training
             if not behind:
                 return []
             taskset, start = self.tasksets["train"], behind
@@ -148,7 +148,7 @@ class Tasksets:
         return rewards if speakers.named else next(iter(rewards.values())), figures(traces)
 
     async def serve(self) -> None:
-        """Its tool servers run from the first episode on. They are entered and left in one task, as they ask for."""
+        """Start its tool servers, at the first episode. They are entered and left in one task, as they require."""
         if self.served is None or self.served.done():
             ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.over = asyncio.Event()
@@ -159,7 +159,7 @@ class Tasksets:
     async def _serve(self, ready: "asyncio.Future[None]") -> None:
         try:
             async with self.env.serving():
-                # A server that is shared would keep a client for each episode's address: each rollout has its own.
+                # A shared server would keep a client for each episode's address: each rollout has a separate one.
                 self.env._interception = None
                 ready.set_result(None)
                 await self.over.wait()
@@ -175,12 +175,12 @@ class Tasksets:
 
 
 async def without_uv(*args: Any, **keys: Any) -> Any:
-    """In place of a download of uv by pip or curl, which verifiers would try in each episode."""
+    """Replaces a download of uv by pip or curl, which verifiers would try in each episode."""
     raise BirlError("it starts a program with uv, which is not installed: pip install uv")
 
 
 def row(data: Any) -> dict[str, Any]:
-    """What a task asks, for its length and for the viewer."""
+    """A task's prompt as text, for its length and for the viewer."""
     answer = getattr(data, "answer", None)
     return {
         "prompt": data.prompt_text or data.name or f"task {data.idx}",
@@ -189,8 +189,8 @@ def row(data: Any) -> dict[str, Any]:
 
 
 def outcome(episode: Any, complete: bool, speakers: Speakers) -> dict[str, Any]:
-    """The traces that are trained, by name. Raises `Late` where a deadline of verifiers took the score, `BirlError`
-    where there is none for another reason."""
+    """The traces of trained roles, by name. Raises `Late` if a deadline of verifiers prevented the score, `BirlError`
+    if there is none for another reason."""
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if episode.is_timeout:
         raise Late(episode.errors[-1].message)
@@ -226,7 +226,7 @@ def figures(traces: Mapping[str, Any]) -> dict[str, float]:
 
 
 def forget(model: Any, roles: set[str]) -> None:
-    """What a role that is not trained wrote, as a user whom the policy plays."""
+    """Treat the messages of a role that is not trained as those of a user played by the policy."""
     for turn in [turn for turn in getattr(model, "turns", ()) if turn.agent in roles]:
         model.forget(turn)
 
@@ -240,7 +240,7 @@ def told(error: Any) -> str:
 
 
 def imported_taskset(task: str) -> str:
-    """The name by which verifiers has the taskset that env.task names. Raises `BirlError`."""
+    """verifiers' name of the taskset of env.task. Raises `BirlError`."""
     loaders = imported("verifiers.v1.utils.loaders", KIND)
     name = Path(task).stem if task.endswith(".py") else task
     module = name.rsplit("/", 1)[-1].partition("@")[0].replace("-", "_").lower()
@@ -269,7 +269,7 @@ def imported_taskset(task: str) -> str:
 
 
 def in_reach(task: str) -> Path:
-    """The file, where this process and the tool servers that verifiers starts import it from. Raises `BirlError`."""
+    """Make the file importable for this process and the tool servers that verifiers starts. Raises `BirlError`."""
     path = Path(task).expanduser().resolve()
     if not path.is_file():
         raise BirlError(f"env.task={task}: there is no such file in {Path.cwd()}.")

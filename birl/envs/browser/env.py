@@ -1,4 +1,4 @@
-"""Web tasks: the model sees a page as an accessibility tree and says what to do next; the task's own evaluator rewards.
+"""Web tasks: the model sees a page as an accessibility tree and replies with an action; the task's evaluator rewards.
 
 env=miniwob      MiniWoB++, small pages that come with the environment
 env=webarena     WebArena and WebArena-Verified, on sites of your own
@@ -17,9 +17,9 @@ from birl.envs.tasks.rows import where
 from birl.errors import BirlError
 from birl.types import Feedback, Message, Task
 
-SHELL = "/usr/lib/chromium/chromium-headless-shell"  # Debian's, without the script around it
+SHELL = "/usr/lib/chromium/chromium-headless-shell"  # Debian's, without its wrapper script
 BROWSERS = (SHELL, "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-VALIDATION = 1_000_000  # first seed of validation: no training page is validated on
+VALIDATION = 1_000_000  # first seed of validation: no training page is used for validation
 # what stands behind ``` or ~~~ is a language where a line ends behind it, or a call follows: ```python click("1")```
 FENCE = re.compile(r"(`{3,}+|~{3,}+)(?:[\w+#.-]*[ \t]*\r?\n|[\w+#.-]+[ \t]+(?=\w+\())?(.*?)\1", re.DOTALL)
 CALL = re.compile(r"\w\(")
@@ -71,7 +71,7 @@ class Keys:
 
 
 class Web:
-    """One episode. `benchmark` is the worker's name for where tasks come from."""
+    """One episode. `benchmark` is the worker's name of the source of tasks."""
 
     benchmark: ClassVar[str] = ""
     Config: ClassVar[type] = Keys
@@ -100,7 +100,7 @@ class Web:
             pictures=str(pictures) if config.screenshots else "",
         )
         await pool.start()
-        config.tasks = config.tasks or pool.hello["tasks"]  # the worker knows what there is
+        config.tasks = config.tasks or pool.hello["tasks"]  # the worker knows the tasks
         return pool
 
     @classmethod
@@ -122,7 +122,7 @@ class Web:
         self.task, self.config, self.pool = task, config, shared
         self.page: Page | None = None
         self.talk: list[Message] = []  # the conversation with every page in it
-        self.shown = ""  # the page as it is now
+        self.shown = ""  # the current page
         self.invalid = 0
         self.pictures: list[str] = []
 
@@ -161,7 +161,7 @@ class Web:
         )
 
     def _recent(self) -> tuple[Message, ...] | None:
-        """The conversation without the older pages; None while there are none."""
+        """The conversation without the older pages; None if there are none."""
         pages = (len(self.talk) + 1) // 2
         old = pages - self.config.history
         if old <= 0:
@@ -211,7 +211,7 @@ def told(page: str) -> str:
 
 
 def action_of(text: str) -> str:
-    """Where the model says what to do: in its last code fence, else in its last line with a call, else in the last."""
+    """Find the action in a reply: in its last code fence, else in its last line with a call, else in the last line."""
     if fences := FENCE.findall(text):
         return fences[-1][1].strip()
     lines = [line.strip().strip("`") for line in text.splitlines() if line.strip()]

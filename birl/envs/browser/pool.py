@@ -1,11 +1,11 @@
-"""k browsers in processes of their own. Each holds several episodes, each episode in a context of its own.
+"""A pool of k browser processes. Each has several episodes, each episode in a separate context.
 
-    open(task, seed)     waits until a browser has room, in the order of asking -> a Page
-    page.step(action)    what the action did
-    page.close()         makes room
+    open(task, seed)     waits until a browser has a free slot, in the order of calls -> a Page
+    page.step(action)    result of the action
+    page.close()         frees the slot
 
-A browser that crashed, hung or is worn out is replaced when the next episode needs it. The episodes that it held fail;
-none of them gets a reward.
+A browser that crashed, hung or is worn out is replaced when the next episode needs it. Its episodes fail; none of them
+gets a reward.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from birl.waits import waiting
 
 
 class Browser:
-    """A place for one worker after the other. `open`: the episodes that it holds; `opened`: how many the worker had."""
+    """Slot for one worker after another. `open`: its episodes; `opened`: number of episodes that the worker has had."""
 
     def __init__(self, python: str, settings: dict[str, Any]) -> None:
         self.python, self.settings = python, settings
@@ -30,7 +30,7 @@ class Browser:
         self.starting: asyncio.Task[Worker] | None = None
 
     async def ready(self, fresh: bool) -> Worker:
-        """A worker that runs. Cancelling a caller does not end the start, for which others wait too."""
+        """A running worker. Cancelling a caller does not cancel the start, which others wait for, too."""
         if self.starting is None and self.worker is not None and self.worker.alive and not fresh:
             return self.worker
         if self.starting is None:
@@ -59,7 +59,7 @@ class Browser:
 
 
 class Page:
-    """One episode's hold on a browser. `first`: its goal, and the page as it is at the beginning."""
+    """One episode's page in a browser. `first`: its goal, and the first page."""
 
     def __init__(
         self, pool: "Pool", browser: Browser, worker: Worker, number: int, first: dict[str, Any], pictures: str = ""
@@ -68,7 +68,7 @@ class Page:
         self.pictures = pictures
 
     def saved(self) -> list[str]:
-        """The pictures of this episode, in their order."""
+        """The pictures of this episode, in order."""
         return sorted(map(str, Path(self.pictures).glob("*.png"))) if self.pictures else []
 
     async def step(self, action: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Pool:
         self.closed = False
 
     async def start(self) -> "Pool":
-        """The first browser tells whether all is well; the others start when they are needed."""
+        """Start the first browser as a check; the others start when they are needed."""
         self.hello = (await self.browsers[0].ready(fresh=False)).hello
         return self
 
@@ -118,13 +118,13 @@ class Pool:
             worker = await browser.ready(fresh)
             browser.opened += 1
             for _ in range(self.contexts if fresh else 0):
-                self._wake()  # a new browser has room for many
+                self._wake()  # a new browser has several slots
             pictures = str(Path(self.pictures) / f"{number:06d}-{task}-{seed}") if self.pictures else ""
             more = {"pictures": pictures} if pictures else {}
             first = await worker.call("open", number, self.timeout, task=task, seed=seed, **more)
         except BaseException:
             if worker is not None:
-                worker.forget(number)  # a call that was cancelled goes on in the browser
+                worker.forget(number)  # a cancelled call continues in the browser
             self.leave(browser, number)
             raise
         return Page(self, browser, worker, number, first, pictures)
@@ -146,7 +146,7 @@ class Pool:
                 if waiter in self.waiting:
                     self.waiting.remove(waiter)
                 elif not waiter.cancelled():
-                    self._wake()  # it had been its turn: the next one's
+                    self._wake()  # it was its turn: the next one's
                 raise
 
     def _worn(self, browser: Browser) -> bool:
@@ -171,7 +171,7 @@ class Pool:
 
 
 def _next(pictures: str) -> int:
-    """The number of the next episode: a run that goes on keeps the pictures that it has."""
+    """Number of the next episode: a resumed run keeps its pictures."""
     if not pictures or not (folder := Path(pictures)).is_dir():
         return 0
     return max((int(n) + 1 for p in folder.iterdir() if (n := p.name.partition("-")[0]).isdigit()), default=0)

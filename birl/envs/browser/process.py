@@ -1,7 +1,7 @@
-"""A worker process, from its start to its end; it is never started again. Every call of it has a deadline.
+"""A worker process, from its start to its end; it is never restarted. Every call of it has a deadline.
 
-It plays episodes in one browser (`birl/envs/browser/worker`), and is asked in lines of JSON. Who misses a deadline is
-killed with everything it started.
+It runs episodes in one browser (`birl/envs/browser/worker`), and is called in lines of JSON. A worker that misses a
+deadline is killed with everything it started.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from birl.process import end_strays, kill
 PROGRAM = Path(__file__).parent / "worker"
 START = 90.0  # seconds a worker may take to start
 QUIT = 5.0  # seconds it may take to end
-LINE = 1 << 26  # longest answer [bytes]
-#: what a worker gets to see of this process's environment: no keys but those that WebArena's judge needs
+LINE = 1 << 26  # longest reply [bytes]
+# environment variables of a worker: no keys except those that WebArena's judge needs
 PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PW_EXTRA_HEADERS", "OPENAI_API_KEY", "OPENAI_BASE_URL")
 
 
 class Lost(Exception):
-    """The browser is gone, and the episodes that it held with it."""
+    """The browser has ended, and its episodes with it."""
 
 
 class Worker:
-    """`hello` is its first message: the tasks that there are, and the actions."""
+    """`hello` is its first message: the available tasks, and the actions."""
 
     def __init__(self, process: asyncio.subprocess.Process, python: str, folder: str) -> None:
         self.process, self.python, self.folder = process, python, folder
@@ -44,7 +44,7 @@ class Worker:
 
     @classmethod
     async def start(cls, python: str, settings: dict[str, Any]) -> "Worker":
-        """Raises `BirlError` with what is missing, `Lost` where it was killed."""
+        """Start a worker. Raises `BirlError` with what is missing, `Lost` if it was killed."""
         passed = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith("WA_")}
         folder = tempfile.mkdtemp(prefix="birl-browser-")
         try:
@@ -86,7 +86,7 @@ class Worker:
         return not self.killed and self.process.returncode is None
 
     async def call(self, do: str, episode: int, timeout: float, **more: Any) -> dict[str, Any]:
-        """The answer. Raises `Lost` where there will be none, `RuntimeError` with what failed."""
+        """The reply. Raises `Lost` if there will be none, `RuntimeError` with the error."""
         if not self.alive:
             raise Lost("the browser of this episode is gone")
         number = next(self.ids)
@@ -112,7 +112,7 @@ class Worker:
             self._write({"id": next(self.ids), "do": "close", "episode": episode})
 
     async def quit(self) -> None:
-        """In good order if it will, by force if not."""
+        """End in an orderly way if possible, else by force."""
         if self.alive and self.process.stdin is not None:
             self.process.stdin.close()
             with suppress(TimeoutError):
@@ -120,15 +120,15 @@ class Worker:
         await self.kill()
 
     async def kill(self) -> None:
-        """Leaves no process and no file behind. A second call waits for the first one's end too."""
+        """End all of its processes and remove its files. A second call waits for the first one."""
         self.killed = True
         if self.process.returncode is None:
             kill(self.process.pid)
-        end_strays(self.folder, "cmdline")  # Playwright gives Chromium a group of its own, and a profile there
+        end_strays(self.folder, "cmdline")  # Playwright gives Chromium a separate process group, and a profile there
         self._end_waits()
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), QUIT)
-        end_strays(self.folder, "cmdline")  # a browser that was just being started
+        end_strays(self.folder, "cmdline")  # a browser that was being started
         shutil.rmtree(self.folder, ignore_errors=True)
         if others := [task for task in self.tasks if task is not asyncio.current_task()]:
             await asyncio.wait(others, timeout=QUIT)

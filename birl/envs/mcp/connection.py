@@ -1,5 +1,5 @@
-"""One session with one MCP server. A task of its own holds it: the client's contexts end where they began, and the
-steps of an episode are tasks that come and go."""
+"""One session with one MCP server, held by a separate task: the client's contexts must end in the task in which they
+began, and the steps of an episode are different tasks."""
 
 import asyncio
 import logging
@@ -14,15 +14,15 @@ from birl.errors import BirlError, text_of
 from birl.foreign import stop
 
 T = TypeVar("T")
-logging.getLogger("mcp").setLevel(logging.CRITICAL)  # what goes wrong is told by whom it concerns
+logging.getLogger("mcp").setLevel(logging.CRITICAL)  # errors are reported by the code that they concern
 logging.getLogger().addFilter(lambda record: not record.pathname.endswith("/mcp/shared/session.py"))
 MOST_TOOLS, MOST_PAGES = 1000, 100
 PATIENCE = 10.0  # seconds that a session may take to end
-CLOSED, INVALID = -32000, (-32600, -32601, -32602)  # codes of JSON-RPC: of the end, and of a call that cannot be
+CLOSED, INVALID = -32000, (-32600, -32601, -32602)  # codes of JSON-RPC: session ended, and invalid calls
 
 
 class Result(BaseModel):
-    """Of a call, with parts of any type: the model is told of those that it cannot see."""
+    """Result of a call, with parts of any type: the model gets a note about those that it cannot see."""
 
     content: list[dict[str, Any]] = []
     structuredContent: Any = None
@@ -30,10 +30,10 @@ class Result(BaseModel):
 
 
 class Connection:
-    """`open` gives the streams of a server; `name` is for messages; nothing takes longer than `seconds`.
+    """`open` opens the streams of a server; `name` is for messages; nothing takes longer than `seconds`.
 
     Example: connection = Connection("server.py", partial(over_http, "http://127.0.0.1:8000/mcp"), seconds=30)
-             await connection.start(); await connection.call("add", {"a": 1, "b": 2}); await connection.close()
+              await connection.start(); await connection.call("add", {"a": 1, "b": 2}); await connection.close()
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Connection:
         self.holding: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises `BirlError` with the cause where it does not begin."""
+        """Raises `BirlError` with the cause if it does not start."""
         self.holding = asyncio.create_task(self._hold())
-        self.holding.add_done_callback(lambda task: task.cancelled() or task.exception())  # it is looked at
+        self.holding.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieves the exception
 
         async def begun() -> None:
             await asyncio.shield(self.ready)
@@ -57,7 +57,7 @@ class Connection:
         await self._answer(begun(), "begin")
 
     async def tools(self) -> list[Any]:
-        """All of them, as the client has them."""
+        """All tools, in the client's format."""
         from mcp.types import PaginatedRequestParams
 
         result, cursor, pages = [], None, 0
@@ -70,8 +70,8 @@ class Connection:
         raise BirlError(f"{self.name}: it has more than {MOST_TOOLS} tools, or {MOST_PAGES} pages of them.")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """The result of a tool, as the server has it. Raises `Misused` for a call that cannot be, and `BirlError` with
-        the cause where there is no result. (The client's `call_tool` lists all tools again in each session.)"""
+        """Result of a tool, in the server's format. Raises `Misused` for an invalid call, and `BirlError` with the
+        cause if there is no result. (The client's `call_tool` lists all tools again in each session.)"""
         from mcp.types import CallToolRequest, CallToolRequestParams, ClientRequest
 
         params = CallToolRequestParams(name=tool, arguments=arguments)
@@ -101,7 +101,7 @@ class Connection:
             await self.closing.wait()
 
     async def _answer(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """What the server is waited for. It may end meanwhile, which the client does not always tell."""
+        """Wait for the server's response. The server may end meanwhile, which the client does not always report."""
         assert self.holding is not None
         asking, ends = asyncio.ensure_future(work), {self.problem, self.holding}
         try:
@@ -121,7 +121,7 @@ class Connection:
             await asyncio.gather(asking, return_exceptions=True)
 
     def _end(self) -> str:
-        """Why the session has ended; empty where it has not."""
+        """Reason why the session has ended; empty if it has not."""
         assert self.holding is not None
         if self.problem.done():
             return self.problem.result()
@@ -135,4 +135,4 @@ class Connection:
 
 
 class Misused(Exception):
-    """A call that the server refuses: the model's mistake, which it is told."""
+    """A call that the server refuses: the model's mistake, which is reported to it."""

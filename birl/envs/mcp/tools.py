@@ -1,9 +1,9 @@
-"""`env.mcp`: the tools of MCP servers, beside those that an environment has of its own.
+"""`env.mcp`: the tools of MCP servers, in addition to those of an environment.
 
     env.mcp=[python my_server.py, http://127.0.0.1:8000/mcp]
 
-A call of such a tool is answered by its server, in a session that belongs to the episode; all else is the
-environment's. What a server refuses is told to the model; a server that fails ends the episode as an `env_error`.
+Calls of such a tool are sent to its server, in a session of the episode; all else is the environment's. A server's
+refusal is reported to the model; a server that fails ends the episode as an `env_error`.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from birl.sandbox.attach import Confinement, confinement
 from birl.sandbox.command import SYSTEM_PATH
 from birl.types import Conversation, Env, Feedback, Message, ToolCall
 
-PROCESSES = 16  # episodes with processes of servers at once
-SHOWN = ("/etc/ssl/openssl.cnf", *mimetypes.knownfiles)  # what Node and Python read by themselves
+PROCESSES = 16  # concurrent episodes with server processes
+SHOWN = ("/etc/ssl/openssl.cnf", *mimetypes.knownfiles)  # files that Node and Python read automatically
 
 
 @dataclass(slots=True, kw_only=True)
 class Servers:
-    """Those of a run. `owners`: which has a tool; `confined`: how their processes are, None for not at all; `longest`:
-    characters of a result, or of the description of a tool, that the model sees."""
+    """The servers of a run. `owners`: server of each tool; `confined`: confinement of their processes, None for none;
+    `longest`: maximum characters of a result, or of a tool's description, for the model."""
 
     rows: Sequence[str]
     seconds: float
@@ -51,7 +51,7 @@ class Servers:
 
     @property
     def started(self) -> bool:
-        """Whether some are processes."""
+        """Whether some servers are processes."""
         return not all(map(addressed, self.rows))
 
     def connection(self, number: int) -> Connection:
@@ -60,7 +60,7 @@ class Servers:
         return Connection(f"env.mcp: {row}", way, self.seconds)
 
     async def learn(self) -> None:
-        """What tools there are. Raises `BirlError`."""
+        """List the servers' tools. Raises `BirlError`."""
         tools: list[Mapping[str, Any]] = []
         for number, row in enumerate(self.rows):
             connection = self.connection(number)
@@ -81,7 +81,7 @@ class Servers:
 
 
 async def servers_of(config: schema.Env) -> Servers:
-    """Those that `env.mcp` names, each tried once. Raises `BirlError` with the one that fails, and its cause."""
+    """The servers of `env.mcp`, each tried once. Raises `BirlError` with the one that fails, and its cause."""
     commands = [words(row) for row in config.mcp if not addressed(row)]
     confined = None
     if commands and config.mcp_sandbox != "none":
@@ -93,7 +93,7 @@ async def servers_of(config: schema.Env) -> Servers:
 
 
 def check_servers(config: schema.Env) -> None:
-    """What can be known before anything starts. Raises `BirlError`."""
+    """Checks before anything starts. Raises `BirlError`."""
     if find_spec("mcp") is None:
         raise BirlError("env.mcp needs the package mcp: pip install 'birl[mcp]'")
     for row in config.mcp:
@@ -102,7 +102,7 @@ def check_servers(config: schema.Env) -> None:
 
 
 def words(row: str) -> list[str]:
-    """Of the command that starts a server. Raises `BirlError`."""
+    """Words of the command that starts a server. Raises `BirlError`."""
     try:
         result = shlex.split(row)
     except ValueError as error:
@@ -114,7 +114,7 @@ def words(row: str) -> list[str]:
 
 def seen(command: Sequence[str]) -> list[str]:
     """Files and folders that a confined server can read: the Python that runs birl with its packages, the program, and
-    what the command names; of a file its folder, where its modules are."""
+    the command's files; of a file its folder, which has its modules."""
     own = [sys.prefix, sys.base_prefix, *(p for p in sys.path if p.endswith("-packages")), *SHOWN]
     programs = [command[0], os.path.realpath(command[0])]
     own += [str(Path(p).parent) for p in (*programs, *command[1:]) if os.path.isabs(p) and os.path.isfile(p)]
@@ -124,7 +124,7 @@ def seen(command: Sequence[str]) -> list[str]:
 
 @asynccontextmanager
 async def process(command: list[str], confined: Confinement | None, problem: Problem) -> AsyncIterator[Streams]:
-    """In an empty folder, which is removed. Confined, it has no network and no variable of the environment."""
+    """Start a server in an empty temporary folder. Confined, it has no network and no environment variables."""
     with ExitStack() as opened:
         folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="birl-mcp-", ignore_cleanup_errors=True))
         mark = {"BIRL_MCP": folder}
@@ -200,7 +200,7 @@ class Equipped:
         return Message(role="tool", content=content, tool_call_id=call.id, name=call.name)
 
     async def result(self, call: ToolCall) -> tuple[str, bool]:
-        """What a tool says, and whether it is a result. Raises `Misused` and `BirlError`."""
+        """Text of a tool's result, and whether it is a result. Raises `Misused` and `BirlError`."""
         if call.name not in self.servers.owners:
             raise Misused(f"there is no tool {call.name[:100]}; there are {', '.join(self.servers.owners)}.")
         result = await self.connections[self.servers.owners[call.name]].call(call.name, json.loads(call.arguments))
@@ -222,7 +222,7 @@ class Equipped:
 
 
 def written(part: Mapping[str, Any]) -> str:
-    """A part of a result as the model reads it."""
+    """A part of a result as text for the model."""
     if isinstance(text := part.get("text"), str):
         return text
     if isinstance(resource := part.get("resource"), Mapping):

@@ -1,5 +1,5 @@
-"""The two ways to an MCP server, a process or an address, with bounds: no message is longer than `MOST`, and the cause
-of a server's end is known. The official client waits for ever where it should received of either."""
+"""Transports to an MCP server, a process or an address, with bounds: no message is longer than `MOST`, and the cause of
+a server's end is recorded. The official client waits forever without these."""
 
 import asyncio
 import contextlib
@@ -21,9 +21,9 @@ from birl.process import POLL, end_strays, kill
 
 MOST = 8 << 20  # bytes of one message, or of one HTTP answer
 TAIL = 8192  # bytes of what a server prints on its standard error that are kept
-GRACE = 2.0  # seconds to end in, once its input is closed
+GRACE = 2.0  # seconds to end in after its input is closed
 
-#: what a server did that ends its session; set once
+# cause of the end of a server's session; set once
 Problem = asyncio.Future[str]
 Streams = tuple[Any, Any]  # of messages: from the server, and to it
 
@@ -35,8 +35,8 @@ def tell(problem: Problem, what: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """How a server's process starts: `fds` are inherited, `folder` is its current one, `mark` is in the environment of
-    its processes alone."""
+    """How to start a server's process: `fds` are inherited, `folder` is its current one, `mark` is only in the
+    environment of its processes."""
 
     words: Sequence[str]
     mark: str
@@ -47,7 +47,7 @@ class Command:
 
 @asynccontextmanager
 async def over_pipes(command: Command, problem: Problem) -> AsyncIterator[Streams]:
-    """A process that speaks on its standard input and output; it ends with all that it started."""
+    """Start a process that communicates on its standard input and output; it ends with all its child processes."""
     process = await asyncio.create_subprocess_exec(
         *command.words,
         stdin=asyncio.subprocess.PIPE,
@@ -91,7 +91,7 @@ async def over_pipes(command: Command, problem: Problem) -> AsyncIterator[Stream
 
 
 async def _read(process: asyncio.subprocess.Process, incoming: Any, problem: Problem) -> None:
-    """Its messages, one a line; other lines are skipped, as programs print what they like."""
+    """Read its messages, one a line; other lines are skipped, as programs may print anything."""
     from mcp.shared.message import SessionMessage
     from mcp.types import JSONRPCMessage
 
@@ -113,7 +113,7 @@ async def _read(process: asyncio.subprocess.Process, incoming: Any, problem: Pro
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Its own end: `wait` also waits for those who have its pipes."""
+    """Wait for the process itself: `wait` also waits for processes that hold its pipes."""
     while process.returncode is None:
         await asyncio.sleep(POLL)
 
@@ -125,7 +125,7 @@ async def _watch(
     problem: Problem,
     last: bytearray,
 ) -> None:
-    """Tells how it ended. Its pipes may be open then, as what it started has them."""
+    """Report how it ended. Its pipes may still be open, if child processes hold them."""
     ends = asyncio.create_task(_ended(process))
     try:
         await asyncio.wait({ends, pipes[0]}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,7 +142,7 @@ async def _watch(
 
 
 class Heard:
-    """What a server says. The official client skips what is no message, and waits on for the answer that it was."""
+    """A server's messages. The official client skips an invalid message, and still waits for that response."""
 
     def __init__(self, stream: Any, problem: Problem) -> None:
         self.stream, self.problem = stream, problem
@@ -172,7 +172,7 @@ def cause(error: BaseException) -> str:
 
 async def _write(process: asyncio.subprocess.Process, outgoing: Any) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(OSError):  # it has ended, which is told elsewhere
+    with contextlib.suppress(OSError):  # it has ended, which is reported elsewhere
         async for one in outgoing:
             text = one.message.model_dump_json(by_alias=True, exclude_none=True)
             process.stdin.write(text.encode() + b"\n")
@@ -200,12 +200,12 @@ async def over_http(url: str, problem: Problem) -> AsyncIterator[Streams]:
 
 @cache
 def trusted() -> ssl.SSLContext:
-    """The certificates of authorities, read once: that takes a tenth of a second, and every episode has a session."""
+    """The certificate authorities, loaded once: that takes a tenth of a second, and every episode has a session."""
     return httpx.create_ssl_context()
 
 
 class Bounded(httpx.AsyncHTTPTransport):
-    """Ends answers that are too long, and tells what went wrong: the client keeps it to itself."""
+    """Ends responses that are too long, and reports errors, which the client hides."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(verify=trusted())
@@ -215,7 +215,7 @@ class Bounded(httpx.AsyncHTTPTransport):
         try:
             response = await super().handle_async_request(request)
         except httpx.TransportError as error:
-            if request.method == "POST":  # others are the client's own affairs
+            if request.method == "POST":  # others are internal to the client
                 tell(self.problem, f"{type(error).__name__}: {error}"[:300])
             raise
         if request.method == "POST" and response.status_code >= 400:

@@ -1,1 +1,1 @@
-"""Tasks that come with birl: each brings its rows, its gold answers and its own check of an answer."""
+"""Tasks that come with birl: each has its rows, its gold answers and its own check of an answer."""

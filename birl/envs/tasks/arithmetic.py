@@ -23,7 +23,7 @@ Signs = Annotated[list[Literal["+", "-", "*"]], Field(min_length=1)]
 
 
 class Arithmetic(SingleTurn):
-    """The reward is 1 where the last number of the answer is the result, else 0."""
+    """The reward is 1 if the last number of the answer is the result, else 0."""
 
     @dataclass(kw_only=True)
     class Config(Drawn):

@@ -43,7 +43,7 @@ class Calculator(Tooled):
 
 
 def written(value: Fraction) -> str:
-    """A whole number as it is; other numbers to 12 digits."""
+    """An integer in full; other numbers to 12 digits."""
     try:
         return str(value) if value.denominator == 1 else f"{float(value):.12g}"
     except OverflowError:

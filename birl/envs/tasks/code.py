@@ -15,8 +15,8 @@ from birl.types import Feedback, Message, Task
 
 
 class Code(SingleTurn):
-    """The reward is 1 where the last ```python block of the answer passes all tests. With `partial` it is the share of
-    the tests that pass; the score is 1 or 0 all the same. What the tests are: docs/sandbox.md."""
+    """The reward is 1 if the last ```python block of the answer passes all tests. With `partial` it is the share of
+    passed tests; the score is still 1 or 0. Format of the tests: docs/sandbox.md."""
 
     @dataclass(kw_only=True)
     class Config(Sandboxed):
@@ -59,7 +59,7 @@ class Code(SingleTurn):
             return Feedback(reward=0.0, info={"code/passed": 0.0})
         try:
             report = await run_tests(self.sandbox, solution, tests, self.config.limits)
-        except ExceptionGroup as several:  # the tests run at once; the first problem says enough
+        except ExceptionGroup as several:  # the tests run at once; the first problem is enough
             raise several.exceptions[0] from None
         passed = report.share == 1
         return Feedback(

@@ -16,8 +16,8 @@ from birl.types import Feedback, Message, Task
 
 
 class Countdown(SingleTurn):
-    """The reward is 1 where the expression has the target as its exact value and uses the numbers as asked, `partial`
-    where only the numbers are right, else 0. The score is 1 or 0."""
+    """The reward is 1 if the expression has the target as its exact value and uses the given numbers, `partial` if only
+    the numbers are right, else 0. The score is 1 or 0."""
 
     @dataclass(kw_only=True)
     class Config(Drawn):

@@ -18,7 +18,7 @@ AS_ASCII = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212":
 
 
 class NoExpression(ValueError):
-    """The text is none, or it has no value. The message says why."""
+    """The text is no expression, or it has no value. The message says why."""
 
 
 def evaluate(text: str) -> tuple[Fraction, list[Fraction]]:
@@ -45,7 +45,7 @@ def evaluate(text: str) -> tuple[Fraction, list[Fraction]]:
 def _value(node: ast.expr, text: str, used: list[Fraction]) -> Fraction:
     match node:
         case ast.Constant(value=int() | float()):
-            # the text, not the float that Python made of it: 0.1 is a tenth
+            # of the text, not of the float that Python parsed: 0.1 is a tenth
             used.append(Fraction(ast.get_source_segment(text, node) or ""))
             return used[-1]
         case ast.UnaryOp(op=ast.USub(), operand=operand):

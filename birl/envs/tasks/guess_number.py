@@ -9,13 +9,13 @@ from birl.envs.tasks.rows import Drawn, Row, answered, user_message
 from birl.errors import BirlError
 from birl.types import Conversation, Feedback, Message, Task
 
-GUESS = "\nGuess: "  # what a model without a chat template goes on from
+GUESS = "\nGuess: "  # continued by a model without a chat template
 INTEGER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 
 
 class GuessNumber:
-    """The reward is 1 for the right guess, which ends the episode, and `-wasted` for a guess that the answers so far
-    rule out or that is no number, at its own turn. The score is 1 where the number was guessed, else 0."""
+    """The reward is 1 for the right guess, which ends the episode, and `-wasted` for a guess that contradicts earlier
+    hints or is no number, in its own turn. The score is 1 if the number was guessed, else 0."""
 
     @dataclass(kw_only=True)
     class Config(Drawn):
@@ -45,8 +45,8 @@ class GuessNumber:
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:
-        """Any number may come in both splits: a policy that had learned which ones never come would be right to. The
-        held-out ones go evenly through the range."""
+        """Any number may be in both splits: a policy that learned that some never occur would be right. The held-out
+        ones are spread evenly over the range."""
         rng, n = random.Random(f"guess_number/{split}/{config.seed}"), config.size(split)
         size = config.high - config.low + 1
         secrets = [config.low + (i * size // n if split == "validation" else rng.randrange(size)) for i in range(n)]
@@ -54,7 +54,7 @@ class GuessNumber:
         return [{"prompt": prompt, "answer": str(secret), "data_source": "guess_number"} for secret in secrets]
 
     def gold(self, task: Task) -> list[str]:
-        """Halve what is left."""
+        """Bisect the remaining range."""
         low, high, secret, guesses = self.config.low, self.config.high, int(answered(task)), []
         while not guesses or guesses[-1] != secret:
             guesses.append((low + high) // 2)

@@ -1,8 +1,8 @@
 """A small invented country: towns, people, works and museums, in passages of two or three sentences, and questions that
-need several of them. Made from a seed; no name is real, so nothing of it is known from pre-training.
+need several of them. Generated from a seed; no name is real, so nothing is known from pre-training.
 
     passages()    about 150 of {"title", "text"}
-    questions()   rows of {"prompt", "answer", "searches"}: what to look up, one after the other
+    questions()   rows of {"prompt", "answer", "searches"}: the look-ups, one after the other
 """
 
 import random
@@ -86,7 +86,7 @@ class Country:
 
 
 class Names:
-    """Invented words, none twice."""
+    """Invented words, all different."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.used = rng, set[str]()
@@ -130,7 +130,7 @@ def country() -> Country:
 
 
 def passages() -> list[dict[str, str]]:
-    """One for each town, person, museum and work."""
+    """One passage for each town, person, museum and work."""
     land = country()
     result = [
         (t.name, f"{t.name} is a town on the river {t.river} in the province of {t.province}. It was founded in "
@@ -154,7 +154,7 @@ def passages() -> list[dict[str, str]]:
 
 
 def questions() -> list[dict[str, Any]]:
-    """All of them, in a fixed order. Each needs two to four passages."""
+    """All questions, in a fixed order. Each needs two to four passages."""
     result: list[tuple[str, str, list[str]]] = []
     for w in country().works:
         who, town, museum = w.maker, w.maker.born_in, w.museum

@@ -16,7 +16,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class LetterCounting(SingleTurn):
-    """The reward is 1 where the last number of the answer, in digits or as a word, is the count, else 0."""
+    """The reward is 1 if the last number of the answer, in digits or as a word, is the count, else 0."""
 
     @dataclass(kw_only=True)
     class Config(Drawn):
@@ -33,8 +33,8 @@ class LetterCounting(SingleTurn):
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:
-        """Letters that occur once and letters that occur more often are about as many: otherwise three answers in four
-        would be 1, and a model would learn to say that."""
+        """Letters that occur once and letters that occur more often are about equally frequent: otherwise three answers
+        in four would be 1, which a model would learn to say."""
         words = [word for word in WORDS if len(word) <= config.longest]
         once = [(word, letter) for word in words for letter in sorted(set(word)) if word.count(letter) == 1]
         often = [(word, letter) for word in words for letter in sorted(set(word)) if word.count(letter) > 1]
@@ -44,7 +44,7 @@ class LetterCounting(SingleTurn):
                 word = rng.choice(words)
                 letter = rng.choice(sorted(set(LETTERS) - set(word)))
             else:
-                word, letter = rng.choice(rng.choice((once, often, often)))  # the few are soon drawn twice
+                word, letter = rng.choice(rng.choice((once, often, often)))  # the few words are soon drawn twice
             shown = f"{word} ({' '.join(word)})" if config.spelled else word
             prompt = f"How many times does the letter {letter} occur in the word {shown}?"
             row = {"prompt": prompt, "answer": str(word.count(letter)), "word": word, "letter": letter}

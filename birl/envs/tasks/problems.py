@@ -13,7 +13,7 @@ LETTERS = "aeilnorst"
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`text` and `solution` have {k} and {c} for what is filled in; `answer(x, k, c)` is what the tests expect."""
+    """`text` and `solution` have the placeholders {k} and {c}; `answer(x, k, c)` is the expected result."""
 
     name: str
     takes: str
@@ -150,7 +150,7 @@ def row(family: Family, k: int, c: str, tests: int) -> dict[str, Any]:
 
 
 def telling(rng: random.Random, family: Family, k: int, c: str) -> Any:
-    """An input that tells right from lazy: the answer is neither empty, nor 0, nor the input itself."""
+    """An input that exposes trivial solutions: the answer is neither empty, nor 0, nor the input itself."""
     while True:
         x = numbers(rng) if family.takes == "numbers" else text(rng)
         if (answer := family.answer(x, k, c)) and answer != x:

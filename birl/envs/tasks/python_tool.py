@@ -16,7 +16,7 @@ LONGEST = 2000  # characters of what is printed that the model sees
 
 
 class PythonTool(Tooled):
-    """What goes wrong with the sandbox is an error of the episode."""
+    """A failure of the sandbox is an error of the episode."""
 
     kind, tools = "python_tool", (PYTHON,)
 
@@ -46,7 +46,7 @@ class PythonTool(Tooled):
 
 
 def told(result: Result) -> str:
-    """What the model sees of a run. Raises `SandboxFailed`."""
+    """Output of a run as text for the model. Raises `SandboxFailed`."""
     if result.ending is Ending.ERROR:
         raise SandboxFailed(f"{result.kind}: {result.detail}")
     printed = result.stdout.decode(errors="replace").rstrip()

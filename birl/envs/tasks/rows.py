@@ -21,7 +21,7 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w.])[-\u2212]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w])")
 SPELLED = "zero one two three four five six seven eight nine ten eleven twelve"
 WORDS = {word: n for n, word in enumerate(SPELLED.split())}
-LONGEST = 100_000  # characters that are looked at, from the end
+LONGEST = 100_000  # characters that are read, from the end
 
 
 @dataclass(kw_only=True)
@@ -40,12 +40,12 @@ class Drawn:
 
 
 def held_out(problem: str, share: float = 0.2) -> bool:
-    """Whether a problem belongs to validation. Told from its text alone, so that no seed moves it to the other side."""
+    """Whether a problem belongs to validation, by its text only, so that no seed moves it to the other split."""
     return int.from_bytes(hashlib.blake2b(problem.encode(), digest_size=4).digest(), "little") < share * 2**32
 
 
 def drawn(draw: Callable[[random.Random], tuple[str, Row]], config: Drawn, split: str, kind: str) -> list[Row]:
-    """Different rows of one split. `draw` gives a problem, which decides about the split, and its row."""
+    """Different rows of one split. `draw` returns a problem, which determines the split, and its row."""
     rng, rows = random.Random(f"{kind}/{split}/{config.seed}"), config.size(split)
     result: dict[str, Row] = {}
     for _ in range(100 * rows + 10_000):
@@ -61,13 +61,13 @@ def drawn(draw: Callable[[random.Random], tuple[str, Row]], config: Drawn, split
 
 
 def where(task: Task) -> str:
-    """For messages, which count rows from 1; ids count from 0."""
+    """Place of a row for messages, which count from 1; ids count from 0."""
     name, _, number = task.id.rpartition(":")
     return f"{name}, row {int(number) + 1}" if number.isdecimal() else task.id
 
 
 def column(task: Task, name: str) -> Any:
-    """A column that an environment needs. Rows of one's own may lack it."""
+    """A column that an environment needs. Users' rows may lack it."""
     if task.columns.get(name) is None:
         raise BirlError(f"{where(task)} has no column {name!r}, which the environment needs")
     return task.columns[name]
@@ -105,11 +105,11 @@ def number(text: str, words: bool = False) -> Fraction | None:
 
 
 def normal(text: str) -> str:
-    """An answer in words: small letters, without articles, punctuation and superfluous blanks."""
+    """Normalise an answer in words: lower case, without articles, punctuation and superfluous blanks."""
     words = re.findall(r"[^\W_]+", text.lower())
     return " ".join(word for word in words if word not in ("a", "an", "the"))
 
 
 def user_message(text: str) -> tuple[Message, ...]:
-    """What the environment says, as messages."""
+    """Text of the environment as messages."""
     return (Message(role="user", content=text),)

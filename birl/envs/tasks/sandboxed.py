@@ -26,7 +26,7 @@ class Sandboxed(Drawn):
 
     @property
     def limits(self) -> Limits:
-        """Of one program."""
+        """Limits of one program."""
         return Limits(seconds=self.seconds, cpu_seconds=max(1, round(self.seconds + 0.5)), memory_mb=self.memory_mb)
 
 

@@ -1,4 +1,4 @@
-"""Questions that need several look-ups, in the manner of Search-R1: `<search>query</search>` is answered with
+"""Questions that need several look-ups, as in Search-R1: `<search>query</search>` is answered with
 `<information>passages</information>`, `<answer>...</answer>` ends the episode. The index is BM25 (bm25s)."""
 
 import re
@@ -21,11 +21,11 @@ HOW = (
     "<information> and </information>. When you know the answer, write <answer>answer</answer>."
 )
 AGAIN = "Write <search>words</search> to look something up, or <answer>answer</answer> to answer."
-LONGEST = 500  # characters of a query that are looked at
+LONGEST = 500  # characters of a query that are read
 
 
 class Index:
-    """Passages ranked by the words they share with a query, the likeliest first."""
+    """Passages ranked by the words that they share with a query, the most relevant first."""
 
     def __init__(self, texts: Sequence[dict[str, str]]) -> None:
         try:
@@ -37,7 +37,7 @@ class Index:
         self.index.index(self._words([f"{p['title']} {p['text']}" for p in texts]), show_progress=False)
 
     def search(self, query: str, k: int) -> list[dict[str, str]]:
-        """At most k; none that shares no word with the query."""
+        """The best passages, at most k; none without a word of the query."""
         words = self._words([query[:LONGEST]])
         places, scores = self.index.retrieve(words, k=min(k, len(self.passages)), show_progress=False)
         return [self.passages[i] for i, score in zip(places[0], scores[0], strict=True) if score > 0]
@@ -47,8 +47,8 @@ class Index:
 
 
 class Search:
-    """The reward is 1 where the answer has the same words as the right one, capitals, articles and punctuation aside,
-    else 0. Of several tags in a reply the first counts: what follows was invented."""
+    """The reward is 1 if the answer has the same words as the right one, ignoring capitals, articles and punctuation,
+    else 0. The first of several tags in a reply counts: the rest was invented by the model."""
 
     @dataclass(kw_only=True)
     class Config:

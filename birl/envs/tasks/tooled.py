@@ -16,18 +16,18 @@ class Turns(Drawn):
 
 
 def text_tool(name: str, about: str, argument: str, what: str) -> dict[str, Any]:
-    """A tool with one argument, a text, as OpenAI's clients describe it."""
+    """A tool with one text argument, in OpenAI's format."""
     given = {argument: {"type": "string", "description": what}}
     parameters = {"type": "object", "properties": given, "required": [argument]}
     return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
 
 
 class Tooled:
-    """Base of such tasks, named `kind`; each row has a column named like the tool's argument, with what the gold reply
-    calls it with.
+    """Base of such tasks, named `kind`; each row has a column named like the tool's argument, with the gold reply's
+    argument.
 
-    The reward is 1 where the last number of the reply without calls is the result, else 0. What is wrong with a call is
-    told to the model, as the tool's answer.
+    The reward is 1 if the last number of the reply without calls is the result, else 0. Errors in a call are returned
+    to the model as the tool's result.
     """
 
     kind: ClassVar[str]
@@ -68,7 +68,7 @@ class Tooled:
         return Feedback(messages=tuple(told), done=self.turn >= self.turns)
 
     async def answer(self, call: ToolCall) -> str:
-        """The tool's result, as the model reads it."""
+        """The tool's result as text for the model."""
         name, argument = self.called()
         given = json.loads(call.arguments).get(argument)
         if call.name != name:

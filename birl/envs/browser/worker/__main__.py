@@ -1,5 +1,5 @@
-"""A process with one browser that plays BrowserGym's tasks, asked in lines of JSON. It runs in an environment of its
-own, as BrowserGym needs packages that birl cannot have beside its own: nothing of birl is imported here.
+"""A process with one browser that runs BrowserGym's tasks, called in lines of JSON. It runs in a separate environment,
+as BrowserGym needs packages that conflict with birl's: nothing of birl is imported here.
 
     {"benchmark": "miniwob", ...}                          settings -> {"tasks": [...], "actions": "..."} or {"problem"}
     {"id": 1, "do": "open", "episode": 7, "task": "click-test", "seed": 3}     -> {"id": 1, "goal": ..., "page": ...}
@@ -8,7 +8,7 @@ own, as BrowserGym needs packages that birl cannot have beside its own: nothing 
     {"id": 3, "do": "close", "episode": 7}                                     -> {}
     anything that fails                                    {"id": ..., "failed": reason, "lost": the browser is gone}
 
-The end of stdin ends it, and all that it started.
+The end of stdin ends it, and all processes that it started.
 """
 # pyright: reportMissingImports=false
 
@@ -23,12 +23,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-GRACE = 8.0  # seconds between the end of stdin and the end by force
+GRACE = 8.0  # seconds between the end of stdin and a forced end
 
 
 def main() -> None:
     wire = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever libraries print does not belong to the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
 
@@ -59,13 +59,13 @@ def _read(lines: "queue.SimpleQueue[str | None]") -> None:
     for line in sys.stdin:
         lines.put(line)
     lines.put(None)
-    threading.Event().wait(GRACE)  # this thread is a daemon: it does not hold up an orderly end
+    threading.Event().wait(GRACE)  # this thread is a daemon: it does not delay an orderly end
     _remove_own_files()
     os.killpg(0, signal.SIGKILL)
 
 
 def _remove_own_files() -> None:
-    """Only the folder that was made for this process."""
+    """Remove the folder, if it was made for this process."""
     folder = Path(tempfile.gettempdir())
     if folder.name.startswith("birl-browser-"):
         shutil.rmtree(folder, ignore_errors=True)

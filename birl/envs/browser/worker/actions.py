@@ -1,4 +1,4 @@
-"""What a model may do: BrowserGym's action functions, called with parsed arguments. No text of a model is ever run as
+"""The model's actions: BrowserGym's action functions, called with parsed arguments. A model's text is never run as
 code."""
 # pyright: reportMissingImports=false
 
@@ -11,18 +11,18 @@ from browsergym.core.action import functions
 from browsergym.core.action.highlevel import ACTION_SUBSETS, HighLevelActionSet
 from browsergym.core.action.parsers import NamedArgument, highlevel_action_parser
 
-FILES = ("upload_file", "mouse_upload_file")  # would read any file of this machine into a page
+FILES = ("upload_file", "mouse_upload_file")  # would load any file of this machine into a page
 LONGEST = 4000  # of an action [characters]
 LONGEST_WAIT = 2000  # of noop [ms]
 NAVIGATION = ("goto", "go_back", "go_forward", "new_tab", "tab_close", "tab_focus")
 
 
 class Invalid(Exception):
-    """Says in one line why this is no action."""
+    """The message says in one line why this is no action."""
 
 
 class Actions:
-    """The actions of `subsets`, without those that read files, and without navigation where `hosts` is empty."""
+    """The actions of `subsets`, without those that read files, and without navigation if `hosts` is empty."""
 
     def __init__(self, subsets: list[str], hosts: Collection[str]) -> None:
         if unknown := [s for s in subsets if s not in ACTION_SUBSETS]:
@@ -37,7 +37,7 @@ class Actions:
         )
 
     def describe(self, how: str) -> str:
-        """For the prompt. `how`: none, examples (one line each), signatures or full."""
+        """Description for the prompt. `how`: none, examples (one line each), signatures or full."""
         if how == "none":
             return ""
         if how == "full":
@@ -51,7 +51,7 @@ class Actions:
         try:
             matches = highlevel_action_parser.search_string(text[:LONGEST])
             calls = [call for match in matches for call in match.as_list()]
-        except Exception as error:  # text of any kind comes here, and the parser has many ways to refuse it
+        except Exception as error:  # the text is arbitrary, and the parser raises many kinds of errors
             raise Invalid(f"{type(error).__name__}: {error}") from error
         if len(calls) != 1:
             raise Invalid("there is no action in it" if not calls else "there are several actions in it; give one")
@@ -82,7 +82,7 @@ class Actions:
     def run(self, call: tuple[str, list[Any], dict[str, Any]], page: Any, send: Any, infeasible: Any) -> None:
         """Raises whatever the browser raises."""
         name, plain, named = call
-        # What BrowserGym would paste before the text of these functions.
+        # BrowserGym pastes this before the source of these functions
         functions.page, functions.demo_mode, functions.retry_with_force = page, "off", False
         functions.send_message_to_user, functions.report_infeasible_instructions = send, infeasible
         self.functions[name](*plain, **named)

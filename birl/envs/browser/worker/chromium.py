@@ -1,7 +1,7 @@
-"""One Chromium for all episodes of a worker, which may reach the benchmark's own pages and nothing else.
+"""One Chromium for all episodes of a worker, which may access only the benchmark's own pages.
 
-BrowserGym starts a browser for each episode, and a second one for its chat window. Here `launch` gives the one browser
-that is there already, and the chat is a list.
+BrowserGym starts a browser for each episode, and a second one for its chat window. Here `launch` returns the existing
+browser, and the chat is a list.
 """
 # pyright: reportMissingImports=false
 
@@ -28,12 +28,11 @@ FLAGS = (
 
 
 class Shared:
-    """Stands where BrowserGym expects Playwright, and where it expects a browser. `hosts`: host:port of each site that
-    may be reached."""
+    """Replaces Playwright and a browser for BrowserGym. `hosts`: host:port of each site that may be accessed."""
 
     def __init__(self, playwright: Any, executable: str, hosts: list[str]) -> None:
         self.selectors, self.chromium, self.hosts = playwright.selectors, self, frozenset(hosts)
-        # Routes do not see WebSockets and what the browser fetches in advance; these rules hold for every connection.
+        # Routes do not cover WebSockets and prefetches; these rules hold for every connection.
         places = [f"{h}{port}" for h in sorted(hosts) for port in ([""] if ":" in h else [":80", ":443"])]
         rules = ", ".join([*(f"MAP {place} {place}" for place in places), "MAP * ~NOTFOUND"])
         self.browser = playwright.chromium.launch(
@@ -53,7 +52,7 @@ class Shared:
         return context
 
     def close(self) -> None:
-        """The end of an episode is not the end of the browser."""
+        """Does nothing: the browser outlives an episode."""
 
 
 class Messages:
@@ -71,7 +70,7 @@ class Messages:
 
 
 class _Pages(socketserver.StreamRequestHandler):
-    """Answers GET from memory. A page is a dozen files, and each episode asks for all of them: the standard library's
+    """Answers GET from memory. A page is a dozen files, and each episode requests all of them: the standard library's
     server takes milliseconds for each."""
 
     server: Any
@@ -94,7 +93,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self.answers: dict[str, bytes] = {}
 
     def answer(self, address: str) -> bytes:
-        """Only files that were there at the beginning have an address."""
+        """The response to a request; only files that existed at the start have an address."""
         path = unquote(address.partition("?")[0])
         if path not in self.answers:
             file = self.files.get(path)
@@ -107,7 +106,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def serve(folder: Path) -> int:
-    """The port on loopback where the files of `folder` are. Pages from file:// could read other files."""
+    """Serve the files of `folder` on loopback; returns the port. Pages from file:// could read other files."""
     server = _Server(folder)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server.server_address[1]

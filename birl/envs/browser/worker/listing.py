@@ -1,27 +1,27 @@
-"""A page as short lines, one for each text and each element that can be acted on: its text, its number, its kind.
+"""A page as short lines, one for each text and each interactive element: its text, its number, its kind.
 
     Click on the "submit" button.
     submit [19] button
     [15] textbox value='abc'
 
-A model names what to act on by a text, and what follows a text is what small models copy best: so the number stands
-right behind it. Depth, and elements that neither react nor say anything, are left out.
+A model names an element by a text, and small models best copy what follows a text: so the number comes directly after
+it. Depth, and elements that are neither interactive nor have a text, are left out.
 """
 
 from collections.abc import Collection, Iterator
 from typing import Any
 
 Node = dict[str, Any]
-SILENT = ("clickable", "generic", "LabelText")  # kinds that say nothing about what can be done
+SILENT = ("clickable", "generic", "LabelText")  # kinds that do not indicate a use
 ABOVE_TREE = ("RootWebArea", "WebArea")
 
 
 def listed(tree: Any, extra: Any, acted: Collection[str], ignored: Collection[str]) -> str:
-    """`tree`, `extra`: as BrowserGym extracts them. `acted`: roles that can be acted on. `ignored`: properties that are
-    not shown."""
+    """`tree`, `extra`: as BrowserGym extracts them. `acted`: roles of interactive elements. `ignored`: properties that
+    are not shown."""
     nodes = {node["nodeId"]: node for node in tree["nodes"]}
     lines: list[str] = []
-    previous = ""  # the text of the last line: labels often stand twice
+    previous = ""  # the text of the last line: labels often occur twice
     for node, above in _walk(tree["nodes"][0], nodes, acted):
         text = " ".join(_value(node, "name").split())
         number = node.get("browsergym_id")
@@ -39,7 +39,7 @@ def listed(tree: Any, extra: Any, acted: Collection[str], ignored: Collection[st
 
 
 def _walk(node: Node, nodes: dict[Any, Node], acted: Collection[str], above: str = "") -> Iterator[tuple[Node, str]]:
-    """Every node in the order of the page, with the text of what encloses it and can be acted on."""
+    """Yield every node in the order of the page, with the text of its enclosing interactive element."""
     yield node, above
     if node["role"]["value"] in acted:
         above = f"{above} {' '.join(_value(node, 'name').split())} {_value(node, 'value')}"
@@ -49,12 +49,12 @@ def _walk(node: Node, nodes: dict[Any, Node], acted: Collection[str], above: str
 
 
 def _alone(node: Node, nodes: dict[Any, Node]) -> bool:
-    """Without a text it is shown where its kind says what it is for, or where nothing is in it that would."""
+    """Whether a node without a text is shown: if its kind indicates its use, or if nothing in it does."""
     return node["role"]["value"] not in SILENT or not any(child in nodes for child in node.get("childIds", ()))
 
 
 def _speaks(node: Node, nodes: dict[Any, Node]) -> bool:
-    """A text, or something with a name, such as a picture, in which there is no text that will say it."""
+    """Whether a node has a text, or a name (such as a picture's) that no text in it repeats."""
     if node["role"]["value"] in ABOVE_TREE:
         return False
     return node["role"]["value"] == "StaticText" or not any(child in nodes for child in node.get("childIds", ()))

@@ -1,4 +1,4 @@
-"""All episodes of one worker, each in a context of its own in one browser."""
+"""All episodes of one worker, each in a separate context of one browser."""
 # pyright: reportMissingImports=false
 
 import sys
@@ -17,7 +17,7 @@ from suites import SUITES
 
 
 class Player:
-    """`hello` is the first message to the other side."""
+    """`hello` is the first message to the parent."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -84,7 +84,7 @@ def stack() -> list[Frame]:
 
 def look_up_no_lines() -> None:
     """Playwright for Python looks up the source lines of all its callers, several times in every call, which is slow.
-    It needs file, line and name of each: they are in the frames."""
+    It needs file, line and name of each, which the frames have."""
     quiet = {**vars(traceback), "extract_stack": traceback.StackSummary}
     for module in (_connection, _sync_base):
         module.inspect = SimpleNamespace(stack=stack)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""One episode: BrowserGym's environment with what costs time, and no model sees, left out."""
+"""One episode: BrowserGym's environment without parts that cost time and that no model sees."""
 # pyright: reportMissingImports=false
 
 import pkgutil
@@ -18,7 +18,7 @@ from playwright.sync_api import Error
 TRIES = 5
 ROLES = ("LineBreak", "InlineTextBox")  # not shown: the second repeats the text above it, since Chromium 130 or so
 CLICKABLE = ("clickable", "button", "link", "textbox", "checkbox", "radio", "combobox", "option", "tab", "menuitem")
-PASSING = (  # what a page that changes meanwhile may cause; it is looked at again
+PASSING = (  # errors that a changing page may cause; it is then observed again
     "Frame was detached",
     "Frame with the given frameId is not found",
     "Execution context was destroyed",
@@ -29,7 +29,7 @@ PASSING = (  # what a page that changes meanwhile may cause; it is looked at aga
 
 
 class Scripts:
-    """BrowserGym's scripts, read once. Its marking looks every 40 ms whether it is done, which takes a frame."""
+    """BrowserGym's scripts, read once. Its marking polls every 40 ms for completion, which takes a frame."""
 
     def __init__(self) -> None:
         self.read: dict[tuple[str, str], bytes] = {}
@@ -60,7 +60,7 @@ class Playing(gym_env.BrowserEnv):
         )
         self.actions, self.most, self.pictures = actions, settings["max_observation"], pictures
         self.tabs = bool(actions.hosts)
-        # Where nothing can be opened by its address, addresses hold nothing but this process's port.
+        # If no address can be opened, addresses contain nothing but this process's port.
         self.hidden = IGNORED_AXTREE_PROPERTIES if self.tabs else (*IGNORED_AXTREE_PROPERTIES, "url")
         self.as_list = settings["page"] == "list"
         self.ended, self.shown = False, 0
@@ -72,7 +72,7 @@ class Playing(gym_env.BrowserEnv):
         return {"goal": goal, "page": page}
 
     def act(self, action: str) -> dict[str, Any]:
-        """What the action did. Raises `Invalid`; failures in the browser are in `error`."""
+        """Run an action and return the result. Raises `Invalid`; failures in the browser are in `error`."""
         call = self.actions.parse(action)
         self.last_action, self.last_action_error = action, ""
         info, send, infeasible = self.pre_step()
@@ -83,7 +83,7 @@ class Playing(gym_env.BrowserEnv):
         page, reward, done, _, _ = self.post_step(info)
         if done and hasattr(self.task, "evaluate"):
             context: Any = self.context
-            context.close()  # writes what evaluate reads
+            context.close()  # writes the record that evaluate reads
             self.context = None
             reward = self.task.evaluate(self.chat.messages)
         return {"page": page, "reward": float(reward), "done": bool(done), "error": self.last_action_error[:500]}
@@ -120,7 +120,7 @@ class Playing(gym_env.BrowserEnv):
         return cut(text, self.most)
 
     def _extract(self) -> tuple[Any, Any]:
-        """Without the focus, which the tree says too."""
+        """Extract without the focus, which the tree also has."""
         for left in reversed(range(TRIES)):
             try:
                 observation._pre_extract(self.page, tags_to_mark=self.tags_to_mark, lenient=left == 0)
@@ -149,8 +149,8 @@ class Playing(gym_env.BrowserEnv):
 
 
 class View:
-    """What the extracting functions need of a page: a session of Chromium's protocol. They make and end four for each
-    look at it; this one stays."""
+    """A page for the extracting functions: a session of Chromium's protocol. They open and close four for each
+    observation; this one is kept."""
 
     def __init__(self, session: Any) -> None:
         self.context, self.send = self, session.send
@@ -164,7 +164,7 @@ class View:
 
 def name_clickable(tree: Any, extra: Any) -> None:
     """Plain elements that react to clicks, such as a span with a handler, become `[14] clickable 'text'`. BrowserGym
-    leaves them out, so that they could not be clicked by id. What is clickable by its kind need not say so."""
+    leaves them out, so that they could not be clicked by id. Kinds that are always clickable are not marked."""
     nodes = {node["nodeId"]: node for node in tree["nodes"]}
     for node in tree["nodes"]:
         role, result = node["role"], extra.get(node.get("browsergym_id"))
@@ -182,7 +182,7 @@ def name_clickable(tree: Any, extra: Any) -> None:
 
 
 def cut(text: str, most: int) -> str:
-    """At most `most` characters, whole lines where possible."""
+    """Truncate to at most `most` characters, at the end of a line if possible."""
     if len(text) <= most:
         return text
     kept = text[:most]

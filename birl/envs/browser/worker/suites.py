@@ -1,4 +1,4 @@
-"""Where the tasks of a benchmark come from, and which hosts its pages need."""
+"""Sources of the tasks of a benchmark, and the hosts that its pages need."""
 # pyright: reportMissingImports=false
 
 import difflib
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import chromium
 from playwright.sync_api import Error
 
-SETTLED = 10_000  # ms; a site that is still busy then has had its chance
+SETTLED = 10_000  # ms; a site that is still busy then is not waited for
 SITES = ("SHOPPING", "SHOPPING_ADMIN", "REDDIT", "GITLAB", "WIKIPEDIA", "MAP", "HOMEPAGE")
 
 
@@ -45,9 +45,9 @@ class MiniWob:
 
 
 class Patient:
-    """In place of a page on which BrowserGym logs in: its context's new pages are closed only when they have come to
-    rest. BrowserGym closes them as soon as it has clicked, before the site has answered: the login may be lost, and
-    Chromium sometimes never closes a page whose next one is on its way."""
+    """Replaces a page on which BrowserGym logs in: its context's new pages are closed only when they are idle.
+    BrowserGym closes them right after the click, before the site has responded: the login may be lost, and Chromium
+    sometimes never closes a page while its next one is loading."""
 
     def __init__(self, page: Any) -> None:
         self.context, self._inner = self, page.context
@@ -66,7 +66,7 @@ class Patient:
 
 
 class WebArena:
-    """WebArena's tasks and evaluators, on the sites that WA_SHOPPING and the like name."""
+    """WebArena's tasks and evaluators, on the sites of WA_SHOPPING and similar variables."""
 
     actions = ("webarena",)
     navigates = True
@@ -127,8 +127,7 @@ class Verified(WebArena):
 
 
 def _offline_tokenizer() -> None:
-    """nltk would load this from the internet when BrowserGym's WebArena is imported. Empty tables split words all the
-    same."""
+    """nltk would download this when BrowserGym's WebArena is imported. Empty tables split words in the same way."""
     folder = Path(tempfile.gettempdir()) / "nltk"
     tables = folder / "tokenizers" / "punkt_tab" / "english"
     tables.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""WebArena-Verified's tasks on WebArena's sites: the answer is JSON, and what the browser asked for is evidence."""
+"""WebArena-Verified's tasks on WebArena's sites: the answer is JSON, and the browser's requests are evidence."""
 # pyright: reportMissingImports=false
 
 import json
@@ -18,13 +18,13 @@ FORM = (
 
 
 def judge(instance: Any) -> WebArenaVerified:
-    """The evaluator, told where the sites are."""
+    """The evaluator, with the addresses of the sites."""
     sites = {f"__{name.upper()}__": {"urls": [url.rstrip("/")]} for name, url in instance.urls.items()}
     return WebArenaVerified(config=WebArenaVerifiedConfig.model_validate({"environments": sites}))
 
 
 class Task(AbstractBrowserTask):
-    """One task. BrowserGym asks `validate` after each action; the score comes from `evaluate`, once the context is
+    """One task. BrowserGym calls `validate` after each action; the score comes from `evaluate`, after the context is
     closed and its record of requests is written."""
 
     def __init__(self, seed: int, judge: WebArenaVerified, instance: Any, task_id: int, record: Path) -> None:
@@ -57,7 +57,7 @@ class Task(AbstractBrowserTask):
         return float(result.score)
 
     def _drop_blocked(self) -> None:
-        """Requests that never left the browser are no evidence: they would count as the last thing that was asked."""
+        """Remove requests that never left the browser from the evidence: they would count as the last request."""
         record = json.loads(self.record.read_text())
         log = record["log"]
         log["entries"] = [entry for entry in log["entries"] if entry["response"]["status"] > 0]
