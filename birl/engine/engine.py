@@ -4,7 +4,7 @@ weights; or, in a process of its own (`birl serve`), over a module that takes ne
     generate() --adds--> Scheduler.waiting --plan--> running --run, sample--> finished --resolves--> generate()
     (event loop)                            (compute thread, one for the whole process)           (event loop)
 
-A token depends on its request's weights, context and random number alone. Optimisations (batching, shared prompts,
+A token depends on its request's weights, context and random number only. Optimisations (batching, shared prompts,
 draft tokens, preemption) must not change it.
 
 Everything that computes runs on the learner's thread: engine and learner never run at the same time, and CPU threads

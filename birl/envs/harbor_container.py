@@ -203,7 +203,7 @@ async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:
         try:
             process.stdin.write(given)
             await process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):  # it has ended: its exit code tells why
+        except (BrokenPipeError, ConnectionResetError):  # it has ended: its exit code says why
             pass
         process.stdin.close()
 

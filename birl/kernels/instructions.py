@@ -23,7 +23,7 @@ class Instructions:
 
 AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "adx"}
-#: by the names that `gemm_start` gives them (gemm.c)
+#: by the names that `gemm_start` returns (gemm.c)
 X86 = {
     "amx": Instructions("sapphirerapids", AVX512 | {"avx512_bf16", "amx_bf16", "amx_tile"}),
     "avx512_bf16": Instructions("cooperlake", AVX512 | {"avx512_bf16", "avx512_vnni"}),

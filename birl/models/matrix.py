@@ -219,7 +219,7 @@ def outer(k: Kernels, parameter: Tensor, grad: Tensor, x: PackedWeight) -> Tenso
 
 
 def unless_placed(parameter: Tensor, into: Tensor) -> Tensor | None:
-    """What autograd gets for a gradient in `gradient_place`: None if that is a master's."""
+    """The value that autograd gets for a gradient in `gradient_place`: None if that is a master's."""
     master = getattr(parameter, "master", None)
     if master is None:
         return into.to(parameter.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 SCORES = 2**22  # attention scores in memory at once: 16 MiB, and as much again for values computed from them
 
 Columns = slice | Tensor  # contiguous, or int64 indices
-Block = tuple[slice, Columns, Tensor]  # rows, the columns they may see, and 0 or -inf for each pair
+Block = tuple[slice, Columns, Tensor]  # rows, the columns they may attend to, and 0 or -inf for each pair
 
 
 class Area(NamedTuple):

@@ -106,7 +106,7 @@ class Ways:
         return torch.cat([rows[p] for p in self.places])
 
     def paged(self) -> Tensor:
-        """Of the first sequence only."""
+        """Log-probs of the first sequence only."""
         return decoded(self.model, self.sequences[0])
 
     @property

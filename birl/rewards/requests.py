@@ -147,7 +147,7 @@ async def answer(client: httpx.AsyncClient, address: str, body: dict[str, Any]) 
 
 
 async def reachable(key: str, address: str) -> None:
-    """Raises `BirlError` that names the `key` if nothing listens at an address. Not checked behind a proxy."""
+    """Raises `BirlError` that names the `key` if nothing listens at an address. Not checked if a proxy is used."""
     place = urlsplit(address)
     host = place.hostname or ""
     if host not in LOCAL and place.scheme in getproxies() and not proxy_bypass(host):
