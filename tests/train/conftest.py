@@ -1,9 +1,11 @@
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from birl import Trainer
+from tests.train.bench import Bench
 from tests.train.trainers import QUIET, ROWS, SMALL, Make, letters
 
 
@@ -19,3 +21,12 @@ def make(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         return Trainer(**{**given, **arguments}, overrides=overrides)
 
     return make
+
+
+@pytest.fixture
+def bench(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Bench]:
+    monkeypatch.chdir(tmp_path)
+    yield Bench(tiny, capsys)
+    assert not list(tmp_path.rglob(".lock"))

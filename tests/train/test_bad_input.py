@@ -1,118 +1,17 @@
 """Every mistake gives exit code 2, a message that names the place and the fix, and leaves earlier work as it was."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import birl.train.command  # noqa: F401  else the first test has the words of `birl/preflight.py`
 from birl.cli import main
-from birl.learner import checkpoint, step_folders
-from birl.track import folder_lock
+from birl.learner import checkpoint
 from tests.full_disk import full_disk
-from tests.tiny import tiny_model_folder
-
-REWARDS = """
-import os, time
-
-def good(completions, **_): return [float(sum(map(ord, c)) % 7) for c in completions]
-def same(completions, **_): return [1.0 for _ in completions]
-def raises(completions, **_): raise ValueError("no gold here")
-def nan(completions, **_): return [float("nan") for _ in completions]
-def too_few(completions, **_): return [1.0] * (len(completions) - 1)
-def text(completions, **_): return "good"
-def texts(completions, **_): return ["good" for _ in completions]
-def hangs(completions, **_): time.sleep(60)
-def dies(completions, **_): os._exit(7)
-
-def picky(completions, answer, **_):
-    if any(a == "3" for a in answer):
-        raise ValueError("bad one")
-    return good(completions)
-
-number = 3
-"""
-OUTCOMES = ("ok", "truncated", "env_error", "engine_error", "timeout", "aborted")
-
-
-class Bench:
-    """A folder with a data set and reward functions, and `birl rl` with small defaults in it."""
-
-    def __init__(self, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.capsys = capsys
-        self.defaults = {
-            "model.path": str(model),
-            "model.dtype": "float32",
-            "data.train": "data.jsonl",
-            "reward.functions": "rewards.py:good",
-            "rollout.prompts": "2",
-            "rollout.group_size": "2",
-            "rollout.max_tokens": "8",
-            "optimizer.lr": "1e-3",
-            "checkpoint.every": "1",
-            "steps": "1",
-            "threads": "1",
-            "run": "run",
-            "track.console": "plain",
-            "track.tensorboard": "false",
-            "track.report": "false",
-        }
-        Path("rewards.py").write_text(REWARDS)
-        write_rows("data.jsonl", [{"prompt": f"What is {i} + 2?", "answer": str(i + 2)} for i in range(5)])
-
-    def command(self, *words: str) -> list[str]:
-        given = dict(word.split("=", 1) for word in words)
-        return ["rl", *(f"{key}={value}" for key, value in {**self.defaults, **given}.items())]
-
-    def run(self, *words: str) -> tuple[int, str]:
-        code = main(self.command(*words))
-        out, err = self.capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out + err
-
-    def refused(self, *words: str) -> str:
-        code, said = self.run(*words)
-        assert code == 2, said
-        assert "birl: " in said
-        return said
-
-    def done(self, *words: str) -> str:
-        code, said = self.run(*words)
-        assert code == 0, said
-        return said
-
-    def metrics(self, run: str = "run") -> list[dict]:
-        return [json.loads(line) for line in Path(run, "metrics.jsonl").read_bytes().splitlines()]
-
-
-@pytest.fixture
-def bench(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Bench]:
-    monkeypatch.chdir(tmp_path)
-    yield Bench(tiny, capsys)
-    assert not list(tmp_path.rglob(".lock"))
-
-
-def write_rows(name: str, rows: list[dict]) -> None:
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def contents(folder: str) -> dict[str, bytes]:
-    return {str(f): f.read_bytes() for f in sorted(Path(folder).rglob("*")) if f.is_file()}
-
-
-def steps(run: str = "run") -> list[int]:
-    found = step_folders.saved(Path(run, "checkpoints"))
-    assert all(checkpoint.verify(s.path) == [] for s in found)
-    return [s.step for s in found]
-
+from tests.train.bench import OUTCOMES, REWARDS, Bench, contents, steps, write_rows
 
 LONG = {"prompt": "word " * 400, "answer": "1"}
 
@@ -370,104 +269,6 @@ def test_a_disk_that_is_full_at_the_start_leaves_whole_files(bench: Bench, file_
         bench.refused("steps=2")
     assert contents("run") == before
     bench.done("steps=2")
-
-
-def test_a_run_folder_of_another_configuration_is_refused_untouched(bench: Bench) -> None:
-    bench.done()
-    before = contents("run")
-    said = bench.refused("optimizer.lr=1e-4")
-    assert "run belongs to a run with another configuration" in said and "optimizer.lr: 0.001 there" in said
-    assert "run=ANOTHER_FOLDER" in said
-    assert "resume=never" in bench.refused("resume=never")
-    assert contents("run") == before
-    bench.done("steps=2", "learner.tokens_per_microbatch=2048", "engine.max_batch=3", "watchdog=7200")
-
-
-def test_a_try_that_ended_before_its_first_step_is_no_obstacle(bench: Bench) -> None:
-    bench.refused("reward.functions=rewards.py:raises")
-    assert Path("run/config.json").is_file()
-    bench.done()
-
-
-def test_a_damaged_configuration_in_the_run_folder_is_named(bench: Bench) -> None:
-    bench.done()
-    Path("run/config.json").write_text("{")
-    said = bench.refused("steps=2")
-    assert f"{Path.cwd()}/run/config.json" in said and f"resume={Path.cwd()}/run/checkpoints/step-" in said
-    bench.done("steps=2", "run=other", "resume=run/checkpoints/step-000001")
-
-
-@pytest.mark.parametrize("place", ["run", "run/checkpoints"])
-def test_resuming_from_a_folder_around_checkpoints_takes_the_newest(bench: Bench, place: str) -> None:
-    bench.done()
-    bench.done("steps=2", "run=other", f"resume={place}")
-    assert Path("other/checkpoints/step-000002").is_dir()
-
-
-def test_resuming_from_an_older_checkpoint_needs_another_folder(bench: Bench) -> None:
-    """In the same one, the steps that were abandoned would count as the newest."""
-    bench.done("steps=2")
-    before = contents("run")
-    said = bench.refused("steps=3", "resume=run/checkpoints/step-000001")
-    assert "has gone on to step-000002" in said and "run=ANOTHER_FOLDER" in said
-    assert contents("run") == before
-    bench.done("steps=3", f"resume={Path.cwd()}/run/checkpoints/step-000002")
-    assert [m["step"] for m in bench.metrics()] == [1, 2, 3]
-
-
-def test_another_processor_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.done()
-    assert "rounding" not in bench.done("steps=2")
-    monkeypatch.setattr("birl.models.device.described", lambda device: "another one")
-    assert "and this is another one: rounding, and so the bits, will differ" in bench.done("steps=3")
-
-
-def test_a_checkpoint_of_another_model_is_refused(bench: Bench) -> None:
-    bench.done()
-    before = contents("run")
-    tiny_model_folder("deeper", layers=3)
-    said = bench.refused("model.path=deeper", "run=other", "resume=run/checkpoints/step-000001")
-    assert "run/checkpoints/step-000001 does not belong to this model" in said
-    assert "layers.2.input_layernorm.weight is missing in the checkpoint" in said
-    assert contents("run") == before
-
-
-def test_a_damaged_checkpoint_is_refused(bench: Bench) -> None:
-    bench.done()
-    file = next(Path("run/checkpoints/step-000001/tensors").glob("*.distcp"))
-    file.write_bytes(file.read_bytes()[:-1])
-    said = bench.refused("steps=2")
-    assert (
-        f"All 1 checkpoints of {Path.cwd()}/run are damaged" in said and f"step-000001: tensors/{file.name} has" in said
-    )
-    assert "run=ANOTHER_FOLDER" in said
-
-
-def test_two_runs_cannot_share_a_folder(bench: Bench) -> None:
-    bench.done()
-    before = contents("run")
-    with folder_lock.held(Path("run")):
-        said = bench.refused("steps=2")
-        assert "run is in use by another birl process" in said and f"pid {os.getpid()}" in said and "run=..." in said
-        assert main([*bench.command("steps=2"), "--dry-run"]) == 0
-    assert contents("run") == before
-    bench.done("steps=2")
-
-
-def test_the_lock_ends_with_a_process_that_was_killed(bench: Bench) -> None:
-    """Although its worker, which is busy with a reward, lives on."""
-    with Path("rewards.py").open("a") as file:
-        file.write("\ndef naps(completions, **_): open('napping', 'w').close(); time.sleep(4)\n")
-    command = [sys.executable, "-m", "birl", *bench.command("reward.functions=rewards.py:naps")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as holder:
-        while not Path("napping").exists():
-            assert holder.poll() is None
-            time.sleep(0.05)
-        assert f"pid {holder.pid}" in bench.refused()
-        holder.kill()
-    assert Path("run/.lock").is_file()
-    bench.done()
 
 
 def evaluation(bench: Bench, *words: str) -> tuple[int, str]:
