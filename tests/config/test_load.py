@@ -222,7 +222,7 @@ def test_a_section_lists_its_keys():
     ("word", "parts"),
     [
         ("optimizer.lr=fast", ["takes a number", "Peak learning rate", "1e-06"]),
-        ("rollout.prompts=2.5", ["takes a whole number", "Prompts (groups) per step"]),
+        ("rollout.prompts=2.5", ["takes a whole number", "Prompts per step"]),
         ("data.shuffle=maybe", ["takes true or false"]),
         ("reward.weights=[a]", ["takes a list", "list[float]"]),
         ("seed=null", ["no key can be null", "seed=0"]),
