@@ -237,6 +237,7 @@ REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"
         ("plan model=nosuch", "model.path=nosuch: there is no such folder here"),
         ("checkpoints nosuch export last new", "There is no folder nosuch"),
         ("launch local rl data.train=nosuch", "nosuch: no such file or folder here"),
+        ("launch local rl env=guess_numbr --dry-run", "Did you mean guess_number?"),
         ("launch torchrun sft DATA model=nosuch", "model.path=nosuch: there is no such folder here"),
     ],
 )

@@ -73,7 +73,7 @@ def _sections_like(word: str, keys: list[str], schema: type) -> list[str]:
     groups = {name.rpartition(".")[0]: name for name in keys if name.endswith(".kind")}
     groups |= {name: f"{name}.path" if f"{name}.path" in keys else name for name in presets(schema)}
     groups |= {name: key for name, key in SHORTHANDS.items() if key in keys}
-    return [groups[name] for name in difflib.get_close_matches(word, groups, n=1, cutoff=0.85)]
+    return [groups[name] for name in difflib.get_close_matches(word, groups, n=1, cutoff=0.85 if "." in word else 0.8)]
 
 
 def _spelt_like(key: str, keys: list[str]) -> list[str]:

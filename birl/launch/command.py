@@ -39,11 +39,11 @@ def run(words: list[str]) -> int:
         raise BirlError(f"Name what to start, as in {EXAMPLE}. Commands: {', '.join(TRAINING)}; {MORE}.")
     keys, others = keys_of(place.Keys, rest)
     job = derive(command, others, keys)
+    if where in PROCESSES:  # files of the configuration must be on this machine
+        check_names(load_with_choices(TRAINING[command], others)[0])
     if DRY.name in flags:
         print(shown(job, place.render(job, keys)), end="")
         return 0
-    if where in PROCESSES:  # files of the configuration must be on this machine
-        check_names(load_with_choices(TRAINING[command], others)[0])
     handle = place.submit(job, keys)
     handle.save()
     print(f"{job.name} was handed to {where} as {handle.id}. Its run folder: {job.run}")

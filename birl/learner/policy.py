@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from birl.config import schema
+from birl.config.keys import written
 from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.models.device import choose
@@ -123,8 +124,8 @@ def see(config: schema.Model, folder: Path, model: nn.Module, chat: Chat) -> Non
     for key in schema.SIGHT if chat.pictures is None else ():
         if (value := getattr(config, key)) != getattr(usual, key):
             raise BirlError(
-                f"model.{key}={value}: has no effect because {type(model).__name__} sees no pictures: it has no vision "
-                "tower that birl knows (docs/pictures.md), or its folder no image processor. Remove the key."
+                f"model.{key}={written(value)}: has no effect because {type(model).__name__} sees no pictures: it has "
+                "no vision tower that birl knows (docs/pictures.md), or its folder no image processor. Remove the key."
             )
 
 

@@ -205,6 +205,7 @@ def test_flatten_has_every_key_once():
         ("rewards=math", "reward.functions"),
         ("envs=[math]", "env.kind"),
         ("models=smollm2", "model.path"),
+        ("modle=smollm2", "model.path"),
         ("algorithms=grpo", "algorithm"),
         ("engines=vllm", "engine.kind"),
     ],

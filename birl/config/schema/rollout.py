@@ -42,7 +42,7 @@ class Rollout(Section):
     min_p: Share = 0.0
     """Drop tokens with less than min_p times the probability of the most likely one. 0: off."""
     stop: list[str] = field(default_factory=list)
-    """Stop strings; they remain part of the answer."""
+    """Stop strings; they remain part of the answer. A text in brackets is written ["[END]"]."""
     failed: Literal["drop", "drop_group"] = "drop"
     """Episodes that end as env_error, engine_error, timeout or aborted: drop (train on the rest of the group) |
     drop_group (drop the whole group)."""
