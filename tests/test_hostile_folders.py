@@ -270,7 +270,7 @@ def test_a_link_to_no_folder_is_no_run(
     Path("run").symlink_to(target)
     Path("rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
     assert main([*command.split(), "run=run", "data.train=rows.jsonl", "reward.functions=math"]) == 2
-    assert "run=run: is a file, or a link to no folder; name a folder." in capsys.readouterr().err
+    assert "run=run: is a file or a broken link; name a folder." in capsys.readouterr().err
 
 
 def test_a_trace_is_not_written_where_links_lead_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

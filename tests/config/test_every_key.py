@@ -131,7 +131,9 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     "reward.length_target": Case("1", lambda s: rewards(s.groups), under="reward.functions=length"),
     # what each of these does with a judge: tests/rewards/test_judge.py, test_panel.py
     **{f"reward.{key}": Case(value, refused=UNJUDGED) for key, value in JUDGE.items()},
-    "reward.concurrency": Case("2", refused=r"reward\.concurrency=2: has no effect because no reward is asked for"),
+    "reward.concurrency": Case(
+        "2", refused=r"reward\.concurrency=2: has no effect because no reward is computed over HTTP"
+    ),
     **SANDBOX,
     "engine.max_batch": Case("1", lambda s: s.decoded_at_once, 1),
     "engine.draft_rows": Case("0", lambda s: s.guesses, 0, "data.validation=b.jsonl validation.max_tokens=60"),
@@ -279,7 +281,7 @@ RL_CASES = {
     "engine.recompute_kv": Case(
         "false", lambda s: s.parts.engine.counters.restarts, 0, STALE + "learner.max_logprob_gap=99"
     ),
-    "weights.method": Case("direct", refused="engine.kind=embedded takes memory"),
+    "weights.method": Case("direct", refused="engine.kind=embedded supports memory"),
     **{
         f"weights.{key}": Case(value, refused="(the learner's own weights|writes none|sends no buckets|allows)")
         for key, value in (

@@ -49,7 +49,7 @@ ELSEWHERE = {  # by what is in a test of a whole server
     "drain_timeout": "drain_timeout=0.3",
 }
 REFUSED = {"model.device": ("cuda", "model.device=cuda")} if not torch.cuda.is_available() else {}
-REFUSED["engine.weights"] = ("int8", "is made of weights in bfloat16")  # what it does: tests/models/test_int8.py
+REFUSED["engine.weights"] = ("int8", "needs weights in bfloat16")  # what it does: tests/models/test_int8.py
 REFUSED |= {f"model.{key}": (value, f"model.{key}=.* has no effect because") for key, value in SIGHT.items()}
 
 

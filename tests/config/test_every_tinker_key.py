@@ -60,7 +60,7 @@ REFUSED = {
     "host": ("", "host is empty"),
     **({} if torch.cuda.is_available() else {"model.device": ("cuda", "model.device=cuda")}),
     **{
-        f"model.{key}": (value, f"model.{key}=.*: has no effect because (Tinker's clients|LlamaForCausalLM sees no)")
+        f"model.{key}": (value, f"model.{key}=.*: has no effect because (Tinker clients|LlamaForCausalLM sees no)")
         for key, value in SIGHT.items()  # what each bounds: tests/server/test_tinker_pictures.py
     },
 }

@@ -164,7 +164,7 @@ def test_one_prompt_and_one_answer_may_be_a_part(tmp_path: Path, capsys: pytest.
     words = ["rl", "env=mixture", "env.parts=[guess_number,single_turn]", f"data.train={tmp_path}/a.jsonl"]
     (tmp_path / "a.jsonl").write_text('{"prompt": "Hi", "env": "single_turn", "answer": "7"}\n')
     assert main([*words, "--print-config"]) == 2
-    assert "single_turn, of env.parts, has no score of its own; name one" in capsys.readouterr().err
+    assert "single_turn in env.parts has no reward of its own; name a function" in capsys.readouterr().err
     assert main([*words, "reward=math", "--print-config"]) == 0
 
 

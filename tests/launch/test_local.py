@@ -163,7 +163,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         (("launch.memory_gb=2",), "share its memory"),
         (("launch.env=[NOBODY_HAS_SET_IT]",), "NOBODY_HAS_SET_IT is not set"),
         (("launch.gpus=1", "engine.count=3"), "needs 4 GPUs, and this machine has 3"),
-        (("weights.method=checkpoint",), "leaves to others"),
+        (("weights.method=checkpoint",), "not possible with engine.attach"),
     ]:
         with pytest.raises(BirlError, match=reason):
             plan(*more)

@@ -85,7 +85,7 @@ def test_a_gpu_by_its_index(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     with pytest.raises(BirlError, match=r"^model\.device=cuda:2: this process sees 2.* the last cuda:1\.$"):
         choose(name)
     words = ["data.train=x.jsonl", "model.device=cuda:1", "parallel.tp=2"]
-    with pytest.raises(BirlError, match=r"model\.device=cuda:1: is one GPU, and each of the 2 processes"):
+    with pytest.raises(BirlError, match=r"model\.device=cuda:1: is a single GPU, but each of the 2 processes"):
         load(schema.SFT, words)
 
 

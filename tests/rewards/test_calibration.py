@@ -181,14 +181,14 @@ def test_bad_words_are_named(server: Hostile, capsys: pytest.CaptureFixture[str]
     here = f"reward.judge={server.url}/v1"
     for words, told in (
         (["env=countdown", here], "--judge needs rows that people have judged"),
-        ([rows], "reward.functions=judge: say where the judge is"),
-        ([rows, "reward.judge=gpt"], "say where each judge is"),
+        ([rows], "reward.functions=judge: needs the address of a judge"),
+        ([rows, "reward.judge=gpt"], "give the address of each judge"),
         ([rows, here, "reward.judge_rubric=['-1: Bad']"], "reward.judge_rubric: no weight is above 0"),
         ([rows, here, "reward.judge_rubric_column=rubric"], r"row 1: column rubric\[0\] is no criterion"),
         ([rows, here, "reward.judge_rubric_column=other"], "the rows have no such column"),
         ([rows, here, "reward.judge_rounds=2"], "reward.judge_mode=score shows one answer at a time"),
         ([rows, here, "reward.judge_mode=pairs", "reward.judge_rounds=3"], "a pair has two orders"),
-        ([rows, f"reward.judge=[{server.url}/v1,{server.url}/v1]"], "the same judge twice"),
+        ([rows, f"reward.judge=[{server.url}/v1,{server.url}/v1]"], "the same judge is named twice"),
         ([rows, here, "reward.judge_panel=median"], "reward.judge names one judge"),
     ):
         assert main(["eval", "--judge", *words]) == 2

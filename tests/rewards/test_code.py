@@ -102,7 +102,7 @@ def test_the_deadline_of_the_reward_must_leave_time() -> None:
     assert reward_timeout(load(Eval, CODE[1:])) == 15 and reward_timeout(load(RL, CODE[:1])) == 10
     assert load(RL, [*CODE, "reward.timeout=45"]).sandbox.workers == 2
     assert load(Eval, [*CODE[1:], "reward.timeout=15"]).sandbox == Sandbox(workers=2)
-    with pytest.raises(BirlError, match=r"sandbox\.seconds=20: all tests together"):
+    with pytest.raises(BirlError, match=r"sandbox\.seconds=20: is longer than the limit of all tests"):
         load(RL, [*CODE, "reward.timeout=99", "sandbox.seconds=20"])
 
 

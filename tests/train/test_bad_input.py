@@ -188,7 +188,7 @@ def test_a_bad_model_folder_is_named(bench: Bench, change: Callable[[Path], None
         (["rollout.group_size=1", "algorithm.scale_rewards=group"], ["rollout.group_size=1", "scale_rewards=none"]),
         (["rollout.group_size=1"], ["rollout.group_size=1", "set rollout.group_size=8, or algorithm.baseline=none"]),
         (["resume=nothing"], ["resume=nothing", "no such checkpoint folder", "birl checkpoints RUN"]),
-        (["run=data.jsonl"], ["run=data.jsonl: is a file, or a link to no folder; name a folder"]),
+        (["run=data.jsonl"], ["run=data.jsonl: is a file or a broken link; name a folder"]),
         (
             ["run=data.jsonl/run"],
             ["/data.jsonl/run: Not a directory", "Cannot write into the run folder", "Choose another with run="],

@@ -264,7 +264,7 @@ def test_lengths_parts_and_pairs_reach_the_estimator() -> None:
     ],
 )
 def test_what_changes_the_reward_goes_with_advantages_that_read_it(advantage: str, words: list[str]) -> None:
-    with pytest.raises(BirlError, match="is not made of a reward that"):
+    with pytest.raises(BirlError, match="does not use the penalties of"):
         config(f"algorithm.advantage={advantage}", "algorithm.teacher=t", *words)
 
 

@@ -61,8 +61,8 @@ def test_micro_batches_and_ranks_change_nothing(tiny: Path, tmp_path: Path, word
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "env=single_turn answers nothing"),
-        (("env=guess_number", "algorithm.teacher=x", "algorithm.teacher_divergence=jsd"), "is not predicted beside"),
+        ((), "env=single_turn has no observations"),
+        (("env=guess_number", "algorithm.teacher=x", "algorithm.teacher_divergence=jsd"), "cannot be combined with"),
     ],
 )
 def test_where_it_has_no_meaning_it_is_refused(words: tuple[str, ...], message: str) -> None:

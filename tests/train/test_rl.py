@@ -232,12 +232,12 @@ def test_a_run_in_int8_goes_on_bit_for_bit(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("model.dtype=float32", "int8: is made of weights in bfloat16"),
-        ("algorithm.correction=none", "algorithm.correction=none ignores that"),
+        ("model.dtype=float32", "int8: needs weights in bfloat16"),
+        ("algorithm.correction=none", "algorithm.correction=none ignores"),
         ("algorithm.surrogate=reinforce algorithm.proximal=behaviour", "has no ratio that corrects it"),
-        ("lora.rank=4 lora.quantize=nf4", "lora.quantize=nf4 has rounded already"),
-        ("policies=[a,b] lora.rank=4", "not built for several policies"),
-        ("parallel.fsdp=2", "leave out other parallel"),
+        ("lora.rank=4 lora.quantize=nf4", "already quantised by lora.quantize=nf4"),
+        ("policies=[a,b] lora.rank=4", "does not support several policies"),
+        ("parallel.fsdp=2", "remove other parallel"),
         ("engine.kind=birl", "engine.weights=int8: has no effect because engine.kind=birl"),
     ],
 )

@@ -84,10 +84,10 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tiny: Path, tmp_path: Path, more:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("algorithm=distill algorithm.teacher=self", "say in algorithm.hint what it sees"),
-        ("algorithm=sdft algorithm.hint=[Aha]", "needs something of the row or the answer in braces"),
+        ("algorithm=distill algorithm.teacher=self", "add text with algorithm.hint"),
+        ("algorithm=sdft algorithm.hint=[Aha]", "needs a column, sibling or feedback in braces"),
         ("algorithm=sdft algorithm.hint=['{proof}']", "has no column 'proof', only answer"),
-        ("algorithm=sdft algorithm.router_replay=rollout", "are those without a hint"),
+        ("algorithm=sdft algorithm.router_replay=rollout", "are those of the prompt without a hint"),
         ("algorithm.hint=['{answer}']", r"algorithm\.teacher is empty"),
         ("algorithm=distill algorithm.teacher=x algorithm.teacher_rate=0", r"algorithm\.teacher is not self"),
         ("algorithm=sdft parallel.cp=2", r"set parallel\.cp=1"),

@@ -92,8 +92,8 @@ def test_teachers_behind_addresses(tiny: Path, pair: dict[str, Path], tmp_path: 
     [
         (("algorithm.teachers=[a]",), "write each as name=model"),
         (("algorithm.teachers=[a=x,a=y]",), "every name once"),
-        (("algorithm.teachers=[a=x]", "algorithm.teacher=y"), "set one of them"),
-        (("algorithm.teachers=[a=self]",), "self is none of several"),
+        (("algorithm.teachers=[a=x]", "algorithm.teacher=y"), "set only one of them"),
+        (("algorithm.teachers=[a=self]",), "self cannot be one of several"),
         (("algorithm.teacher=x", "algorithm.teacher_column=env"), "algorithm.teachers is empty"),
         (
             (
@@ -101,7 +101,7 @@ def test_teachers_behind_addresses(tiny: Path, pair: dict[str, Path], tmp_path: 
                 "algorithm.teacher_divergence=jsd",
                 "algorithm.teacher_top_k=4",
             ),
-            "and others are not",
+            "cannot be mixed with local models",
         ),
     ],
 )

@@ -20,7 +20,6 @@ from birl.config.decided import (
     weights_method,
 )
 from birl.config.keys import documentation, written
-from birl.config.rules.unread import SINGLE
 from birl.config.schema import RL, SFT, Config, Eval, Serve, Stage, reward_functions
 from birl.errors import did_you_mean
 from birl.hub import addressed, is_address
@@ -63,7 +62,7 @@ REFUSED_POLICIES: dict[str, Callable[[RL], object]] = {
     "experts' routes are not replayed under adapters; set algorithm.router_replay=none": lambda c: (
         c.algorithm.router_replay != "none"
     ),
-    "a replay samples anew with the base alone; set debug.resample=false": lambda c: c.debug.resample,
+    "a replay samples again with the base model only; set debug.resample=false": lambda c: c.debug.resample,
     "adapters are small, and optimizer.offload=cpu is not built for them; set none": lambda c: (
         c.optimizer.offload != "none"
     ),
@@ -74,9 +73,9 @@ def _policies(c: RL) -> Iterator[str]:
     """A single policy without a league is the ordinary policy of the run, with a name."""
     for name in c.policies:
         if not POLICY.fullmatch(name):
-            yield f"policies: {name!r} is no name; use letters, digits, and . _ - behind the first."
+            yield f"policies: {name!r} is not a valid name; use letters and digits, then also . _ -"
     if len(set(c.policies)) < len(c.policies):
-        yield f"{setting(c, 'policies')}: two of them have one name; name each differently."
+        yield f"{setting(c, 'policies')}: two policies have the same name; give each its own."
     if len(c.policies) > 1 or (c.policies and c.league.every):
         key = "policies" if len(c.policies) > 1 else "league.every"
         yield from (f"{setting(c, key)}: {why.format(c=c)}." for why, holds in REFUSED_POLICIES.items() if holds(c))
@@ -84,19 +83,19 @@ def _policies(c: RL) -> Iterator[str]:
 
 #: of RL, message after engine.weights=int8 -> condition
 REFUSED_INT8: dict[str, Callable[[RL], object]] = {
-    "the weights that it rounds are whole ones, of one process or copies (parallel.ddp); leave out other parallel.*": (
+    "needs unsharded weights, of one process or with parallel.ddp only; remove other parallel.* keys": (
         lambda c: max(c.parallel.fsdp, c.parallel.cp, c.parallel.tp, c.parallel.ep) > 1
     ),
-    "rounding what lora.quantize={c.lora.quantize} has rounded already is not built; set lora.quantize=none": (
+    "does not support weights that are already quantised by lora.quantize={c.lora.quantize}; set lora.quantize=none": (
         lambda c: c.lora.quantize != "none"
     ),
-    "is not built for several policies, or a league; leave out policies": lambda c: (
+    "does not support several policies or a league; remove policies": lambda c: (
         len(c.policies) > 1 or c.league.every > 0
     ),
-    "what samples is not quite what is trained, and algorithm.correction=none ignores that; set auto": lambda c: (
+    "sampled and trained policy differ slightly, which algorithm.correction=none ignores; set auto": lambda c: (
         c.algorithm.correction == "none" and proximal(c) != "behaviour"
     ),
-    "what samples is not quite what is trained, and algorithm.surrogate=reinforce has no ratio that corrects it under "
+    "sampled and trained policy differ slightly, and algorithm.surrogate=reinforce has no ratio that corrects it with "
     "algorithm.proximal=behaviour; set algorithm.proximal=auto": lambda c: (
         c.algorithm.surrogate == "reinforce" and proximal(c) == "behaviour"
     ),
@@ -107,9 +106,9 @@ def _int8(c: RL | Eval | Serve) -> Iterator[str]:
     if c.engine.weights != "int8":
         return
     if c.model.dtype != "bfloat16":
-        yield f"engine.weights=int8: is made of weights in bfloat16, not model.dtype={c.model.dtype}; leave one out."
+        yield f"engine.weights=int8: needs weights in bfloat16, not model.dtype={c.model.dtype}; set only one of them."
     if isinstance(c, Serve) and c.volume:
-        yield "engine.weights=int8: a server takes no new weights then, so volume has no use; leave one out."
+        yield "engine.weights=int8: the server cannot load new weights, so volume has no effect; set only one of them."
     if isinstance(c, RL):
         yield from (f"engine.weights=int8: {why.format(c=c)}." for why, holds in REFUSED_INT8.items() if holds(c))
 
@@ -125,7 +124,7 @@ def _own_parts(c: Config) -> Iterator[str]:
     for key, name, example in [*names, ("env.kind", c.env.kind, "MyEnv")] if isinstance(c, RL | Eval) else names:
         place, colon, attribute = name.rpartition(":")
         if name.endswith(".py"):
-            yield f"{key}={name}: say what of it, as in {key}={name}:{example}."
+            yield f"{key}={name}: name an object in this file, as in {key}={name}:{example}."
         elif colon and (not place or not attribute.isidentifier()):
             yield f"{key}={name}: expected my_file.py:NAME or package.module:NAME."
         elif place.endswith(".py") and not Path(place).expanduser().is_file():
@@ -134,7 +133,7 @@ def _own_parts(c: Config) -> Iterator[str]:
 
 def _options(c: RL | Eval) -> Iterator[str]:
     if c.env.kind == "single_turn" and c.env.options:
-        yield f"env.{next(iter(c.env.options))}: there is no such key, and {SINGLE}."
+        yield f"env.{next(iter(c.env.options))}: env.kind=single_turn has no such key; name an environment."
 
 
 def _weights(c: Config, key: str, number: int, of: str, zero: str) -> Iterator[str]:
@@ -148,7 +147,7 @@ def _weights(c: Config, key: str, number: int, of: str, zero: str) -> Iterator[s
 def _data(c: RL | Stage) -> Iterator[str]:
     if not c.data.train and not (isinstance(c, RL) and c.env.kind != "single_turn"):
         yield (
-            f"data.train is empty: say what to train on, as in `birl {command(c)} data.train=my.jsonl` (.json .jsonl "
+            f"data.train is empty: name the training data, as in `birl {command(c)} data.train=my.jsonl` (.json .jsonl "
             ".csv .parquet .arrow, a folder or a hub name), or start from a recipe, as in "
             f"`birl {command(c)} recipes/NAME.yaml`."
         )
@@ -159,7 +158,7 @@ def _data(c: RL | Stage) -> Iterator[str]:
 def _eval(c: Eval) -> Iterator[str]:
     if not c.data.validation and c.env.kind == "single_turn":
         instead = written(c.data.train) if c.data.train else "my.jsonl"
-        yield f"data.validation is empty: say what to measure on, as in `birl eval data.validation={instead}`."
+        yield f"data.validation is empty: name the data, as in `birl eval data.validation={instead}`."
 
 
 def _roles(c: SFT) -> Iterator[str]:
@@ -170,7 +169,7 @@ def _roles(c: SFT) -> Iterator[str]:
 def _rewards(c: RL | Eval) -> Iterator[str]:
     functions = reward_functions(c)
     for name in {name for name in functions if functions.count(name) > 1}:
-        yield f"reward.functions names {name} twice; give it a higher weight in reward.weights instead."
+        yield f"reward.functions names {name} twice; raise its weight in reward.weights instead."
     names = f"functions ({', '.join(functions)})"
     yield from _weights(c, "reward.weights", len(functions), names, "every reward would be 0")
     try:
@@ -179,8 +178,8 @@ def _rewards(c: RL | Eval) -> Iterator[str]:
         yield f"reward.format_pattern={c.reward.format_pattern}: is not a regular expression: {error}."
     if "code" in functions and 0 < c.reward.timeout < (needed := tests_seconds(c)):
         yield (
-            f"{setting(c, 'reward.timeout')}: the tests of {most_answers(c)} answers, {at_once(c)} at once, may take "
-            f"{needed:g} s by sandbox.total_seconds={c.sandbox.total_seconds:g}; set "
+            f"{setting(c, 'reward.timeout')}: the tests of {most_answers(c)} answers, {at_once(c)} at once, can take "
+            f"{needed:g} s with sandbox.total_seconds={c.sandbox.total_seconds:g}; set "
             f"reward.timeout={needed:g} or more, or 0."
         )
     if (most := max(c.validation.k, default=1)) > c.validation.samples:
@@ -196,24 +195,24 @@ def _sampling(c: RL) -> Iterator[str]:
         if value_of(c, key) != off and (kind == "sglang" or (kind == "vllm" and not 0 < c.rollout.top_k <= LISTED)):
             less = f"set rollout.top_k, at most {LISTED}, or " if kind == "vllm" else "set "
             yield (
-                f"{setting(c, key)}: the learner's log-probs must be over the tokens that a token was drawn from, and "
-                f"engine.kind={kind} does not say which these were; {less}engine.kind=embedded or birl, or {key}={off}."
+                f"{setting(c, key)}: the learner's log-probs must be over the tokens that the engine kept, but "
+                f"engine.kind={kind} does not report them; {less}engine.kind=embedded or birl, or {key}={off}."
             )
         if value_of(c, key) != off and served and c.algorithm.teacher_divergence == "sampled":
             yield (
-                f"{setting(c, key)}: the teacher behind {served[0]} gives log-probs over all tokens, compared "
-                f"with ours over those that were kept; name a model's folder, or set {key}={off}."
+                f"{setting(c, key)}: the teacher at {served[0]} returns log-probs over all tokens, but "
+                f"the policy's are over the kept tokens; name a model's folder, or set {key}={off}."
             )
     if c.rollout.top_k > MOST:
-        yield f"{setting(c, 'rollout.top_k')}: engines tell at most {MOST} kept tokens for each token; set that, or 0."
+        yield f"{setting(c, 'rollout.top_k')}: engines report at most {MOST} kept tokens per token; set that, or 0."
     buffer, answer, longest, prompt = (
         *(c.algorithm.overlong_buffer, c.rollout.max_tokens),
         *(c.model.max_length, c.data.max_prompt_tokens),
     )
     if buffer >= answer:
         yield (
-            f"algorithm.overlong_buffer={buffer}: must be less than rollout.max_tokens={answer}, or every answer is "
-            f"overlong; a fifth of it is {answer // 5}."
+            f"algorithm.overlong_buffer={buffer}: must be less than rollout.max_tokens={answer}, or every answer would "
+            f"be overlong; DAPO's share is a fifth, {answer // 5}."
         )
     if answer < longest < prompt + answer:
         yield (
@@ -238,13 +237,13 @@ def _engines(c: RL | Eval) -> Iterator[str]:
     for key, values in rows.items():
         for value in values:
             if addressed(value) and not is_address(value):
-                yield f"{key}: {value!r} is no address; write one as http://host:8000."
+                yield f"{key}: {value!r} is not an address; write http://host:8000, for example."
 
 
 def _new_weights(c: RL) -> Iterator[str]:
     method, allowed = weights_method(c), ENGINES[kind_of(c.engine)].methods if kind_of(c.engine) in ENGINES else ()
     if allowed and method not in allowed:
-        yield f"weights.method={method}: engine.kind={c.engine.kind} takes {' | '.join(allowed)}."
+        yield f"weights.method={method}: engine.kind={c.engine.kind} supports {' | '.join(allowed)}."
     old, every, window = c.rollout.max_staleness, c.weights.sync_every, c.rollout.order_window
     most = (old - every + 1) * c.rollout.prompts
     if every > old + 1:
@@ -254,7 +253,7 @@ def _new_weights(c: RL) -> Iterator[str]:
         )
     elif window > most:
         yield (
-            f"rollout.order_window={window}: no step could be filled; at most (max_staleness - sync_every + 1) x "
+            f"rollout.order_window={window}: no step could be complete; set at most (max_staleness - sync_every + 1) x "
             f"prompts = {most}. Lower it, or raise rollout.max_staleness."
         )
 
@@ -292,7 +291,7 @@ def _run(c: RL | Stage) -> Iterator[str]:
     for name, address in ADDRESSES.items():
         mode = getattr(c.track, name)
         if "://" in mode:
-            yield f"track.{name}={mode}: an address belongs into the environment: {address}."
+            yield f"track.{name}={mode}: set an address in the environment: {address}."
         if mode in ("offline", "online") and find_spec(name) is None:
             yield f"track.{name}={mode}: {name} is not installed; pip install 'birl[{name}]', or track.{name}=off."
 

@@ -84,38 +84,38 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "validation.max_tokens={c.validation.max_tokens}: leaves no room for a prompt in "
             "model.max_length={c.model.max_length}.": lambda c: 0 < c.model.max_length <= c.validation.max_tokens,
             "env.kind is empty: name an environment, or single_turn.": lambda c: not c.env.kind,
-            "reward.functions is empty, and single_turn, of env.parts, has no score of its own; name one, as in "
+            "reward.functions is empty, but single_turn in env.parts has no reward of its own; name a function, as in "
             "reward=math.": lambda c: (
                 c.env.kind == "mixture"
                 and "single_turn" in str(c.env.options.get("parts", ""))
                 and not reward_functions(c)
             ),
-            "reward.functions=model: say which, as in reward.model=FOLDER (`birl checkpoints RUN export`).": lambda c: (
+            "reward.functions=model: needs reward.model=FOLDER (see `birl checkpoints RUN export`).": lambda c: (
                 "model" in reward_functions(c) and not c.reward.model
             ),
-            "reward.functions=judge: say where the judge is, as in "
+            "reward.functions=judge: needs the address of a judge, as in "
             "reward.judge=http://localhost:8000/v1#MODEL.": lambda c: (
                 "judge" in reward_functions(c) and not c.reward.judge
             ),
-            "reward.judge={c.reward.judge}: say where each judge is, as in "
+            "reward.judge={c.reward.judge}: give the address of each judge, as in "
             "reward.judge=http://localhost:8000/v1#MODEL.": lambda c: (
                 "judge" in reward_functions(c) and not all(map(addressed, c.reward.judge))
             ),
-            "reward.judge={c.reward.judge}: the same judge twice has one opinion; name each once.": lambda c: (
+            "reward.judge={c.reward.judge}: the same judge is named twice; name each judge once.": lambda c: (
                 len(set(c.reward.judge)) < len(c.reward.judge)
             ),
-            "reward.judge_mode=pairs: a pair has two orders, so reward.judge_rounds={c.reward.judge_rounds} would ask "
-            "the same again; set 1 or 2.": lambda c: c.reward.judge_mode == "pairs" and c.reward.judge_rounds > 2,
+            "reward.judge_mode=pairs: a pair has two orders, so reward.judge_rounds={c.reward.judge_rounds} would "
+            "repeat requests; set 1 or 2.": lambda c: c.reward.judge_mode == "pairs" and c.reward.judge_rounds > 2,
             "reward.judge_prompt={c.reward.judge_prompt}: there is no such file.": lambda c: (
                 "judge" in reward_functions(c)
                 and c.reward.judge_prompt
                 and not Path(c.reward.judge_prompt).expanduser().is_file()
             ),
-            "sandbox.seconds={c.sandbox.seconds:g}: all tests together may take only "
-            "sandbox.total_seconds={c.sandbox.total_seconds:g}; lower one, or raise the other.": lambda c: (
+            "sandbox.seconds={c.sandbox.seconds:g}: is longer than the limit of all tests, "
+            "sandbox.total_seconds={c.sandbox.total_seconds:g}; lower the first or raise the second.": lambda c: (
                 "code" in reward_functions(c) and c.sandbox.seconds > c.sandbox.total_seconds
             ),
-            "engine.python={c.engine.python}: is no Python interpreter; name the file, as in "
+            "engine.python={c.engine.python}: is not a Python interpreter; name the executable, as in "
             ".venv/bin/python.": lambda c: (
                 c.engine.python and not (Path(c.engine.python).is_file() and os.access(c.engine.python, os.X_OK))
             ),
@@ -124,37 +124,37 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
     (
         RL | Stage | Tinker,
         {
-            "model.device={c.model.device}: is one GPU, and each of the {c.parallel.size} processes computes on a GPU "
-            "of its own; set model.device=cuda.": lambda c: c.model.device[-1:].isdigit() and c.parallel.size > 1
+            "model.device={c.model.device}: is a single GPU, but each of the {c.parallel.size} processes needs its "
+            "own; set model.device=cuda.": lambda c: c.model.device[-1:].isdigit() and c.parallel.size > 1
         },
     ),
     (
         RL | Stage,
         {
-            "data.validation_split={c.data.validation_split:g}: data.validation names a held-out set already; drop "
+            "data.validation_split={c.data.validation_split:g}: data.validation already names a held-out set; remove "
             "one of the two.": lambda c: c.data.validation_split and c.data.validation,
             "parallel.ep={c.parallel.ep}: must divide parallel.fsdp x parallel.cp = "
-            "{c.parallel.fsdp} x {c.parallel.cp} = {c.parallel.fsdp_cp}, the processes that experts"
-            " are shared out among.": lambda c: c.parallel.ep > 1 and c.parallel.fsdp * c.parallel.cp % c.parallel.ep,
-            "parallel.ep={c.parallel.ep}: does not go together with parallel.tp={c.parallel.tp}; set one of them to"
+            "{c.parallel.fsdp} x {c.parallel.cp} = {c.parallel.fsdp_cp}, the processes that the"
+            " experts are split over.": lambda c: c.parallel.ep > 1 and c.parallel.fsdp * c.parallel.cp % c.parallel.ep,
+            "parallel.ep={c.parallel.ep}: cannot be combined with parallel.tp={c.parallel.tp}; set one of them to"
             " 1.": lambda c: c.parallel.ep > 1 and c.parallel.tp > 1,
             "lora.targets is empty, so nothing would be trained; set lora.targets=[all-linear].": lambda c: (
                 c.lora.rank and not c.lora.targets
             ),
-            "optimizer.kind=muon steps hidden matrices, and lora.rank={c.lora.rank} trains small ones in their place; "
+            "optimizer.kind=muon updates hidden matrices, but lora.rank={c.lora.rank} trains only LoRA matrices; "
             "set optimizer.kind=adamw, or lora.rank=0.": lambda c: c.lora.rank and c.optimizer.kind == "muon",
             "lora.quantize={c.lora.quantize}: a quantised weight cannot be split over processes; set parallel.fsdp=1, "
             "parallel.cp=1 and parallel.tp=1 (parallel.ddp may be more), or lora.quantize=none.": lambda c: (
                 c.lora.rank and c.lora.quantize != "none" and c.parallel.fsdp * c.parallel.cp * c.parallel.tp > 1
             ),
-            "lora.quantize={c.lora.quantize}: all that optimizer.offload=cpu could move is small then; set "
+            "lora.quantize={c.lora.quantize}: optimizer.offload=cpu would save little memory; set "
             "optimizer.offload=none.": lambda c: (
                 c.lora.rank and c.lora.quantize != "none" and c.optimizer.offload == "cpu"
             ),
-            "run={c.run!r}: is no name of a folder; leave it out, and one is made up.": lambda c: (
+            "run={c.run!r}: is not a valid folder name; leave it empty for a generated one.": lambda c: (
                 c.run and (not c.run.strip() or "\0" in c.run)
             ),
-            "run={c.run}: is a file, or a link to no folder; name a folder.": lambda c: (
+            "run={c.run}: is a file or a broken link; name a folder.": lambda c: (
                 "\0" not in c.run and not (p := Path(c.run)).is_dir() and (p.exists() or p.is_symlink())
             ),
             "resume is empty: use auto, never, or the folder of a checkpoint or run.": lambda c: not c.resume,
@@ -179,10 +179,10 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "data.train_on is empty: name roles, as in data.train_on=[assistant], or data.train_on=[all].": lambda c: (
                 not c.data.train_on
             ),
-            "distill.teacher={c.distill.teacher}: must be a model's folder, as a server gives no distributions of all "
-            "tokens.": lambda c: "://" in c.distill.teacher,
-            "distill.teacher={c.distill.teacher}: is not compared with over a vocabulary that tp={c.parallel.tp} "
-            "processes share out; set parallel.tp=1, and parallel.fsdp instead.": lambda c: (
+            "distill.teacher={c.distill.teacher}: must be a model's folder, as servers do not return the distribution "
+            "over all tokens.": lambda c: "://" in c.distill.teacher,
+            "distill.teacher={c.distill.teacher}: cannot be combined with parallel.tp={c.parallel.tp}, which "
+            "splits the vocabulary; set parallel.tp=1, and use parallel.fsdp instead.": lambda c: (
                 c.distill.teacher and c.parallel.tp > 1
             ),
         },
@@ -190,7 +190,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
     (
         RL,
         {
-            "rollout.temperature=0: greedy answers are all the same, so there is nothing to compare; use 1 "
+            "rollout.temperature=0: greedy answers are all equal, so all advantages would be 0; use 1 "
             "(validation.temperature may be 0).": lambda c: c.rollout.temperature == 0,
             "rollout.stop: an empty string would end every answer at once; remove it.": lambda c: "" in c.rollout.stop,
             "rollout.stop: a backslash and a letter is not a line break; in bash write "
@@ -205,14 +205,14 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "env.sampling=agent: the log-probs that are trained are those of rollout.temperature, "
             "top_p, top_k and min_p, so answers must be drawn with them. Leave env.sampling=run; "
             "`birl eval` can use agent.": lambda c: c.env.sampling == "agent" and c.env.kind != "single_turn",
-            "algorithm.credit=turn: not with algorithm.advantage={c.algorithm.advantage}, but with "
+            "algorithm.credit=turn: does not support algorithm.advantage={c.algorithm.advantage}; set "
             "relative.": lambda c: (
                 c.algorithm.credit == "turn" and not _relative(c) and ":" not in c.algorithm.advantage
             ),
-            "algorithm.credit=turn: a greedy episode has other turns; take another algorithm.baseline.": lambda c: (
+            "algorithm.credit=turn: the greedy episode has other turns; set another algorithm.baseline.": lambda c: (
                 c.algorithm.credit == "turn" and c.algorithm.baseline == "greedy"
             ),
-            "algorithm.credit=turn: the KL belongs to no turn; set algorithm.kl_in=loss.": lambda c: (
+            "algorithm.credit=turn: does not support the KL in the reward; set algorithm.kl_in=loss.": lambda c: (
                 c.algorithm.credit == "turn" and c.algorithm.kl_coef > 0 and c.algorithm.kl_in == "reward"
             ),
             "rollout.group_size=1: the mean of one reward is that reward, so every advantage would be 0; set "
@@ -223,8 +223,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "one, which does not exist; set rollout.group_size=8, or algorithm.scale_rewards=none.": lambda c: (
                 _alone(c) and _relative(c) and c.algorithm.scale_rewards == "group"
             ),
-            "algorithm.baseline={c.algorithm.baseline}: leaves a group of equal rewards an advantage, and "
-            "algorithm.scale_rewards=group has no deviation to divide it by; set "
+            "algorithm.baseline={c.algorithm.baseline}: gives a group of equal rewards an advantage, but "
+            "algorithm.scale_rewards=group has no standard deviation to divide it by; set "
             "algorithm.baseline=group, or algorithm.scale_rewards=batch.": lambda c: (
                 _relative(c)
                 and not _alone(c)
@@ -233,8 +233,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             ),
             "rollout.group_size=1: algorithm.advantage={c.algorithm.advantage} compares the answers to a prompt; "
             "set rollout.group_size=8.": lambda c: _alone(c) and c.algorithm.advantage in ("gdpo", "best_and_worst"),
-            "algorithm.dynamic_sampling=true: drops groups whose rewards are all the same, but with "
-            "algorithm.baseline=none those do train; set algorithm.baseline=group or "
+            "algorithm.dynamic_sampling=true: drops groups whose rewards are all equal, but with "
+            "algorithm.baseline=none these have a gradient; set algorithm.baseline=group or "
             "algorithm.dynamic_sampling=false.": lambda c: (
                 c.algorithm.dynamic_sampling and _relative(c) and c.algorithm.baseline == "none"
             ),
@@ -242,20 +242,20 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "rollout.group_size=8.": lambda c: (
                 c.algorithm.dynamic_sampling and _alone(c) and not (_relative(c) and c.algorithm.baseline == "none")
             ),
-            "algorithm.max_refill=0: algorithm.dynamic_sampling=true may then replace nothing; set "
+            "algorithm.max_refill=0: algorithm.dynamic_sampling=true could not replace any group; set "
             "algorithm.max_refill=4.": lambda c: c.algorithm.dynamic_sampling and c.algorithm.max_refill == 0,
-            "algorithm.kl_target: steers the KL in the reward; set algorithm.kl_in=reward, or kl_target=0.": lambda c: (
+            "algorithm.kl_target: needs the KL in the reward; set algorithm.kl_in=reward, or kl_target=0.": lambda c: (
                 c.algorithm.kl_target > 0 and c.algorithm.kl_coef > 0 and c.algorithm.kl_in == "loss"
             ),
             "algorithm.kl_horizon={c.algorithm.kl_horizon}: too short for {c.episodes} episodes a step; set "
             "{c.episodes} or more.": lambda c: c.algorithm.kl_target > 0 and c.algorithm.kl_horizon <= 0.2 * c.episodes,
             "algorithm.pass_k={c.algorithm.pass_k}: with rollout.group_size={c.rollout.group_size} "
-            "there is one set of answers, so nothing to compare; set a smaller algorithm.pass_k or "
+            "there is only one set of k answers; set a smaller algorithm.pass_k or "
             "a larger rollout.group_size.": lambda c: (
                 c.algorithm.advantage == "pass_at_k" and c.algorithm.pass_k >= c.rollout.group_size
             ),
-            "algorithm.advantage={c.algorithm.advantage}: is not made of a reward that algorithm.overlong_buffer, "
-            "length_penalty or kl_in=reward has changed; leave them out, or take another advantage.": lambda c: (
+            "algorithm.advantage={c.algorithm.advantage}: does not use the penalties of algorithm.overlong_buffer, "
+            "length_penalty or kl_in=reward; remove them, or set another advantage.": lambda c: (
                 c.algorithm.advantage in ("gdpo", "pass_at_k", "zero")
                 and (
                     c.algorithm.overlong_buffer
@@ -263,63 +263,63 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                     or (c.algorithm.kl_coef > 0 and c.algorithm.kl_in == "reward")
                 )
             ),
-            "algorithm.advantage=zero: nothing would be learned without algorithm.teacher; name a model.": lambda c: (
+            "algorithm.advantage=zero: has no gradient without algorithm.teacher; name a model.": lambda c: (
                 c.algorithm.advantage == "zero" and not teachers_of(c)
             ),
             "algorithm.teachers={c.algorithm.teachers}: write each as name=model, every name once, as in "
             "[math=folder,code=other_folder].": lambda c: len(teachers_of(c)) < len(c.algorithm.teachers),
-            "algorithm.teachers={c.algorithm.teachers}: and algorithm.teacher={c.algorithm.teacher}; set one of "
-            "them.": lambda c: c.algorithm.teachers and c.algorithm.teacher,
-            "algorithm.teachers={c.algorithm.teachers}: self is none of several; set algorithm.teacher=self, and no "
-            "others.": lambda c: c.algorithm.teachers and SELF in teachers_of(c).values(),
-            "algorithm.teachers={c.algorithm.teachers}: some are behind an address, which gives top tokens alone, "
-            "and others are not; name folders, addresses, or set algorithm.teacher_divergence=sampled.": lambda c: (
+            "algorithm.teachers={c.algorithm.teachers}: algorithm.teacher={c.algorithm.teacher} is set, too; set "
+            "only one of them.": lambda c: c.algorithm.teachers and c.algorithm.teacher,
+            "algorithm.teachers={c.algorithm.teachers}: self cannot be one of several; set algorithm.teacher=self "
+            "alone.": lambda c: c.algorithm.teachers and SELF in teachers_of(c).values(),
+            "algorithm.teachers={c.algorithm.teachers}: servers return only top-k tokens and cannot be mixed with "
+            "local models; name only folders, only addresses, or set algorithm.teacher_divergence=sampled.": lambda c: (
                 _served(c) and not all(map(addressed, teachers_of(c).values()))
             ),
-            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: a teacher behind an address gives no "
-            "distributions of all tokens; set algorithm.teacher_top_k=20, say (of vLLM at most its --max-logprobs), "
+            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: a served teacher does not return the "
+            "distribution over all tokens; set algorithm.teacher_top_k=20 (for vLLM at most its --max-logprobs), "
             "algorithm.teacher_divergence=sampled, or name a model's folder as algorithm.teacher.": lambda c: (
                 _served(c) and not c.algorithm.teacher_top_k
             ),
-            "rollout.temperature={c.rollout.temperature:g}: a teacher behind an address says its most likely tokens at "
-            "temperature 1, and they would be compared with the policy's at another; set 1, or name a model's folder "
+            "rollout.temperature={c.rollout.temperature:g}: a served teacher returns log-probs at temperature 1, "
+            "which cannot be compared with the policy's at another; set 1, or name a model's folder "
             "as algorithm.teacher.": lambda c: _served(c) and c.rollout.temperature != 1,
-            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: the most likely tokens of a teacher "
-            "behind an address are of whole rows, and "
-            "parallel.cp={c.parallel.cp} ranks have parts of them; set parallel.cp=1, and parallel.fsdp.": lambda c: (
+            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: a served teacher returns tokens of whole "
+            "rows, but "
+            "parallel.cp={c.parallel.cp} splits them; set parallel.cp=1, and use parallel.fsdp instead.": lambda c: (
                 _served(c) and c.parallel.cp > 1
             ),
-            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: is not computed with a vocabulary that "
-            "parallel.tp={c.parallel.tp} processes share out; set parallel.tp=1, and parallel.fsdp.": lambda c: (
+            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: cannot be combined with "
+            "parallel.tp={c.parallel.tp}, which splits the vocabulary; set parallel.tp=1, and fsdp.": lambda c: (
                 c.algorithm.teacher_divergence != "sampled" and teachers_of(c) and c.parallel.tp > 1
             ),
-            "algorithm.observation_coef={c.algorithm.observation_coef:g}: what environments answer is not predicted "
-            "beside algorithm.teacher_divergence={c.algorithm.teacher_divergence}; set observation_coef=0, or "
+            "algorithm.observation_coef={c.algorithm.observation_coef:g}: cannot be combined with "
+            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}; set observation_coef=0, or "
             "teacher_divergence=sampled.": lambda c: (
                 c.algorithm.observation_coef > 0 and teachers_of(c) and c.algorithm.teacher_divergence != "sampled"
             ),
-            "algorithm.observation_coef={c.algorithm.observation_coef:g}: env=single_turn answers nothing that could "
-            "be predicted; set algorithm.observation_coef=0, or another env.": lambda c: (
+            "algorithm.observation_coef={c.algorithm.observation_coef:g}: env=single_turn has no observations; "
+            "set algorithm.observation_coef=0, or another env.": lambda c: (
                 c.algorithm.observation_coef > 0 and c.env.kind == "single_turn"
             ),
-            "algorithm.teacher=self: sees what the policy sees, so there is nothing to learn from it; say in "
-            "algorithm.hint what it sees beside, as in ['A right answer: {{answer}}'].": lambda c: (
+            "algorithm.teacher=self: has the same prompt as the policy, so there is nothing to learn from it; add "
+            "text with algorithm.hint, as in ['A right answer: {{answer}}'].": lambda c: (
                 c.algorithm.teacher == SELF and not c.algorithm.hint
             ),
-            "algorithm.hint={c.algorithm.hint}: each text needs something of the row or the answer in braces, as in "
+            "algorithm.hint={c.algorithm.hint}: each text needs a column, sibling or feedback in braces, as in "
             "'A right answer: {{answer}}'.": lambda c: not all(re.search(r"\{\w+\}", t) for t in c.algorithm.hint),
-            "algorithm.hint: a prompt with a hint is longer than without, and parallel.cp={c.parallel.cp} ranks would "
-            "have other tokens of both; set parallel.cp=1, and parallel.fsdp.": lambda c: (
+            "algorithm.hint: a hint makes the teacher's prompt longer, and parallel.cp={c.parallel.cp} would split it "
+            "differently; set parallel.cp=1, and use parallel.fsdp instead.": lambda c: (
                 c.algorithm.hint and c.algorithm.teacher_divergence != "sampled" and c.parallel.cp > 1
             ),
-            "algorithm.router_replay=rollout: the experts that computed an answer are those without a hint; with "
+            "algorithm.router_replay=rollout: the recorded experts are those of the prompt without a hint; with "
             "algorithm.teacher=self set router_replay=none.": lambda c: (
                 c.algorithm.router_replay == "rollout" and c.algorithm.teacher == SELF
             ),
             "algorithm.mask_truncated=true: has no effect because rollout.truncated=drop drops those answers; use "
             "one.": lambda c: c.algorithm.mask_truncated and c.rollout.truncated == "drop",
             "algorithm.surrogate=reinforce: has no importance ratio, so only the first update of a batch would be "
-            "right; set algorithm.updates_per_batch=1 and algorithm.passes=1, or another surrogate.": lambda c: (
+            "correct; set algorithm.updates_per_batch=1 and algorithm.passes=1, or another surrogate.": lambda c: (
                 c.algorithm.surrogate == "reinforce" and _updates(c) > 1
             ),
             "algorithm.surrogate={c.algorithm.surrogate}: is not bounded, and "
@@ -332,41 +332,41 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "algorithm.dual_clip={c.algorithm.dual_clip:g}: must be above 1, as in 3, or 0 for none.": lambda c: (
                 0 < c.algorithm.dual_clip <= 1
             ),
-            "algorithm.correction_low is above algorithm.correction_high, so nothing would be left.": lambda c: (
+            "algorithm.correction_low is above algorithm.correction_high, so all tokens would be masked.": lambda c: (
                 c.algorithm.correction_low > c.algorithm.correction_high
             ),
             "algorithm.surrogate=online_dpo and algorithm.advantage=best_and_worst belong together: set both, or "
             "algorithm=online_dpo.": lambda c: (
                 (c.algorithm.surrogate == "online_dpo") != (c.algorithm.advantage == "best_and_worst")
             ),
-            "algorithm.surrogate=online_dpo: has one loss a pair; set algorithm.denominator=sequence.": lambda c: (
+            "algorithm.surrogate=online_dpo: has one loss per pair; set algorithm.denominator=sequence.": lambda c: (
                 c.algorithm.surrogate == "online_dpo" and c.algorithm.denominator != "sequence"
             ),
-            "weights.method=checkpoint: starts servers anew, which engine.attach leaves to others; "
-            "use reload.": lambda c: c.engine.attach and weights_method(c) == "checkpoint",
-            "weights.method=nccl: NCCL wants other GPUs than the learner's, and with engine.sleep=true servers of "
-            "{c.engine.kind} share them; use shared.": lambda c: (
+            "weights.method=checkpoint: restarts servers, which is not possible with engine.attach; "
+            "set reload.": lambda c: c.engine.attach and weights_method(c) == "checkpoint",
+            "weights.method=nccl: NCCL needs other GPUs than the learner's, but with engine.sleep=true servers of "
+            "{c.engine.kind} share them; set shared.": lambda c: (
                 weights_method(c) == "nccl" and c.engine.sleep and c.engine.kind in ("vllm", "sglang")
             ),
-            "weights.method=nccl: SGLang takes weights so under tensor parallelism alone; "
+            "weights.method=nccl: SGLang supports it only with tensor parallelism; "
             "engine.pipeline_parallel={c.engine.pipeline_parallel} needs reload or shared.": lambda c: (
                 weights_method(c) == "nccl" and c.engine.kind == "sglang" and c.engine.pipeline_parallel > 1
             ),
-            "engine.sleep=true: servers that sleep while the learner trains sample nothing meanwhile, and "
-            "rollout.max_staleness={c.rollout.max_staleness} asks for just that; use one of them.": lambda c: (
+            "engine.sleep=true: servers that sleep while the learner trains cannot sample meanwhile, which "
+            "rollout.max_staleness={c.rollout.max_staleness} needs; set only one of them.": lambda c: (
                 c.engine.sleep and c.rollout.max_staleness > 0
             ),
-            "debug.replay: samples nothing, or in this process; set engine.kind=embedded.": lambda c: (
+            "debug.replay: samples in this process or not at all; set engine.kind=embedded.": lambda c: (
                 c.debug.replay and c.engine.kind != "embedded"
             ),
-            "debug.only_rollout=true: a replay samples nothing; use one of them.": lambda c: (
+            "debug.only_rollout=true: a replay does not sample; set only one of them.": lambda c: (
                 c.debug.replay and c.debug.only_rollout
             ),
-            "debug.replay={c.debug.replay}: a replay is a run of its own; name another folder with run=...": lambda c: (
+            "debug.replay={c.debug.replay}: is the folder of this run; name another folder with run=...": lambda c: (
                 c.debug.replay and Path(c.debug.replay) == Path(c.run)
             ),
-            "algorithm.router_replay={c.algorithm.router_replay}: only engine.kind=embedded says which experts it "
-            "used, not engine.kind={c.engine.kind}.": lambda c: (
+            "algorithm.router_replay={c.algorithm.router_replay}: only engine.kind=embedded reports the experts of "
+            "each token, not engine.kind={c.engine.kind}.": lambda c: (
                 c.algorithm.router_replay != "none" and c.engine.kind != "embedded"
             ),
             "algorithm.router_replay={c.algorithm.router_replay}: a record holds no routes; "
@@ -380,7 +380,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
     (
         DPO,
         {
-            "preference.loss=robust: is dpo while preference.label_smoothing=0; set that, to 0.1 say.": lambda c: (
+            "preference.loss=robust: equals dpo if preference.label_smoothing=0; set it, as in 0.1.": lambda c: (
                 c.preference.loss == "robust" and c.preference.label_smoothing == 0
             ),
             "preference.desirable_weight=0 and preference.undesirable_weight=0: nothing would be trained.": lambda c: (
@@ -389,8 +389,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "batch_size=1: preference.loss=kto compares rows of a batch with one another; set 2 or more.": lambda c: (
                 c.preference.loss == "kto" and c.batch_size == 1
             ),
-            "preference.reference=precomputed: preference.loss=kto needs the reference on answers that are put "
-            "together anew in every step; set preference.reference=live.": lambda c: (
+            "preference.reference=precomputed: preference.loss=kto needs the reference on other pairs of prompt "
+            "and answer in every step; set preference.reference=live.": lambda c: (
                 c.preference.loss == "kto" and c.preference.reference == "precomputed"
             ),
         },

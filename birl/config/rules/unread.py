@@ -20,11 +20,11 @@ from birl.config.decided import (
 from birl.config.schema import DPO, RL, SFT, Eval, Stage, Tinker, reward_functions
 from birl.hub import addressed
 
-ADDRESSES = "engine.attach uses servers that run already"
+ADDRESSES = "engine.attach uses running servers"
 LEARNERS = "the embedded engine samples from the learner's own weights; set engine.kind=birl for another process"
 HELD_OUT = "there is no held-out data; set data.validation or data.validation_split"
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
-SINGLE = "env.kind=single_turn answers nothing; name an environment"
+SINGLE = "env.kind=single_turn has a single turn; name an environment"
 PROXIMAL = "algorithm.correction algorithm.correction_level algorithm.correction_high"
 ORDER = (
     "data.order data.order_target data.order_start data.order_half_life data.order_threshold data.retire_after "
@@ -101,7 +101,7 @@ UNREAD: tuple[Row, ...] = (
         Tinker,
         "model.picture_hosts model.freeze_vision",
         lambda c: False,
-        "Tinker's clients send pictures as files, and what computes them is never trained",
+        "Tinker clients upload pictures, and the vision tower is never trained",
     ),
     _row(
         Tinker,
@@ -122,12 +122,12 @@ UNREAD: tuple[Row, ...] = (
     _by("algorithm.surrogate", "algorithm.dual_clip", "clip"),
     _by("algorithm.surrogate", "algorithm.clip_low algorithm.clip_high", "clip", "gspo", "gmpo", "cispo"),
     _by("algorithm.credit", "algorithm.turn_discount", "turn"),
-    _row(RL, "algorithm.credit", lambda c: c.env.kind != "single_turn" or c.env.mcp, f"there is one turn: {SINGLE}"),
+    _row(RL, "algorithm.credit", lambda c: c.env.kind != "single_turn" or c.env.mcp, SINGLE),
     _row(
         RL,
         "algorithm.kl_corrected algorithm.kl_target",
         lambda c: c.algorithm.kl_coef > 0,
-        "algorithm.kl_coef=0 leaves the KL term out; set algorithm.kl_coef=0.04",
+        "algorithm.kl_coef=0 turns the KL penalty off; set algorithm.kl_coef=0.04",
     ),
     _by("algorithm.kl_in", "algorithm.kl_corrected", "loss"),
     _row(RL, "algorithm.kl_horizon", lambda c: c.algorithm.kl_target > 0, "algorithm.kl_target=0 keeps kl_coef fixed"),
@@ -160,16 +160,16 @@ UNREAD: tuple[Row, ...] = (
         RL,
         "critic.path critic.lr critic.freeze_steps critic.passes critic.freeze_attention",
         lambda c: not c.critic.shared,
-        "critic.shared=true has no model of its own",
+        "critic.shared=true has no separate critic",
     ),
     _row(
         RL,
         "critic.lam_alpha",
         lambda c: c.algorithm.advantage == "gae",
-        "algorithm.advantage={c.algorithm.advantage} has a lambda for each turn",
+        "algorithm.advantage={c.algorithm.advantage} applies lambda per turn",
     ),
     _row(RL, "critic.lam", lambda c: not c.critic.lam_alpha, "critic.lam_alpha={c.critic.lam_alpha:g}; set it to 0"),
-    _row(RL, "critic.coef", lambda c: c.critic.shared, "critic.shared=false; the critic has its own optimizer"),
+    _row(RL, "critic.coef", lambda c: c.critic.shared, "critic.shared=false: the critic has its own optimizer"),
     _engine("engine.python engine.threads engine.start_timeout engine.restarts", *SERVERS),
     _engine("engine.count engine.arguments engine.attach engine.request_timeout engine.sleep", *SERVERS, OWN),
     _engine("engine.tensor_parallel engine.pipeline_parallel engine.memory_fraction", "vllm", "sglang"),
@@ -182,7 +182,7 @@ UNREAD: tuple[Row, ...] = (
         RL,
         "engine.recompute_kv",
         lambda c: c.rollout.max_staleness,
-        "rollout.max_staleness=0 changes no weights in the middle of an answer; set 1, say",
+        "with rollout.max_staleness=0 weights never change during an answer; set 1 or more",
     ),
     _row(RL | Eval, "engine.count engine.python engine.threads engine.arguments", _started, ADDRESSES),
     _row(RL | Eval, "engine.restarts engine.max_batch engine.kv_cache_gb engine.memory_fraction", _started, ADDRESSES),
@@ -190,7 +190,7 @@ UNREAD: tuple[Row, ...] = (
         RL | Eval,
         "engine.start_timeout",
         lambda c: _started(c) or any(map(NAME.fullmatch, c.engine.attach)),
-        "engine.attach names addresses, which must answer",
+        "engine.attach has only addresses, which must be running already",
     ),
     _row(
         RL,
@@ -216,14 +216,14 @@ UNREAD: tuple[Row, ...] = (
         RL | Stage,
         "parallel.timeout",
         lambda c: c.parallel.shares * c.parallel.cp * c.parallel.tp > 1,
-        "there is only one process; set parallel.fsdp, say",
+        "there is only one process; set parallel.fsdp=2, for example",
     ),
     _row(RL | Stage, "parallel.sequence", lambda c: c.parallel.tp > 1, "parallel.tp=1"),
     _row(
         RL | Stage,
         "parallel.context",
         lambda c: c.parallel.cp > 1,
-        "parallel.cp=1 splits no row; set parallel.cp=2, say",
+        "parallel.cp=1 splits no row; set parallel.cp=2, for example",
     ),
     _row(
         RL | Eval,
@@ -249,9 +249,9 @@ UNREAD: tuple[Row, ...] = (
         RL | Eval,
         "reward.timeout reward.workers",
         reward_functions,
-        "env={c.env.kind} gives the rewards, and reward.functions is empty; name one",
+        "env={c.env.kind} computes the rewards, and reward.functions is empty; name one",
     ),
-    _row(RL | Eval, "reward.concurrency", _over_http, "no reward is asked for over HTTP"),
+    _row(RL | Eval, "reward.concurrency", _over_http, "no reward is computed over HTTP"),
     _row(RL | Eval, "env.max_turns", lambda c: c.env.kind != "single_turn" or c.env.mcp, SINGLE),
     _row(RL | Eval, "env.sampling", lambda c: c.env.kind != "single_turn", SINGLE),
     _row(RL | Eval, "env.mcp_timeout env.mcp_longest env.mcp_sandbox", lambda c: c.env.mcp, "env.mcp names no server"),
@@ -271,7 +271,7 @@ UNREAD: tuple[Row, ...] = (
         RL,
         "data.order_half_life data.order_threshold data.retire_after data.retire_for",
         lambda c: c.data.order != "uniform",
-        "data.order=uniform takes no results into account; set data.order=thompson, say",
+        "data.order=uniform ignores results; set data.order=thompson, for example",
     ),
     _row(RL, "data.retire_for", lambda c: c.data.retire_after, "data.retire_after=0 retires no task"),
     _row(
@@ -314,7 +314,7 @@ UNREAD: tuple[Row, ...] = (
         RL | Stage,
         "epochs",
         lambda c: not c.steps,
-        "steps={c.steps} decides the length of the run; drop one of the two",
+        "steps={c.steps} sets the length of the run; remove one of the two",
     ),
     _row(RL, "league.", lambda c: c.policies, "policies is empty; name one, as in policies=[player]"),
     _row(RL, "league.size", lambda c: c.league.every, "league.every=0 keeps no versions; set league.every=10"),
