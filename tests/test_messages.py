@@ -229,6 +229,7 @@ REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"
         ("chat mute", "mute has no tokenizer"),
         ("rm data.train=pairs.jsonl model=nosuch", "model.path=nosuch: there is no such folder here"),
         ("dpo data.train=pairs.jsonl model=nosuch.gguf", "model.path=nosuch.gguf: there is no such file"),
+        ("sft DATA data.train_on=[assistent]", "data.train_on=assistent: there is no such role"),
         ("dpo DATA preference.loss=dop", "Did you mean dpo?"),
         ("eval data.validation=nosuch", "nosuch: no such file or folder here"),
         ("eval data.validation=rows.jsonl model=nosuch", "model.path=nosuch: there is no such folder here"),

@@ -9,10 +9,10 @@ from itertools import takewhile
 from typing import Any
 
 from birl.config import schema
-from birl.data.messages import NO_TOOLS, Shown, check_input, kind, messages_of, plain_text
+from birl.data.messages import NO_TOOLS, ROLES, Shown, check_input, kind, messages_of, plain_text
 from birl.data.rows import Rows, pick
 from birl.data.tasks import PROMPTS, RESPONSES, column_of, existing, for_another
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 from birl.types import Conversation, Message
 
 TRUE, FALSE = (True, 1, "true", "yes", "1"), (False, 0, "false", "no", "0", -1)
@@ -26,6 +26,9 @@ UNREAD = {
 
 def text_form(rows: Rows, config: schema.Texts) -> "TextForm":
     """Return the form of SFT rows. Raises `BirlError` if the columns do not fit."""
+    if wrong := next((role for role in config.train_on if role not in (*ROLES, "all")), ""):
+        hint = did_you_mean(wrong, ROLES)
+        raise BirlError(f"data.train_on={wrong}: there is no such role; roles are {', '.join(ROLES)}, or all.{hint}")
     prompt = column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column")
     response = column_of(rows, config.answer_column, RESPONSES, "data.answer_column")
     learned = config.answer_column or rows.has("text")
