@@ -9,7 +9,9 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -17,9 +19,12 @@ from typing import Any, TypeVar, cast
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Sweep
+from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
@@ -37,6 +42,7 @@ from birl.hub import is_model, is_run
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve, Tinker)
 Section = TypeVar("Section")
 
+HYDRA = threading.Lock()
 FOLDERS = ("run", "resume", "output")  # in these ~ is the user's home: no folder of that name is created
 NULL = ("null", "Null", "NULL", "~", "None", "???")  # null in YAML, Python and OmegaConf
 ONE_MARK = re.compile(r"\[([^\[\],'\"=]+)\]")  # [END], [/INST]
@@ -179,6 +185,20 @@ def _multirun_hint(value: str) -> str:
     return " To run once for each value, add --multirun." if "," in value or value.endswith(")") else ""
 
 
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Hydra has one state per process: other threads wait, and an application that uses Hydra keeps its own."""
+    kinds, instances = (GlobalHydra, VersionBase), Singleton._instances  # pyright: ignore[reportPrivateUsage]
+    with HYDRA:
+        theirs = {kind: instances.pop(kind) for kind in kinds if kind in instances}
+        try:
+            yield
+        finally:
+            for kind in kinds:
+                instances.pop(kind, None)
+            instances.update(theirs)
+
+
 @functools.cache
 def _composed(schema: type, choices: tuple[tuple[str, str], ...]) -> DictConfig:
     name = f"birl_{schema.__name__.lower()}"
@@ -187,7 +207,7 @@ def _composed(schema: type, choices: tuple[tuple[str, str], ...]) -> DictConfig:
     store.store(name=f"{name}_schema", node=asdict(schema()))
     store.store(name=name, node={"defaults": [f"{name}_schema", *chosen, "_self_"]})
     OmegaConf.register_new_resolver("share", lambda whole, part: int(whole * part), replace=True)
-    with initialize_config_dir(config_dir=str(PRESETS.resolve()), version_base="1.3", job_name="birl"):
+    with _own_hydra(), initialize_config_dir(config_dir=str(PRESETS.resolve()), version_base="1.3", job_name="birl"):
         return compose(config_name=name, overrides=[f"{group}={preset}" for group, preset in choices])
 
 

@@ -1,14 +1,17 @@
 """`key=value` words become a configuration, or one message that names the key, the nearest valid one and the fix."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.version import getbase
 from omegaconf import OmegaConf
 
 from birl.cli.chat import Settings
 from birl.config.keys import documentation, presets
-from birl.config.load import flatten, load, load_with_choices, read_section, run_folder, to_yaml
+from birl.config.load import _composed, flatten, load, load_with_choices, read_section, run_folder, to_yaml
 from birl.config.nearest import nearest_keys
 from birl.config.schema import RL, Eval
 from birl.errors import BirlError
@@ -41,8 +44,17 @@ def test_eval_loads_and_has_no_algorithm():
 def test_loading_leaves_hydra_as_it_was():
     GlobalHydra.instance().clear()
     for _ in range(2):
+        _composed.cache_clear()
         load(RL, [TRAIN])
     assert not GlobalHydra.instance().is_initialized()
+
+
+def test_an_application_of_hydra_and_threads_load_configurations(tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text("rate: 3\n")
+    with initialize_config_dir(config_dir=str(tmp_path), version_base="1.2"), ThreadPoolExecutor(4) as threads:
+        _composed.cache_clear()
+        assert all(threads.map(lambda _: load(RL, [TRAIN]).data.train == ["a.jsonl"], range(4)))
+        assert compose("app") == {"rate": 3} and str(getbase()) == "1.2"
 
 
 def test_scalars_get_their_types():
