@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from birl.blocked import Blocked
@@ -25,7 +25,8 @@ def undone() -> Iterator[None]:
     try:
         yield
     finally:
-        os.chdir(folder)
+        with suppress(OSError):  # it was deleted meanwhile
+            os.chdir(folder)
         hook()
         os.environ |= variables | os.environ
         sys.path += [place for place in path if place not in sys.path]

@@ -101,6 +101,11 @@ def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
         return None
     if used:
         check_same(run, config, newest)
+    if used and newest is None and (run / "summary.json").is_file():
+        raise BirlError(
+            f"{run} holds a run that has ended, but its checkpoints are not there: it would begin anew and empty "
+            "metrics.jsonl and the other records. Put them back, choose run=ANOTHER_FOLDER, or delete the folder."
+        )
     return newest
 
 

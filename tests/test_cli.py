@@ -85,6 +85,20 @@ def test_mistakes_exit_2_with_a_message(words: list[str], part: str, capsys: pyt
     assert all(line.startswith("birl: ") for line in streams.err.splitlines())
 
 
+@pytest.mark.parametrize("words", [["rl", "run=/tmp/a", TRAIN], ["doctor"], ["reproduce"]])
+def test_a_deleted_current_folder_is_one_line(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from birl.config.load import _composed
+
+    _composed.cache_clear()  # Hydra looks for the folder
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(words) == 2
+    assert capsys.readouterr().err == "birl: the current folder was deleted: change to another one, as with `cd`.\n"
+
+
 def test_print_config_is_yaml_that_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["rl", "--print-config", TRAIN, "algorithm=dapo", "seed=5"]) == 0
     first = capsys.readouterr().out

@@ -78,6 +78,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except OSError as error:  # damage, a full disk, missing rights: file and reason are enough
         if error.filename is None:
+            if error.errno == errno.ENOENT and _folder_is_gone():
+                tell(BirlError("the current folder was deleted: change to another one, as with `cd`."))
+                return MISTAKE
             if error.errno not in FULL:
                 raise
             tell(BirlError(f"{error.strerror}: make room on the disk, then start the same command again."))
@@ -108,6 +111,13 @@ def _nobody_reads() -> bool:
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)  # errors are reported without a request
     return bool(output.poll(0))
+
+
+def _folder_is_gone() -> bool:
+    try:
+        return not os.getcwd()
+    except FileNotFoundError:
+        return True
 
 
 def _dispatch(argv: list[str]) -> int:

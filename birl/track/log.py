@@ -106,12 +106,16 @@ class JsonLog:
             self._file = path.open("ab", buffering=0)
 
     def cut(self, size: int) -> bool:
-        """Truncate to `size` bytes. False if the file is shorter: then only a torn line is removed."""
+        """Truncate to `size` bytes. False if they are not whole lines, or the file is shorter: only what is left of
+        a torn line is removed then."""
         with writing(self.path):
             have = os.path.getsize(self.path)
+            with open_regular(self.path) as file:
+                file.seek(min(max(size - 1, 0), have))
+                fits = size == 0 or file.read(1) == b"\n"
             # truncate() beyond the end would append zero bytes.
-            self._file.truncate(size if have >= size else self._whole(have))
-        return have >= size
+            self._file.truncate(size if fits else self._whole(min(have, size)))
+        return fits
 
     def _whole(self, size: int) -> int:
         """Length up to the end of the last whole record; a crash may leave any bytes after it."""

@@ -70,7 +70,10 @@ class Tracker:
         with only_shown("the console"):
             self._view.start()
         for path in short:
-            self.message(f"warning: {path} is shorter than at the checkpoint; some earlier records are missing from it")
+            self.message(
+                f"warning: {path} is shorter than at the checkpoint, or was changed; some earlier records are missing "
+                "from it"
+            )
 
     def _open(self, step: int, resumed: bool) -> None:
         start = Start(run=self.run, mode="offline", id=secrets.token_hex(16), config={}, step=step, resumed=resumed)
@@ -206,7 +209,10 @@ class Tracker:
 
 def short(run: Path) -> Path:
     """Relative path if it is below the current folder."""
-    return Path(os.path.relpath(run)) if run.is_relative_to(Path.cwd()) else run
+    try:
+        return Path(os.path.relpath(run)) if run.is_relative_to(Path.cwd()) else run
+    except FileNotFoundError:  # the current folder was deleted meanwhile
+        return run
 
 
 def say_end(run: Path, track: Reports, told: dict[str, Any]) -> None:

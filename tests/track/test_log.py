@@ -61,6 +61,16 @@ def test_cut_never_fills_a_short_file_with_zeros(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"step":1}\n'
 
 
+def test_cut_leaves_no_half_line_where_a_longer_line_has_moved_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step":1,"note":"by hand"}\n{"step":2}\n{"step":3}\n')
+    with closing(JsonLog(path)) as log:
+        assert not log.cut(len(b'{"step":1}\n{"step":2}\n{"step":3}\n'))  # as the checkpoint knows it
+        log.append([{"step": 4}])
+        assert [row["step"] for row in read_jsonl(path)] == [1, 4]
+        assert log.cut(0) and path.read_bytes() == b""
+
+
 def test_a_full_disk_is_an_error_with_file_and_fix_and_leaves_whole_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,28 @@ def test_a_failing_step_leaves_the_checkpoints_before_it(bench: Bench) -> None:
     assert f"Resumed from {Path.cwd()}/run/checkpoints/step-000002" in bench.done("steps=3")
 
 
+def test_a_run_that_ended_is_not_emptied_where_its_checkpoints_were_deleted(bench: Bench) -> None:
+    bench.done()
+    shutil.rmtree("run/checkpoints")
+    before = contents("run")
+    assert "its checkpoints are not there: it would begin anew and empty metrics" in bench.refused("steps=2")
+    assert contents("run") == before
+
+
+def test_a_run_whose_current_folder_is_deleted_ends_well(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        f"{REWARDS}\ndef deletes(completions, **_):\n    os.rmdir({str(tmp_path / 'here')!r})\n"
+        "    return good(completions)\n"
+    )
+    (tmp_path / "here").mkdir()
+    os.chdir("here")
+    words = (f"reward.functions={tmp_path}/rewards.py:deletes", f"data.train={tmp_path}/data.jsonl")
+    try:
+        assert "Traceback" not in bench.done(*words, f"run={tmp_path}/run", "reward.workers=1", "rollout.prompts=1")
+    finally:
+        os.chdir(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
