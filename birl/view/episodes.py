@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from birl.errors import BirlError
-from birl.regular import open_regular
+from birl.regular import open_regular, parse_json
 from birl.track.progress import right_from
 from birl.track.runs import config
 from birl.types import Outcome
@@ -56,6 +56,17 @@ TOKENS = b',"samples":['  # tokens are written last; inside a text the quotes wo
 BITS = {name: 1 << place for place, name in enumerate(flags.NAMES)}
 BROKEN = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)  # exceptions of a broken line
 SAID_ALONE = ("repetition", "format", "unbacked", "script")  # flags that depend on the answer only
+
+
+def _problem(line: bytes, error: Exception) -> str:
+    """What is wrong with a line that caused `error`, in words."""
+    try:
+        record = parse_json(line)
+    except ValueError as reason:
+        return f"not JSON ({reason})"[:200]
+    if not isinstance(record, dict):
+        return "it is no JSON object"
+    return "it has no step" if isinstance(error, KeyError) else f"it is no episode ({error})"[:200]
 
 
 class Episodes:
@@ -189,7 +200,7 @@ class Episodes:
             except BROKEN as error:
                 self.skipped += 1
                 if len(self.broken) < NAMED:
-                    self.broken[self.lines] = f"{type(error).__name__}: {error}"[:200]
+                    self.broken[self.lines] = _problem(line, error)
             at += len(line) + 1
         self.read = at
         self._append(result)

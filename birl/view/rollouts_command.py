@@ -56,7 +56,9 @@ def run(words: list[str]) -> int:
     search.go_on()
     if search.episodes.skipped:
         line, why = next(iter(search.episodes.broken.items()), (0, ""))
-        print(f"birl: {search.episodes.skipped} broken lines passed over, such as line {line}: {why}", file=sys.stderr)
+        rest = f" So are {more} others." if (more := search.episodes.skipped - 1) else ""
+        place = visible(f"{search.episodes.path}, line {line}: {why}")
+        print(f"birl: {place}. It is left out; delete it to end this message.{rest}", file=sys.stderr)
     if target is not None:
         return _export(search, target, limit)
     _print(search, LIMIT if limit is None else limit)

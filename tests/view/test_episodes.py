@@ -90,7 +90,7 @@ def test_a_broken_line_is_counted_named_and_passed_over(tmp_path: Path, line: by
     path.write_bytes(encode(record(step=1)) + line + b"\n" + encode(record(step=2)))
     found = indexed(path)
     assert found.rows["step"].tolist() == [1, 2] and found.skipped == 1
-    assert list(found.broken) == [2] and found.broken[2]
+    assert list(found.broken) == [2] and found.broken[2].startswith(("not JSON (", "it is no ", "it has no step"))
 
 
 def test_a_broken_line_is_named_rightly_after_the_file_was_cut_back(tmp_path: Path) -> None:

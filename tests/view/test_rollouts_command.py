@@ -62,7 +62,8 @@ def test_broken_lines_are_told(run: Path, capsys: pytest.CaptureFixture[str]) ->
     with (run / "rollouts.jsonl").open("ab") as file:
         file.write(b"{\n")
     assert main(["rollouts", str(run), "step=41"]) == 0
-    assert "1 broken lines passed over, such as line 42" in capsys.readouterr().err
+    assert "rollouts.jsonl, line 42: not JSON (" in (said := capsys.readouterr().err)
+    assert said.endswith(". It is left out; delete it to end this message.\n")
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
