@@ -1,6 +1,7 @@
 """Every mistake gives exit code 2, a message that names the place and the fix, and leaves earlier work as it was."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
