@@ -290,7 +290,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                 _served(c) and c.parallel.cp > 1
             ),
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: cannot be combined with "
-            "parallel.tp={c.parallel.tp}, which splits the vocabulary; set parallel.tp=1, and fsdp.": lambda c: (
+            "parallel.tp={c.parallel.tp}, which splits the vocabulary; set tp=1, and parallel.fsdp.": lambda c: (
                 c.algorithm.teacher_divergence != "sampled" and teachers_of(c) and c.parallel.tp > 1
             ),
             "algorithm.observation_coef={c.algorithm.observation_coef:g}: cannot be combined with "
