@@ -87,10 +87,7 @@ def test_two_ranks_have_the_numbers_of_one_and_go_on_after_a_kill(tmp_path: Path
         alice = server.client()
         run = alice.run(alice.session())
         alice.loss(alice.learn(run, 1, DATA))
-        (rank,) = [p for p in psutil.Process(server.child.pid).children(recursive=True) if "RANK=1" in words(p)]
-        os.kill(rank.pid, signal.SIGSTOP)
-        asked = alice.learn(run, 2, DATA)  # journaled, and waits for the rank
-        os.kill(rank.pid, signal.SIGKILL)
+        asked = killed(server, lambda: alice.learn(run, 2, DATA))
         assert patient(server, lambda again: again.loss(asked))[0] == pytest.approx(twice[1], rel=1e-5)
         assert alice.wait(alice.step(run, 3))["metrics"]["grad_norm"] == pytest.approx(twice[2], rel=1e-5)
         server.child.send_signal(signal.SIGTERM)
@@ -99,6 +96,15 @@ def test_two_ranks_have_the_numbers_of_one_and_go_on_after_a_kill(tmp_path: Path
     assert "a rank of the learner is gone" in said and "rank 1 was ended by SIGKILL" in said, said
     assert "it ended (exit code 2) and is started again from its folder, restart 1 of 5" in said, said
     assert "Traceback" not in said, said
+
+
+def killed(server: Server, ask: Callable[[], T]) -> T:
+    """What is asked and journaled, and waits for rank 1, which is killed."""
+    (rank,) = [p for p in psutil.Process(server.child.pid).children(recursive=True) if "RANK=1" in words(p)]
+    os.kill(rank.pid, signal.SIGSTOP)
+    asked = ask()
+    os.kill(rank.pid, signal.SIGKILL)
+    return asked
 
 
 def patient(server: Server, ask: Callable[[Client], T]) -> T:
@@ -126,6 +132,25 @@ def test_a_request_for_which_a_rank_of_a_split_base_has_no_memory_is_the_only_on
         assert "Its pass failed on a rank, and the server ended" in error and "memory" in error, error
         assert alice.wait(alice.step(run, 3))["metrics"]["optimizer_steps"] == 1
         assert alice.loss(alice.learn(run, 4, DATA))[0] < before
+
+
+@pytest.mark.timeout(600)
+def test_a_request_is_done_again_after_the_first_kill_of_a_rank_and_refused_after_the_second(tmp_path: Path) -> None:
+    """A service whose ranks a request kills each time would otherwise end at each start."""
+    model = tiny_model_folder(tmp_path / "model")
+    with serving(model, tmp_path / "state", *WORDS[:2], "parallel.ddp=2") as server:
+        alice = server.client()
+        run = alice.run(alice.session())
+        first = killed(server, lambda: alice.learn(run, 1, DATA))
+        assert patient(server, lambda again: again.loss(first))[0] > 0
+        second = killed(server, lambda: server.client().learn(run, 2, DATA))
+        error = patient(server, lambda again: again.wait(second))["error"]
+        assert "Its pass failed on a rank, and the server ended" in error and "SIGKILL" in error, error
+        alice = server.client()
+        assert alice.wait(alice.step(run, 3))["metrics"]["grad_norm"] > 0  # of the first
+        server.child.send_signal(signal.SIGTERM)
+        server.child.wait(60)
+    assert "restart 2 of 5" in "".join(server.said), server.said
 
 
 CHILD = """import os, socket, sys

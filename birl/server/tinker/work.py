@@ -102,7 +102,8 @@ class Work:
     def refuse(self, word: str) -> None:
         """Record the failure of a pass on a rank that others wait for, after which the process ends: at the next start
         its requests are answered with the reason, and not executed again, as that might fail again. (any thread)"""
-        reason = word.partition("\nThe last collectives")[0].strip().rpartition("\n")[2]
+        ended, _, log = word.partition("\nThe last collectives")[0].strip().partition(" The end of ")
+        reason = f"{ended} {log.splitlines()[-1]}" if log else ended.rpartition("\n")[2]
         for run, seq in (p.request for p in self.passes.chosen if p.request[0]):
             self.runs.store.append(run, refusal(seq, f"Its pass failed on a rank, and the server ended: {reason}"))
 
