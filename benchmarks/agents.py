@@ -62,13 +62,15 @@ def main() -> int:
     load = machine()["load"]
     from birl.allocator import keep_memory
     from birl.config import schema
-    from birl.learner.policy import load_policy
+    from birl.learner.policy import DTYPES, load_policy
+    from birl.models.load import cast
     from birl.parallel.machine import compute_thread
 
     keep_memory()
     with compute_thread(args.threads) as compute:
         policy = compute.submit(load_policy, schema.Model(path=args.model), compute).result()
         if args.peer:
+            cast(policy.model, DTYPES["bfloat16"]).requires_grad_(False)  # a policy is loaded in float32
             return against_vllm(args, policy)
         found = measure(args, policy)
     print("| | seconds | without | ratio |\n| --- | --- | --- | --- |")
