@@ -242,7 +242,7 @@ def _steps(names: Names, schema: type) -> dict[str, Any]:
             raise BirlError(
                 f"warmup_ratio={warm}: optimizer.warmup_steps counts steps; give warmup_steps, or max_steps."
             )
-        warm = round(warm * names.get("max_steps"))
+        warm = math.ceil(warm * names.get("max_steps"))
     return result | ({"optimizer.warmup_steps": int(warm)} if warm else {})
 
 

@@ -246,11 +246,12 @@ def wide_state(master: Tensor) -> dict[str, Tensor]:
 
 def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, total: int | None, min_ratio: float) -> float:
     """Rate of optimizer step `step` (from 0): linear warm-up, then constant, or linear or cosine decay to min_ratio *
-    peak at `total`. A pure function of the step, so nothing of it needs saving."""
+    peak at `total`, which no step reaches, as in transformers: a step at rate 0 would be for nothing. So is the first
+    step of the warm-up, 1 / `warmup` of the peak. A pure function of the step, so nothing of it needs saving."""
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule == "constant" or total is None:
         return peak
-    done = min((step - warmup) / max(total - 1 - warmup, 1), 1.0)
+    done = min((step - warmup) / max(total - warmup, 1), 1.0)
     share = 1 - done if schedule == "linear" else (1 + cos(pi * done)) / 2
     return peak * (min_ratio + (1 - min_ratio) * share)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from transformers import get_scheduler
 
 from birl.data.pack import pack
 from birl.learner.learner import Learner, Stats
@@ -74,15 +75,28 @@ def test_decay_is_for_matrices_only() -> None:
     assert all(torch.equal(experts.weights()[n], b) for n, b in biases.items())
 
 
+@pytest.mark.parametrize(("total", "warmup"), [(8, 0), (8, 3), (1, 0), (2, 1), (5, 5), (3, 7)])
 @pytest.mark.parametrize(
-    ("schedule", "expected"),
+    ("theirs", "ours", "ratio"),
     [
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.7, 0.4, 0.1]),
-        ("cosine", [0.5, 1.0, 1.0, 0.775, 0.325, 0.1]),
+        ("constant_with_warmup", "constant", 0.0),
+        ("linear", "linear", 0.0),
+        ("cosine", "cosine", 0.0),
+        ("cosine_with_min_lr", "cosine", 0.1),
     ],
 )
-def test_schedules(schedule: str, expected: list[float]) -> None:
-    options = {"peak": 1.0, "schedule": schedule, "warmup": 2, "total": 6, "min_ratio": 0.1}
-    assert [learning_rate(s, **options) for s in range(6)] == pytest.approx(expected)  # type: ignore[arg-type]
-    assert learning_rate(99, **options) == pytest.approx(expected[-1])  # type: ignore[arg-type]
+def test_schedules_are_those_of_transformers(theirs: str, ours: str, ratio: float, total: int, warmup: int) -> None:
+    """But for the warm-up, whose first step has a rate; the last step of a decay had none."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    own = {"min_lr_rate": ratio} if ratio else {}
+    scheduler = get_scheduler(theirs, optimizer, warmup, total, own)
+    expected = []
+    for step in range(total):
+        expected.append(0.5 * (step + 1) / warmup if step < warmup else optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    given = {"peak": 0.5, "schedule": ours, "warmup": warmup, "total": total, "min_ratio": ratio}
+    found = [learning_rate(s, **given) for s in range(total)]  # type: ignore[arg-type]
+    assert found == pytest.approx(expected) and all(found)
+    if ours != "constant" and total > warmup:
+        assert learning_rate(total + 99, **given) == pytest.approx(0.5 * ratio)  # type: ignore[arg-type]

@@ -156,6 +156,7 @@ def test_a_zero_that_was_given_wins_over_a_preset() -> None:
         ({"lr_scheduler_type": "cosine"}, "optimizer.schedule", "cosine"),
         ({"warmup_steps": 3, "max_steps": 9}, "optimizer.warmup_steps", 3),
         ({"args": {"max_steps": 10, "warmup_ratio": 0.1}, "max_steps": -1}, "optimizer.warmup_steps", 1),
+        ({"args": {"max_steps": 12, "warmup_ratio": 0.1}, "max_steps": -1}, "optimizer.warmup_steps", 2),  # rounded up
         ({"save_steps": 4}, "checkpoint.every", 4),
         ({"save_strategy": "no", "overrides": {}}, "checkpoint.every", 0),
         ({"eval_steps": 4, "eval_strategy": "steps", "eval_dataset": ROWS}, "validation.every", 4),
