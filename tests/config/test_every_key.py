@@ -316,7 +316,7 @@ RL_CASES = {
     "optimizer.lr": Case("0.001", rates, [0.001]),
     "optimizer.schedule": Case("linear", rates, under="steps=3"),
     "optimizer.warmup_steps": Case("2", rates, under="steps=3"),
-    "optimizer.min_lr_ratio": Case("0.5", lambda s: rates(s)[-1], 0.005, "optimizer.schedule=cosine steps=3"),
+    "optimizer.min_lr_ratio": Case("0.5", lambda s: rates(s)[-1], 0.00625, "optimizer.schedule=cosine steps=3"),
     "optimizer.beta1": Case("0.1", weights, under="steps=2"),
     "optimizer.beta2": Case("0.1", weights, under="steps=2"),
     "optimizer.eps": Case("0.1", weights),
