@@ -65,11 +65,12 @@ class Client:
     def __init__(self, args: argparse.Namespace, url: str) -> None:
         import tinker
 
-        self.args, self.service = args, tinker.ServiceClient(base_url=url, api_key="tml-benchmark")
+        service: Any = tinker  # for a type checker this file itself has that name
+        self.args, self.service = args, service.ServiceClient(base_url=url, api_key="tml-benchmark")
         self.training: Any = None
 
     async def step(self, prompts: list[list[int]], number: int) -> list[Answer]:
-        from tinker import types
+        from tinker import types  # pyright: ignore[reportAttributeAccessIssue]
 
         if self.training is None:
             self.training = await self.service.create_lora_training_client("model", rank=RANK, seed=SEED)

@@ -5,6 +5,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,8 +53,12 @@ def test_a_program_that_is_killed_goes_on_from_its_checkpoint(place: tuple[Path,
     log = folder / "logs" / "killed"
     words = (MODEL, SMALL[0], "max_steps=4", "groups_per_batch=2", "eval_every=0", "save_every=1", "max_tokens=8")
     program = Program("math_rl.train", (*words, "behavior_if_log_dir_exists=resume"))
-    given = {"cwd": folder, "env": environment(folder, server.url, program, log), "stdin": subprocess.DEVNULL}
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    given: dict[str, Any] = {
+        "cwd": folder,
+        "env": environment(folder, server.url, program, log),
+        "stdin": subprocess.DEVNULL,
+    }
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     first = subprocess.Popen(program.words(log), **given, **quiet)
     saved, until = log / "checkpoints.jsonl", time.monotonic() + 300
     while not (saved.exists() and "\n" in saved.read_text()) and first.poll() is None and time.monotonic() < until:
