@@ -149,7 +149,10 @@ def measure(args: argparse.Namespace, policy: Any) -> dict[str, Any]:
     from birl.data.pack import pack
     from birl.learner.learner import Learner
 
-    episodes: list[Turns] = []
+    compute, episodes = policy.compute, list[Turns]()
+    learner = compute.submit(
+        Learner, policy.model, dtype=torch.bfloat16
+    ).result()  # the engine samples in bfloat16, too
 
     def generate(cache: bool) -> dict[str, Any]:
         found, episodes[:] = generation(args, policy, cache)
@@ -157,8 +160,6 @@ def measure(args: argparse.Namespace, policy: Any) -> dict[str, Any]:
 
     generated = in_turns(partial(generate, True), partial(generate, False), args.rounds)
     samples = [sample(turns, i // args.branches, i) for i, turns in enumerate(episodes)]
-    compute = policy.compute
-    learner = compute.submit(Learner, policy.model, dtype=torch.bfloat16).result()
     weights, pair_cost = [1 / sum(sum(s.mask) for s in samples)] * len(samples), policy.pair_cost
     work = [pack(s, weights, max(longest(args), 4096), 1, pair_cost) for s in (samples, training.apart(samples))]
 
