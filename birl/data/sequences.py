@@ -12,7 +12,7 @@ from birl.config import schema
 from birl.errors import BirlError
 from birl.text.bounds import beginning, cannot_fit
 from birl.text.pictures import FIRST, is_picture
-from birl.types import Conversation, Message, Sample
+from birl.types import Conversation, Group, Message, Sample
 
 if TYPE_CHECKING:
     from birl.text.chat import Chat
@@ -175,3 +175,40 @@ def observations(sample: Sample) -> np.ndarray:
     """Places [O] of the tokens after the first answer that the model did not sample: an environment's, a tool's or
     another agent's, with the chat template's around them; without placeholders of pictures."""
     return np.flatnonzero(np.logical_or.accumulate(sample.mask) & ~sample.mask & (sample.tokens < FIRST))
+
+
+def empty_samples(episodes: Sequence[tuple[Group, int]]) -> list[Sample]:
+    """One for each episode in which the model generated no token: it counts in the denominator as an answer."""
+    result = []
+    for group, episode in episodes:
+        turns = group.trajectories[episode].turns
+        if not any(len(turn.completion.tokens) for turn in turns):
+            zeros = [0] * len(turns[0].prompt)
+            result.append(
+                Sample(
+                    tokens=turns[0].prompt,
+                    mask=zeros,
+                    logprobs=zeros,
+                    versions=[-1] * len(zeros),
+                    advantage=0.0,
+                    group=group.index,
+                    episode=episode,
+                    policy=turns[0].policy,
+                )
+            )
+    return result
+
+
+def pairs(samples: Sequence[Sample]) -> list[Sample]:
+    """The chosen and the rejected answer of each group in which both are trained: if one is masked or has no tokens,
+    there is no pair. Raises `BirlError` if an answer is several samples."""
+    groups: dict[tuple[str, int], list[Sample]] = {}
+    for sample in samples:
+        if sample.advantage != 0:
+            groups.setdefault((sample.policy, sample.group), []).append(sample)
+    if any(len(own) > len({np.sign(s.advantage) for s in own}) for own in groups.values()):
+        raise BirlError(
+            "algorithm=online_dpo: compares one whole answer with another, but an episode has several agents, or turns "
+            "whose prompt does not begin with the turn before; take another algorithm, e.g. algorithm=rloo."
+        )
+    return [s for own in groups.values() if len(own) == 2 for s in own]

@@ -25,6 +25,7 @@ from birl.algorithms import values as critics
 from birl.algorithms.custom import NamedFunction, part
 from birl.algorithms.estimators import ADVANTAGES, BY_TOKEN, TENSORS
 from birl.data.pack import Batch, hinted
+from birl.data.sequences import empty_samples, pairs
 from birl.errors import BirlError
 from birl.learner.token_figures import behaviour, by_sample, per_token, spread
 from birl.parallel.ranks import Packer, Shared
@@ -78,8 +79,7 @@ class Credit:
         keys = self.keys
         self.estimator = None
         if keys.advantage not in BY_TOKEN:
-            name = "algorithm.advantage"
-            self.estimator = part(name, keys.advantage, ADVANTAGES, keys, keys.advantage_args, TENSORS)
+            self.estimator = part("algorithm.advantage", keys.advantage, ADVANTAGES, keys, keys.advantage_args, TENSORS)
 
     def of(
         self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float, pretraining: bool = False
@@ -97,11 +97,13 @@ class Credit:
             apart.setdefault((env, g.trajectories[i].turns[0].policy), []).append((g, i))
         results = [self._assign(episodes, greedy, kl_coef, lam) for episodes in apart.values()]
         order = {group.index: n for n, group in enumerate(groups)}
-        samples = sorted((s for made, _ in results for s in made), key=lambda s: order[s.group])
+        samples = sorted(
+            [*(s for made, _ in results for s in made), *empty_samples(kept)], key=lambda s: order[s.group]
+        )
         kls = [kl for _, kl in results if kl is not None]
         return Credited(
             samples=self._kept_for_training(samples, kept),
-            by_episode=_by_episode(samples),
+            by_episode=_by_episode([s for s in samples if s.mask.any()]),
             kl=torch.cat(kls).mean().item() if kls else float("nan"),
             episodes=len(kept),
         )
@@ -298,7 +300,7 @@ class Credit:
         keys = self.keys
         cut = {(g.index, i) for g, i in kept if g.trajectories[i].outcome is Outcome.TRUNCATED}
         result = [s for s in samples if not (keys.mask_truncated and (s.group, s.episode) in cut)]
-        return [s for s in result if s.advantage != 0] if keys.advantage == "best_and_worst" else result
+        return pairs(result) if keys.advantage == "best_and_worst" else result
 
 
 def _by_episode(samples: Sequence[Sample]) -> dict[tuple[int, int], float]:

@@ -198,7 +198,7 @@ class RLWorker(Worker):
 
     def has_gradient(self, sample: Sample) -> bool:
         """False if the sample need not go through the model."""
-        if self.updates.rollouts_only:
+        if self.updates.rollouts_only or not sample.mask.any():
             return False
         everything = self.updates.everything or self.objective.needs_reference() or sample.hinted is not None
         return everything or bool(np.any(sample.advantage))

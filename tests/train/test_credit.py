@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from birl.algorithms.reduce import DENOMINATORS
 from birl.config import schema
 from birl.config.load import load
 from birl.data.pack import Batch
@@ -17,6 +18,7 @@ from birl.learner.distillation import taught_by
 from birl.learner.token_figures import behaviour, per_token
 from birl.parallel.crew import RankGroup
 from birl.parallel.ranks import Ranks
+from birl.rollout import assemble
 from birl.train.build_worker import credit_of
 from birl.types import Completion, Group, Outcome, Sample, Stop, Task, Trajectory, Turn
 
@@ -252,6 +254,38 @@ def test_lengths_parts_and_pairs_reach_the_estimator() -> None:
     assert list(alone) == pytest.approx(one)
     paired = credit("algorithm=online_dpo")
     assert [(s.group, s.advantage) for s in paired.samples] == [(0, 1.0), (0, -1.0), (1, 1.0), (1, -1.0)]
+
+
+def test_a_pair_needs_both_answers() -> None:
+    """A masked or empty one, or an answer in pieces, ended the run with a ValueError of the loss."""
+    masked = credit("algorithm=online_dpo", "algorithm.mask_truncated=true")
+    assert [(s.group, s.advantage) for s in masked.samples] == [(0, 1.0), (0, -1.0)]
+    first, last = groups()
+    said = (episode([], 1.0), *first.trajectories[1:])
+    silent = credit_of(config("algorithm=online_dpo")).of([replace(first, trajectories=said), last], {}, 0.0)
+    assert {s.group for s in silent.samples} == {1}
+    whole = first.trajectories[0]
+    turns = (*whole.turns, replace(whole.turns[0], prompt=(1, 9)))
+    pieces = replace(first, trajectories=(replace(whole, turns=turns), *first.trajectories[1:]))
+    with pytest.raises(BirlError, match="one whole answer with another"):
+        credit_of(config("algorithm=online_dpo")).of([pieces], {}, 0.0)
+
+
+@pytest.mark.parametrize("denominator", ["sequence", "constant", "token", "group"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_answer_without_tokens_counts_as_an_answer(denominator: str, masked: bool) -> None:
+    """In the baseline and, as in TRL, in the denominator, where it was left out."""
+    told = (episode([5, 6], 1.0), episode([], 0.0), episode([7], 0.5), episode([], 0.0, Outcome.TRUNCATED))
+    group = replace(groups()[0], trajectories=told)
+    words = ("algorithm.mask_truncated=true",) if masked else ()
+    credited = credit_of(config("algorithm=grpo", "algorithm.kl_coef=0", *words)).of([group], {}, 0.0)
+    n = 3 if masked else 4
+    weighed = assemble.weighed(credited.samples, DENOMINATORS[denominator], 8, observed=True)
+    expected = {"sequence": [1 / (2 * n), 1 / n], "constant": [1 / (8 * n)] * 2}.get(denominator, [1 / 3] * 2)
+    assert [w for s, w, _ in weighed if s.mask.any()] == pytest.approx(expected)
+    mean, deviation = 0.375, (11 / 64) ** 0.5
+    assert credited.by_episode[0, 0] == pytest.approx((1 - mean) / deviation, rel=1e-5)
+    assert credited.by_episode.keys() == {(0, 0), (0, 2)}
 
 
 @pytest.mark.parametrize("advantage", ["gdpo", "pass_at_k", "zero"])
