@@ -131,7 +131,8 @@ def pack(
     counted = [w * (s.hinted is not None) for s, w in zip(samples, weights, strict=True)]
     read = [replace(_batch(row, [s.tokens for s in told], told, counted, True), **whose) for row, whose in planned]
     pairs = zip(batches, read, strict=True)
-    return [_shared(b, r) if b.support is None and not observed else replace(b, hinted=r) for b, r in pairs]
+    merged = not observed and all(s.support is None and s.likely is None for s in samples)
+    return [_shared(b, r) if merged else replace(b, hinted=r) for b, r in pairs]
 
 
 def _shared(batch: Batch, hinted: Batch) -> Batch:

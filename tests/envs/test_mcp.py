@@ -17,6 +17,7 @@ import pytest
 
 from birl.config.schema import Env as Keys
 from birl.envs.mcp.tools import Servers, servers_of
+from birl.envs.mcp.transport import Command, over_pipes
 from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
 from birl.process import free_port
@@ -215,6 +216,45 @@ def test_a_server_that_does_not_work_ends_the_run_at_once(
     Path("own_tools.py").write_text(OWN)
     with pytest.raises(BirlError, match=said):
         play([["Done."]], **keys)
+
+
+def test_a_session_that_is_cancelled_while_it_ends_leaves_no_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its transport was collected after the loop, in the middle of anything else, with an error there."""
+    started: list[Any] = []
+    start = asyncio.create_subprocess_exec
+
+    async def noted(*words: str, **more: Any) -> asyncio.subprocess.Process:
+        started.append(await start(*words, **more))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    holder, there = (
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3)'], start_new_session=True)",
+        tmp_path / "there",
+    )
+    words = [sys.executable, "-c", f"import subprocess, sys, time\n{holder}\nopen({str(there)!r}, 'w')\ntime.sleep(99)"]
+
+    async def session(begun: asyncio.Event) -> None:
+        command = Command(words=words, mark="BIRL_TEST=cancelled", environment=os.environ, folder=str(tmp_path))
+        async with over_pipes(command, asyncio.get_running_loop().create_future()):
+            begun.set()
+            await asyncio.sleep(99)
+
+    async def main() -> None:
+        begun = asyncio.Event()
+        task = asyncio.create_task(session(begun))
+        await begun.wait()
+        while not there.exists():
+            await asyncio.sleep(0.01)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait([task])
+        assert started[0]._transport.is_closing()
+
+    asyncio.run(main())
 
 
 def test_a_confined_server_reaches_nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

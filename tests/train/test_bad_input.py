@@ -144,7 +144,7 @@ def test_a_run_whose_current_folder_is_deleted_ends_well(bench: Bench, tmp_path:
         ("rewards.py:god", ["rewards.py has no function 'god'", "Did you mean good?"]),
         ("rewards.py:number", ["'number' in", "is a int, not a function"]),
         ("missing.py:f", ["reward.functions=missing.py:f", "there is no file missing.py"]),
-        ("rewards.py", ["reward.functions=rewards.py: say what of it", "rewards.py:my_function"]),
+        ("rewards.py", ["reward.functions=rewards.py: name an object in this file", "rewards.py:my_function"]),
         ("broken.py:f", ["broken.py:f", "broken.py:1: SyntaxError"]),
         ("mth", ["reward.functions=mth", "Did you mean math?"]),
         ("no_such_module:f", ["no_such_module:f", "there is no module 'no_such_module'"]),

@@ -42,7 +42,7 @@ class E(example.Transformers):
 """
 WRONG = {
     "no file": ("", "nothere.py:E", "there is no file nothere.py"),
-    "no class": ("", "{file}", r"say what of it, as in engine.kind=.*e.py:MyEngine"),
+    "no class": ("", "{file}", r"name an object in this file, as in engine.kind=.*e.py:MyEngine"),
     "another class": ("", "{file}:F", r"has no function F. It has: E"),
     "a function": ("def f(): pass", "{file}:f", "must be a class with generate and load"),
     "no load": ("class G:\n def generate(self): pass", "{file}:G", "G has no method load; it needs generate and load"),

@@ -72,22 +72,28 @@ async def over_pipes(command: Command, problem: Problem) -> AsyncIterator[Stream
     try:
         yield received, sent
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GRACE):
-                    await _ended(process)
-        finally:
-            kill(process.pid)
-            await called(end_strays, command.mark, threads=CLOSING)
-        await asyncio.wait(tasks, timeout=1.0)  # they read to the end, or asyncio would wait for it
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        process._transport.close()  # pyright: ignore  # else the loop may end before the pipes have
-        for stream in (incoming, received, sent, outgoing):
-            stream.close()
+            await _end(process, command, tasks)
+        finally:  # cancelled, too
+            process._transport.close()  # pyright: ignore  # else the loop may end before the pipes have
+            for stream in (incoming, received, sent, outgoing):
+                stream.close()
+
+
+async def _end(process: asyncio.subprocess.Process, command: Command, tasks: Sequence["asyncio.Task[None]"]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE):
+                await _ended(process)
+    finally:
+        kill(process.pid)
+        await called(end_strays, command.mark, threads=CLOSING)
+    await asyncio.wait(tasks, timeout=1.0)  # they read to the end, or asyncio would wait for it
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _read(process: asyncio.subprocess.Process, incoming: Any, problem: Problem) -> None:
