@@ -4,7 +4,7 @@ rendered nor encoded."""
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -183,19 +183,12 @@ def empty_samples(episodes: Sequence[tuple[Group, int]]) -> list[Sample]:
     for group, episode in episodes:
         turns = group.trajectories[episode].turns
         if not any(len(turn.completion.tokens) for turn in turns):
-            zeros = [0] * len(turns[0].prompt)
-            result.append(
-                Sample(
-                    tokens=turns[0].prompt,
-                    mask=zeros,
-                    logprobs=zeros,
-                    versions=[-1] * len(zeros),
-                    advantage=0.0,
-                    group=group.index,
-                    episode=episode,
-                    policy=turns[0].policy,
-                )
-            )
+            tokens = np.array(turns[0].prompt, np.int32)
+            zeros = np.zeros(len(tokens), np.float32)
+            own: dict[str, Any] = {"group": group.index, "episode": episode, "policy": turns[0].policy}
+            versions = np.full(len(tokens), -1, np.int32)
+            mask = zeros.astype(np.bool_)
+            result.append(Sample(tokens=tokens, mask=mask, logprobs=zeros, versions=versions, advantage=0.0, **own))
     return result
 
 
@@ -206,7 +199,7 @@ def pairs(samples: Sequence[Sample]) -> list[Sample]:
     for sample in samples:
         if sample.advantage != 0:
             groups.setdefault((sample.policy, sample.group), []).append(sample)
-    if any(len(own) > len({np.sign(s.advantage) for s in own}) for own in groups.values()):
+    if any(len(own) > len({cast(float, s.advantage) > 0 for s in own}) for own in groups.values()):
         raise BirlError(
             "algorithm=online_dpo: compares one whole answer with another, but an episode has several agents, or turns "
             "whose prompt does not begin with the turn before; take another algorithm, e.g. algorithm=rloo."
