@@ -96,7 +96,7 @@ CODE = ["data.train=x.jsonl", "data.validation=x.jsonl", "reward.functions=[code
 
 
 def test_the_deadline_of_the_reward_must_leave_time() -> None:
-    with pytest.raises(BirlError, match=r"reward\.timeout=10: the tests of 8 answers, 2 at once, may take 45 s"):
+    with pytest.raises(BirlError, match=r"reward\.timeout=10: the tests of 8 answers, 2 at once, can take 45 s"):
         load(RL, [*CODE, "reward.timeout=10"])
     assert reward_timeout(load(RL, CODE)) == 45 and reward_timeout(load(RL, [*CODE, "reward.timeout=60"])) == 60
     assert reward_timeout(load(Eval, CODE[1:])) == 15 and reward_timeout(load(RL, CODE[:1])) == 10

@@ -274,8 +274,8 @@ REFUSED = {
     "algorithm.kl_target=0.1": "set algorithm.kl_target=0",
     "algorithm=sdft": "algorithm.teacher=self",
     "algorithm.router_replay=rollout": "set algorithm.router_replay=none",
-    "policies=[a,a]": "name each differently",
-    "policies=[a@b,c]": "'a@b' is no name",
+    "policies=[a,a]": "give each its own",
+    "policies=[a@b,c]": "'a@b' is not a valid name",
 }
 
 

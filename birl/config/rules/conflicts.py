@@ -244,7 +244,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             ),
             "algorithm.max_refill=0: algorithm.dynamic_sampling=true could not replace any group; set "
             "algorithm.max_refill=4.": lambda c: c.algorithm.dynamic_sampling and c.algorithm.max_refill == 0,
-            "algorithm.kl_target: needs the KL in the reward; set algorithm.kl_in=reward, or kl_target=0.": lambda c: (
+            "algorithm.kl_target: needs the KL in the reward; set algorithm.kl_in=reward, or "
+            "algorithm.kl_target=0.": lambda c: (
                 c.algorithm.kl_target > 0 and c.algorithm.kl_coef > 0 and c.algorithm.kl_in == "loss"
             ),
             "algorithm.kl_horizon={c.algorithm.kl_horizon}: too short for {c.episodes} episodes a step; set "
@@ -255,7 +256,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                 c.algorithm.advantage == "pass_at_k" and c.algorithm.pass_k >= c.rollout.group_size
             ),
             "algorithm.advantage={c.algorithm.advantage}: does not use the penalties of algorithm.overlong_buffer, "
-            "length_penalty or kl_in=reward; remove them, or set another advantage.": lambda c: (
+            "algorithm.length_penalty or algorithm.kl_in=reward; remove them, or set another advantage.": lambda c: (
                 c.algorithm.advantage in ("gdpo", "pass_at_k", "zero")
                 and (
                     c.algorithm.overlong_buffer
@@ -290,12 +291,11 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                 _served(c) and c.parallel.cp > 1
             ),
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: cannot be combined with "
-            "parallel.tp={c.parallel.tp}, which splits the vocabulary; set tp=1, and parallel.fsdp.": lambda c: (
-                c.algorithm.teacher_divergence != "sampled" and teachers_of(c) and c.parallel.tp > 1
-            ),
+            "parallel.tp={c.parallel.tp}, which splits the vocabulary; set parallel.tp=1, and use parallel.fsdp "
+            "instead.": lambda c: c.algorithm.teacher_divergence != "sampled" and teachers_of(c) and c.parallel.tp > 1,
             "algorithm.observation_coef={c.algorithm.observation_coef:g}: cannot be combined with "
-            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}; set observation_coef=0, or "
-            "teacher_divergence=sampled.": lambda c: (
+            "algorithm.teacher_divergence={c.algorithm.teacher_divergence}; set algorithm.observation_coef=0, or "
+            "algorithm.teacher_divergence=sampled.": lambda c: (
                 c.algorithm.observation_coef > 0 and teachers_of(c) and c.algorithm.teacher_divergence != "sampled"
             ),
             "algorithm.observation_coef={c.algorithm.observation_coef:g}: env=single_turn has no observations; "
@@ -313,7 +313,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                 c.algorithm.hint and c.algorithm.teacher_divergence != "sampled" and c.parallel.cp > 1
             ),
             "algorithm.router_replay=rollout: the recorded experts are those of the prompt without a hint; with "
-            "algorithm.teacher=self set router_replay=none.": lambda c: (
+            "algorithm.teacher=self set algorithm.router_replay=none.": lambda c: (
                 c.algorithm.router_replay == "rollout" and c.algorithm.teacher == SELF
             ),
             "algorithm.mask_truncated=true: has no effect because rollout.truncated=drop drops those answers; use "
