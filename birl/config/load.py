@@ -32,7 +32,7 @@ from pydantic import TypeAdapter, ValidationError
 from birl.config import file
 from birl.config.check import command, configured, refusal, wrong_type
 from birl.config.keys import DEFAULT_PRESETS, PRESETS, SHORTHANDS, Doc, documentation, presets, written
-from birl.config.nearest import meant, suggest
+from birl.config.nearest import FILES, meant, suggest
 from birl.config.rules import rules
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, Tinker
 from birl.config.schema import Config as AnyConfig
@@ -407,6 +407,6 @@ def _short_name(path: str) -> str:
     """gsm8k for `train@openai/gsm8k` and for data/gsm8k/train.jsonl."""
     path = path.rpartition("@")[2].rstrip("/")
     where = Path(path)
-    stem = where.stem if where.suffix in (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gguf") else where.name
+    stem = where.stem if where.suffix in FILES else where.name
     parent = where.parent.name.strip(".")
     return re.sub(r"[^\w.+-]+", "_", parent if stem in ("train", "data", "main") and parent else stem)

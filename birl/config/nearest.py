@@ -8,6 +8,9 @@ from birl.config import peers
 from birl.config.keys import SHORTHANDS, documentation, presets, written
 from birl.config.schema import COMMANDS, Eval
 
+ROWS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")  # files of rows
+FILES = (*ROWS, ".gguf")
+
 
 def suggest(key: str, schema: type) -> str:
     """` Did you mean optimizer.lr?`, with the difference if the word is another system's; empty if no key is close."""
@@ -101,6 +104,6 @@ def meant(word: str, schema: type) -> str:
         if "data.train" not in keys:
             return f" For a model: model.path={word}."
         return f" For the data in that file: {'data.validation' if schema is Eval else 'data.train'}={word}."
-    if path.suffix.lower() in (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".gguf"):
+    if path.suffix.lower() in FILES:
         return f" There is no file {word} here."
     return ""

@@ -4,7 +4,7 @@ rendered nor encoded."""
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
@@ -183,12 +183,9 @@ def empty_samples(episodes: Sequence[tuple[Group, int]]) -> list[Sample]:
     for group, episode in episodes:
         turns = group.trajectories[episode].turns
         if not any(len(turn.completion.tokens) for turn in turns):
-            tokens = np.array(turns[0].prompt, np.int32)
-            zeros = np.zeros(len(tokens), np.float32)
-            own: dict[str, Any] = {"group": group.index, "episode": episode, "policy": turns[0].policy}
-            versions = np.full(len(tokens), -1, np.int32)
-            mask = zeros.astype(np.bool_)
-            result.append(Sample(tokens=tokens, mask=mask, logprobs=zeros, versions=versions, advantage=0.0, **own))
+            prompt = turns[0].prompt
+            sample = Tokens(ids=array("i", prompt), mask=bytes(len(prompt))).sample(group.index, advantage=0.0)
+            result.append(replace(sample, episode=episode, policy=turns[0].policy))
     return result
 
 

@@ -133,10 +133,9 @@ class Paged:
         starts = [0, *accumulate(groups)]
         own = {id(t): t for t in tables}  # a sequence's rows have the same list, long where its history is
         padded, place = [[*t, *[0] * (width - len(t))] for t in own.values()], {at: i for i, at in enumerate(own)}
-        device = cache.keys[0].device
-        given = (torch.tensor(x, dtype=torch.int32, device=device) for x in (padded, lengths, starts, shared))
-        table, *rest = given
-        return cls(cache, table[[place[id(t)] for t in tables]], *rest, apart=apart)  # pyright: ignore
+        table, device = torch.tensor(padded, dtype=torch.int32)[[place[id(t)] for t in tables]], cache.keys[0].device
+        rest = (torch.tensor(x, dtype=torch.int32, device=device) for x in (lengths, starts, shared))
+        return cls(cache, table.to(device), *rest, apart=apart)  # pyright: ignore
 
     @classmethod
     def repeated(

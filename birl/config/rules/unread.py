@@ -17,13 +17,13 @@ from birl.config.decided import (
     teachers_of,
     weights_method,
 )
+from birl.config.nearest import ROWS
 from birl.config.schema import DPO, RL, SFT, Eval, Stage, Tinker, reward_functions
 from birl.hub import addressed
 
 ADDRESSES = "engine.attach uses running servers"
 LEARNERS = "the embedded engine samples from the learner's own weights; set engine.kind=birl for another process"
 HELD_OUT = "there is no held-out data; set data.validation or data.validation_split"
-FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 SINGLE = "env.kind=single_turn has a single turn; name an environment"
 PROXIMAL = "algorithm.correction algorithm.correction_level algorithm.correction_high"
 ORDER = (
@@ -87,7 +87,7 @@ def _held_out(config: RL | Stage) -> bool:
 
 def _divided(sets: Sequence[str]) -> list[str]:
     """Folders and names of the hub: unlike a file they may have splits and subsets."""
-    return [s for s in sets if not s.lower().endswith(FILES) or Path(s.rpartition("@")[2]).expanduser().is_dir()]
+    return [s for s in sets if not s.lower().endswith(ROWS) or Path(s.rpartition("@")[2]).expanduser().is_dir()]
 
 
 def _started(config: RL | Eval) -> bool:
