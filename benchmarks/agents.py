@@ -1,7 +1,7 @@
 """Agents of several turns with branches: savings by the prefix cache in generation, and by trees in training.
 SmolLM2-135M in bfloat16.
 
-    python -m benchmarks.agents [--tasks 8] [--branches 4] [--turns 8] [--tool 1000] [--answer 32] [--json FILE]
+    python -m benchmarks.agents [--tasks 8] [--branches 4] [--turns 8] [--tool 990] [--answer 32] [--json FILE]
     python -m benchmarks.agents --peer vllm  generation alone, against vLLM's CPU build with its prefix cache
     python -m benchmarks.agents --tiny       a minute, to see that it runs
 
@@ -40,7 +40,8 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--tasks", type=int, default=8)
     parser.add_argument("--branches", type=int, default=4, help="episodes of a task")
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--tool", type=int, default=1000, help="tokens between two answers, and of the prompt")
+    # eight turns of 990 + 32 tokens fit into SmolLM2's 8,192 positions; vLLM ends beyond them
+    parser.add_argument("--tool", type=int, default=990, help="tokens between two answers, and of the prompt")
     parser.add_argument("--answer", type=int, default=32, help="tokens")
     parser.add_argument("--threads", type=int, default=2)
     return parser

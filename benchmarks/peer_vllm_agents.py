@@ -28,7 +28,6 @@ def main() -> None:
     parser.set_defaults(threads=0)  # what OMP_NUM_THREADS says
     args = parser.parse_args()
     settings(args)
-    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # 8 turns of 1,032 tokens are 64 more than SmolLM2's 8,192
     from transformers import AutoConfig
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
