@@ -36,7 +36,7 @@ def main() -> None:
     llm = LLM(
         model=args.model,
         dtype="bfloat16",
-        max_model_len=longest(args),
+        max_model_len=args.turns * (args.tool + args.answer),
         max_num_seqs=episodes,
         max_num_batched_tokens=args.batched,
         kv_cache_memory_bytes=token * episodes * (longest(args) + args.block),  # for all episodes: nothing is evicted
