@@ -166,6 +166,21 @@ def test_a_checkpoint_that_is_overwritten_is_sampled_with_its_new_weights(work: 
     assert any(not torch.equal(f.b, second.factors[name].b) for name, f in first.factors.items())
 
 
+def test_memory_has_the_newest_unnamed_weights_of_a_run_and_older_ones_are_read(work: Work) -> None:
+    run = made(work)
+    for seq in (1, 4):
+        (saved,) = done(work, run, (seq, "save_weights_for_sampler", {}))
+        assert not saved.failed
+        if seq == 1:
+            first = work.checkpoints.kept[f"tinker://{RUN}/sampler_weights/session-1"]
+            done(work, run, learning(2), (3, "optim_step", STEP))
+    assert list(work.checkpoints.kept) == [f"tinker://{RUN}/sampler_weights/session-4"]
+    older = next(s for s in work.checkpoints.samplers.values() if s.path and s.path.endswith("session-1"))
+    read = work.checkpoints.weights(older)
+    assert read is not None and read is not first
+    assert all(torch.equal(f.b, read.factors[name].b) for name, f in first.factors.items())
+
+
 def test_a_full_disk_leaves_no_part_of_a_checkpoint_and_counts_no_session(work: Work) -> None:
     run = made(work)
     with full_disk(3000):

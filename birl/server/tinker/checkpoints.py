@@ -87,6 +87,9 @@ class Checkpoints:
             result = self.store.save(made, files, again)
             self.kept.pop(result.path, None)  # may have had other weights before
             if kind == "sampler_weights":
+                older = f"{result.path.rpartition('/')[0]}/session-"  # rarely used: these are read again
+                for path in [p for p in list(self.kept) if name is None and p.startswith(older)]:
+                    self.kept.pop(path, None)
                 self.remember(result, adapter.weights)
         if name is None:
             self.prune(run)
