@@ -81,7 +81,7 @@ async def _converse(target: str, settings: Settings, compute: Executor) -> None:
             ids = () if cannot_fit(prompt, policy.context) else policy.chat.render(prompt)
             if not 0 < len(ids) < policy.context:
                 messages.pop()
-                print(f"That is more than the context of {policy.context} tokens holds. Ask less, or start anew.")
+                print(f"The context of {policy.context} tokens is exceeded. Shorten the text, or start again.")
                 continue
             completion = await engine.generate(ids, params)
             answer = completion.ids

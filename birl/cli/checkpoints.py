@@ -52,7 +52,7 @@ def run(words: Sequence[str]) -> int:
         case [folder, "prune", count] if count.isdecimal() and int(count) > 0:
             return _prune(_root(folder), int(count))
         case [_, action, *_] if action in FORMS:
-            raise BirlError(f"Write it so: `birl checkpoints RUN {FORMS[action]}`.")
+            raise BirlError(f"Usage: `birl checkpoints RUN {FORMS[action]}`.")
         case _:
             near = did_you_mean(words[1], FORMS)
             raise BirlError(f"{words[1]}: `birl checkpoints RUN` has {', '.join(FORMS)}.{near}")
@@ -61,7 +61,7 @@ def run(words: Sequence[str]) -> int:
 def _root(folder: str) -> Path:
     root = Path(folder) / "checkpoints"
     if not Path(folder).exists():
-        raise BirlError(f"There is no folder {folder}; `birl runs` lists the runs there are.")
+        raise BirlError(f"There is no folder {folder}; `birl runs` lists the runs.")
     if not root.is_dir():
         raise BirlError(f"{folder} is not the folder of a run: there is no {root}.")
     return root
@@ -167,9 +167,7 @@ def push(
 
         address = api.create_repo(name, private=private or None, exist_ok=True)
         if private and not api.model_info(address.repo_id).private:  # unchanged by the call above
-            raise BirlError(
-                f"hf://{name} is there, and public. Make it private in its settings, or leave --private out."
-            )
+            raise BirlError(f"hf://{name} is public. Make it private in its settings, or leave --private out.")
         with tempfile.TemporaryDirectory(dir=run, prefix=".push-") as folder:
             model = Path(folder) / "model"
             (export_adapter if adapter else export)(source, run, model, policy=policy)

@@ -94,7 +94,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
         else:
             engine, result = await served(config, model, context, asked, opened)
         if config.env.sampling == "agent" and not world.agent:
-            raise BirlError(f"env.sampling=agent: env.kind={world.kind} has no client that could ask for anything.")
+            raise BirlError(f"env.sampling=agent: env.kind={world.kind} has no client that could set parameters.")
         gateway = Gateway(model.chat, config.env.sampling) if world.agent else None
         if gateway is not None:
             await gateway.start()
@@ -154,8 +154,7 @@ async def served(
         print(f"{address} has version {info.version} of {info.model}.", flush=True)
     if len({info.digest for info in infos.values()}) > 1:
         raise BirlError(
-            "engine.attach: the servers hold different weights, so the result would belong to no model. Evaluate "
-            "one at a time."
+            "engine.attach: the servers hold different weights, so the result would mix models. Evaluate one at a time."
         )
     return servers, next(info.digest for info in infos.values())
 
@@ -222,8 +221,8 @@ def check_versions(groups: Sequence[Group]) -> None:
     if len(result) > 1:
         raise BirlError(
             f"engine.attach: the weights changed meanwhile (answers come from the versions "
-            f"{', '.join(map(str, sorted(result)))}), so the result would belong to no model. Evaluate when the run "
-            "that trains them is over, or a checkpoint of it."
+            f"{', '.join(map(str, sorted(result)))}), so the result would mix models. Evaluate when the training "
+            "is over, or a checkpoint of it."
         )
 
 

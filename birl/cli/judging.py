@@ -48,7 +48,7 @@ class Judged:
 def run(config: schema.Eval) -> int:
     """Print the result. Raises `BirlError`, also if no question has a verdict."""
     if not config.data.validation:
-        raise BirlError("--judge needs rows that people have judged: name them, as in data.validation=judged.jsonl.")
+        raise BirlError("--judge needs human-judged rows: name them, as in data.validation=judged.jsonl.")
     panel = Panel.of(settings(config))
     read = [gold_of(rows, config, panel) for rows, _ in read_sources(config.data, "validation")]
     if len({preferences for _, preferences in read}) > 1:
@@ -184,7 +184,7 @@ def _scores(rows: Rows, config: schema.Eval) -> Iterator[Gold]:
     if prompt is None or response is None or score is None:
         raise BirlError(
             f"{rows.name}: --judge needs a prompt ({' or '.join(PROMPTS)}) with `chosen` and `rejected`, or with an "
-            f"answer ({' or '.join(RESPONSES)}) and what people gave it ({' or '.join(SCORES)}). {existing(rows)}"
+            f"answer ({' or '.join(RESPONSES)}) and its human score ({' or '.join(SCORES)}). {existing(rows)}"
         )
     for i in range(len(rows)):
         row, where = rows[i], rows.where(i)

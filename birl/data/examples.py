@@ -99,11 +99,11 @@ def load_examples(config: Any, which: Which, chat: "Chat", limit: int, given: An
                 long += 1
         if long:
             done = "cut" if config.too_long == "truncate" else "dropped"
-            print(f"{rows.name}: {done} {long} of {len(rows)} rows, they have more than {limit} tokens.")
+            print(f"{rows.name}: {done} {long} of {len(rows)} rows, those of more than {limit} tokens.")
         if not kept:
             way = "" if config.too_long == "truncate" else ", or set data.too_long=truncate"
             raise BirlError(
-                f"{rows.name}: every row has more than {limit} tokens, and nothing to learn within them. Raise "
+                f"{rows.name}: every row has more than {limit} tokens, and none to train among the first. Raise "
                 f"model.max_length as far as the model allows{way}."
             )
         result.append(Examples(rows.name, kept))

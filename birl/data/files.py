@@ -64,7 +64,7 @@ def check_readable(path: Path) -> str:
         raise BirlError(f"{path} is UTF-16, as PowerShell's > and Excel's Unicode text are. Save it as UTF-8.")
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
-        raise BirlError(f"{path}: unknown file type {path.suffix!r}. Known are {' '.join(FORMATS)}.")
+        raise BirlError(f"{path}: unknown file type {path.suffix!r}. Supported: {' '.join(FORMATS)}.")
     if not head:
         raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
     return kind
@@ -138,7 +138,7 @@ def _read_binary(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
     except (OSError, BirlError):
         raise
     except Exception as error:
-        raise BirlError(f"{path} is no readable {kind} file: {reason(error)}.") from error
+        raise BirlError(f"{path} is not a readable {kind} file: {reason(error)}.") from error
 
 
 def first_parquet(path: Path, count: int) -> list[dict[str, Any]] | None:
@@ -153,7 +153,7 @@ def first_parquet(path: Path, count: int) -> list[dict[str, Any]] | None:
             small = file.metadata.row_group(0).total_byte_size < 2**25
             return next(file.iter_batches(batch_size=count)).to_pylist() if small else None
     except (OSError, pyarrow.ArrowException) as error:
-        raise BirlError(f"{path} is no readable parquet file: {reason(error)}.") from error
+        raise BirlError(f"{path} is not a readable parquet file: {reason(error)}.") from error
     except ValueError:  # text that is no UTF-8: the reader of rows names it
         return None
 

@@ -19,8 +19,8 @@ TRUE, FALSE = (True, 1, "true", "yes", "1"), (False, 0, "false", "no", "0", -1)
 #: columns of TRL's formats that would change model input or training, and the reason why they are refused
 UNREAD = {
     "tools": NO_TOOLS,
-    "chat_template_kwargs": "templates get no options of a row. Remove the column.",
-    "completions": "answers that are judged step by step are not learned. Use one answer a row, as `response`.",
+    "chat_template_kwargs": "a row cannot set options of the chat template. Remove the column.",
+    "completions": "labels of single steps are not supported. Use one answer a row, as `response`.",
 }
 
 
@@ -51,7 +51,7 @@ def pair_form(rows: Rows, config: schema.Pairs, preference: schema.Preference | 
     label = getattr(config, "label_column", "")
     if label and preference and preference.loss != "kto":
         raise BirlError(
-            f"{rows.name}: preference.loss={preference.loss} compares two answers, and the rows have one and a "
+            f"{rows.name}: preference.loss={preference.loss} compares two answers, but the rows have one and a "
             f"`{label}`: set preference.loss=kto, or give rows with `chosen` and `rejected`."
         )
     wanted = {"data.chosen_column": config.chosen_column, "data.label_column": label}
@@ -85,7 +85,7 @@ def is_text(config: Any, name: str, value: str) -> bool:
 def _check_read(row: dict[str, Any], where: str) -> None:
     for name, why in UNREAD.items():
         if row.get(name):
-            raise BirlError(f"{where}: `{name}` would be left out: {why}")
+            raise BirlError(f"{where}: `{name}` would be ignored: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class TextForm:
         value = pick(row, self.prompt) if self.prompt else None
         answer = pick(row, self.response) if self.response else None
         if value is None and self.prompt and row.get("text") is None:
-            raise BirlError(f"{where}: has no `{self.prompt}`, which other rows have. One form of rows a file.")
+            raise BirlError(f"{where}: has no `{self.prompt}`, which other rows have. All rows need the same columns.")
         if value is None:
             unplaced(shown, where)
             return None, plain_text(row.get("text"), where, "text")
@@ -115,13 +115,13 @@ class TextForm:
             talk = messages_of(value, where, str(self.prompt), whole=True, shown=shown)
             if "all" not in self.roles and not any(m.role in self.roles for m in talk):
                 raise BirlError(
-                    f"{where}: no message of {', '.join(self.roles)}, so there is nothing to learn. Remove the row."
+                    f"{where}: no message of {', '.join(self.roles)}, so there is nothing to train. Remove the row."
                 )
             return None, talk
         prompt = _prompt(value, where, str(self.prompt), shown)
         if self.response is None:
             raise BirlError(
-                f"{where}: `{self.prompt}` is there, but nothing to answer it. Set data.answer_column, or put the "
+                f"{where}: `{self.prompt}` has no answer. Set data.answer_column, or put the "
                 "answer into `messages`. Prompts alone are for `birl rl`."
             )
         if isinstance(answer, list):
@@ -186,7 +186,7 @@ class PairForm:
             unplaced(shown, where)
             if prompt is None:
                 raise BirlError(
-                    f"{where}: `{name}` is an answer, but there is nothing that it answers: add a column `prompt` or "
+                    f"{where}: `{name}` is an answer without a prompt: add a column `prompt` or "
                     "`messages`, or give whole conversations."
                 )
             return plain_text(value, where, name)
@@ -217,7 +217,7 @@ def _prompt(value: Any, where: str, name: str, shown: Shown) -> Conversation:
 def unplaced(shown: Shown, where: str) -> None:
     """Raises `BirlError` if there are pictures, but no message to put them into."""
     if shown.beside:
-        raise BirlError(f"{where}: has pictures, and text without messages, which has no place for them.")
+        raise BirlError(f"{where}: has pictures, which need messages instead of raw text.")
 
 
 def _same_beginning(chosen: str, rejected: str) -> tuple[str | None, list[Any]]:

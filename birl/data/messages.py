@@ -89,17 +89,17 @@ def plain_text(value: Any, where: str, field: str) -> str:
     return text
 
 
-NO_TOOLS = "no tools are written into these prompts. Write them into the system message, or remove the column."
+NO_TOOLS = "tools are not supported in these prompts. Write them into the system message, or remove the column."
 
 
 def check_input(row: Mapping[str, Any], prompt: str | None, where: str, alone: bool = False) -> None:
     """Raises `BirlError` for columns that would be missing in the prompt: `input` beside Alpaca's `instruction`, and
     tools if the row is `alone`, without an environment that may have them."""
     if alone and row.get("tools"):
-        raise BirlError(f"{where}: `tools` would be left out: {NO_TOOLS} An environment can have tools.")
+        raise BirlError(f"{where}: `tools` would be ignored: {NO_TOOLS} An environment can have tools.")
     if prompt == "instruction" and row.get("input"):
         raise BirlError(
-            f"{where}: `input` would be left out, as `instruction` alone is the prompt. Make one text of both."
+            f"{where}: `input` would be ignored, as `instruction` alone is the prompt. Make one text of both."
         )
 
 
@@ -108,7 +108,7 @@ def _whole(value: str, where: str, field: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise BirlError(f"{where}: {field} has half a character (\\ud800 to \\udfff). Correct the row.") from None
+        raise BirlError(f"{where}: {field} has half a surrogate pair (\\ud800 to \\udfff). Correct the row.") from None
     return value
 
 
@@ -151,13 +151,13 @@ def _message(value: Any, where: str, field: str, unread: Sequence[str], given: G
         raise BirlError(f'{where}: {field} {result}; a message is {{"role": "user", "content": "..."}}.')
     if name := next((name for name in unread if value.get(name)), None):
         raise BirlError(
-            f"{where}: {field}.{name} is not read. Put what the model says into `content`, as its template writes it."
+            f"{where}: {field}.{name} is not supported. Put the text into `content`, as the model's template writes it."
         )
     for name, learned in LEARNED.items() if THOUGHTS[0] in unread else ():
         if value.get(name) not in (None, learned):
             raise BirlError(
-                f"{where}: {field}.{name} is {value[name]!r:.20}, which is not read: data.train_on says whose messages "
-                "are learned. Put what is not learned into `prompt`, and the rest into `completion`."
+                f"{where}: {field}.{name} is {value[name]!r:.20}, which is not supported: data.train_on selects the "
+                "trained roles. Put untrained messages into `prompt`, and the rest into `completion`."
             )
     role = value["role"]
     if not isinstance(role, str):
@@ -208,7 +208,7 @@ def _calls(value: Any, where: str, field: str, role: str) -> tuple[ToolCall, ...
     if not value:
         return ()
     if not isinstance(value, list) or role != "assistant":
-        why = "is of an assistant's messages only" if isinstance(value, list) else f"is {kind(value)}, it needs a list"
+        why = "is for assistant messages only" if isinstance(value, list) else f"is {kind(value)}, it needs a list"
         raise BirlError(f"{where}: {field} {why}.")
     return tuple(_call(call, where, f"{field}[{i}]") for i, call in enumerate(value))
 
@@ -225,6 +225,6 @@ def _call(value: Any, where: str, field: str) -> ToolCall:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, Mapping):
-        raise BirlError(f"{where}: {field}: the arguments of {function['name']} are no object, nor JSON text of one.")
+        raise BirlError(f"{where}: {field}: the arguments of {function['name']} are not an object or JSON text of one.")
     text = arguments if isinstance(arguments, str) else json.dumps(given, ensure_ascii=False)
     return ToolCall(name=function["name"], arguments=text, id=_optional(value, "id", where, field))

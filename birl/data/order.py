@@ -188,9 +188,9 @@ class Order:
             scores = [float(score >= self.rule.threshold) for score in scores]
         if wrong := [score for score in scores if not 0 <= score <= 1]:
             raise BirlError(
-                f"data.order={self.rule.by} counts how often a task is solved, and an answer to {task} has the score "
-                f"{wrong[0]:g}, which is not in [0, 1]. Set data.order_threshold to the score from which an answer is "
-                "right."
+                f"data.order={self.rule.by} counts how often a task is solved, but an answer to {task} has the score "
+                f"{wrong[0]:g}, which is not in [0, 1]. Set data.order_threshold to the lowest score of a right "
+                "answer."
             )
         return Outcome(id=task, rates=scores, signal=signal)
 
@@ -249,7 +249,7 @@ class Order:
                 raise BirlError(f"{key}: it returned {name!r}, which is the id of no task.{near}")
             costs[known.index[name]] = place
         if repeated := [name for name, times in Counter(names).items() if times > 1]:
-            raise BirlError(f"{key}: it returned {repeated[0]!r} more than once; an id stands for one place.")
+            raise BirlError(f"{key}: it returned {repeated[0]!r} more than once; each id may occur once.")
         for source, where, weight in zip(self.sources, self._pools, self._weights, strict=False):
             if weight and not np.isfinite(costs[where]).any():
                 what = f" of {source.name}, from which data.weights draws" if len(self._pools) > 1 else ""

@@ -111,8 +111,8 @@ def pack(
     longest = max((len(s.tokens) for s in samples), default=0)
     if longest > max_tokens:
         raise BirlError(
-            f"A sample of {longest} tokens does not fit into a row of {max_tokens}: learner.tokens_per_microbatch x "
-            "parallel.cp x parallel.tp. Set one of them higher, or a smaller rollout.max_tokens."
+            f"A sample of {longest} tokens exceeds a micro-batch of {max_tokens} (learner.tokens_per_microbatch x "
+            "parallel.cp x parallel.tp). Raise one of these keys, or lower rollout.max_tokens."
         )
     ids = sequences(samples)
     planned: list[tuple[list[list[int]], dict[str, str]]] = []  # micro-batches: clusters of samples, and whose they are

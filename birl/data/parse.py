@@ -56,8 +56,8 @@ def _depth(line: bytes, depth: int, path: Path, number: int) -> int:
         depth = max(depth + (mark in b"[{") - (mark in b"]}"), 0) if len(mark) == 1 else depth
         if depth > DEPTH:
             raise BirlError(
-                f"{path}, line {number}: nested deeper than {DEPTH} lists and objects. Flatten the row, or put what is "
-                "in it into one text."
+                f"{path}, line {number}: nested deeper than {DEPTH} lists and objects. Flatten the row, or store it "
+                "as one text."
             )
     return depth
 
@@ -92,7 +92,7 @@ def _head(path: Path) -> bytes:
 def check_columns(path: Path, count: int) -> None:
     """Raises `BirlError` for too many columns: each row has each of them, so that thousands take minutes."""
     if count > COLUMNS:
-        raise BirlError(f"{path}: {count:,} columns; at most {COLUMNS:,} are read. Put them into one, as an object.")
+        raise BirlError(f"{path}: {count:,} columns; at most {COLUMNS:,} are allowed. Join them as one object.")
 
 
 def parse_json(path: Path) -> Iterator[dict[str, Any]]:
@@ -127,7 +127,7 @@ def _parse_value(text: str, path: Path, line: int) -> Any:
         ) from error
     except UnicodeEncodeError as error:
         raise BirlError(
-            f"{path}, line {line}: half of a character (\\ud...): {_short(text)}\nCorrect or remove it."
+            f"{path}, line {line}: half of a surrogate pair (\\ud...): {_short(text)}\nCorrect or remove it."
         ) from error
 
 
@@ -187,9 +187,9 @@ def _check_header(header: list[str], path: Path) -> None:
         own = " The index of pandas has none: to_csv(FILE, index=False)." if header[:1] == [""] else ""
         raise BirlError(f"{path}, line 1: the header needs a different name for each column, it has {header}.{own}")
     if spaced := next((name for name in header if name != name.strip()), ""):
-        raise BirlError(f"{path}, line 1: {spaced!r}: a column's name has no spaces around it. Remove them.")
+        raise BirlError(f"{path}, line 1: {spaced!r}: a column's name must not begin or end with spaces. Remove them.")
     if len(header) == 1 and (sign := next((s for s in ";\t|" if s in header[0]), "")):
-        raise BirlError(f"{path}, line 1: the columns are separated by {sign!r}, it needs to be a comma.")
+        raise BirlError(f"{path}, line 1: the columns are separated by {sign!r}; the separator must be a comma.")
 
 
 def _short(text: str, width: int = 80) -> str:

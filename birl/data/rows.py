@@ -180,11 +180,11 @@ def given(rows: Any, name: str, limit: int = 0) -> Rows:
         return Rows(name, [part(name, name, rows.with_format(None))], limit)
     if isinstance(rows, datasets.DatasetDict | datasets.IterableDatasetDict):
         raise BirlError(
-            f"{name}: it has the splits {', '.join(map(str, rows))}. Hand over one of them, as in data['train']."
+            f"{name}: it has the splits {', '.join(map(str, rows))}. Pass one of them, as in data['train']."
         )
     way = 'DATA.to_dict("records")' if hasattr(rows, "columns") else "list(DATA)" if hasattr(rows, "__iter__") else ""
     own = f"{name}: a {type(rows).__name__}; it takes a path, a datasets.Dataset or a list of dicts."
-    raise BirlError(f"{own} Hand over {way}." if way else own)
+    raise BirlError(f"{own} Pass {way}." if way else own)
 
 
 def part(label: str, stem: str, table: Any, place: str = "") -> SourceFile:

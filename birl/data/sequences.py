@@ -74,7 +74,7 @@ class Encoder:
         reply = Message(role="assistant", content=answer)
         if isinstance(prompt, str) and not (self.chat.has_template and self.config.apply_chat_template):
             if self.config.system_prompt:
-                raise BirlError("data.system_prompt is set, but raw text has no place for it.")
+                raise BirlError("data.system_prompt is set, but raw text has no system message.")
             talk = (*asked, reply)
             heard = self._bounded(talk)
             before, own = self.chat.render(heard[0].content), self.chat.encode("".join(m.content for m in heard[1:]))
@@ -86,9 +86,7 @@ class Encoder:
     def spoken(self, talk: Sequence[Message], roles: Sequence[str], where: str, last: bool = False) -> Encoded:
         """Encode a conversation; `last`: only its last message is trained."""
         if talk[0].role == "assistant" and "assistant" in roles:
-            raise BirlError(
-                f"{where}: the conversation begins with the assistant, so nothing comes before what it says."
-            )
+            raise BirlError(f"{where}: the conversation begins with an assistant message, so it has no prompt.")
         heard = self._bounded(tuple(talk))
         if len(heard) < len(talk) and (last or not ("all" in roles or any(m.role in roles for m in heard))):
             raise Unfit
@@ -111,7 +109,7 @@ class Encoder:
         if len(ids) > self.limit and not (self.cuts and any(mask[: self.limit])):
             raise Unfit
         if not any(mask):
-            raise BirlError(f"{where}: no message of {', '.join(roles)}, so there is nothing to learn. Remove the row.")
+            raise BirlError(f"{where}: no message of {', '.join(roles)}, so there is nothing to train. Remove the row.")
         return Tokens(ids=array("i", ids), mask=bytes(mask))
 
     def _before_cut_picture(self, ids: tuple[int, ...], mask: tuple[bool, ...]) -> Encoded:

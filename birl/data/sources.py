@@ -71,7 +71,7 @@ def _parse(path: str) -> tuple[str, str]:
     if not at or Path(path).expanduser().exists():
         return "", path
     if not split or not place:
-        raise BirlError(f"{path}: written as split@path, as in test@openai/gsm8k, both are needed.")
+        raise BirlError(f"{path}: expected split@path, as in test@openai/gsm8k.")
     return split, place
 
 
@@ -96,7 +96,7 @@ def _read_folder(
         raise BirlError(f"The folder {path} holds no data files ({' '.join(FORMATS)}).") from error
     except RuntimeError as error:  # it has a script of its name, which versions before 4 would have run
         raise BirlError(
-            f"{path}: {_builder_reason(error)} Nothing of a data folder is run: move the .py file away, or name the "
+            f"{path}: {_builder_reason(error)} Scripts in data folders are not run: remove the .py file, or name the "
             "data files one by one."
         ) from error
     except (ValueError, TypeError, OSError, YAMLError) as error:  # of what describes the folder, too
@@ -107,7 +107,7 @@ def _read_folder(
     if not known:  # `datasets` takes the format that most files have
         others, there = f"{result[0].name} and the like", next(data_files(folder), None)
         if there is not None:
-            raise BirlError(f"The folder {path} is one of {others}, beside few data files. Name those: {there}.")
+            raise BirlError(f"The folder {path} has mostly {others}. Name the data files: {there}.")
         raise BirlError(f"The folder {path} holds no data files ({' '.join(FORMATS)}), only {others}.")
     for file in result:
         if file.suffix.lower() in PACKED:
@@ -186,7 +186,7 @@ def _choose(name: str, available: Sequence[str], split: str, preferred: Sequence
             return candidate
     raise BirlError(
         f"{name} has the splits {', '.join(available)}, but not {' or '.join(preferred)}. "
-        f"Say which to read, as in {available[0]}@{name}."
+        f"Choose one, as in {available[0]}@{name}."
     )
 
 

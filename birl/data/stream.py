@@ -133,7 +133,7 @@ def _generator(seed: int, *path: int) -> np.random.Generator:
 
 def _check(sources: Sequence[Source[Any]], weights: Sequence[float], start: int) -> None:
     if not sources:
-        raise BirlError("There is nothing to draw from. Set data.train.")
+        raise BirlError("There are no training sets. Set data.train.")
     for source in sources:
         if len(source) == 0:
             raise BirlError(f"{source.name} has no rows left to draw from. Remove it from data.train.")

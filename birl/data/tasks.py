@@ -70,10 +70,10 @@ class Reader:
         if isinstance(value, str):
             text = plain_text(value, where, self.prompt)
             if self.raw and shown.beside:
-                raise BirlError(f"{where}: has pictures, and its prompt is raw text, which has no place for them.")
+                raise BirlError(f"{where}: has pictures, which need messages instead of a raw text prompt.")
             if self.raw and self.system:
                 why = "data.apply_chat_template=false" if self.chat else "the tokenizer has no chat template"
-                raise BirlError(f"{where}: data.system_prompt is set, but {why}, and raw text has no place for it.")
+                raise BirlError(f"{where}: data.system_prompt is set, but {why}, and raw text has no system message.")
             if self.raw:
                 return text
             messages = shown.placed((Message(role="user", content=text),), 0)
@@ -205,7 +205,7 @@ def split_validation(
     if not out:
         total = sum(map(len, train))
         raise BirlError(
-            f"data.validation_split={share:g} of {total} rows is not one row. Raise it, or name data.validation."
+            f"data.validation_split={share:g} of {total} rows is less than one row. Raise it, or name data.validation."
         )
     return kept, out
 
@@ -255,7 +255,7 @@ def check_answers(rows: Rows, answer: str | None, compared: bool) -> None:
     """Raises `BirlError` if a reward compares with right answers, but there is no `answer` column."""
     if compared and answer is None:
         raise BirlError(
-            f"{rows.name} has no column {', '.join(ANSWERS[:3])}, with whose answers reward.functions=math compares. "
+            f"{rows.name} has no column {', '.join(ANSWERS[:3])}, which reward.functions=math compares with. "
             f"{existing(rows)} Set data.answer_column to one of them, or another reward: "
             "reward.functions=my_file.py:my_function."
         )
@@ -268,7 +268,7 @@ def teacher_named(task: Task, column: str, names: Collection[str], where: str = 
         what = f"has no column {column!r} that names its teacher" if name is None else f"{column} is {name!r}"
         raise BirlError(
             f"algorithm.teachers: {where or task.id}: {what}; there are {', '.join(names)}. Name one of them, or "
-            "another column by algorithm.teacher_column."
+            "set algorithm.teacher_column."
         )
     return name
 

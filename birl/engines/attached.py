@@ -48,7 +48,7 @@ async def awaited(name: str, engine: schema.Engine, wanted: Wanted, token: str) 
                 break
             if late:
                 raise BirlError(
-                    f"engine.attach={name}: no server has that name now, and none came within engine.start_timeout="
+                    f"engine.attach={name}: no server registered this name within engine.start_timeout="
                     f"{engine.start_timeout:g} s. Start one in another shell: `birl serve name={name} model=...`."
                 )
             if not told:
@@ -62,7 +62,7 @@ async def awaited(name: str, engine: schema.Engine, wanted: Wanted, token: str) 
     finally:
         await asyncio.gather(*(remote.close() for address, remote in known.items() if address not in there))
     if len(there) < enough:
-        print(f"engine.attach={name}: {len(there)} of {enough} servers came in time; others may join later", flush=True)
+        print(f"engine.attach={name}: {len(there)} of {enough} servers registered; others may join later", flush=True)
     return [known[address] for address in there]
 
 
@@ -154,7 +154,7 @@ class Following:
     async def leave(self, address: str) -> None:
         member = next(m for m in self.fleet.members if m.remote.address == address)
         self.heard("engine_leaves", address=address)
-        await self.fleet.remove(member, "it has given up its name")
+        await self.fleet.remove(member, "it has removed its name")
         del self.remotes[address], self.leaving[address]
 
 
@@ -174,23 +174,21 @@ def unfit(engine: schema.Engine, wanted: Wanted, address: str, info: Info) -> st
     """Why a server does not fit the model, and what to do; empty if it does."""
     own = ENGINES[kind_of(engine)].own
     if info.vocabulary_digest and wanted.vocabulary_digest and info.vocabulary_digest != wanted.vocabulary_digest:
-        return (
-            "its vocabulary or its end tokens are others, so its tokens mean something else. Start it with this model."
-        )
+        return "its vocabulary or end tokens differ. Start it with this model."
     if own and info.dtype != wanted.dtype:
         return f"it computes in {info.dtype}. Set model.dtype={info.dtype} here, or start it with {wanted.dtype}."
     if info.context < wanted.longest:
         return (
-            f"its context is {info.context} tokens, and prompt and answer may have {wanted.longest}. Start it with a "
+            f"its context is {info.context} tokens, but prompt and answer may have {wanted.longest}. Start it with a "
             f"larger model.max_length or engine.kv_cache_gb, or lower rollout.max_tokens or data.max_prompt_tokens."
         )
     here = urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1")  # a remote path may differ
     elsewhere = info.volume != wanted.volume if here else not info.volume
     if own and wanted.volume and elsewhere:
         return (
-            f"it looks for new weights in {info.volume or 'no folder'}. Start it with volume={wanted.volume} (the "
+            f"it reads new weights from {info.volume or 'no folder'}. Start it with volume={wanted.volume} (the "
             "folder as it sees it), or set weights.method=reload or direct."
         )
     if (info.asleep or info.paused) and not engine.sleep:
-        return "it is paused or sleeps, as a run that was killed leaves it. Start it again."
+        return "it is paused or asleep, probably after a run was killed. Restart it."
     return ""

@@ -85,7 +85,7 @@ class Client:
         try:
             info = info_from(result)
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineDown(f"{self.address} is no birl engine: GET /info gave {_first(result)}") from error
+            raise EngineDown(f"{self.address} is not a birl engine: GET /info returned {_first(result)}") from error
         self.version = info.version
         return info
 
@@ -102,11 +102,11 @@ class Client:
                 how["most"] = MOST + A_TOKEN * (len(prompt_ids) + params.max_tokens) + told(params)
                 result = await self._answer(how, params.adapter if isinstance(params, AdapterParams) else "")
         except TimeoutError as error:
-            raise EngineDown(f"{what} had no answer within {self.timeout:g} s") from error
+            raise EngineDown(f"{what} got no answer within {self.timeout:g} s") from error
         try:
             return checked_completion(completion_from(result), params)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise Malformed(f"{self.address} gave no completion: {_first(result)} ({error})") from error
+            raise Malformed(f"{self.address} returned no completion: {_first(result)} ({error})") from error
 
     async def _answer(self, how: Mapping[str, Any], adapter: str) -> dict[str, Any]:
         """Send a request; an adapter is sent once, and again if the engine has lost it."""
@@ -180,7 +180,7 @@ class Client:
         try:
             held = held_from(result)
         except (KeyError, TypeError) as error:
-            raise Malformed(f"{self.address} gave no answer to a load: {error!r}") from error
+            raise Malformed(f"{self.address} returned no answer to a load: {error!r}") from error
         self.version = held.version
         return held
 
@@ -257,7 +257,7 @@ def refusal(what: str, response: httpx.Response, body: Any) -> EngineDown | Birl
     if status < 300:
         return Malformed(message)
     if status in (401, 403):
-        return EngineDown(f"{message} Here it is taken from the environment variable BIRL_TOKEN.")
+        return EngineDown(f"{message} The client reads it from the environment variable BIRL_TOKEN.")
     if status == 429:
         return EngineDown(message, retry_after=_seconds(response.headers.get("Retry-After", "")))
     if status in (400, 409, 413, 422):
@@ -269,9 +269,9 @@ def checked_address(address: str) -> str:
     try:
         url = httpx.URL(address)
     except (httpx.InvalidURL, TypeError) as error:
-        raise BirlError(f"{address!r} is no address of an engine: {error}") from error
+        raise BirlError(f"{address!r} is not an engine's address: {error}") from error
     if url.scheme not in ("http", "https") or not url.host or url.path.strip("/") or url.query:
-        raise BirlError(f"{address!r} is no address of an engine; one is http://127.0.0.1:8000")
+        raise BirlError(f"{address!r} is not an engine's address, such as http://127.0.0.1:8000")
     return address.rstrip("/")
 
 
@@ -279,9 +279,9 @@ def checked_completion(completion: Completion, params: SamplingParams) -> Comple
     """The completion, if it can be an answer to this request. Raises `ValueError` otherwise."""
     tokens, forced = completion.tokens, params.forced[: params.max_tokens]
     if len(tokens) > params.max_tokens:
-        raise ValueError(f"{len(tokens)} tokens where {params.max_tokens} were asked for")
+        raise ValueError(f"{len(tokens)} tokens where {params.max_tokens} were requested")
     if tuple(tokens[: len(forced)].tolist()) != forced[: len(tokens)]:
-        raise ValueError("it does not begin with the tokens that were given")
+        raise ValueError("it does not begin with the given tokens")
     return completion.possible()
 
 

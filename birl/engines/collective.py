@@ -186,7 +186,7 @@ class BroadcastGroup:
         while not work.is_completed():
             if self.closed.is_set() or time.monotonic() > deadline:
                 self._group.abort()
-                raise RuntimeError("the broadcast was given up")
+                raise RuntimeError("the broadcast was aborted")
             time.sleep(0.0005)
         work.wait()
 

@@ -60,11 +60,11 @@ class Custom:
         finally:
             self.running -= 1
         if not isinstance(result, Completion):
-            raise BirlError(f"engine.kind={self.kind}: generate gave {result!r:.200}, and not a birl.types.Completion.")
+            raise BirlError(f"engine.kind={self.kind}: generate returned {result!r:.200}, not a birl.types.Completion.")
         try:
             return checked_completion(replace(result, stop=Stop(result.stop)), params)
         except (TypeError, ValueError) as error:
-            raise Malformed(f"{self.address}: generate gave no possible answer: {error}") from error
+            raise Malformed(f"{self.address}: generate returned an invalid answer: {error}") from error
 
     async def load(self, update: Update) -> Held:
         try:
@@ -122,7 +122,7 @@ def named(kind: str, known: Mapping[str, Any], needed: Collection[str]) -> type:
     asked = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if unknown := [name for name in asked if name not in OFFERED]:
         raise BirlError(
-            f"engine.kind={kind}: {result.__name__}.__init__ asks for {unknown[0]!r}; it can have {', '.join(OFFERED)}."
+            f"engine.kind={kind}: {result.__name__}.__init__ takes {unknown[0]!r}; supported: {', '.join(OFFERED)}."
         )
     return result
 

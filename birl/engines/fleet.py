@@ -152,7 +152,7 @@ class Fleet:
         async with self._loading:
             if update.version < self.version and not update.anew:
                 raise WeightsFailed(
-                    "stale", f"The engines have version {self.version}, and are given {update.version}."
+                    "stale", f"The engines have version {self.version}, but were given {update.version}."
                 )
             now = asyncio.get_running_loop().time
             deadline, result = now() + self.load_timeout, await self._give_all(update, self.load_timeout)
@@ -233,9 +233,7 @@ class Fleet:
         done("load", began, process=name, lane="weights", version=update.version, paused=held.seconds)
         if not check_held(held, update):
             if self.prove is None:
-                raise WeightsFailed(
-                    "mismatch", f"{member.remote.address} can not tell a digest, and there is no `prove` for it."
-                )
+                raise WeightsFailed("mismatch", f"{member.remote.address} reports no digest, and `prove` is not set.")
             await self.prove(member.remote)
         member.holds(update.version, held.digest)
         return held
@@ -264,7 +262,7 @@ class Fleet:
         except (EngineDown, TimeoutError) as error:
             member.strikes += 1
             if member.strikes >= STRIKES:
-                why = str(error) or f"it did not say how it is within {self.poll_timeout:g} s"
+                why = str(error) or f"it did not answer a check within {self.poll_timeout:g} s"
                 self.become(member, State.DOWN, why)
             return member.state is State.DOWN and await self._restarted(member)
         member.strikes = 0

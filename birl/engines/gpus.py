@@ -29,7 +29,7 @@ def shares(engine: schema.Engine, device: str, learner: int) -> list[tuple[str, 
         turns = ", engine.sleep=true where learner and servers take turns" if first else ""
         raise BirlError(
             f"engine.count={engine.count}: {engine.count} x {size} GPUs for {engine.kind} servers{beside} are "
-            f"{needed}, and this machine shows {len(names)}{visible()}. Take fewer{turns}, or servers elsewhere: "
+            f"{needed}, and this machine shows {len(names)}{visible()}. Use fewer{turns}, or servers elsewhere: "
             "engine.attach."
         )
     return [tuple(names[start : start + size]) for start in range(first, needed, size)]

@@ -87,7 +87,7 @@ def borrowed(memory: Mapping[str, Any], device: torch.device, most: int) -> Tens
     if not gpu(device) or memory["gpu"] != gpu(device):
         raise ValueError(
             f"the learner's weights are on GPU {memory['gpu']}, and the engine's on {gpu(device) or 'a CPU'}: CUDA IPC "
-            "wants one GPU for both; use weights.method=nccl or direct"
+            "needs one GPU for both; use weights.method=nccl or direct"
         )
     if min(memory["size"], memory["offset"], memory["counter_offset"]) < 0 or memory["size"] < count:
         raise ValueError("memory is smaller than its bytes")
@@ -104,7 +104,7 @@ def borrowed(memory: Mapping[str, Any], device: torch.device, most: int) -> Tens
 
 def _file(name: Any, count: int) -> Tensor:
     if not isinstance(name, str) or not FILE.fullmatch(name):
-        raise ValueError(f"memory.file: {name!r} is no bucket in shared memory")
+        raise ValueError(f"memory.file: {name!r} is not a bucket in shared memory")
     try:
         opened = os.open(ROOT / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

@@ -126,11 +126,11 @@ class Member:
         if self.pid and info.pid != self.pid:
             why = f"it was started again (process {info.pid}, before {self.pid})"
         elif self.proven and info.version != self.version:
-            why = f"it has version {info.version} of the weights, and was given {self.version}"
+            why = f"it has version {info.version} of the weights, but was given {self.version}"
         elif self.proven and self.digest and info.digest and info.digest != self.digest:
-            why = f"its version {info.version} is no longer what it was: the digest is {info.digest}"
+            why = f"its version {info.version} has changed: the digest is now {info.digest}"
         elif self.proven and info.asleep:
-            why = "it sleeps, and gave its weights back"
+            why = "it is asleep and has freed its weights"
         self.digest = "" if why else self.digest
         self.pid, self.engine, self.suspect = info.pid, info.engine, False
         self.proven = self.proven and not why
@@ -180,7 +180,7 @@ class Asked:
         n = len(self.part.tokens)
         skip = n if engine == "birl" else 0
         if skip and not np.array_equal(completion.tokens[:n], self.part.tokens[: len(completion.tokens)]):
-            raise EngineDown("it did not begin with the tokens that were given")
+            raise EngineDown("it did not begin with the given tokens")
         new = completion.support and completion.support.part(slice(skip, None))
         full = n + len(completion.tokens[skip:]) >= self.params.max_tokens
         return Completion(
@@ -197,11 +197,11 @@ def check_held(held: Held, update: Update) -> bool:
     """Whether the digest proves that the engine has the update; False if there is none to compare. Raises
     `WeightsFailed`."""
     if held.version != update.version:
-        raise WeightsFailed("stale", f"Version {update.version} was given, and it says that it has {held.version}.")
+        raise WeightsFailed("stale", f"Version {update.version} was sent, but it reports version {held.version}.")
     if not held.digest or not update.digests:
         return False
     if held.digest != whole(update.digests):
-        raise WeightsFailed("mismatch", f"Version {update.version} was loaded, and its weights are not what was sent.")
+        raise WeightsFailed("mismatch", f"Version {update.version} was loaded, but its weights differ from those sent.")
     return True
 
 
@@ -210,7 +210,7 @@ def check_versions(completion: Completion, lowest: int, highest: int) -> None:
     versions = completion.versions
     wrong = versions[(versions < lowest) | (versions > highest)]
     if len(wrong):
-        raise EngineDown(f"it answered with version {wrong.min()} of the weights, and has {lowest}")
+        raise EngineDown(f"it answered with version {wrong.min()} of the weights, but has {lowest}")
 
 
 SLACK = 1024  # outdated heap entries that may stay, beside three for each engine

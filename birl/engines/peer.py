@@ -67,7 +67,7 @@ class Peer:
             self.strange(path, response.text)
 
     def strange(self, path: str, answer: object, error: Exception | None = None) -> NoReturn:
-        raise Malformed(f"{self.address}{path} gave an answer that birl does not know: {str(answer)[:300]}") from error
+        raise Malformed(f"{self.address}{path} returned an unknown answer: {str(answer)[:300]}") from error
 
     @contextmanager
     def request(self, session: str) -> Iterator[str]:
@@ -184,7 +184,7 @@ class Adapter:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
         if is_picture(max(prompt_ids)):
             raise BirlError(
-                f"The prompt has a picture, and {self.name} is sent tokens alone: set engine.kind=embedded or birl."
+                f"The prompt has a picture, but {self.name} takes tokens only: set engine.kind=embedded or birl."
             )
         if not await self.let_in(params, session):
             return Completion.of((), (), (), Stop.ABORT)
@@ -248,7 +248,7 @@ class Adapter:
             await change()
             result = await self.relabelled(label)
             if result != label:
-                raise WeightsFailed("stale", f"{self.address} says that it has version {result}, not {label}.")
+                raise WeightsFailed("stale", f"{self.address} reports version {result}, not {label}.")
             self.version, self.broken, self.empty = update.version, "", False
             if not self.paused:
                 await self.go_on()
@@ -321,8 +321,8 @@ def number(label: str) -> int:
         return 0
     if not label.isdecimal():
         raise BirlError(
-            f"The engine calls its weights {label!r}, and birl counts them: "
-            'give them a number with POST /update_weight_version {"new_version": "0"}.'
+            f"The engine's weights have version {label!r}, but birl needs a number: "
+            'set one with POST /update_weight_version {"new_version": "0"}.'
         )
     return int(label)
 
@@ -335,7 +335,7 @@ def versions(spans: Collection[Any], count: int) -> tuple[int, ...]:
             raise ValueError(f"weight_versions has a gap at token {len(result)}")
         result += [number(span["version"])] * (span["end"] - span["start"])
     if len(result) != count:
-        raise ValueError(f"weight_versions tells of {len(result)} tokens, there are {count}")
+        raise ValueError(f"weight_versions has {len(result)} tokens instead of {count}")
     return tuple(result)
 
 
@@ -373,7 +373,7 @@ def fresh(update: Update, current: int) -> None:
     check_age(update, current)
     if not update.folder:
         raise WeightsFailed(
-            "missing", f"Version {update.version} of the weights is in no folder: this engine reads them from one."
+            "missing", f"Version {update.version} of the weights has no folder, from which this engine reads them."
         )
 
 

@@ -216,7 +216,7 @@ class Router:
             member.suspect = True  # paused or aborted by another client: poll it before the next request
             member.poke.set()
             if len(asked.part.tokens) <= before:
-                error = EngineDown("it aborted the request without being asked to")
+                error = EngineDown("it aborted the request on its own")
                 member.failed(error)
                 self._failed(member, asked, error)
 
@@ -319,4 +319,4 @@ class Router:
             async with member.lock:
                 pass
         if gone.done() or completion.versions.max(initial=-1) > member.version:
-            raise EngineDown(f"its weights were in doubt when it had answered: {member.error}")
+            raise EngineDown(f"its weights were not verified after its answer: {member.error}")

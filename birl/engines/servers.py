@@ -63,7 +63,7 @@ class Servers(Counting):
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
         result = await self.counted(self.router.generate(prompt_ids, params, session))
         if 0 < self.vocabulary <= (most := int(result.tokens.max(initial=0))):
-            raise BirlError(f"An engine answered with token id {most}, and the model has {self.vocabulary} tokens.")
+            raise BirlError(f"An engine answered with token id {most}, but the model has {self.vocabulary} tokens.")
         return result
 
     def ready(self) -> list[Remote]:
@@ -117,7 +117,7 @@ async def open_servers(engine: schema.Engine, wanted: Wanted, learner: int = 0) 
     """Start or find the servers; returns when each answers. `learner`: number of GPUs of this machine that it uses.
     Raises `BirlError`, with no server left running."""
     if wanted.method == "nccl" and engine.kind == "vllm" and choose(wanted.device).type != "cuda":
-        raise BirlError("weights.method=nccl: vLLM's workers know NCCL alone, and the learner is on a CPU; use reload.")
+        raise BirlError("weights.method=nccl: vLLM's workers need NCCL, but the learner is on a CPU; use reload.")
     if engine.attach:
         token = os.environ.get("BIRL_TOKEN", "")
         remotes, children = await look_up(engine, wanted, token), []
@@ -193,7 +193,7 @@ async def start(engine: schema.Engine, children: Sequence[Process]) -> None:
     try:
         await asyncio.gather(*(c.start() for c in children))
     except BirlError as error:
-        hint = "engine.python names its interpreter, engine.arguments its further words, engine.start_timeout its time"
+        hint = "keys: engine.python, engine.arguments for further arguments, engine.start_timeout"
         raise BirlError(f"engine.kind={engine.kind}: a server did not start ({hint}). {error}") from error
 
 
@@ -244,7 +244,7 @@ def check_writable(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise BirlError(
-            f"weights.folder={folder}: cannot be written ({error.strerror}). Name another place that servers see too."
+            f"weights.folder={folder}: cannot be written ({error.strerror}). Name a folder that the servers can read."
         ) from error
 
 

@@ -67,8 +67,8 @@ class ServedTeacher:
         named = np.array([[about["logprob"] for _, about in place] for place in places], np.float64).reshape(-1, k)
         if ids.size and ids.max() >= self.vocab:
             raise BirlError(
-                f"algorithm.teacher={self.address}: has token {ids.max()}, and the policy has {self.vocab} tokens: it "
-                "is another vocabulary. Serve a model of the same family."
+                f"algorithm.teacher={self.address}: has token {ids.max()}, but the policy has {self.vocab} tokens. "
+                "Serve a model of the same family."
             )
         rest = np.log(np.maximum(1 - np.exp(named).sum(1, keepdims=True), LEAST))
         return ids, np.concatenate([named, rest], 1).astype(np.float32)
@@ -98,8 +98,8 @@ class ServedTeacher:
         own, theirs = self.text(int(token)).strip(), entry.get("decoded_token")
         if isinstance(theirs, str) and own.isascii() and own.isalnum() and theirs.strip() != own:
             raise BirlError(
-                f"algorithm.teacher={self.address}: has another vocabulary than the policy, so its tokens mean "
-                f"something else: token {token} is {theirs!r:.80} there, and {own!r} here. Serve a model of the same "
+                f"algorithm.teacher={self.address}: has another vocabulary than the policy: "
+                f"token {token} is {theirs!r:.80} there, and {own!r} here. Serve a model of the same "
                 "family."
             )
         self.alike.add(token)
@@ -117,7 +117,7 @@ class ServedTeacher:
             except urllib.error.HTTPError as error:
                 if not again or error.code not in AGAIN:
                     why = error.read().decode(errors="replace")[:300]
-                    raise BirlError(f"algorithm.teacher={self.address}: the server says {error.code}: {why}") from error
+                    raise BirlError(f"algorithm.teacher={self.address}: status {error.code}: {why}") from error
                 wait = seconds(error.headers.get("retry-after", ""))
             except OSError as error:
                 if not again or isinstance(getattr(error, "reason", error), TimeoutError):  # it took long enough

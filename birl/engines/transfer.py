@@ -58,8 +58,8 @@ class Transfer(ABC):
         except EngineDown as error:
             raise lost(
                 error,
-                f"{error} It was to join the learner's group of {invitation.size} ranks from rank {invitation.rank} "
-                "on: are there so many, and can they reach each other?",
+                f"{error} It should join the learner's group of {invitation.size} ranks from rank {invitation.rank} "
+                "on: check the number of ranks and the network between them.",
             ) from error
 
     async def receive(self, update: Update, group: str = "") -> Held:

@@ -31,8 +31,8 @@ class Ages:
         `BirlError`."""
         if (oldest := max(map(self.of, versions), default=0)) > most:
             raise BirlError(
-                f"A group was begun {counted(oldest, 'step')} ago, and rollout.max_staleness={most}. "
-                "That is a mistake in birl: please report it, with the ledger.jsonl of this run."
+                f"A group began {counted(oldest, 'step')} ago, but rollout.max_staleness={most}. "
+                "This is a bug in birl: please report it, with the ledger.jsonl of this run."
             )
 
     def histogram(self, samples: Iterable[Sample]) -> Counter[int]:

@@ -54,7 +54,7 @@ class Baseline:
         except OSError as error:
             raise BirlError(f"baseline={path} cannot be read: {error.strerror or error}.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BirlError(f"baseline={path}: that is no file that `birl eval output=FILE` wrote.") from error
+            raise BirlError(f"baseline={path}: was not written by `birl eval output=FILE`.") from error
 
     def against(self, data: str, answers: Sequence[Mapping[str, Any]]) -> list[Difference]:
         """Differences of each source, if there are several, and of all. Raises `BirlError` if the questions differ, or
@@ -70,7 +70,7 @@ class Baseline:
         names = [*sources, "all"] if len(sources) > 1 else ["all"]
         result = [self._difference(n, [k for k in both if n in (k[0], "all")], after) for n in names if both]
         if not result:
-            raise BirlError(f"baseline={self.path}: no prompt has a score both there and here.")
+            raise BirlError(f"baseline={self.path}: no prompt has a score in both evaluations.")
         return result
 
     def _difference(self, source: str, keys: Sequence[tuple[str, str]], after: Scores) -> Difference:

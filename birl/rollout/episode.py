@@ -171,7 +171,7 @@ async def _run(agent: Agent, session: Session, played: Played) -> None:
     if result is None:
         raise BirlError("the agent gave no reward: return a number, or POST it to base_url/reward")
     if not session.turns:
-        raise session.failure or BirlError("the agent never asked the model")
+        raise session.failure or BirlError("the agent never called the model")
     if isinstance(result, Mapping):
         spoke = {turn.agent for turn in session.turns}
         if missing := spoke - set(result):

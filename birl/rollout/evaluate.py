@@ -37,7 +37,7 @@ class EvaluationPlan:
         if most == 1 or self.params.temperature > 0:
             return ""
         return (
-            f"validation.temperature=0: rows ask for {most} answers each, and greedy answers to one prompt are equal, "
+            f"validation.temperature=0: rows request {most} answers each, and greedy answers to one prompt are equal, "
             f"so pass@{most} is pass@1. Set validation.temperature=1."
         )
 
@@ -90,8 +90,8 @@ def own_k(task: Task) -> int:
         return 1
     if isinstance(value, bool) or not isinstance(value, int | float) or value not in range(1, MOST + 1):
         raise BirlError(
-            f"{task.id}: extra_info.pass@k is {str(value)[:80]}; it is how many answers validation asks for: a whole "
-            f"number from 1 to {MOST}."
+            f"{task.id}: extra_info.pass@k is {str(value)[:80]}; it must be the number of validation answers, a "
+            f"whole number from 1 to {MOST}."
         )
     return int(value)
 

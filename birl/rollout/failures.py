@@ -36,7 +36,7 @@ def refill(step: Step, wanted: int, most: float) -> str:
         return ""
     return (
         f"Step {step.number}: only {len(step.groups)} of {asked} groups have rewards that differ "
-        f"(algorithm.max_refill={most:g}). Where that lasts, the prompts are too easy or too hard by now."
+        f"(algorithm.max_refill={most:g}). If this persists, the prompts are too easy or too hard."
     )
 
 
@@ -65,7 +65,7 @@ class Start:
         self.over |= len(kinds) > 1 or any(o.scored or o is Outcome.ABORTED or why == UNSCORED for o, why in kinds)
         rate, n, tasks = self.most, len(self.failed), {task.id for task, _ in self.failed}
         if not self.over and n >= ALIKE and rate**n < CHANCE and len(tasks) >= self.tasks and self.rows <= tasks:
-            chance = f" (rollout.max_failure_rate={rate:g} would let so many fail by chance only)" if rate else ""
+            chance = f" (improbable with rollout.max_failure_rate={rate:g})" if rate else ""
             raise BirlError(
                 f"All of the first {counted(n, 'episode')} failed alike ({n} {trajectory.outcome}), so the run stops"
                 f"{chance}:\n{reasons(self.failed)}"

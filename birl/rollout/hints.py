@@ -42,8 +42,8 @@ class Hints:
         hinted = self.placed(group.task, hint, sample.tokens[:first])
         if hinted is None:
             raise BirlError(
-                f"algorithm.hint: the conversation of {group.task.id} does not begin with the row's prompt, so a "
-                "hint has no place in it. Use an environment whose first message of the user is the row's."
+                f"algorithm.hint: the conversation of {group.task.id} does not begin with the row's prompt, so "
+                "the hint cannot be added. Use an environment whose first user message is the row's."
             )
         fits = len(hinted) + len(sample.tokens) - first <= self.context
         return replace(sample, hinted=hinted) if fits else sample

@@ -78,9 +78,9 @@ def steps_of(run: Path) -> Iterator[Recorded]:
             )
             yield Recorded(step, {int(index): float(reward) for index, reward in row.get("greedy", {}).items()})
         except FileNotFoundError as error:
-            raise BirlError(f"{path}: a prompt's picture is not there, {error.filename}.") from error
+            raise BirlError(f"{path}: a prompt's picture is missing: {error.filename}.") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise BirlError(f"{path}: a line is no step of a run ({error!r}). Record it again.") from error
+            raise BirlError(f"{path}: a line is not a step of a run ({error!r}). Record it again.") from error
 
 
 def take_pictures(recorded: Path, run: Path) -> None:
@@ -133,7 +133,7 @@ async def resample(steps: list[Step], version: int, engine: Engine, params: Samp
         if own != before:
             raise BirlError(
                 f"Group {index}, episode {episode}, turn {number}: tokens {first} to {last - 1} of version {version} "
-                "were drawn from other words than now."
+                "were sampled from another set of tokens."
             )
         return last - first
 
@@ -172,7 +172,7 @@ async def replay(
         await train(one.step)
         number, compared = one.step.number, compared + 1
         if result := differences(number, before[number], metrics()):
-            raise BirlError(f"The replay of {run} is another run: " + "; ".join(result[:4]) + ".")
+            raise BirlError(f"The replay differs from {run}: " + "; ".join(result[:4]) + ".")
     return compared, tokens
 
 

@@ -169,7 +169,7 @@ class Session:
             raise Aborted
         number, self.asked = self.asked, self.asked + 1
         if len(self._turns) + self._open >= self.limits.turns:
-            raise TooLong(f"the episode asked more than env.max_turns={self.limits.turns} times")
+            raise TooLong(f"the episode sent more than env.max_turns={self.limits.turns} requests")
         conversation = checked(conversation)
         if cannot_fit(conversation, self.limits.tokens):
             raise TooLong(
@@ -240,7 +240,7 @@ class Session:
         try:
             result = (await engine.generate(prompt, params, self.id)).possible()
             if params.told and len(result.tokens) and result.support is None:
-                raise BirlError("The engine does not say which tokens each was drawn from; training needs to know.")
+                raise BirlError("The engine did not report the tokens that each was sampled from; training needs them.")
             return result
         except Exception as error:
             raise EngineFailed from error
@@ -254,7 +254,7 @@ def chosen(engines: Engine | Mapping[str, Engine], policy: str, agent: str) -> t
     trained = [name for name in engines if not name.endswith(PAST)]
     name = policy or (agent if agent in engines else trained[0] if len(trained) == 1 else "")
     if name not in engines:
-        error = f"there is no policy {name!r}" if name else "it does not say which policy replies"
+        error = f"there is no policy {name!r}" if name else "the request names no policy"
         raise BirlError(
             f"{error}; there are {', '.join(engines)} (policies=...). An environment names it as `Feedback.policy` or "
             "as its attribute `policy`, an agent as `policy` of `ask`, a client as the request's `model`."
@@ -271,7 +271,7 @@ def checked(conversation: Any) -> Conversation:
         if all(m is not None for m in messages):
             return tuple(m for m in messages if m is not None)
     raise BirlError(
-        f"The model is asked {conversation!r:.100}; it must be text, or messages such as "
+        f"The model's input is {conversation!r:.100}; it must be text, or messages such as "
         '(birl.types.Message(role="user", content="Hi"),) or [{"role": "user", "content": "Hi"}].'
     )
 

@@ -68,15 +68,15 @@ def load_data(
     for tasks in train:
         kept, dropped = filter_by_length(tasks, lambda t: prompt_tokens(chat, t, limit), limit)
         if dropped:
-            print(f"{tasks.name}: dropped {dropped} of {len(tasks)} rows, their prompt has more than {limit} tokens.")
+            print(f"{tasks.name}: dropped {dropped} of {len(tasks)} rows whose prompt has more than {limit} tokens.")
         if len(kept) == 0:
             raise BirlError(
                 f"{tasks.name}: every prompt has more than {limit} tokens. "
                 + (
                     "Raise data.max_prompt_tokens."
                     if data.max_prompt_tokens
-                    else f"The context of {context} tokens has no room for more beside an answer of rollout.max_tokens="
-                    f"{config.rollout.max_tokens}: lower that, shorten the prompts or take a model with a longer one."
+                    else f"The context of {context} tokens has no room for longer prompts with rollout.max_tokens="
+                    f"{config.rollout.max_tokens}: lower that, shorten the prompts or use a model with a longer one."
                 )
             )
         fitting.append(kept)
@@ -99,7 +99,7 @@ def longest_prompt(tasks: Sequence[Task], chat: "Chat", context: int) -> int:
     """Longest prompt [tokens]; warns of prompts that leave no room for an answer."""
     lengths = [prompt_tokens(chat, t, context) for t in tasks]
     if full := sum(n >= context for n in lengths):
-        print(f"Warning: {full} of {len(lengths)} prompts fill the context of {context} tokens: no answers.")
+        print(f"Warning: {full} of {len(lengths)} prompts fill the context of {context} tokens: no room for answers.")
     return max(lengths)
 
 
@@ -124,8 +124,8 @@ def tell_plain(chat: "Chat", tasks: Sequence[Task]) -> None:
     """Warn that a model without a template gets plain text: nothing else reports it."""
     if not chat.has_template and any(isinstance(task.prompt, str) for task in tasks):
         print(
-            "Warning: the model has no chat template, so it gets prompts as they are written, without roles. "
-            "model.chat_template=hermes, or a Jinja file, gives it one.",
+            "Warning: the model has no chat template, so prompts are raw text without roles. Set "
+            "model.chat_template=hermes, or a Jinja file.",
             flush=True,
         )
 
@@ -136,8 +136,8 @@ def context_of(config: schema.RL, world: "World", limit: int) -> int:
     asked = config.model.max_length
     if world.turns and not asked and config.capacity < limit:
         print(
-            f"Episodes have at most {config.capacity} tokens, as {capacity_setting(config)} says; "
-            "model.max_length=N sets another limit.",
+            f"Episodes have at most {config.capacity} tokens ({capacity_setting(config)}); set "
+            "model.max_length=N for another limit.",
             flush=True,
         )
         return config.capacity

@@ -113,8 +113,8 @@ class Visit(Answering):
         if place is not None:
             self.tell(
                 "history",
-                f"An agent changes its history: in turn {number} message {place} "
-                f"({reply.conversation[place].role}) is not what it was. So the turn begins a new sample, "  # pyright: ignore[reportAttributeAccessIssue]
+                f"An agent changed its history: in turn {number} message {place} "
+                f"({reply.conversation[place].role}) differs from before. So the turn begins a new sample, "  # pyright: ignore[reportAttributeAccessIssue]
                 f"and the {len(result[1].prompt)} tokens of its prompt are computed again. Told once.",
             )
         return result

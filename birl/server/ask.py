@@ -99,7 +99,7 @@ def common(
     n, (stream, usage) = choices(data), streaming(data, service.terms)
     data = {**data, key: 1} if mute else data
     if echo and stream:
-        raise invalid("echo", "goes without stream only")
+        raise invalid("echo", "cannot be combined with stream")
     return Ask(
         chat=chat,
         prompts=prompts,
@@ -126,7 +126,7 @@ def streaming(data: Mapping[str, Any], terms: Terms) -> tuple[bool, bool]:
     """Whether the answer is streamed, and whether the stream ends with token counts."""
     stream, options = typed(data, "stream", bool, False), typed(data, "stream_options", dict, {})
     if options and not stream:
-        raise invalid("stream_options", "goes with stream=true only")
+        raise invalid("stream_options", "requires stream=true")
     for option in sorted(set(options) - {"include_usage", "include_obfuscation"}):
         terms.vain(f"stream_options.{option}", options[option])
     return stream, bool(options.get("include_usage"))
@@ -152,7 +152,7 @@ def likeliest(data: Mapping[str, Any], logprobs: bool) -> int:
     """`top_logprobs` of a chat or a response."""
     result = within(data, "top_logprobs") or 0
     if result and not logprobs:
-        raise invalid("top_logprobs", "goes with log-probs only: logprobs=true, or include in Responses")
+        raise invalid("top_logprobs", "requires log-probs: logprobs=true, or include in Responses")
     return result
 
 
@@ -178,7 +178,7 @@ def prompt_logprobs(data: Mapping[str, Any]) -> int | None:
     """`prompt_logprobs` as in vLLM: 0 for those of the prompt's own tokens only; None for none."""
     result = within(data, "prompt_logprobs")
     if result is not None and data.get("stream"):
-        raise invalid("prompt_logprobs", "goes without stream only")
+        raise invalid("prompt_logprobs", "cannot be combined with stream")
     return result
 
 
@@ -199,7 +199,7 @@ def prompts(given: Any, n: int, service: Service) -> tuple[tuple[int, ...], ...]
             raise too_large("prompt", f"{len(one)} tokens", service.engine.context)
         elif isinstance(one, list) and all(type(i) is int for i in one):
             if (wrong := outside(tuple(one), service.vocabulary)) is not None:
-                raise invalid("prompt", f"has {wrong}, which is no token; the model has {service.vocabulary}")
+                raise invalid("prompt", f"has {wrong}, which is not a token id; the model has {service.vocabulary}")
             result.append(tuple(one))
         else:
             raise invalid("prompt", f"has {json.dumps(one)[:80]}, which is neither text nor a list of token ids")

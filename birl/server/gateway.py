@@ -229,7 +229,7 @@ def refusal(failure: BaseException) -> Refused:
         case EngineFailed():
             return Refused(503, f"The engine failed: {failure.__cause__!r}"[:500], "engine_down")
         case Aborted():
-            return Refused(503, "The engine was told to end the answer.", "engine_down")
+            return Refused(503, "The answer was aborted.", "engine_down")
         case asyncio.CancelledError():
             return Refused(503, OVER, "episode_over")
         case BirlError():

@@ -137,7 +137,7 @@ def continued(thread: Mapping[str, Any], kept: Kept) -> tuple[tuple[Message, ...
     if (talk := kept.cited(id)) is None or not id.startswith("msg_"):
         raise Refused(
             404, f"thread.previous_message_id: there is no answer {id[:80]!r}: it is of another server or episode, "
-            f"began no thread, or made room for newer ones ({kept.bounds}). Send all messages (thread.type=create).",
+            f"began no thread, or was dropped for newer ones ({kept.bounds}). Send all messages (thread.type=create).",
             code="thread_not_found",
         )  # fmt: skip
     return talk, json.loads(kept.told(id))
@@ -165,7 +165,7 @@ def conversation(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], list[Blo
     if all(message.role == "system" for message in result):
         raise invalid("messages", "is empty")
     if result[-1].role == "assistant":
-        raise invalid("messages", "ends with the assistant: an answer cannot be begun for the model")
+        raise invalid("messages", "ends with an assistant message: prefilled answers are not supported")
     return tuple(result), [tool(one, i) for i, one in enumerate(typed(data, "tools", list, []))]
 
 

@@ -93,8 +93,8 @@ def continued(data: Mapping[str, Any], kept: Kept) -> tuple[Message, ...]:
 def talk_of(id: str, kept: Kept, where: str) -> tuple[Message, ...]:
     if (talk := kept.cited(id)) is None:
         raise Refused(
-            400, f"{where}: there is no response {id[:80]!r}: it is of another server or episode, was asked with "
-            f"store=false, or made room for newer ones ({kept.bounds}). Send the whole conversation as input.",
+            400, f"{where}: there is no response {id[:80]!r}: it is of another server or episode, was requested with "
+            f"store=false, or was dropped for newer ones ({kept.bounds}). Send the whole conversation as input.",
             param=where, code="previous_response_not_found",
         )  # fmt: skip
     return talk
@@ -126,7 +126,7 @@ def check_results(talk: tuple[Message, ...]) -> None:
     made: set[str] = set()
     for message in talk:
         if message.role == "tool" and message.tool_call_id not in made:
-            raise invalid("input", f"no function_call before it has the call_id {message.tool_call_id!r} of an output")
+            raise invalid("input", f"no earlier function_call has the call_id {message.tool_call_id!r} of an output")
         made |= {call.id for call in message.tool_calls}
 
 
@@ -188,7 +188,7 @@ def tool(given: Any, place: int) -> Item:
     kind = given.get("type") if isinstance(given, dict) else given
     if kind != "function":
         raise invalid(
-            f"tools.{place}", f"is of type {str(kind)[:40]!r}, which only the vendor runs; offer a function of your own"
+            f"tools.{place}", f"is of type {str(kind)[:40]!r}, which only the vendor runs; define your own function"
         )
     return {"type": "function", "function": {k: v for k, v in given.items() if k != "type" and v is not None}}
 

@@ -109,7 +109,7 @@ async def body(request: Request, most: int) -> bytes:
     """The whole body. Raises `Refused` beyond `most` bytes, without reading on, if it is too slow, or compressed, and
     `Gone`."""
     if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
-        raise Refused(415, f"Content-Encoding: {encoding[:40]} is not read; send the body as it is.", close=True)
+        raise Refused(415, f"Content-Encoding: {encoding[:40]} is not supported; send the body as it is.", close=True)
     told = request.headers.get("content-length", "0")
     parts: list[bytes] = []
     size = int(told) if told.isdigit() else 0
@@ -196,7 +196,7 @@ def ambiguous(headers: Mapping[str, str]) -> Refused | None:
     """Error for a body with two lengths: a proxy may use the other one."""
     if "transfer-encoding" not in headers or "content-length" not in headers:
         return None
-    return Refused(400, "Content-Length and Transfer-Encoding do not go together: send one of them.", close=True)
+    return Refused(400, "Content-Length and Transfer-Encoding cannot be combined: send one of them.", close=True)
 
 
 def intruder(headers: Mapping[str, str], token: str) -> Refused | None:

@@ -33,7 +33,7 @@ async def claim(service: Service, request: Request) -> Response:
     """Reserve the server for a run (`service.py`)."""
     only(await json_object(request, service.most_bytes))
     if not service.owner.now():
-        raise Refused(400, f"Who claims the server must say so in the header {HEADER}.")
+        raise Refused(400, f"A claim must name its run in the header {HEADER}.")
     return reply({"run": service.owner.name})
 
 
@@ -82,7 +82,7 @@ async def load(service: Service, request: Request) -> Response:
     if not isinstance(anew := data.get("anew", False), bool):
         raise Refused(400, f"anew must be true or false, got {anew!r}.")
     if not isinstance(group := data.get("group", ""), str) or (group and folder):
-        raise Refused(400, "group must be the name of the group that was joined, and goes without a folder.")
+        raise Refused(400, "group must be the name of the joined group, without a folder.")
     update = Update(version=number, digests=digests, folder=folder, anew=anew)
     if group:  # other requests do not wait for the transfer
         update = await service.received(update, group)
@@ -233,7 +233,7 @@ def take_pictures(data: Mapping[str, Any], service: Service) -> None:
     """Store the image files of a prompt, base64 by digest. Raises `Refused`."""
     given = data.get("pictures") or {}
     if not isinstance(given, dict) or (given and service.chat.pictures is None):
-        raise Refused(400, "pictures must be files in base64 by digest, and the model must see.")
+        raise Refused(400, "pictures must be files in base64 by digest, and the model needs a vision tower.")
     for digest, text in given.items():
         try:
             picture = Picture.of(decoded(text))
@@ -253,7 +253,7 @@ def ids(data: Mapping[str, Any], key: str, vocabulary: int, pictures: bool = Fal
         raise Refused(400, f"{key} must be a list of token ids.")
     wrong = outside(tuple(i for i in result if not (pictures and is_picture(i))), vocabulary)
     if wrong is not None:
-        raise Refused(400, f"{key}: {wrong} is no token; the model has {vocabulary}.")
+        raise Refused(400, f"{key}: {wrong} is not a token id; the model has {vocabulary}.")
     return tuple(result)
 
 

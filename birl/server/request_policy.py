@@ -43,21 +43,21 @@ NOTED: dict[str, tuple[Any, ...]] = {  # values that request nothing
     **{"truncation": ("disabled",), "max_tool_calls": (), "moderation": (), "image": ({},)},
 }
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # accepted values, and why others are not
-    "suffix": (("",), "the model cannot fill in"),
-    "echo": ((False,), "the prompt is not repeated here"),
-    "top_logprobs": ((0,), "a run's engines tell the log-probs of sampled tokens alone (logprobs=true)"),
+    "suffix": (("",), "infilling is not supported"),
+    "echo": ((False,), "repeating the prompt is not supported"),
+    "top_logprobs": ((0,), "a run's engines report log-probs of sampled tokens only (logprobs=true)"),
     "use_beam_search": ((False,), "answers are sampled"),
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),
     "functions": (([],), "is an older form: use tools"),
     "function_call": (("none", "auto"), "is an older form: use tool_choice"),
-    "continue_final_message": ((False,), "an answer cannot be begun for the model"),
-    "web_search_options": (({},), "the server has no tools of its own"),
-    "background": ((False,), "answers are not kept for later: wait, or ask with stream=true"),
+    "continue_final_message": ((False,), "prefilled answers are not supported"),
+    "web_search_options": (({},), "the server has no built-in tools"),
+    "background": ((False,), "background answers are not supported: wait, or ask with stream=true"),
     "conversation": ((), "conversations are not stored: send previous_response_id, or all of it as input"),
     "prompt": ((), "there are no stored prompts: send the text itself (input, messages)"),
-    "plugins": (([],), "the server has no tools of its own"),
-    "mcp_servers": (([],), "the server has no tools of its own"),
+    "plugins": (([],), "the server has no built-in tools"),
+    "mcp_servers": (([],), "the server has no built-in tools"),
 }
 #: parameters that force the form of an answer, of OpenAI and vLLM
 FORMS = ("response_format", "guided_json", "guided_choice", "guided_regex", "guided_grammar", "structured_outputs")
@@ -79,7 +79,7 @@ class Terms:
         return self.sampling == "client"
 
     def note(self, key: str, what: str) -> None:
-        self.tell(key, f"{'A client' if self.served else 'An agent'} asks for {key}={what}")
+        self.tell(key, f"{'A client' if self.served else 'An agent'} requested {key}={what}")
 
     def tell(self, key: str, text: str) -> None:
         """Print once for each key."""
@@ -140,7 +140,7 @@ class Terms:
             return replace(result, **values)
         for key, value in values.items():
             if value != getattr(own, key):
-                self.note(key, f"{value:g}; the run's {key} is {getattr(own, key):g} and counts (env.sampling=run).")
+                self.note(key, f"{value:g}; the run's {key} is {getattr(own, key):g} and is used (env.sampling=run).")
         return result
 
     def tools(self, data: Mapping[str, Any], given: Sequence[Any], choice: Any) -> tuple[list[Any], str]:
@@ -162,7 +162,7 @@ class Terms:
         if choice not in (None, "auto", "none") and not self.served:
             self.note("tool_choice", f"{json.dumps(choice)[:60]}; the model decides.")
         if strict(result) and not self.served:
-            self.note("strict", "true; arguments are not forced into a schema.")
+            self.note("strict", "true; arguments are not constrained to a schema.")
         result = [] if choice == "none" else result
         form = self.form(data, result, choice)
         return [plain(tool) for tool in result], form if self.served else ""

@@ -78,7 +78,7 @@ async def input_tokens(service: Service, request: Request) -> Response:
 
 
 async def compact(service: Service, request: Request) -> Response:
-    raise Refused(400, "A conversation is not compacted here: send fewer items, or a summary of them, as input.")
+    raise Refused(400, "Compaction is not supported: send fewer items, or a summary of them, as input.")
 
 
 def read(data: dict[str, Any], service: Service) -> Asked:
@@ -123,7 +123,7 @@ async def events(service: Service, asked: Asked, params: SamplingParams) -> Asyn
 async def retrieve(service: Service, request: Request) -> Response:
     id = request.path_params["id"]
     if request.query_params.get("stream") == "true":
-        raise Refused(400, "stream: an answer is streamed to who asked for it, and not a second time.", param="stream")
+        raise Refused(400, "stream: an answer cannot be streamed a second time.", param="stream")
     if id in service.growing:
         return JSONResponse(service.growing[id][0].head("in_progress"))
     return JSONResponse(stored(service, id)[0])
@@ -178,8 +178,8 @@ def stored(service: Service, id: str) -> tuple[dict[str, Any], list[dict[str, An
 
 def absent(service: Service, id: str) -> Refused:
     return Refused(
-        404, f"There is no response {id[:80]!r}: it was asked with store=false, was deleted, is of another server, or "
-        f"made room for newer ones ({service.kept.bounds}).", "not_found_error",
+        404, f"There is no response {id[:80]!r}: it was sent with store=false, was deleted, is of another server, or "
+        f"was dropped for newer ones ({service.kept.bounds}).", "not_found_error",
     )  # fmt: skip
 
 

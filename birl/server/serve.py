@@ -283,5 +283,5 @@ async def answer(
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     there = ", ".join(dict.fromkeys(path for _, path in ROUTES))
-    what = f"{request.method} {request.url.path}: {error.detail}. There are {there}."
+    what = f"{request.method} {request.url.path}: {error.detail}. Routes: {there}."
     return JSONResponse(Refused(error.status_code, what).body(), error.status_code, dict(error.headers or {}))

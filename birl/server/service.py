@@ -260,7 +260,7 @@ class Service:
 
     async def resume(self) -> None:
         if self.engine.asleep or self.hollow:
-            raise Refused(409, f"The engine cannot go on: {self.unready()}.", CONFLICT)
+            raise Refused(409, f"The engine cannot continue: {self.unready()}.", CONFLICT)
         await self.engine.resume()
 
     async def start(self) -> None:

@@ -46,11 +46,11 @@ class Staging:
     def put(self, version: int, piece: Mapping[str, Tensor]) -> int:
         """Add a piece; returns the staged bytes. A tensor sent again replaces the first."""
         if version != self.version:
-            raise WeightsFailed("stale", f"Version {version} was replaced by {self.version} while it arrived.")
+            raise WeightsFailed("stale", f"Version {version} was replaced by {self.version} during its upload.")
         both = {**self.tensors, **piece}
         size = sum(t.nbytes for t in both.values())
         if size > self.most:
-            raise Refused(413, f"Version {version} has {size} bytes so far, and the model only {self.most}.")
+            raise Refused(413, f"Version {version} has {size} bytes so far, but the model has only {self.most}.")
         self.tensors, self.touched = both, time.monotonic()
         return size
 
@@ -164,9 +164,9 @@ class Membership:
                 "weights.method=direct.",
             )
         if given.gpu and given.gpu == gpu(self.device):
-            raise Refused(400, "Learner and engine are on one GPU, and NCCL wants two: use weights.method=ipc.")
+            raise Refused(400, "Learner and engine are on one GPU, but NCCL needs two: use weights.method=ipc.")
         check_layouts(
-            "What would be broadcast",
+            "The broadcast",
             {name: layout(shape, dtype) for name, shape, dtype in given.tensors},
             {name: layout(*own) for name, own in self.shapes.items()},
         )

@@ -41,7 +41,7 @@ class Preferences:
     def prepare(self, run: Path | None, examples: Sequence[Example]) -> None:
         if not self.alone and any(len(e.sequences) == 1 for e in examples):
             raise BirlError(
-                f"preference.loss={self.name} compares two answers, and the rows have one and a `label`: set "
+                f"preference.loss={self.name} compares two answers, but the rows have one and a `label`: set "
                 "preference.loss=kto, or give rows with `chosen` and `rejected`."
             )
         if self.precompute:

@@ -285,7 +285,7 @@ class Loop:
         if others := versions_of(groups) - {version}:
             raise BirlError(
                 f"Validation of step {self.run.step}: answers come from version {sorted(others)} of the weights "
-                f"instead of {version} alone, so the result would belong to no policy."
+                f"instead of {version} alone; all answers of a validation must come from one version."
             )
         assert plan is not None
         apart = {} if (policies := self.worker.learner.policies) is None else policies.weights()

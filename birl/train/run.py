@@ -139,8 +139,8 @@ class Run:
             self.tracker.rewind(None, 0)
             if share := self.worker.learner.rounded_share:
                 self.tracker.message(
-                    f"{round(100 * share, 2):g} % of the model's weights were rounded to {self.dtype}, in which it "
-                    "computes (model.dtype=float32 keeps them)."
+                    f"{round(100 * share, 2):g} % of the model's weights were rounded to {self.dtype}, the compute "
+                    "type (model.dtype=float32 keeps them)."
                 )
             if self.worker.learner.device.type == "cpu" and compiler() is None:
                 self.tracker.message(
@@ -185,13 +185,13 @@ class Run:
             aside = {path: step_folders.set_aside(path) for path in result}
             return entry.path, [
                 f"WARNING: the checkpoint {path.name} is damaged ({'; '.join(result[path][:3])}). It is {where.name} "
-                f"from now on, and the run goes on from {entry.path.name}."
+                f"now, and the run resumes from {entry.path.name}."
                 for path, where in aside.items()
             ]
         raise BirlError(
             f"All {len(result)} checkpoints of {self.worker.checkpoints.run} are damaged:\n"
             + "\n".join(f"  {path.name}: {'; '.join(damage[:3])}" for path, damage in result.items())
-            + "\nNothing can be resumed: begin anew with run=ANOTHER_FOLDER, or put back a copy of a checkpoint."
+            + "\nStart a new run with run=ANOTHER_FOLDER, or restore a copy of a checkpoint."
         )
 
     def summary(self, finished: bool) -> dict[str, Any]:

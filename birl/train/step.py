@@ -211,7 +211,7 @@ class RLWorker(Worker):
 
             engine = self.engine_of(context, longest)
             address = hosted(service_of(self.policy, engine, token, self.dtype))
-            print(f"birl: rank {self.crew.ranks.rank} samples, too, at {address}", flush=True)
+            print(f"birl: rank {self.crew.ranks.rank} also samples, at {address}", flush=True)
         return [a for a in self.crew.gather(address) if a]
 
     def refresh(self) -> None:

@@ -53,8 +53,8 @@ class Worker:
         self.nonfinite = self.nonfinite + 1 if left_out else 0
         if self.nonfinite >= NONFINITE_LIMIT:
             raise BirlError(
-                f"The gradient was not finite {self.nonfinite} optimizer steps in a row; the weights were left as "
-                "they are. Try a lower optimizer.lr, or model.dtype=float32."
+                f"The gradient was not finite {self.nonfinite} optimizer steps in a row; the weights are "
+                "unchanged. Try a lower optimizer.lr, or model.dtype=float32."
             )
 
     def write(self, step: int, state: dict[str, Any], kept: set[int]) -> None:

@@ -86,7 +86,7 @@ def test_bytes_that_are_not_utf8_in_csv_and_parquet(tmp_path: Path) -> None:
         ('{"prompt": "b"} x', "broken JSON"),
         ("[1, 2]", "a row is a JSON object"),
         ('"text"', "a row is a JSON object"),
-        (r'{"prompt": "half \ud83d"}', "half of a character"),
+        (r'{"prompt": "half \ud83d"}', "half of a surrogate pair"),
     ],
 )
 def test_broken_json_line(tmp_path: Path, line: str, what: str) -> None:
@@ -111,7 +111,7 @@ def test_broken_json_list(tmp_path: Path) -> None:
         ("prompt,answer\na\n", "line 2: 1 fields"),
         ("prompt,prompt\na,1\n", "line 1: the header"),
         (",prompt\n0,a\n", "to_csv(FILE, index=False)"),
-        ("prompt, answer\na, 1\n", "line 1: ' answer': a column's name has no spaces"),
+        ("prompt, answer\na, 1\n", "line 1: ' answer': a column's name must not begin or end with spaces"),
         ("prompt;answer\na;1\n", "line 1: the columns are separated by ';'"),
         ('prompt,answer\n"a,1\n', "broken CSV"),
     ],
@@ -128,7 +128,7 @@ def test_wrong_rows_of_parquet_are_told_before_torch(tmp_path: Path) -> None:
     write(strange, [{"frage": "What is 3 + 4?"}])
     write(typed, [{"prompt": [{"role": "user", "content": "Hi"}]}, {"prompt": [{"role": "user"}]}])
     for file, message in (
-        (junk, "is no readable parquet file"),
+        (junk, "is not a readable parquet file"),
         (strange, r"has no column messages, prompt, question\. It has the columns frage"),
         (typed, "row 2: "),
     ):
@@ -142,7 +142,7 @@ def test_damaged_binary_file(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path / f"a.{kind}")
     path.write_bytes(path.read_bytes()[:-20])
     message = refused(path)
-    assert f"a.{kind}" in message and f"no readable {kind} file" in message
+    assert f"a.{kind}" in message and f"not a readable {kind} file" in message
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".json"])
@@ -173,7 +173,7 @@ def test_brackets_in_texts_nest_nothing(tmp_path: Path) -> None:
 def test_a_program_beside_the_data_is_named_and_not_run(tmp_path: Path) -> None:
     write(tmp_path / "rows/train.jsonl")
     (tmp_path / "rows/rows.py").write_text(f"open({str(tmp_path / 'harm')!r}, 'w')")
-    with pytest.raises(BirlError, match=r"rows\.py.*move the \.py file away"):
+    with pytest.raises(BirlError, match=r"rows\.py.*remove the \.py file"):
         read(str(tmp_path / "rows"))
     assert not (tmp_path / "harm").exists()
 

@@ -158,7 +158,7 @@ def test_the_end_token_is_trained_although_it_is_the_pad_token() -> None:
 
 
 def test_a_sample_that_fits_nowhere_is_refused_with_the_numbers() -> None:
-    with pytest.raises(BirlError, match=r"30 tokens.* row of 20: learner.tokens_per_microbatch x parallel.cp"):
+    with pytest.raises(BirlError, match=r"30 tokens.* micro-batch of 20 \(learner.tokens_per_microbatch x parallel.cp"):
         pack([make(tuple(range(3, 31)), (5, 2), 0, 0)], [1.0], 20)
 
 

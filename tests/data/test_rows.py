@@ -209,7 +209,7 @@ def test_data_beside_many_pictures_is_to_be_named(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl")
     for i in range(3):
         (tmp_path / f"{i}.png").write_bytes(b"\x89PNG\r\n")
-    assert f"Name those: {tmp_path / 'rows.jsonl'}" in refused(tmp_path)
+    assert f"Name the data files: {tmp_path / 'rows.jsonl'}" in refused(tmp_path)
 
 
 def test_files_that_a_folder_leaves_out_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

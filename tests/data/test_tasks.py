@@ -194,9 +194,9 @@ def test_system_prompt() -> None:
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "prompt[0].content[0].text is null"),
         ([{"role": "user"}], "prompt[0] has role; a message is"),
-        ([{"role": "user", "tool_calls": [{"name": "f"}]}], "prompt[0].tool_calls is of an assistant's messages only"),
+        ([{"role": "user", "tool_calls": [{"name": "f"}]}], "prompt[0].tool_calls is for assistant messages only"),
         ([{"role": "assistant", "tool_calls": "f"}], "prompt[0].tool_calls is a str, it needs a list"),
-        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}], "arguments of f are no object"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}], "arguments of f are not an object"),
         ([{"role": "user", "content": " "}], "prompt[0].content is empty"),
         ([{"from": "human", "value": "x"}], "prompt[0] has from, value"),
         ([{"role": 1, "content": "x"}], "prompt[0].role is a number"),
@@ -232,7 +232,7 @@ def test_a_column_named_role_in_a_prompt_is_no_conversation() -> None:
 def test_the_input_of_an_instruction_is_not_left_out() -> None:
     row = {"instruction": "Translate.", "output": "Hallo"}
     assert task({**row, "input": ""}, prompt_column="instruction").prompt
-    assert "`input` would be left out" in refused({**row, "input": "Hello"}, prompt_column="instruction")
+    assert "`input` would be ignored" in refused({**row, "input": "Hello"}, prompt_column="instruction")
 
 
 @pytest.mark.parametrize("column", ["answer", "right"])
@@ -249,7 +249,7 @@ def test_tools_of_a_row_are_not_left_out() -> None:
     assert len([*load_tasks(Data(), "train", chat=True, given=rows)[0]]) == 2
     alone = load_tasks(Data(), "train", chat=True, given=rows, alone=True)[0]
     assert alone[0].prompt
-    with pytest.raises(BirlError, match=r"train, row 2: `tools` would be left out.*An environment can have tools"):
+    with pytest.raises(BirlError, match=r"train, row 2: `tools` would be ignored.*An environment can have tools"):
         alone[1]
 
 
@@ -259,7 +259,7 @@ def test_splits_are_not_mixed_into_the_training_set() -> None:
     assert len(load_tasks(Data(), "train", chat=True, given={"easy": rows, "hard": rows})) == 2
     both = DatasetDict(train=Dataset.from_list(rows), test=Dataset.from_list(rows))  # pyright: ignore
     for which in ("train", "validation"):
-        with pytest.raises(BirlError, match=rf"{which}: it has the splits train, test\. Hand over one"):
+        with pytest.raises(BirlError, match=rf"{which}: it has the splits train, test\. Pass one"):
             load_tasks(Data(), which, chat=True, given=both)
 
 
@@ -358,7 +358,7 @@ def test_split_is_exact_without_duplicates_and_depends_on_the_seed() -> None:
 
 def test_split_of_too_little() -> None:
     source = tasks([{"prompt": str(i)} for i in range(4)])
-    with pytest.raises(BirlError, match="not one row"):
+    with pytest.raises(BirlError, match="less than one row"):
         split_validation([source], 0.01, 0)
     with pytest.raises(BirlError, match="leaves no training row"):
         split_validation([source], 1.0, 0)

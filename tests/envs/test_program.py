@@ -155,7 +155,7 @@ ENDS = {
     ),
     "exception": ("ask('a'); 1 / 0", {}, Outcome.ENV_ERROR, None, "ZeroDivisionError: division by zero"),
     "signal": ("ask('a'); os.kill(os.getpid(), 9)", {}, Outcome.ENV_ERROR, None, "ended by SIGKILL"),
-    "never asked": ("print('{\"reward\": 1}')", {}, Outcome.ENV_ERROR, None, "never asked the model"),
+    "never asked": ("print('{\"reward\": 1}')", {}, Outcome.ENV_ERROR, None, "never called the model"),
     "much output": (
         "ask('a'); print('x' * 3_000_000); sys.stderr.write('y' * 3_000_000); print('{\"reward\": 1}')", {},
         Outcome.OK, 1.0, "",

@@ -152,7 +152,7 @@ def test_an_adapter_alone(tiny: Path, tmp_path: Path, hub: Hub) -> None:
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), folder)
     before = list(hub.commits)
     done = push(hub, str(tmp_path / "run"), "export-adapter", "last", "hf://me/adapter", "--private")
-    assert (done.returncode, hub.commits) == (2, before) and "is there, and public" in done.stderr
+    assert (done.returncode, hub.commits) == (2, before) and "is public" in done.stderr
     head = yaml.safe_load((folder / "README.md").read_text().split("---\n", 2)[1])
     assert (head["library_name"], "lora" in head["tags"], "license" in head) == ("peft", True, False)
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == tiny.name

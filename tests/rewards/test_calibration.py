@@ -180,7 +180,7 @@ def test_bad_words_are_named(server: Hostile, capsys: pytest.CaptureFixture[str]
     rows = write([ROW | {"rubric": [3]}])
     here = f"reward.judge={server.url}/v1"
     for words, told in (
-        (["env=countdown", here], "--judge needs rows that people have judged"),
+        (["env=countdown", here], "--judge needs human-judged rows"),
         ([rows], "reward.functions=judge: needs the address of a judge"),
         ([rows, "reward.judge=gpt"], "give the address of each judge"),
         ([rows, here, "reward.judge_rubric=['-1: Bad']"], "reward.judge_rubric: no weight is above 0"),

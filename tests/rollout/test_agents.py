@@ -51,7 +51,7 @@ def test_each_of_several_agents_has_its_own() -> None:
         (Talks(math.nan), "reward is nan"),
         (Talks("good"), "the agent's reward is 'good'; it must be a number"),
         (Talks({"Hi": "x"}), "the reward of agent 'Hi' is 'x'"),
-        (Talks(1.0, ()), "never asked"),
+        (Talks(1.0, ()), "never called"),
         (Talks(ValueError("bad plan")), "bad plan"),
     ],
 )

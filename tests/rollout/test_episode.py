@@ -120,7 +120,7 @@ MESSAGE: Any = {"role": "user", "content": "Hi"}
         (Feedback(messages="Again.", done=False), "Feedback(messages='Again.'): must be"),  # type: ignore[arg-type]
         (Feedback(reward=1e200), "the environment's reward is 1e+200; it must be between"),
         (Feedback(messages=(MESSAGE,), done=False), "Feedback(messages=({'role'"),
-        (Feedback(prompt=(), done=False), "The model is asked ();"),
+        (Feedback(prompt=(), done=False), "The model's input is ();"),
         (None, "step returned None; it must return a birl.types.Feedback"),
         (("x", 1.0, True, {}), "step returned ('x', 1.0, True, {})"),
     ],
@@ -205,7 +205,7 @@ def test_what_the_model_cannot_be_asked_is_told(said: Any) -> None:
             return said
 
     played = play(Broken())
-    assert played.outcome is Outcome.ENV_ERROR and played.detail.startswith("The model is asked ")
+    assert played.outcome is Outcome.ENV_ERROR and played.detail.startswith("The model's input is ")
 
 
 def test_an_error_names_the_line_of_the_environment() -> None:

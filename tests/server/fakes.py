@@ -127,7 +127,7 @@ class Fake:
             tokens.append(params.forced[place] if place < len(params.forced) else word(prompt, params.seed, place))
             versions.append(self.truth)
         if self.garbage:
-            raise EngineDown(f"{self.address} gave no completion: <html>")
+            raise EngineDown(f"{self.address} returned no completion: <html>")
         stop = Stop.LENGTH if len(tokens) == params.max_tokens else Stop.ABORT
         support = Support.of([np.array([token]) for token in tokens]) if params.told else None
         return Completion.of(tokens, (-1.0,) * len(tokens), versions, stop, support=support)

@@ -233,7 +233,7 @@ def test_errors_say_whose_fault_it_is(folders, compute, kind) -> None:
             (JSONResponse({"error": "busy"}, 429), EngineDown, "busy"),
             (JSONResponse({"error": "unknown field `foo`"}, 400), BirlError, "foo"),
             (PlainTextResponse("<html>"), EngineDown, "html"),
-            (JSONResponse({"choices": []}), EngineDown, "does not know"),
+            (JSONResponse({"choices": []}), EngineDown, "unknown answer"),
         ):
             double.fail[GENERATE[kind]] = answer
             with pytest.raises(error, match=said):

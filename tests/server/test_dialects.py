@@ -103,12 +103,12 @@ def test_the_gateway_takes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
                 reply = await here.http.post("/chat/completions", json={"model": "any", "messages": HI, **keys})
                 assert reply.status_code == (400 if name == "top logprobs" else 200), (keys, reply.text)
         reply = await here.http.post("/responses", json={"input": HI, "top_logprobs": 3})
-        assert reply.status_code == 400 and "tell the log-probs of sampled tokens alone" in reply.text
+        assert reply.status_code == 400 and "report log-probs of sampled tokens only" in reply.text
 
     played(Scripted(["Hello."] * 2 * len(USUAL)), body, turns=100)
     told = capsys.readouterr().out
     for key in ("frequency_penalty", "reasoning", "guided_json", "response_format", "tool_choice"):
-        assert told.count(f"An agent asks for {key}=") == 1
+        assert told.count(f"An agent requested {key}=") == 1
 
 
 NAMELESS = {"type": "function", "function": {"name": "x", "parameters": "x"}}
@@ -177,7 +177,7 @@ def test_a_server_says_once_what_has_no_effect(client: openai.OpenAI, server: Ru
     server.service.terms.noted.clear()
     first, second = (ask(client, frequency_penalty=p, max_tokens=4) for p in (0.7, 0.8))
     assert first.choices[0].message.content == second.choices[0].message.content
-    assert capsys.readouterr().out == "A client asks for frequency_penalty=0.7; that has no effect.\n"
+    assert capsys.readouterr().out == "A client requested frequency_penalty=0.7; that has no effect.\n"
 
 
 @pytest.mark.parametrize("form", [FORM, {"type": "json_object"}], ids=["schema", "object"])

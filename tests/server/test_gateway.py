@@ -252,7 +252,7 @@ def test_the_run_decides_how_answers_are_drawn(capsys: pytest.CaptureFixture[str
     ]
     printed = capsys.readouterr().out
     for key in ("temperature=0.2; the run's temperature is 1", "top_p=0.5", "seed", "tool_choice", "response_format"):
-        assert printed.count(f"An agent asks for {key}") == 1
+        assert printed.count(f"An agent requested {key}") == 1
     assert "strict=true" in printed
 
 
@@ -283,7 +283,7 @@ REFUSED = {
     "an answer that was begun": (
         "/messages",
         {"max_tokens": 5, "messages": [*HI, {"role": "assistant", "content": "I"}]},
-        "cannot be begun",
+        "prefilled answers",
     ),
     "a tool of the API": ("/messages", {"messages": HI, "tools": [{"type": "bash_1", "name": "bash"}]}, "tools.0"),
     "ids": ("/completions", {"prompt": [1, 2]}, "prompt must be text"),
@@ -390,7 +390,7 @@ def test_a_rewritten_history_is_told_once_with_its_turn(capsys: pytest.CaptureFi
         (told,) = [line for line in capsys.readouterr().out.splitlines() if "history" in line]
         turn = here.session.turns[5]
         assert told == (
-            "An agent changes its history: in turn 5 message 1 (assistant) is not what it was. So the turn begins a "
+            "An agent changed its history: in turn 5 message 1 (assistant) differs from before. So the turn begins a "
             f"new sample, and the {len(turn.prompt)} tokens of its prompt are computed again. Told once."
         )
 

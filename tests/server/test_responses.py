@@ -168,14 +168,14 @@ def test_answers_of_a_form(client: openai.OpenAI) -> None:
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,xx"}]}]
 WRONG: list[tuple[dict[str, Any], str, str]] = [  # what is asked, what is named, and a word of the fix
     ({"previous_response_id": "resp_1"}, "previous_response_id", "as input"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0", "function of your own"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0", "your own function"),
     ({"background": True}, "background", "stream=true"),
     ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "input"),
     ({"input": IMAGE}, "input.0.content", "no base64"),
     ({"input": []}, "input", "must be text or a list of items"),
     ({"input": [{"type": "computer_call", "call_id": "1"}]}, "input.0", "function_call"),
-    ({"input": [{**RESULT, "call_id": "call_9"}]}, "input", "no function_call before it has the call_id 'call_9'"),
+    ({"input": [{**RESULT, "call_id": "call_9"}]}, "input", "no earlier function_call has the call_id 'call_9'"),
     ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input.0.id", "as input"),
     ({"input": [{"id": "rs_1"}]}, "input.0.id", "as input"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "x", "arguments": "x"}]}, "input.0", "JSON text"),
@@ -206,7 +206,7 @@ def test_a_prompt_is_counted_before_it_is_asked(server: Running, client: openai.
     keys: Any = {"model": "any", "input": "Hi", "instructions": "Be brief.", "tools": [ADD]}
     count = client.responses.input_tokens.count(**keys)
     assert count.input_tokens == ask(client, **keys, max_output_tokens=2).usage.input_tokens
-    with pytest.raises(openai.BadRequestError, match="not compacted here: send fewer items"):
+    with pytest.raises(openai.BadRequestError, match="not supported: send fewer items"):
         client.responses.compact(model="any", input="Hi")
 
     async def body(here: Place) -> None:

@@ -119,7 +119,7 @@ def test_an_engine_that_fails_in_the_middle_costs_nothing_but_time(way: str) -> 
         assert sum(name == "retry" for name, _ in events) >= 5
         if way == "freeze":
             told = [fields["error"] for name, fields in events if name == "retry"]
-            assert told == ["it did not say how it is within 5 s"] * 5
+            assert told == ["it did not answer a check within 5 s"] * 5
         if way != "garbage":
             assert ("engine_down", "engine0") in {(name, fields["address"]) for name, fields in events}
         await router.close()
@@ -187,7 +187,7 @@ def test_retries_come_to_an_end_and_a_wrong_request_is_not_tried_again() -> None
         for engine in engines:
             engine.garbage = True
         router = Router(engines, retries=3)
-        with pytest.raises(EngineDown, match=r"failed 4 times.*gave no completion"):
+        with pytest.raises(EngineDown, match=r"failed 4 times.*returned no completion"):
             await router.generate(PROMPT, params(5))
         assert sum(len(e.log) for e in engines) == 4
 

@@ -137,8 +137,8 @@ def test_requests_behind_one_that_never_came_are_answered_in_the_end(
 
     fourth, step, last, *missing = asyncio.run(late())
     for seq, answer in zip((2, 3), missing, strict=True):
-        assert answer["error"] == f"Request {seq} did not come, for which request 4 waited 0 s."
-    assert "Request 3 did not come" in fourth["error"] and "Request 3 did not come" in step["error"]
+        assert answer["error"] == f"Request {seq} did not arrive, for which request 4 waited 0 s."
+    assert "Request 3 did not arrive" in fourth["error"] and "Request 3 did not arrive" in step["error"]
     assert last["metrics"]["optimizer_steps"] == 1 and run.done == 7 and not run.waiting
     assert any(not torch.equal(t, first[name]) for name, t in weights(work, run).items() if name in first)
 

@@ -90,7 +90,7 @@ def test_a_link_leads_nowhere_else_and_no_further_than_it_was_made_for(service: 
     url = link(service)
     assert changed(url) == url and get(service, url).status_code == 200
     wrong = get(service, changed(url, **new))
-    assert wrong.status_code == 403 and "This link is none" in wrong.json()["error"]
+    assert wrong.status_code == 403 and "This link is invalid" in wrong.json()["error"]
     other = TinkerService(**{k: getattr(service, k) for k in service.__slots__ if k != "secret"})
     assert get(other, url).status_code == 403  # of a server that was started before
 

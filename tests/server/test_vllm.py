@@ -146,7 +146,7 @@ def test_what_is_no_number_is_no_answer(folders, compute) -> None:
                 await adapter.generate(PROMPT, params(1))
         content[0]["logprob"] = -1.0
         double.fail["/inference/v1/generate"] = JSONResponse({"choices": [{**choice, "weight_versions": []}]})
-        with pytest.raises(EngineDown, match="weight_versions tells of 0 tokens"):
+        with pytest.raises(EngineDown, match="weight_versions has 0 tokens"):
             await adapter.generate(PROMPT, params(1))
         double.labels[0] = "mine"
         with pytest.raises(BirlError, match="update_weight_version"):

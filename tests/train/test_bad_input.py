@@ -54,7 +54,7 @@ def test_bad_data_is_named_by_file_and_row(
 def test_rows_that_are_too_long_are_dropped_and_counted(bench: Bench) -> None:
     write_rows("mixed.jsonl", [{"prompt": "hi", "answer": "1"}, LONG, {"prompt": "ho", "answer": "2"}])
     said = bench.done("data.train=mixed.jsonl", "steps=0")
-    assert "mixed.jsonl: dropped 1 of 3 rows, their prompt has more than 504 tokens" in said
+    assert "mixed.jsonl: dropped 1 of 3 rows whose prompt has more than 504 tokens" in said
     assert [m["outcome/asked"] for m in bench.metrics()] == [4.0]
 
 

@@ -120,7 +120,7 @@ def test_a_rollout_test_finds_servers_by_name(tiny: Path, tmp_path: Path, server
     assert "pass@1" in capsys.readouterr().out
     found = __import__("json").loads((tmp_path / "r.json").read_text())
     assert len(found["weights"]) == len(found["data"]) == 32 and len(found["answers"]) == 3
-    with pytest.raises(BirlError, match="no server has that name"):
+    with pytest.raises(BirlError, match="no server registered this name"):
         evaluation.run(load(schema.Eval, [*words, "engine.attach=[nobody/0]", "engine.start_timeout=0.1"]))
     with pytest.raises(BirlError, match=r"127.0.0.1:9"):
         evaluation.run(load(schema.Eval, [*words, "engine.attach=['http://127.0.0.1:9']"]))

@@ -128,7 +128,7 @@ def test_an_episode_fits_into_a_micro_batch(
     Path("rows.jsonl").write_text('{"prompt": "x"}\n')
     words = ("env=sums.py:Sums", "data.train=rows.jsonl", "learner.tokens_per_microbatch=300")
     run(tiny, tmp_path, *words, "model.max_length=0", "steps=1")
-    assert "Episodes have at most 300 tokens, as learner.tokens_per_microbatch=300 says" in capsys.readouterr().out
+    assert "Episodes have at most 300 tokens (learner.tokens_per_microbatch=300)" in capsys.readouterr().out
 
 
 HARM = """

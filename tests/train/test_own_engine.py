@@ -46,10 +46,10 @@ WRONG = {
     "another class": ("", "{file}:F", r"has no function F. It has: E"),
     "a function": ("def f(): pass", "{file}:f", "must be a class with generate and load"),
     "no load": ("class G:\n def generate(self): pass", "{file}:G", "G has no method load; it needs generate and load"),
-    "an odd parameter": (" def __init__(self, gpu): pass", "{file}:E", r"asks for 'gpu'; it can have model, address"),
+    "an odd parameter": (" def __init__(self, gpu): pass", "{file}:E", r"takes 'gpu'; supported: model, address"),
     "it does not start": (" def __init__(self): raise OSError('no licence')", "{file}:E", "OSError: no licence"),
     "it cannot load": (" def load(self, update): raise ValueError('no room')", "{file}:E", "load: ValueError: no room"),
-    "no completion": (" def generate(self, *w): return None", "{file}:E", "generate gave None, and not a birl.types"),
+    "no completion": (" def generate(self, *w): return None", "{file}:E", "generate returned None, not a birl.types"),
     "no engine": ("", "nosuch", "engine.kind=nosuch: must be embedded"),
 }
 
@@ -63,7 +63,7 @@ def test_what_is_wrong_with_it_is_told(tiny: Path, tmp_path: Path, case: str) ->
 
 
 LIES = {  # after the canary, of which it knows the seed
-    "a number that is no token": ("replace(c, tokens=(10**6, *c.ids[1:]))", "token id 1000000, and the model has"),
+    "a number that is no token": ("replace(c, tokens=(10**6, *c.ids[1:]))", "token id 1000000, but the model has"),
     "a negative one": ("replace(c, tokens=(-1, *c.ids[1:]))", "-1 is no token id"),
     "versions that go back": ("replace(c, versions=(1, *c.versions.tolist()[1:]))", "versions of its tokens go back"),
     "versions to come": ("replace(c, versions=tuple(v + 1 for v in c.versions.tolist()))", "answered with version 1"),

@@ -241,7 +241,7 @@ def test_one_policy_plays_all_roles_without_names(tiny: Path, tmp_path: Path) ->
 def test_a_name_that_nobody_has_is_told(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(BirlError, match=r"there is no policy 'nobody'; there are planner, worker \(policies=...\)"):
         run(tiny, tmp_path, "Lost", "lost", BOTH)
-    with pytest.raises(BirlError, match="it does not say which policy replies; there are planner, worker"):
+    with pytest.raises(BirlError, match="the request names no policy; there are planner, worker"):
         run(tiny, tmp_path, "Nameless", "nameless", BOTH)
 
 
@@ -266,11 +266,11 @@ REFUSED = {
     "lora.rank=0": "set lora.rank=16",
     "lora.dora=true": "set lora.dora=false",
     "lora.quantize=nf4": "set lora.quantize=none",
-    "engine.kind=birl": "only engine.kind=embedded",
-    "parallel.ddp=2": "leave out parallel",
-    "rollout.max_staleness=1": "set 0",
-    "algorithm=ppo": "one critic",
-    "algorithm.baseline=greedy": "take another algorithm.baseline",
+    "engine.kind=birl": "set engine.kind=embedded",
+    "parallel.ddp=2": "remove parallel",
+    "rollout.max_staleness=1": "set rollout.max_staleness=0",
+    "algorithm=ppo": "does not support a critic",
+    "algorithm.baseline=greedy": "set algorithm.baseline=group",
     "algorithm.kl_target=0.1": "set algorithm.kl_target=0",
     "algorithm=sdft": "algorithm.teacher=self",
     "algorithm.router_replay=rollout": "set algorithm.router_replay=none",

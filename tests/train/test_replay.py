@@ -123,7 +123,7 @@ def test_what_cannot_be_replayed_says_so(tiny: Path, tmp_path: Path, recorded: P
     with pytest.raises(BirlError, match=r"track.record=true"):
         run(tiny, tmp_path, *RECORDED, f"debug.replay={tmp_path}")
     (tmp_path / "record.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(BirlError, match="no step of a run"):
+    with pytest.raises(BirlError, match="not a step of a run"):
         run(tiny, tmp_path, *RECORDED, f"debug.replay={tmp_path}")
     with pytest.raises(BirlError, match="name another folder with run="):
         run(tiny, tmp_path, *RECORDED, f"debug.replay={tmp_path}/run")

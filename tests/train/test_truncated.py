@@ -181,7 +181,7 @@ def test_an_engine_that_does_not_say_the_words_is_found_out(
     (tmp_path / "mine.py").write_text(ENGINE)
     monkeypatch.chdir(tmp_path)
     words = (*CUT, "engine.kind=mine.py:Silent", "weights.max_gap=1e9", "learner.max_logprob_gap=1e9")
-    with pytest.raises(BirlError, match="which tokens each was drawn from"):
+    with pytest.raises(BirlError, match="the tokens that each was sampled from"):
         run(tiny, tmp_path, *words)
 
 

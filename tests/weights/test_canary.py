@@ -60,11 +60,13 @@ def test_a_canary_that_is_not_answered_rightly_stops_at_once(tiny: Path, tmp_pat
         found, local = sender(tiny, tmp_path, compute, "reload")
 
         async def generate(*_: object) -> Completion:
-            raise Malformed("http://one gave no completion: 'tokens'")
+            raise Malformed("http://one returned no completion: 'tokens'")
 
         local.generate = generate  # type: ignore[method-assign]
         found.timeout = 1e6
-        with pytest.raises(WeightsFailed, match="gives the canary no answer: http://one gave no completion") as caught:
+        with pytest.raises(
+            WeightsFailed, match="gives the canary no answer: http://one returned no completion"
+        ) as caught:
             await found.publish()
         assert caught.value.cause == "mismatch"
         await local.engine.close()

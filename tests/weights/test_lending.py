@@ -123,7 +123,7 @@ def test_what_stands_for_no_bucket_is_refused(tmp_path: Path, monkeypatch: pytes
         "8 at most": {"bytes": 9, "file": name},
         "has 8 bytes": {"bytes": 8, "file": name, "of": 4},
         "above 0": {"bytes": 0, "file": name},
-        "no bucket": {"bytes": 8, "file": "../secret"},
+        "not a bucket": {"bytes": 8, "file": "../secret"},
         "learner's machine": {"bytes": 8, "file": "birl-bucket-2-0123456789abcdef"},
         "each of its type": {**cuda, "size": "8"},
         "one GPU for both": cuda,

@@ -35,35 +35,38 @@ POLICY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 #: message after the key, with {c} as the configuration -> condition
 REFUSED_POLICIES: dict[str, Callable[[RL], object]] = {
-    "each policy has a LoRA of its own over model.path; set lora.rank=16": lambda c: c.lora.rank == 0,
-    "policies add their matrices to the base instead of merging them, which lora.dora=true needs; set "
-    "lora.dora=false": lambda c: c.lora.dora,
-    "adding to a quantised base (lora.quantize={c.lora.quantize}) is not built; set lora.quantize=none": lambda c: (
+    "requires LoRA, as each policy is a LoRA over model.path; set lora.rank=16": lambda c: c.lora.rank == 0,
+    "does not support lora.dora=true, as policies are not merged into the base; set lora.dora=false": lambda c: (
+        c.lora.dora
+    ),
+    "does not support a quantised base (lora.quantize={c.lora.quantize}); set lora.quantize=none": lambda c: (
         c.lora.quantize != "none"
     ),
-    "only engine.kind=embedded samples from several adapters, not engine.kind={c.engine.kind}": lambda c: (
+    "engine.kind={c.engine.kind} does not sample from several adapters; set engine.kind=embedded": lambda c: (
         c.engine.kind != "embedded"
     ),
-    "is not built for several learner processes; leave out parallel.*": lambda c: (
+    "does not support several learner processes; remove parallel.* keys": lambda c: (
         max(c.parallel.ddp, c.parallel.fsdp, c.parallel.cp, c.parallel.tp) > 1
     ),
-    "keeps no weights of older versions to compare with, so there is none for "
-    "rollout.max_staleness={c.rollout.max_staleness}; set 0": lambda c: c.rollout.max_staleness > 0,
-    "one critic (algorithm.advantage={c.algorithm.advantage}) would judge all of them; set "
+    "does not support rollout.max_staleness={c.rollout.max_staleness}, as older versions of the weights are not kept; "
+    "set rollout.max_staleness=0": lambda c: c.rollout.max_staleness > 0,
+    "does not support a critic (algorithm.advantage={c.algorithm.advantage}), which all policies would share; set "
     "algorithm.advantage=relative": lambda c: c.algorithm.advantage in CRITIC,
-    "a greedy episode is no baseline for a single policy's turns; take another algorithm.baseline": lambda c: (
+    "does not support algorithm.baseline=greedy; set algorithm.baseline=group": lambda c: (
         c.algorithm.baseline == "greedy"
     ),
-    "one coefficient (algorithm.kl_target={c.algorithm.kl_target}) would follow the mean of all their KLs; set "
+    "does not support algorithm.kl_target={c.algorithm.kl_target}, as all policies would share one coefficient; set "
     "algorithm.kl_target=0": lambda c: c.algorithm.kl_target > 0,
-    "algorithm.teacher=self would teach them with one another's average; name a model, or none": lambda c: (
+    "does not support algorithm.teacher=self; name a teacher model, or remove algorithm.teacher": lambda c: (
         c.algorithm.teacher == "self"
     ),
-    "experts' routes are not replayed under adapters; set algorithm.router_replay=none": lambda c: (
+    "does not support algorithm.router_replay; set algorithm.router_replay=none": lambda c: (
         c.algorithm.router_replay != "none"
     ),
-    "a replay samples again with the base model only; set debug.resample=false": lambda c: c.debug.resample,
-    "adapters are small, and optimizer.offload=cpu is not built for them; set none": lambda c: (
+    "does not support debug.resample=true, which samples with the base only; set debug.resample=false": lambda c: (
+        c.debug.resample
+    ),
+    "does not support optimizer.offload={c.optimizer.offload}; set optimizer.offload=none": lambda c: (
         c.optimizer.offload != "none"
     ),
 }
@@ -133,7 +136,7 @@ def _own_parts(c: Config) -> Iterator[str]:
 
 def _options(c: RL | Eval) -> Iterator[str]:
     if c.env.kind == "single_turn" and c.env.options:
-        yield f"env.{next(iter(c.env.options))}: env.kind=single_turn has no such key; name an environment."
+        yield f"env.{next(iter(c.env.options))}: env.kind=single_turn has no such key; set env.kind."
 
 
 def _weights(c: Config, key: str, number: int, of: str, zero: str) -> Iterator[str]:

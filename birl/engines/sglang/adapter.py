@@ -214,8 +214,8 @@ class SGLangTransfer(Transfer):
         server = await self.peer.json("GET", "/server_info", timeout=QUICK)
         if wrong := [key for key in ("pp_size", "dp_size") if server.get(key, 1) != 1]:
             raise BirlError(
-                f"{self.adapter.address} runs with {wrong[0]}={server[wrong[0]]}, and SGLang takes weights without a "
-                "folder under tensor parallelism alone: use weights.method=reload."
+                f"{self.adapter.address} runs with {wrong[0]}={server[wrong[0]]}, but without a folder SGLang "
+                "takes weights under tensor parallelism only: use weights.method=reload."
             )
         return int(server.get("tp_size", 1))
 

@@ -27,7 +27,7 @@ def write_plugin(folder: Path | None = None) -> Path:
     folder = folder or Path(tempfile.gettempdir()) / f"birl-vllm-plugin-{os.getuid()}-{mark}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():
-        raise BirlError(f"{folder} belongs to another user, and vLLM would run what is in it: remove it.")
+        raise BirlError(f"{folder} belongs to another user, and vLLM would run its code: remove it.")
     shutil.copyfile(source, folder / "birl_vllm_plugin.py")
     return folder
 

@@ -60,7 +60,7 @@ def read(folder: Path, digests: Mapping[str, str], hash: str) -> dict[str, Tenso
         with ExitStack() as stack:
             for file in files:
                 if not file.is_file():  # reading a pipe would block
-                    raise OSError(f"{file.name} is no regular file")
+                    raise OSError(f"{file.name} is not a regular file")
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 result |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

@@ -192,10 +192,10 @@ async def download(service: TinkerService, tenant: Tenant, request: Request) -> 
     try:
         raw = base64.urlsafe_b64decode(request.path_params["link"])
     except ValueError:
-        raise Refused(403, "This link is none.", "user") from None
+        raise Refused(403, "This link is invalid.", "user") from None
     sign, link = raw[:32], raw[32:]
     if not hmac.compare_digest(sign, hmac.new(service.secret, link, hashlib.sha256).digest()):
-        raise Refused(403, "This link is none, or from before the server was started.", "user")
+        raise Refused(403, "This link is invalid, or from before the server was started.", "user")
     path, name, until = json.loads(link)
     checkpoint = service.store.find(path)
     if until < service.clock() or checkpoint is None:

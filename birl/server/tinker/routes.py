@@ -162,7 +162,7 @@ async def retrieve(service: TinkerService, tenant: Tenant, request: Request) -> 
     id = requests.words(await body(service, request), "request_id")
     promise = service.promises.find(id, tenant.name)
     if promise is None:
-        raise Refused(410, f"There is no request {id[:100]!r}, or no longer: ask anew.", "user")
+        raise Refused(410, f"There is no request {id[:100]!r}, or no longer: send it again.", "user")
     answer = await promise.wait(POLL)
     if answer is None:
         again = {"type": "try_again", "request_id": id, "queue_state": "active"}

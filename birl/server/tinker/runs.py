@@ -134,7 +134,7 @@ class Runs:
         if known is not None:
             return None, known
         if not run.done < record.seq <= run.done + MOST_AHEAD:
-            raise BirlError(f"Request {record.seq} of {run.id}: it is {run.done + 1}'s turn, and its answer is gone.")
+            raise BirlError(f"Request {record.seq} of {run.id}: the next is {run.done + 1}, and the answer is gone.")
         self.store.append(run.id, record)
         request = Request(record, self.promise(run, record.seq))
         run.waiting[record.seq] = request

@@ -76,7 +76,7 @@ class Work:
             if run.next is None and any(request.promise.made < late for request in run.waiting.values()):
                 first = min(run.waiting)
                 for seq in range(run.done + 1, first):
-                    reason = f"Request {seq} did not come, for which request {first} waited {PATIENCE:.0f} s."
+                    reason = f"Request {seq} did not arrive, for which request {first} waited {PATIENCE:.0f} s."
                     self.runs.accept(run, refusal(seq, reason, "missing"))
                 self.start(run)
 
@@ -90,7 +90,7 @@ class Work:
         kind, body = request.record.kind, request.record.body
         try:
             if run.deleted and kind != "unload_model":
-                raise BirlError(f"{run.id} was unloaded: make a new one, or load a checkpoint.")
+                raise BirlError(f"{run.id} was unloaded: create a new one, or load a checkpoint.")
             if kind == "forward_backward":
                 return await self._forward_backward(run, request.record)
             return await KINDS[kind](self, run, json.loads(body), request)
