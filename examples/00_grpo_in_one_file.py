@@ -31,18 +31,18 @@ def end_ids(model, tokenizer) -> set[int]:
 
 @torch.no_grad()
 def sample(model, prompt: list[int], n: int, max_tokens: int, temperature: float, end: set[int]):
-    """n answers to one prompt, and the log-prob of each token at the moment it was drawn: [(tokens, logprobs)]."""
+    """n answers to one prompt, and the log-prob of each token when it was sampled: [(tokens, logprobs)]."""
     answers: list[tuple[list[int], list[float]]] = [([], []) for _ in range(n)]
     ids, cache = torch.tensor([prompt] * n), None
     for _ in range(max_tokens):
         output = model(input_ids=ids, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         # Trap: top_k, top_p or a repetition penalty (`generate` takes them from generation_config.json) would sample
-        # from another distribution than the one that is trained below.
+        # from another distribution than the one trained below.
         logp = (output.logits[:, -1].float() / temperature).log_softmax(-1)
         ids = torch.multinomial(logp.exp(), 1)
         for (tokens, logprobs), token, row in zip(answers, ids[:, 0].tolist(), logp, strict=True):
-            # Trap: the end token is part of the answer, or the model never learns to stop. An answer that was cut has
+            # Trap: the end token is part of the answer, or the model never learns to stop. A truncated answer has
             # none, and gets none. Nothing here compares with the pad id: often pad == eos.
             if not tokens or tokens[-1] not in end:
                 tokens.append(token)
@@ -79,10 +79,10 @@ def step(model, tokenizer, optimizer, rows: list[dict[str, str]], args: argparse
     for row in rows:
         ask = [{"role": "user", "content": row["prompt"]}]
         text = tokenizer.apply_chat_template(ask, add_generation_prompt=True, tokenize=False)
-        prompt = tokenizer(text, add_special_tokens=False).input_ids  # trap: the template has put them in already
+        prompt = tokenizer(text, add_special_tokens=False).input_ids  # trap: the template has already added them
         answers = sample(model, prompt, args.group, args.max_tokens, args.temperature, end)
         rewards = [reward(tokenizer.decode(tokens, skip_special_tokens=True), row["answer"]) for tokens, _ in answers]
-        all_rewards += rewards  # trap: a cut answer is judged by its text like any other; it is not a failure
+        all_rewards += rewards  # trap: a truncated answer is scored like any other; it is not a failure
         for (tokens, old), advantage in zip(answers, advantages(rewards), strict=True):
             batch.append((prompt, tokens, torch.tensor(old), advantage))
     for _ in range(args.updates):
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = [json.loads(line) for line in DATA.read_text().splitlines()]
     random.Random(args.seed).shuffle(rows)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    # Trap: float32. In bfloat16 an AdamW step of this size is lost in rounding, and nothing moves. eval(): no dropout.
+    # Trap: float32. In bfloat16 an AdamW step of this size is lost to rounding. eval(): no dropout.
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     for number in range(args.steps):

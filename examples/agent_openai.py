@@ -1,4 +1,4 @@
-"""An agent that is a plain function with the OpenAI client and a tool. Nothing in it knows of training.
+"""An agent that is a plain function with the OpenAI client and a tool, independent of training.
 
 birl rl env=examples/agent_openai.py:adds env.calls=2 data.train=recipes/data/arithmetic/train.jsonl
 
@@ -24,7 +24,7 @@ ADD = {
 
 
 def adds(task: dict, base_url: str, api_key: str, *, calls: int = 3) -> float:
-    """The reward: 1 for the right answer. `calls`, its own key: tools it may use (env.calls=5)."""
+    """The reward: 1 for the right answer. `calls` is a key (env.calls=5): the number of tool calls."""
     messages = [{"role": "user", "content": f"{task['prompt']} End with the number."}]
     with OpenAI(base_url=base_url, api_key=api_key) as client:
         for _ in range(calls + 1):

@@ -1,5 +1,5 @@
-"""An agent that is a program of its own, in any language: here with the Anthropic client. Nothing in it knows of
-training but its last line.
+"""An agent as a separate program, in any language; here with the Anthropic client. Only its last line is about
+training.
 
 birl rl env=program env.command="python examples/agent_program.py" data.train=recipes/data/arithmetic/train.jsonl
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from anthropic import Anthropic
 
 task = json.loads(Path(os.environ["BIRL_TASK"]).read_text())  # the row: its columns, prompt and answer
-client = Anthropic()  # finds ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY
+client = Anthropic()  # reads ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY
 
 
 def ask(system: str, messages: list) -> str:
@@ -22,7 +22,7 @@ def ask(system: str, messages: list) -> str:
 
 question = {"role": "user", "content": sys.stdin.read()}
 draft = ask("Solve it step by step.", [question])
-answer = ask(  # goes on with the same conversation: one sample of two turns
+answer = ask(  # continues the conversation: one sample of two turns
     "Solve it step by step.",
     [question, {"role": "assistant", "content": draft}, {"role": "user", "content": "Only the number, please."}],
 )

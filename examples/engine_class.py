@@ -1,4 +1,4 @@
-"""An engine of your own: transformers samples, token by token. It shows what birl asks of an engine, and is slow.
+"""An engine of your own: transformers samples, token by token. It shows the engine protocol, and is slow.
 
 birl rl data.train=my.jsonl engine.kind=examples/engine_class.py:Transformers model.dtype=float32
 """
@@ -14,12 +14,12 @@ from birl.types import Completion, SamplingParams, Stop, Update
 
 class Transformers:
     def __init__(self, model, context, end_ids):
-        """Takes what it names of model (a folder), address, number, dtype, device, context, end_ids, arguments."""
+        """Arguments, by name: model (a folder), address, number, dtype, device, context, end_ids, arguments."""
         self.context, self.end_ids, self.version = context, end_ids, 0
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
 
     def load(self, update: Update):  # plain functions run in a thread, async ones in the event loop
-        model = deepcopy(self.model)  # answers that are under way go on with the old one
+        model = deepcopy(self.model)  # running answers continue with the old one
         model.load_state_dict(load_file(f"{update.folder}/model.safetensors"), strict=False)  # a tied head is left out
         self.model, self.version = model, update.version
 

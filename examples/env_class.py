@@ -1,4 +1,4 @@
-"""An environment with keys of its own: the model asks for hints, or answers.
+"""An environment with its own keys: the model asks for hints, or answers.
 
 birl rl env=examples/env_class.py:Hints env.colors=[red,blue,green] env.cost=0.2 model.max_length=512
 """
@@ -13,9 +13,9 @@ class Hints:
     @dataclass
     class Config:
         colors: list[str] = field(default_factory=lambda: ["red", "blue", "green", "black"])
-        """What the secret is one of."""
+        """Possible secrets."""
         cost: float = 0.1
-        """Taken from the reward for each hint."""
+        """Subtracted from the reward for each hint."""
         count: int = 200
         """Training tasks."""
 

@@ -1,4 +1,4 @@
-"""A Gymnasium environment whose observations and actions are text, as it is, and what trains a model in it.
+"""A Gymnasium environment with text observations and actions, and the command that trains a model in it.
 
 birl rl env=gymnasium env.id=examples/gym_text.py:Backwards-v0 env.max_turns=3 model.max_length=512
 """
@@ -12,7 +12,7 @@ LETTERS = "abcdefgh"
 
 
 class Backwards(gymnasium.Env):
-    """Say a word backwards. Three attempts; each letter that stands right is worth a part of the reward."""
+    """Say a word backwards. Three attempts; each letter at its place gives a part of the reward."""
 
     observation_space = Text(200, charset=string.printable)
     action_space = Text(50, charset=string.printable)

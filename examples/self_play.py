@@ -2,7 +2,7 @@
 
     birl rl env=examples/self_play.py:Nim env.sticks=7 rollout.max_tokens=4 model.max_length=512
 
-Nim: take one, two or three sticks; who takes the last one wins. A move that is none loses.
+Nim: take one, two or three sticks; the player who takes the last one wins. An invalid move loses.
 """
 
 import re

@@ -11,7 +11,7 @@ TURN = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 async def step(state, action, extra_info, *, most=8):
-    """`most` is a key of its own: env.most=4."""
+    """`most` is a key: env.most=4."""
     number, tries = extra_info["number"], extra_info.get("tries", 0) + 1
     found = re.findall(r"\d+", action)
     guess = int(found[-1][:9]) if found else None

@@ -16,8 +16,8 @@ DIGITS = "0123456789"
 
 
 class Cipher:
-    """The sender sees a digit and has to say the next one; the receiver sees only what was said, and has to say the one
-    before. Each earns 1 for its own part, and both 1 where the digit arrives. To one policy both look alike."""
+    """The sender gets a digit and must answer with the next one; the receiver gets only that answer, and must return
+    the original digit. Each earns 1 for its own part, and both 1 if the digit arrives. The two prompts look alike."""
 
     policy = "sender"
 
@@ -47,9 +47,9 @@ class Cipher:
 
 
 class Sticks:
-    """Nim: take one, two or three sticks; who takes the last one wins. A policy plays against an earlier version of
-    itself; a move that is none loses. `sticks/best`: the share of the policy's moves that leave a multiple of four,
-    where it can."""
+    """Nim: take one, two or three sticks; the player who takes the last one wins. A policy plays against an
+    earlier version of itself; an invalid move loses. `sticks/best`: the share of the policy's moves that leave a
+    multiple of four, if one can."""
 
     def __init__(self, task: Task):
         self.left, begins = (int(word) for word in prompt(task).split())
