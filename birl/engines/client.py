@@ -225,7 +225,7 @@ class Client:
             async with asyncio.timeout(seconds):  # httpx's own timeouts are for each read, not for the whole response
                 response = await fetch(self._http, method, path, most=most, timeout=limits, **body)
         except (TimeoutError, httpx.TimeoutException) as error:
-            kind = "could not be reached" if isinstance(error, httpx.ConnectTimeout) else "had no answer"
+            kind = "could not be reached" if isinstance(error, httpx.ConnectTimeout) else "got no answer"
             raise EngineDown(f"{what} {kind} within {limits.connect if 'reached' in kind else seconds:g} s") from error
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise EngineDown(f"{what}: {type(error).__name__}{f': {error}' if str(error) else ''}") from error

@@ -26,7 +26,7 @@ def test_new_weights_reach_all_and_requests_go_on() -> None:
         assert [a.ids for a in answers] == [expected(PROMPT, params(100, seed=i)) for i in range(6)]
         assert all(set(a.versions.tolist()) == {0, 5} for a in answers)
         assert (await router.generate(PROMPT, params(3))).versions.tolist() == [5, 5, 5]
-        with pytest.raises(WeightsFailed, match="are given 4") as caught:
+        with pytest.raises(WeightsFailed, match="were given 4") as caught:
             await router.load(update(4))
         assert caught.value.cause == "stale" and router.version == 5
         await router.close()
@@ -46,7 +46,7 @@ def test_a_learner_that_was_killed_goes_on_from_older_weights() -> None:
         engines[1].crash()
         engines[1].restart()  # with version 0
         router = Router(engines, version=5)
-        with pytest.raises(WeightsFailed, match="are given 4"):
+        with pytest.raises(WeightsFailed, match="were given 4"):
             await router.load(update(4))
         assert (await router.load(replace(update(4), anew=True))).version == router.version == 4
         await until(lambda: states(router) == ["ready", "ready"])
