@@ -1,10 +1,10 @@
 """Groups -> Samples: selects the episodes that count and joins their turns into flat token arrays."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
-from math import nan
+from math import isclose, nan
 
 import numpy as np
 
@@ -75,6 +75,21 @@ def turn_rewards(trajectory: Trajectory) -> list[float]:
     """Reward of each turn: the environment's; the last turn also gets the rest of the episode's reward."""
     result = [turn.reward for turn in trajectory.turns]
     return [*result[:-1], trajectory.reward - sum(result[:-1])]
+
+
+def reward_parts(
+    trajectories: Sequence[Trajectory], weights: Mapping[str, float]
+) -> tuple[list[list[float]], list[float]]:
+    """Values of the K rewards of each trajectory, and their weights: the reward functions of `weights`, NaN where one
+    gave none, and last the environment's own reward (weight 1), if there is one or there are no functions. What an
+    environment reports beside its reward (`Feedback.info`) is a figure and no reward."""
+    rows, has_own = list[list[float]](), not weights
+    for t in trajectories:
+        judged = sum(weight * t.parts.get(name, 0.0) for name, weight in weights.items())
+        own = 0.0 if isclose(t.reward, judged, abs_tol=1e-9) else t.reward - judged
+        rows.append([*(t.parts.get(name, nan) for name in weights), own])
+        has_own |= own != 0
+    return (rows, [*weights.values(), 1.0]) if has_own else ([row[:-1] for row in rows], [*weights.values()])
 
 
 @dataclass(slots=True)

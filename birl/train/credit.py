@@ -186,15 +186,12 @@ class Credit:
         """rewards [U] -> advantages [U]."""
         assert self.estimator is not None
         order = dict.fromkeys((g.index, g.agent, turn) for g, _, turn in units)
-        parts = dict.fromkeys((n for g, i, _ in units for n in g.trajectories[i].parts), 1.0)
-        weights = self.weights or parts  # without reward functions, the parts of the environment's reward
+        parts, weights = assemble.reward_parts([g.trajectories[i] for g, i, _ in units], self.weights)
         tensors = {
             "lengths": _lengths(units),
             "greedy": torch.tensor([greedy.get(index, 0.0) for index, _, _ in order], dtype=torch.float32),
-            "parts": torch.tensor(
-                [[g.trajectories[i].parts.get(n, np.nan) for n in weights] for g, i, _ in units], dtype=torch.float32
-            ),
-            "weights": torch.tensor(list(weights.values()), dtype=torch.float32),
+            "parts": torch.tensor(parts, dtype=torch.float32),
+            "weights": torch.tensor(weights, dtype=torch.float32),
             "right": torch.tensor([g.trajectories[i].score >= 1 for g, i, _ in units], dtype=torch.bool),
         }
         try:

@@ -118,6 +118,8 @@ class Objective:
         self, logp: Tensor, entropy: Tensor, batch: Batch, *, known: LossInputs, kl_coef: float, value_weight: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         keys = self.keys
+        if self.only_compares():  # the backward pass need not compute their logits again
+            logp, entropy = logp.detach(), entropy.detach()
         on = {
             n: None if t is None else upload(t, logp.device)
             for n, t in (("f", known.factor), ("h", known.held), ("r", known.ref_logp))
@@ -201,6 +203,12 @@ class Objective:
         """Whether the loss (not only the reward) uses the reference."""
         keys = self.keys
         return (keys.kl_coef > 0 and keys.kl_in == "loss") or "ref_logp" in self.surrogate.tensors
+
+    def only_compares(self) -> bool:
+        """Whether the divergence from a teacher alone has a gradient: the log-probs of sampled tokens are figures."""
+        keys = self.keys
+        alone = keys.advantage == "zero" and keys.teacher_divergence != "sampled" and keys.surrogate in SURROGATES
+        return alone and not (keys.kl_coef or keys.entropy_coef or keys.entropy_control == "kl_cov")
 
     def needs_statistics(self) -> bool:
         """Whether a mask depends on all tokens of the step."""

@@ -234,12 +234,7 @@ def test_a_folder_or_a_hub_set_may_have_subsets_and_splits(tmp_path: Path):
             ["algorithm.teacher_divergence=jsd", "algorithm.teacher_top_k=20", "algorithm.teacher_divergence=sampled"],
         ),
         (
-            {
-                "algorithm__teacher": "http://x/v1/completions",
-                "algorithm__teacher_divergence": "jsd",
-                "algorithm__teacher_top_k": 8,
-                "rollout__temperature": 0.7,
-            },
+            {"algorithm__teacher": "http://x/v1/completions", "rollout__temperature": 0.7},
             ["rollout.temperature=0.7", "returns log-probs at temperature 1"],
         ),
         (

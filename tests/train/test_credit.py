@@ -241,19 +241,34 @@ def test_the_greedy_baseline() -> None:
     assert set(without.by_episode) == {(1, 0), (1, 1)}
 
 
-def test_lengths_parts_and_pairs_reach_the_estimator() -> None:
+def test_lengths_and_pairs_reach_the_estimator() -> None:
     optimal = credit("algorithm=opo").by_episode.values()
     means = [(2 * 1.0 + 4 * 0.5) / 7] * 3 + [1 / 4] * 2
     assert list(optimal) == pytest.approx([r - m for r, m in zip(REWARDS, means, strict=True)], abs=1e-6)
-    one, other = (
-        list(credit("algorithm=gdpo", weights=w).by_episode.values())
-        for w in ({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0})
-    )
-    assert one != pytest.approx(other) and other[3] == pytest.approx(other[4])
-    alone = credit("algorithm=gdpo", weights={"a": 1.0}).by_episode.values()  # b is a figure of the environment
-    assert list(alone) == pytest.approx(one)
     paired = credit("algorithm=online_dpo")
     assert [(s.group, s.advantage) for s in paired.samples] == [(0, 1.0), (0, -1.0), (1, 1.0), (1, -1.0)]
+
+
+def by_gdpo(columns: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
+    """arXiv:2601.05242 of the weight and the values of each reward, in the groups of `groups()`."""
+
+    def normalised(values: Sequence[float]) -> list[float]:
+        mean = sum(values) / len(values)
+        return [(v - mean) / ((sum((u - mean) ** 2 for u in values) / len(values)) ** 0.5 + 1e-6) for v in values]
+
+    each = [[w * a for a in (*normalised(v[:3]), *normalised(v[3:]))] for w, v in columns]
+    return normalised([sum(own) for own in zip(*each, strict=True)])
+
+
+@pytest.mark.parametrize("weights", [{"a": 1.0}, {"a": 0.7, "b": 0.5}, {}])
+def test_gdpo_reads_each_reward_function_and_the_environments_own_reward(weights: dict[str, float]) -> None:
+    """Figures of an environment (`Feedback.info`) were rewards without reward functions, such as its number of invalid
+    actions, and its own reward was never read."""
+    parts = {"a": REWARDS, "b": [0.0, 0.0, 3.0, 1.0, 1.0]}
+    own = [r - sum(w * parts[n][i] for n, w in weights.items()) for i, r in enumerate(REWARDS)]
+    columns = [*((w, parts[n]) for n, w in weights.items()), *([(1.0, own)] if any(own) else [])]
+    found = list(credit("algorithm=gdpo", weights=weights).by_episode.values())
+    assert found == pytest.approx(by_gdpo(columns), abs=1e-5)
 
 
 def test_a_pair_needs_both_answers() -> None:

@@ -11,6 +11,7 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner.checkpoint import read_tensors
+from birl.models import logprobs
 from birl.named import Given
 from birl.train.command import train
 from tests.train.test_teacher import QUIET
@@ -67,6 +68,20 @@ def test_micro_batches_change_nothing(tiny: Path, tmp_path: Path, preset: str) -
     assert 0 < one["hint/share"] < 1
     for figure in ("loss", "grad_norm", "divergence", "hint/share"):
         assert one[figure] == pytest.approx(many[figure], rel=2e-4, abs=1e-6), figure
+
+
+def test_log_probs_without_a_gradient_have_no_backward_pass(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Advantages of 0 had one through all logits. A surrogate of one's own may have other terms; here it has none."""
+    calls = []
+    for kind in (logprobs._KernelLogprobs, logprobs._TokenLogprobs):
+        monkeypatch.setattr(kind, "backward", staticmethod(lambda *rest, of=kind.backward: calls.append(1) or of(*rest)))
+    (tmp_path / "own.py").write_text("from birl.algorithms.surrogates import importance as own\n")
+    preset = run(tiny, tmp_path / "preset", "algorithm=sdpo")
+    assert not calls
+    own = run(tiny, tmp_path / "own", "algorithm=sdpo", f"algorithm.surrogate={tmp_path}/own.py:own")
+    assert calls and own == preset and preset[0]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("more", ["model.dtype=float32", "model.dtype=bfloat16 lora.rank=4"])

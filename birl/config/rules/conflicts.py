@@ -31,8 +31,12 @@ def _updates(c: RL) -> int:
 
 
 def _served(c: RL) -> bool:
+    return any(map(addressed, teachers_of(c).values()))
+
+
+def _divergence(c: RL) -> bool:
     """Whether a served teacher is compared by its top-k tokens."""
-    return c.algorithm.teacher_divergence != "sampled" and any(map(addressed, teachers_of(c).values()))
+    return c.algorithm.teacher_divergence != "sampled" and _served(c)
 
 
 #: configurations that have the keys: message, with {c} as the configuration -> condition
@@ -275,12 +279,12 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "alone.": lambda c: c.algorithm.teachers and SELF in teachers_of(c).values(),
             "algorithm.teachers={c.algorithm.teachers}: servers return only top-k tokens and cannot be mixed with "
             "local models; name only folders, only addresses, or set algorithm.teacher_divergence=sampled.": lambda c: (
-                _served(c) and not all(map(addressed, teachers_of(c).values()))
+                _divergence(c) and not all(map(addressed, teachers_of(c).values()))
             ),
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: a served teacher does not return the "
             "distribution over all tokens; set algorithm.teacher_top_k=20 (for vLLM at most its --max-logprobs), "
             "algorithm.teacher_divergence=sampled, or name a model's folder as algorithm.teacher.": lambda c: (
-                _served(c) and not c.algorithm.teacher_top_k
+                _divergence(c) and not c.algorithm.teacher_top_k
             ),
             "rollout.temperature={c.rollout.temperature:g}: a served teacher returns log-probs at temperature 1, "
             "which cannot be compared with the policy's at another; set 1, or name a model's folder "
@@ -288,7 +292,7 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: a served teacher returns tokens of whole "
             "rows, but "
             "parallel.cp={c.parallel.cp} splits them; set parallel.cp=1, and use parallel.fsdp instead.": lambda c: (
-                _served(c) and c.parallel.cp > 1
+                _divergence(c) and c.parallel.cp > 1
             ),
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: cannot be combined with "
             "parallel.tp={c.parallel.tp}, which splits the vocabulary; set parallel.tp=1, and use parallel.fsdp "
