@@ -75,8 +75,9 @@ def test_log_probs_without_a_gradient_have_no_backward_pass(
 ) -> None:
     """Advantages of 0 had one through all logits. A surrogate of one's own may have other terms; here it has none."""
     calls = []
-    for kind in (logprobs._KernelLogprobs, logprobs._TokenLogprobs):
-        monkeypatch.setattr(kind, "backward", staticmethod(lambda *rest, of=kind.backward: calls.append(1) or of(*rest)))
+    for of in (logprobs._KernelLogprobs, logprobs._TokenLogprobs):
+        counted = lambda *rest, plain=of.backward: calls.append(1) or plain(*rest)  # noqa: E731
+        monkeypatch.setattr(of, "backward", staticmethod(counted))
     (tmp_path / "own.py").write_text("from birl.algorithms.surrogates import importance as own\n")
     preset = run(tiny, tmp_path / "preset", "algorithm=sdpo")
     assert not calls
