@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from birl.errors import Terminated
+
 T = TypeVar("T")
 
 IN_THREADS: list[Callable[[], object]] = []  # stops runs outside of the main thread, which receive no signals
@@ -38,8 +40,6 @@ class Stop(asyncio.Event):
                 task.cancel()
                 await asyncio.wait({task})
         if task.cancelled():
-            from birl.exits import Terminated
-
             raise Terminated if self.number == signal.SIGTERM else KeyboardInterrupt
         return task.result()
 

@@ -22,8 +22,18 @@ from birl import __version__
 from birl.allocator import keep_memory
 from birl.cli.commands import BY_NAME, CONFIGURED, instead, page
 from birl.cli.usage import USAGE
-from birl.errors import BirlError, did_you_mean, tell, tell_traceback
-from birl.exits import INTERRUPTED, MISTAKE, Terminated, code_of, terminable, terminate
+from birl.errors import (
+    INTERRUPTED,
+    MISTAKE,
+    BirlError,
+    Terminated,
+    code_of,
+    did_you_mean,
+    tell,
+    tell_traceback,
+    terminable,
+    terminate,
+)
 
 COMMANDS = tuple(BY_NAME)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of writes that do not name the file

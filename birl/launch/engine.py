@@ -20,8 +20,7 @@ from birl.allocator import keep_memory
 from birl.config import schema
 from birl.config.decided import SERVERS
 from birl.config.load import load
-from birl.errors import BirlError, tell
-from birl.exits import code_of
+from birl.errors import BirlError, code_of, tell
 from birl.hosts import is_loopback
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
-from birl.errors import BirlError
-from birl.exits import STOPPED
+from birl.errors import STOPPED, BirlError
 from birl.launch import external
 from birl.launch import job as jobs
 from birl.launch.job import Job

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from birl.engines import names
-from birl.errors import BirlError
-from birl.exits import STOPPED
+from birl.errors import STOPPED, BirlError
 from birl.launch.launcher import log_lines
 from birl.process import ProcessGroup
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from birl.engines import names
-from birl.errors import BirlError
-from birl.exits import MISTAKE, STOPPED
+from birl.errors import MISTAKE, STOPPED, BirlError
 from birl.launch.modal_container import BEAT, START, ContainerWork, Ended, Notes, Streamed
 
 LIFE = 6  # beats without a new note after which an engine counts as lost

@@ -15,8 +15,7 @@ import traceback
 from collections import deque
 from typing import Any
 
-from birl.errors import first_line
-from birl.exits import MISTAKE, STOPPED
+from birl.errors import MISTAKE, STOPPED, first_line
 from birl.launch.launcher import Status
 from birl.launch.ray_cluster import HEAD, NAMESPACE, find_actor, library, room
 from birl.launch.ray_host import Order

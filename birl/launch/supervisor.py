@@ -21,8 +21,7 @@ from itertools import count
 from pathlib import Path
 
 from birl.engines import names
-from birl.errors import BirlError
-from birl.exits import MISTAKE, STOPPED
+from birl.errors import MISTAKE, STOPPED, BirlError
 from birl.launch import plan as files
 from birl.launch.plan import LaunchPlan, ProcessState, State
 from birl.process import ProcessGroup

@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from birl.errors import BirlError, first_line
-from birl.exits import STOPPED
+from birl.errors import STOPPED, BirlError, first_line
 from birl.flags import Flag, taken, whole
 from birl.jobs import Jobs
 from birl.recipes.attempt import Attempt

@@ -8,8 +8,7 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from birl.errors import BirlError
-from birl.exits import INTERRUPTED
+from birl.errors import INTERRUPTED, BirlError
 from birl.flags import Flag, taken, whole
 
 if TYPE_CHECKING:

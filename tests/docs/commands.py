@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from birl.cli import main
-from birl.exits import INTERRUPTED
+from birl.errors import INTERRUPTED
 from tests.docs.pages import ROOT, jsonl
 
 #: rows of the files that the pages suppose: whatever a command reads of them is there

@@ -21,8 +21,7 @@ from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import cache_bytes
 from birl.engines.kinds import Wanted
 from birl.engines.servers import Servers, open_servers
-from birl.errors import BirlError, tell
-from birl.exits import MISTAKE
+from birl.errors import MISTAKE, BirlError, tell
 from birl.hosts import bind, is_loopback
 from birl.kernels.tensors import PAGE
 from birl.learner.export import resolved
