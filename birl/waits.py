@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from birl.blocked import standing
+from birl.foreign import standing
 from birl.regular import check_target
 from birl.spans import done
 

@@ -12,7 +12,6 @@ from math import isnan, nan
 from pathlib import Path
 
 from birl.algorithms.uncertainty import interval
-from birl.blocked import interrupting
 from birl.cli import output
 from birl.config import schema
 from birl.config.decided import compares
@@ -25,6 +24,7 @@ from birl.engines.kinds import check_engine
 from birl.engines.servers import Servers, Wanted, open_servers
 from birl.envs.open import check_world, open_world
 from birl.errors import BirlError, innermost
+from birl.foreign import interrupting
 from birl.learner.policy import DTYPES, Policy, Reader, load_policy, load_reader
 from birl.learner.rewards import check_served, make_rewards, started
 from birl.models.device import choose

@@ -13,12 +13,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from birl.blocked import interrupting
 from birl.config import schema
 from birl.data.tasks import Tasks, load_tasks
 from birl.envs.calls import called
 from birl.envs.open import World, check_world, open_world
 from birl.errors import BirlError
+from birl.foreign import interrupting
 from birl.learner.rewards import check_served, make_rewards, started
 from birl.parallel.machine import compute_thread
 from birl.rollout.episode import detail_of

@@ -9,13 +9,13 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from birl.blocked import interrupting
 from birl.config import schema
 from birl.config.decided import ENGINES, algorithm_notes, kind_of
 from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache, engines_of
 from birl.envs.open import World, check_world, open_world
+from birl.foreign import interrupting
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.rewards import check_served, make_rewards, started
 from birl.models.device import choose, device_of
