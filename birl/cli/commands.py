@@ -77,7 +77,7 @@ ALL = (
     Command(
         name="diff",
         brief="compare the keys and metrics of two runs",
-        run="birl.track.difference:run",
+        run="birl.track.listing:diff",
         offered=("--json", "--help"),
     ),
     Command(name="ledger", brief="what became of every sampled token of a run", run="birl.rollout.ledger:run"),
