@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from birl.view.server import STATIC
+from birl.view.command import STATIC
 from tests.view.browser import NARROW, chromium, opened, serving  # noqa: F401  chromium is a fixture
 from tests.view.runs import make
 

@@ -11,8 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from birl.track.log import encode
+from birl.view.command import app
 from birl.view.folders import Runs
-from birl.view.server import app
 from tests.view.made import QUESTION, record, run_folder, spoken, write
 
 PORT = 8311

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from birl.view.server import STATIC
+from birl.view.command import STATIC
 from tests.track.traces import ahead, write
 from tests.view.browser import serving
 from tests.view.runs import make
