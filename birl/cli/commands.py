@@ -50,7 +50,7 @@ ALL = (
     Command(
         name="view", brief="live page of runs: curves, comparison, rollouts, timeline", run="birl.view.command:run"
     ),
-    Command(name="rollouts", brief="search a run's rollouts, and export them", run="birl.view.rollouts_command:run"),
+    Command(name="rollouts", brief="search a run's rollouts, and export them", run="birl.view.search:run"),
     Command(
         name="trace",
         brief="time of a run by activity and by process; export for Chrome and Perfetto",
