@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from birl.errors import BirlError
-from birl.launch import ray_collectors
-from birl.launch.ray_collectors import Collectors, Config, Place
+from birl.launch import ray_envs
+from birl.launch.ray_envs import Collectors, Config, Place
 
 
 class StandIn:
@@ -147,7 +147,7 @@ def test_what_does_not_start_is_said_and_tried_again(reason: str) -> None:
 def test_the_first_actor_has_a_deadline_and_we_tell_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ray_collectors, "SILENT", 0.01)
+    monkeypatch.setattr(ray_envs, "SILENT", 0.01)
 
     async def run() -> None:
         with pytest.raises(BirlError, match=r"env\.start_timeout=0\.3 s. It needs env.cpus=1, and .* 0 of 2 CPU free"):
