@@ -15,7 +15,7 @@ from birl.launch import job as jobs
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, changed
 from birl.launch.ray_cluster import OPEN, connect, end, find_actor, keep
-from birl.launch.ray_spot import RayPlan, actor_name, bundles, strategy
+from birl.launch.ray_host import RayPlan, actor_name, bundles, strategy
 from birl.launch.ray_supervisor import ENDED, SAVE, create
 
 ANSWER = 60.0  # seconds to wait for the supervisor's answer; Ray restarts a lost one in about 20

@@ -18,8 +18,7 @@ from typing import Any
 from birl.errors import MISTAKE, STOPPED, first_line
 from birl.launch.launcher import Status
 from birl.launch.ray_cluster import HEAD, NAMESPACE, find_actor, library, room
-from birl.launch.ray_host import Order
-from birl.launch.ray_spot import RayPlan, Spot, actor_name, bundles, needs, strategy
+from birl.launch.ray_host import Order, RayPlan, Spot, actor_name, bundles, needs, strategy
 
 TICK = 0.5  # seconds between two polls
 SAVE = 600.0  # seconds that the learner may take to save

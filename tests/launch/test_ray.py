@@ -23,8 +23,7 @@ from birl.launch import ray as launcher
 from birl.launch import ray_supervisor
 from birl.launch.job import derive, given
 from birl.launch.launcher import WHERE
-from birl.launch.ray_host import Host, Order, Seen
-from birl.launch.ray_spot import RayPlan, Spot, bundles
+from birl.launch.ray_host import Host, Order, RayPlan, Seen, Spot, bundles
 from birl.launch.ray_supervisor import Supervisor
 
 ROOT = Path(__file__).parents[2]
