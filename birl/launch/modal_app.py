@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import birl
-from birl.launch import modal_checks, modal_container, modal_learner
+from birl.launch import modal_checks, modal_container
 from birl.launch.modal_container import ContainerWork
 from birl.launch.modal_plan import HERE, LONGEST, ROOT, SOURCE, VARIABLE, settings
 from birl.launch.package import ALONE, requirements
@@ -88,7 +88,7 @@ class Learner:
             kind().run.spawn(engine, work, number)
 
         asked = ContainerWork(command=command, **work)
-        return modal_learner.learn(asked, notes(), spawn=spawn, commit=volume.commit)
+        return modal_container.learn(asked, notes(), spawn=spawn, commit=volume.commit)
 
     @modal.exit()
     def leave(self) -> None:

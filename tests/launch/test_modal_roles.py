@@ -20,8 +20,7 @@ from birl.engines import names
 from birl.errors import BirlError
 from birl.launch import modal_checks
 from birl.launch.modal import learner_status
-from birl.launch.modal_container import ContainerWork, Ended, serve
-from birl.launch.modal_learner import Directory, learn
+from birl.launch.modal_container import ContainerWork, Directory, Ended, learn, serve
 
 
 class Notes(dict[str, Any]):
