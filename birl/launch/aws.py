@@ -2,8 +2,10 @@
 
     birl launch aws rl recipe.yaml launch.bucket=my-runs launch.ssh_from=203.0.113.7/32 --dry-run
 
-`aws_access.py` has roles, bucket, network and secrets, `aws_cluster.py` the machines. The programs aws and ray call AWS
-with the user's credentials, which birl never reads.
+`ray up` makes the machines (`cluster`): a head without processes of the job, workers that may be spot machines, large
+encrypted disks, access by ssh only, machine identities that only answer the machine itself (IMDSv2). `aws_access.py`
+has roles, bucket, network and secrets. The programs aws and ray call AWS with the user's credentials, which birl never
+reads.
 """
 
 import ipaddress
@@ -11,10 +13,12 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from birl.errors import BirlError
-from birl.launch import aws_access, aws_cluster, elsewhere, external
-from birl.launch.aws_access import Access
+from birl.launch import aws_access, elsewhere, external
+from birl.launch.aws_access import GROUP, Access
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status
 
@@ -101,9 +105,9 @@ def stored(job: Job, keys: Keys) -> Job:
 def render(job: Job, keys: Keys) -> dict[str, str]:
     own, launch = access(job, keys), (job.run / "launch").absolute()
     return {
-        "cluster.yaml": elsewhere.yaml_text(aws_cluster.cluster(job, keys, own, launch)),
+        "cluster.yaml": elsewhere.yaml_text(cluster(job, keys, own, launch)),
         **aws_access.files(own),
-        "collect.sh": aws_cluster.collect(job, keys, own),
+        "collect.sh": collect(job, keys, own),
         "start.sh": start(job, keys, own),
         "commands": commands(job, keys, own),
     }
@@ -127,13 +131,13 @@ def commands(job: Job, keys: Keys, own: Access) -> str:
 
 
 def begin(job: Job, keys: Keys, own: Access) -> list[tuple[str, ...]]:
-    launch, place = job.run / "launch", aws_cluster.folder(keys.user, own)
+    launch, place = job.run / "launch", folder(keys.user, own)
     file = str(launch / "cluster.yaml")
     return [
         ("sh", str(launch / "prepare.sh")),
         ("ray", "up", "-y", file),
         ("ray", "rsync-up", file, str(launch / "start.sh"), f"{place}/start.sh"),
-        ("ray", "exec", file, f"{aws_cluster.enter(place)} && sh start.sh"),
+        ("ray", "exec", file, f"{enter(place)} && sh start.sh"),
     ]
 
 
@@ -148,7 +152,7 @@ class More:
 
 def there(handle: Handle, command: str) -> tuple[str, ...]:
     """A command that runs in the job's folder on the head."""
-    return ("ray", "exec", handle.more["cluster"], f"{aws_cluster.enter(handle.more['place'])} && {command}")
+    return ("ray", "exec", handle.more["cluster"], f"{enter(handle.more['place'])} && {command}")
 
 
 def end(handle: Handle) -> list[tuple[str, ...]]:
@@ -162,7 +166,7 @@ def end(handle: Handle) -> list[tuple[str, ...]]:
 def handle(job: Job, keys: Keys, own: Access) -> Handle:
     more = More(
         cluster=str(job.run / "launch" / "cluster.yaml"),
-        place=aws_cluster.folder(keys.user, own),
+        place=folder(keys.user, own),
         bucket=f"s3://{own.bucket}/{own.prefix}/{own.name}",
         keep=keys.keep,
         region=own.region,
@@ -196,3 +200,105 @@ def stop(handle: Handle) -> str:
     hint = f"look into AWS's console whether machines are left, tagged {aws_access.TAG}={handle.id}."
     output = external.run_all(end(handle), hint, {"AWS_DEFAULT_REGION": handle.more["region"]})
     return elsewhere.ended(output)
+
+
+PORT = 6379
+HEAD = f"--head --port={PORT} --dashboard-host=127.0.0.1 --autoscaling-config=~/ray_bootstrap_config.yaml"
+
+
+def folder(user: str, access: Access) -> str:
+    """Folder of the job on every machine."""
+    return f"/home/{user}/birl/{access.name}"
+
+
+def cluster(job: Job, keys: Keys, access: Access, launch: Path) -> dict[str, Any]:
+    """The cluster's configuration. `launch`: absolute path of the rendered files on this machine."""
+    home, place = f"/home/{keys.user}", folder(keys.user, access)
+    workers = {"head": 0, "worker": keys.nodes}
+    wheel = elsewhere.wheel(job, keys)
+    return {
+        "cluster_name": access.name,
+        "max_workers": keys.nodes,
+        "idle_timeout_minutes": 15,
+        "provider": {"type": "aws", "region": access.region, "cache_stopped_nodes": False},
+        "auth": {"ssh_user": keys.user},
+        "available_node_types": {kind: node(kind, keys, access, count) for kind, count in workers.items()},
+        "head_node_type": "head",
+        "file_mounts": {
+            f"{home}/.ray/auth_token": "~/.ray/auth_token",
+            f"{place}/collect.sh": str(launch / "collect.sh"),
+            **{f"{place}/{name}": str(Path(name).absolute()) for name in elsewhere.sent(job, keys)},
+            **({f"{place}/{wheel.name}": str(wheel.absolute())} if wheel else {}),
+        },
+        "rsync_exclude": ["**/.git", "**/.git/**", "**/.env", "**/__pycache__"],
+        "initialization_commands": shared(keys, access),
+        "setup_commands": elsewhere.setup(job, keys, place, "--user ", "boto3"),
+        "head_start_ray_commands": join(keys, place, HEAD),
+        "worker_start_ray_commands": join(keys, place, f"--address=$RAY_HEAD_IP:{PORT}"),
+    }
+
+
+def node(kind: str, keys: Keys, access: Access, count: int) -> dict[str, Any]:
+    spot = {"InstanceMarketOptions": {"MarketType": "spot"}} if kind == "worker" and keys.spot else {}
+    image = {"ImageId": keys.image} if keys.image else {}  # otherwise Ray uses its default for the region
+    disk = {"VolumeSize": keys.disk_gb, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
+    return {
+        # no process of the job runs on the head, which must live until the end
+        **({"resources": {"CPU": 0}} if kind == "head" else {}),
+        "min_workers": count,
+        "max_workers": count,
+        "node_config": {
+            "InstanceType": keys.head if kind == "head" else keys.instance,
+            **image,
+            **spot,
+            "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": disk}],
+            "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled", "HttpPutResponseHopLimit": 1},
+            "IamInstanceProfile": {"Name": access.role(kind)},
+            "SecurityGroupIds": [GROUP],
+        },
+    }
+
+
+def shared(keys: Keys, access: Access) -> list[str]:
+    """Commands that mount the shared file system; without one each machine has its own folder."""
+    if not keys.efs:
+        return []
+    server = f"{keys.efs}.efs.{access.region}.amazonaws.com:/"
+    options = "nfsvers=4.1,rsize=1048576,wsize=1048576,hard,timeo=600,retrans=2,noresvport"
+    place = f"/home/{keys.user}/birl"
+    return [
+        f"mkdir -p {place} && {{ mountpoint -q {place} || sudo mount -t nfs4 -o {options} {server} {place}; }} && "
+        f"sudo chown {keys.user} {place}"
+    ]
+
+
+def enter(place: str) -> str:
+    """Prefix of every command on a machine."""
+    venv = elsewhere.VENV.replace("~", "$HOME")
+    return f"export PATH={venv}/bin:$PATH RAY_AUTH_MODE=token; mkdir -p {place} && cd {place}"
+
+
+def join(keys: Keys, place: str, options: str) -> list[str]:
+    copies = not keys.efs or options is HEAD  # one is enough if all share the folder
+    alone = f"setsid sh {place}/collect.sh >/dev/null 2>&1 </dev/null & " if copies else ""
+    return [
+        f"{enter(place)} && ray stop",
+        f"{enter(place)} && ulimit -n 65536; {alone}ray start {options} --disable-usage-stats",
+    ]
+
+
+COLLECT = """#!/bin/sh
+# On a machine of the job: what the run writes is copied to the bucket every minute. Checkpoints go there by themselves.
+exec 9>/tmp/birl-{name}.lock
+flock -n 9 || exit 0
+cd {place}
+while sleep 60; do
+  [ -d {run} ] && aws s3 sync --only-show-errors --exclude 'checkpoints/*' --exclude 'weights/*' --exclude 'launch*' \\
+    {run} "s3://{bucket}/{prefix}/{name}/machines/$(hostname)"
+done
+"""
+
+
+def collect(job: Job, keys: Keys, access: Access) -> str:
+    place, run = folder(keys.user, access), shlex.quote(str(job.run))
+    return COLLECT.format(name=access.name, place=place, run=run, bucket=access.bucket, prefix=access.prefix)
