@@ -7,8 +7,7 @@ from typing import Any
 
 from birl.errors import BirlError, did_you_mean
 from birl.models.shape import Shape, shape_of
-from birl.plan.cluster import Cluster, cluster_of
-from birl.plan.layout import KEEPS, Layout, Workload, check, layouts
+from birl.plan.cluster import KEEPS, Cluster, Layout, Workload, check, cluster_of, layouts
 from birl.plan.rank_memory import RESERVED, USABLE, memory
 from birl.plan.step import OPTIMIZERS, StepTime, step
 

@@ -9,7 +9,7 @@ learner allocates.
 from dataclasses import dataclass
 
 from birl.models.shape import Shape, backward_bytes
-from birl.plan.layout import Layout, Workload
+from birl.plan.cluster import Layout, Workload
 
 RESERVED = 3e9  # CUDA, NCCL's buffers and the libraries; assumed
 USABLE = 0.95  # share of the memory; the rest is lost to the allocator's fragmentation; assumed

@@ -37,7 +37,7 @@ from birl.learner.comparison import KEPT
 from birl.models.quantized import stored
 from birl.models.shape import CHUNK, RESTRICTED, Shape, backward_bytes, shape_of
 from birl.models.tree_attention import SCORES
-from birl.plan.layout import Layout, Workload
+from birl.plan.cluster import Layout, Workload
 from birl.plan.rank_memory import Passes, moments
 from birl.plan.sizes import Load, Module, Trained
 from birl.train.objective import keeps_reference, surrogate_of

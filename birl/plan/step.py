@@ -7,8 +7,7 @@ counts. Not overlapped: tensor, context and expert parallelism, the first gather
 from dataclasses import dataclass
 
 from birl.models.shape import Shape
-from birl.plan.cluster import LINKS, Cluster
-from birl.plan.layout import Layout, Workload
+from birl.plan.cluster import LINKS, Cluster, Layout, Workload
 from birl.plan.rank_memory import gathered, mlp_width
 
 ADAMW = 32  # bytes read and written for a parameter's step, and its gradient read for the norm

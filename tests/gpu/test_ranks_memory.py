@@ -19,7 +19,7 @@ from birl.models import attention
 from birl.models.shape import Shape
 from birl.parallel.layout import local
 from birl.parallel.ranks import Grid, Ranks
-from birl.plan.layout import Layout, Workload
+from birl.plan.cluster import Layout, Workload
 from birl.plan.rank_memory import memory
 from tests.gpu.card import CUDA, card
 

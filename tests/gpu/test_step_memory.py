@@ -25,7 +25,7 @@ from birl.models import attention
 from birl.models.shape import Shape
 from birl.parallel import shard
 from birl.parallel.ranks import Grid
-from birl.plan.layout import Layout, Workload
+from birl.plan.cluster import Layout, Workload
 from birl.plan.rank_memory import kept, memory
 from birl.plan.run_memory import GIB, predict
 from birl.plan.sizes import Load

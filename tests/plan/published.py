@@ -7,8 +7,7 @@ from statistics import median
 from typing import Any
 
 from birl.models.shape import KNOWN, Shape
-from birl.plan.cluster import Cluster, cluster_of
-from birl.plan.layout import Layout, Workload, check
+from birl.plan.cluster import Cluster, Layout, Workload, check, cluster_of
 from birl.plan.rank_memory import memory
 from birl.plan.step import step
 

@@ -15,9 +15,8 @@ from birl.cli import main
 from birl.errors import BirlError
 from birl.learner.adamw8bit import stored
 from birl.models.shape import KNOWN, Shape, shape_of
-from birl.plan.cluster import KINDS, cluster_of
+from birl.plan.cluster import KINDS, Layout, Workload, check, cluster_of, layouts
 from birl.plan.cluster_command import USABLE, best
-from birl.plan.layout import Layout, Workload, check, layouts
 from birl.plan.rank_memory import memory
 from birl.plan.step import step
 from tests.plan.published import efficiency, rows, table
