@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from birl.plan.draws import Block, Draws
-from birl.plan.fleet import Fleet
+from birl.plan.fleet import Block, Draws, Fleet
 from birl.plan.scenario import Scenario, step_seconds
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from birl.errors import BirlError
-from birl.plan.draws import Floats
+from birl.plan.fleet import Floats
 from birl.plan.scenario import Engine, step_seconds
 from birl.regular import read_json
 from birl.track.log import Growing, parsed, read_jsonl

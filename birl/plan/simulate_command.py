@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from birl.errors import BirlError, did_you_mean, first_line
-from birl.plan.draws import Draws
+from birl.plan.fleet import Draws
 from birl.plan.run_figures import from_run
 from birl.plan.scenario import COMPONENTS, SECTIONS, Scenario, checked, source
 from birl.plan.sweep import Row, best_of, compare, compared_with, sweep

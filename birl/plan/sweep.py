@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from birl.errors import BirlError
-from birl.plan.draws import Draws
+from birl.plan.fleet import Draws
 from birl.plan.pipeline import Simulation, Split, engine_seconds
 from birl.plan.scenario import Scenario
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from birl.plan.draws import Draws
+from birl.plan.fleet import Draws
 from birl.plan.pipeline import Simulation, Split, learner_seconds, sync_seconds
 from birl.plan.scenario import Scenario, step_seconds
 

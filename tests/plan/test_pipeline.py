@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from birl.plan.draws import Draws
+from birl.plan.fleet import Draws
 from birl.plan.simulate_command import read
 from birl.rollout import pipeline
 from birl.types import Group, Task

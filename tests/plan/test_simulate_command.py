@@ -11,7 +11,7 @@ import pytest
 from birl.cli import main
 from birl.plan import simulate_command as command
 from birl.plan import sweep
-from birl.plan.draws import Draws
+from birl.plan.fleet import Draws
 from birl.plan.pipeline import Split
 from birl.plan.simulate_command import read
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birl.plan import sweep
-from birl.plan.draws import Block, Draws
+from birl.plan.fleet import Block, Draws
 from birl.plan.pipeline import Simulation, Split
 from birl.plan.scenario import Scenario
 from birl.plan.simulate_command import read
