@@ -77,8 +77,6 @@ def split_device(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 AXES = ("ddp", "fsdp", "cp", "tp", "ep", "pp")
-
-
 KEEPS = ("all", "half", "inputs")
 
 
@@ -102,14 +100,6 @@ class Workload:
     logits: int = 0
     optimizer: str = "adamw"
     once: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises `BirlError` naming the key."""
-        if self.keep not in KEEPS:
-            raise BirlError(f"keep={self.keep}: {', '.join(KEEPS)}.")
-        for name in ("batch", "microbatch", "sequence"):
-            if getattr(self, name) < 1:
-                raise BirlError(f"{name}={getattr(self, name)}: a number of tokens, at least 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
