@@ -20,8 +20,7 @@ from typing import Any
 
 from birl import __version__
 from birl.allocator import keep_memory
-from birl.cli.commands import BY_NAME, CONFIGURED, instead, page
-from birl.cli.usage import USAGE
+from birl.cli.commands import BY_NAME, CONFIGURED, USAGE, instead, page
 from birl.errors import (
     INTERRUPTED,
     MISTAKE,

@@ -10,8 +10,7 @@ from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 
-from birl.cli.commands import ALL, CONFIGURED, Command
-from birl.cli.usage import USAGE
+from birl.cli.commands import ALL, CONFIGURED, USAGE, Command
 from birl.config.keys import Doc, documentation, presets, written
 from birl.config.schema import COMMANDS
 from birl.envs.open import BUILT_IN
