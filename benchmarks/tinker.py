@@ -128,7 +128,7 @@ class Own:
         import torch
 
         from birl.learner.low_rank_run import AdamStep
-        from birl.learner.target_rows import TargetRow
+        from birl.models.target_logprobs import TargetRow
         from birl.server.tinker.passes import cut
 
         data = [datum(p, a, 1.0 if i % 2 else -1.0) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))]

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from birl.errors import BirlError, first_line
 from birl.learner.low_rank_run import SharedBase, backward
-from birl.learner.target_rows import TargetRow
 from birl.models import vision
 from birl.models.device import device_of
 from birl.models.load import cast
 from birl.models.low_rank import AdapterWeights, Factors
 from birl.models.slices import fill
+from birl.models.target_logprobs import TargetRow
 from birl.models.vision import pictures_of
 from birl.parallel.crew import RankGroup, stop_at_once
 from birl.parallel.ranks import Ranks

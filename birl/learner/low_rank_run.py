@@ -18,14 +18,13 @@ from torch.nn.functional import pad
 from birl.data.trees import Tree
 from birl.errors import BirlError
 from birl.learner.lora import Lora, first_a
-from birl.learner.target_rows import TargetRow, pack_rows
 from birl.models import fused_decoder, vision
 from birl.models.attention import Packed
 from birl.models.decoder import decoder_for
 from birl.models.forward import hidden_states
 from birl.models.heads import HEADS, after_head, head
 from birl.models.low_rank import HEAD, AdapterWeights, Factors, RowGroup, adapted, hook
-from birl.models.target_logprobs import target_logprobs
+from birl.models.target_logprobs import TargetRow, pack_rows, target_logprobs
 from birl.models.vision import ATTENTION
 from birl.parallel.layout import gathered_for
 

@@ -1,4 +1,5 @@
-"""Log-probs of several given tokens at each position under a frozen head with LoRA, for training as a service.
+"""Rows with target tokens under a frozen model with LoRA, for training as a service: their packing, in which the common
+prefix of neighbouring rows is computed once, and the log-probs of several given tokens at each position.
 
 Positions are processed in chunks, forward and backward, since the head's weight needs no gradient. With one target per
 position the numbers equal those that the engine samples with, bit for bit on birl's kernels. Under tensor parallelism
@@ -8,6 +9,7 @@ Shapes: N positions, H hidden size, K targets at each, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from birl.data.trees import Tree
 from birl.models import shape
 from birl.models.decoder import decoder_for
 from birl.models.forward import logits
@@ -22,6 +25,7 @@ from birl.models.heads import head
 from birl.models.logprobs import first_row, float_logits, float_product
 from birl.models.low_rank import HEAD, RowGroup, absorb_low_rank, add_low_rank, low_rank_by_input
 from birl.parallel.layout import local
+from birl.text.pictures import FIRST
 
 
 class Top(NamedTuple):
@@ -165,3 +169,62 @@ class _TargetLogprobs(torch.autograd.Function):
             dist.all_reduce(whole, group=group)
             by_hidden = whole.to(hidden.dtype)
         return by_hidden, None, None, None
+
+
+SHARED = 16  # tokens: a shorter common prefix is not shared
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetRow:
+    """Tokens [T] int64 of one datum, and K target tokens predicted from each of them [T, K] int64."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRows:
+    """Concatenated rows in which neighbours share their common prefix: tokens and positions [T], their trees, and for
+    each row the places of its tokens."""
+
+    tokens: Tensor
+    positions: Tensor
+    trees: list[Tree]
+    places: list[Tensor]
+
+
+def pack_rows(rows: Sequence[TargetRow]) -> PackedRows:
+    """Pack rows as `data/pack.py` packs groups of samples. A row's results do not depend on other rows of its tree."""
+    tokens, positions, trees, places, start = [], [], [], [], 0
+    while rows:
+        prefix, count = beginning(rows)
+        head = rows[0].tokens[:prefix]
+        tokens.append(head)
+        positions.append(torch.arange(prefix, dtype=torch.int64))
+        stem, end = torch.arange(start, start + prefix, dtype=torch.int64), start + prefix
+        branches = []
+        for row in rows[:count]:
+            tail = row.tokens[prefix:]
+            tokens.append(tail)
+            positions.append(torch.arange(prefix, len(row.tokens), dtype=torch.int64))
+            places.append(torch.cat([stem, torch.arange(end, end + len(tail), dtype=torch.int64)]))
+            branches += [len(tail)] if len(tail) else []
+            end += len(tail)
+        trees.append(Tree.of(prefix, tuple(branches)))
+        start, rows = end, rows[count:]
+    return PackedRows(torch.cat(tokens), torch.cat(positions), trees, places)
+
+
+def beginning(rows: Sequence[TargetRow]) -> tuple[int, int]:
+    """Length [tokens] of the prefix that the first rows have in common, and the number of these rows."""
+    first, common, count = rows[0].tokens, len(rows[0].tokens) - 1, 1
+    for row in rows[1:]:
+        size = min(common, len(row.tokens) - 1)
+        apart = (row.tokens[:size] != first[:size]).nonzero()
+        size = int(apart[0]) if len(apart) else size
+        while size and first[size] >= FIRST and first[size - 1] >= FIRST:  # no picture is cut
+            size -= 1
+        if size < SHARED or 2 * size < common:
+            break
+        common, count = size, count + 1
+    return (common, count) if count > 1 else (len(first), 1)

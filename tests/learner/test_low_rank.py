@@ -11,9 +11,9 @@ from transformers import AutoModelForImageTextToText
 from birl import kernels
 from birl.engine.engine import EmbeddedEngine
 from birl.learner.low_rank_run import ALPHA, AdamStep, LowRankConfig, LowRankRun, SharedBase, distinct, linear_layers
-from birl.learner.target_rows import TargetRow, pack_rows
 from birl.models import attention, vision
 from birl.models.low_rank import HEAD
+from birl.models.target_logprobs import TargetRow, pack_rows
 from birl.text.pictures import placeholders
 from birl.types import SamplingParams
 from tests import sights

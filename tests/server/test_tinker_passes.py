@@ -10,7 +10,7 @@ import torch
 from birl import kernels
 from birl.errors import BirlError
 from birl.learner.low_rank_run import LowRankConfig, LowRankRun, SharedBase
-from birl.learner.target_rows import TargetRow
+from birl.models.target_logprobs import TargetRow
 from birl.server.tinker.passes import Loss, Passes, Piece
 from birl.server.tinker.tenants import Tenant
 from tests.tiny import tiny_model

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from birl.learner.low_rank_ranks import shared_out
-from birl.learner.target_rows import TargetRow
+from birl.models.target_logprobs import TargetRow
 from birl.server.tinker import restarts, wire
 from birl.server.tinker.store import Store, read_tensors
 from tests import sights

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from birl.errors import BirlError
 from birl.learner.low_rank_run import BrokenPass, SharedBase
-from birl.learner.target_rows import TargetRow
 from birl.models.low_rank import AdapterWeights
+from birl.models.target_logprobs import TargetRow
 from birl.server.tinker.tenants import Tenant
 
 Loss = Callable[[Sequence[Tensor]], Tensor]

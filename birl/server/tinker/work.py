@@ -15,7 +15,7 @@ from torch import Tensor
 
 from birl.errors import BirlError, first_line
 from birl.learner.low_rank_run import AdamStep, BrokenPass, LowRankConfig
-from birl.learner.target_rows import TargetRow
+from birl.models.target_logprobs import TargetRow
 from birl.server.tinker import losses, requests, wire
 from birl.server.tinker.checkpoints import Checkpoints
 from birl.server.tinker.futures import PROTO, Answer
