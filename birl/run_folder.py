@@ -12,7 +12,7 @@ from birl.learner import step_folders
 from birl.learner.policy import Policy
 from birl.learner.store import Damaged, Store, location
 from birl.models.load import save_hf_config
-from birl.models.processor import FILES as PROCESSORS
+from birl.models.vision import PROCESSORS
 from birl.regular import clear, write_whole
 from birl.track.folder_lock import check_same, plain, unwritable
 

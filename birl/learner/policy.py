@@ -15,11 +15,10 @@ from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.models.device import choose
 from birl.models.load import check_vocabulary, context_limit, end_ids, load_model, load_tokenizer, skeleton
-from birl.models.processor import load_pictures, sees
 from birl.models.shape import Shape
 from birl.models.slices import quantize, sketched
 from birl.models.verify import prove, verify
-from birl.models.vision import give
+from birl.models.vision import give, load_pictures, sees
 from birl.parallel.machine import free_memory
 from birl.parallel.ranks import Ranks
 from birl.text.chat import PROBE, Chat

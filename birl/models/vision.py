@@ -13,17 +13,21 @@ a placeholder that the model itself has sampled for a picture.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedTokenizerBase
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from birl.data.trees import Tree, nodes
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
 from birl.models.attention import Mutual
+from birl.models.load import model_class, quiet
 from birl.parallel.layout import computed_in
-from birl.text.pictures import FIRST, Pictures, Processed, Span
+from birl.text.pictures import FIRST, Bounds, Pictures, Processed, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,3 +314,49 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
 def _rows(value: Tensor | Sequence[Tensor]) -> Tensor:
     whole = value if isinstance(value, Tensor) else torch.cat(list(value))
     return whole.reshape(-1, whole.shape[-1])
+
+
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # files of a model folder
+
+
+def load_pictures(
+    folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, bounds: Bounds
+) -> Pictures | None:
+    """Return the image processing of a vision-language model, without the video and audio processors, which need
+    further libraries; None if the model has no vision tower, or its folder no processor (it is then used for text
+    only). Raises `BirlError`."""
+    config: Any = model.config
+    if family_of(model) is None or not any((folder / name).is_file() for name in PROCESSORS):
+        return None
+    name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    if name is None:
+        raise BirlError(f"{folder}: transformers has no processor for {config.model_type}, so it cannot see pictures.")
+    try:
+        with quiet():
+            own = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+            processor = made(name, own, tokenizer, folder)
+    except Exception as error:
+        raise BirlError(
+            f"{folder}: the processor of its pictures cannot be loaded: {first_line(error)} Pictures need what "
+            "`pip install 'birl[pictures]'` installs."
+        ) from error
+    return Pictures(processor, tokenizer, bounds)
+
+
+def made(name: str, image_processor: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Any:
+    import transformers
+
+    kind: Any = getattr(transformers, name)
+    seeing = type(name, (kind,), {"check_argument_for_proper_class": lambda *_: None})  # None in place of other parts
+    parts = {"image_processor": image_processor, "tokenizer": tokenizer}
+    options, _ = kind.get_processor_dict(folder)
+    return seeing.from_args_and_dict([parts.get(part) for part in kind.get_attributes()], options)
+
+
+def sees(folder: Path, pictures: bool) -> bool:
+    """Whether a folder's model is loaded with a vision tower."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception:  # loading the model reports the error
+        return False
+    return "vision_config" in config.sub_configs and model_class(config, pictures) is AutoModelForImageTextToText

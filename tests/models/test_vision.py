@@ -20,9 +20,9 @@ from birl.learner.learner import Learner, Stats
 from birl.models import vision
 from birl.models.load import load_model, load_tokenizer
 from birl.models.paged import Cache, Slot
-from birl.models.processor import load_pictures
 from birl.models.slots import computed_by
 from birl.models.verify import ROUNDING, verify
+from birl.models.vision import load_pictures
 from birl.text.pictures import FIRST, Bounds, Pictures
 from birl.types import Completion, Picture, Sample, SamplingParams
 from tests import sights

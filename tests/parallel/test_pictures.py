@@ -16,8 +16,8 @@ from birl.data.pack import pack
 from birl.learner.learner import Learner, Stats
 from birl.models import vision
 from birl.models.load import load_model, load_tokenizer
-from birl.models.processor import load_pictures
 from birl.models.slices import sketched
+from birl.models.vision import load_pictures
 from birl.parallel.ranks import Grid, Ranks
 from birl.text.pictures import Bounds
 from birl.types import Picture

@@ -12,7 +12,7 @@ from PIL import Image
 
 from birl.errors import BirlError
 from birl.models.load import load_tokenizer
-from birl.models.processor import load_pictures
+from birl.models.vision import load_pictures
 from birl.text import parts, pictures
 from birl.text.chat import Chat
 from birl.text.parts import Finder, content
