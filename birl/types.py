@@ -1,4 +1,5 @@
-"""The types that are passed between stages, in the order in which a prompt meets them. Only a Sample loads numpy.
+"""The types that are passed between stages, in the order in which a prompt meets them. Those with a value for each
+token are in `samples.py`; only these load numpy.
 
     Task -> Env | Agent -> Completion -> Turn -> Trajectory -> Group -> Sample
     (then data/pack.py: Batch; learner/: StepStats)
@@ -8,20 +9,19 @@ them: text is tokenized once, in `birl/text/`, and a mask depends on who produce
 pad id.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
-from birl.support import SAMPLE, alike, become_arrays
+from birl.samples import Completion as Completion
+from birl.samples import Sample as Sample
+from birl.samples import Stop as Stop
+from birl.samples import alike, become_arrays
 
 if TYPE_CHECKING:  # numpy is loaded only where samples are made; the reward worker stays light
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from birl.support import Bools, Floats, Ints, Support
+    from birl.samples import Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,15 +119,6 @@ class Task:
 
 
 LARGEST = 1e18  # largest reward: means and squares of such numbers fit into float32
-ROUNDING = 1e-3  # a log-softmax may exceed 0 by rounding [nats]
-
-
-class Stop(StrEnum):
-    """Why a completion ended."""
-
-    STOP = "stop"  # the model's end token, a stop id or a stop string
-    LENGTH = "length"  # max_tokens or the context limit
-    ABORT = "abort"  # cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,74 +154,6 @@ class SamplingParams:
     def told(self) -> bool:
         """Whether the completion has a `support`."""
         return self.support and not self.plain
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """Output of an engine: token ids, the log-prob of each under the distribution it was sampled from, and the version
-    of the weights that sampled it. Token ids, never text. The end token is included only if it was sampled. `routes`:
-    experts that computed each token of the prompt and of the answer but its last, the same number of bytes for each
-    (`birl/models/routing.py`); empty if the engine does not report it. `support`: the tokens that each token was
-    sampled from, if requested and some were left out. `cached`: number of prompt tokens in the engine's prefix cache;
-    has no effect on the answer.
-
-    Arrays may be given as any sequence of numbers; they are converted to int32 or float32. Raises `ValueError` if their
-    lengths differ, or if an element is no such number.
-
-    Example: Completion(tokens=(45, 2), logprobs=(-0.1, -0.02), versions=(3, 3), stop=Stop.STOP)
-    """
-
-    tokens: "Ints"
-    logprobs: "Floats"
-    versions: "Ints"
-    stop: Stop
-    routes: bytes = b""
-    support: "Support | None" = None
-    cached: int = field(default=0, compare=False)
-
-    def __post_init__(self) -> None:
-        lengths = become_arrays(self, ("tokens", "logprobs", "versions"))
-        if len(set(lengths)) > 1:
-            raise ValueError("{} tokens, {} logprobs, {} versions".format(*lengths))
-        if self.support is not None and len(self.support.counts) != lengths[0]:
-            raise ValueError(f"{lengths[0]} tokens, {len(self.support.counts)} supports")
-
-    __eq__ = alike
-
-    @classmethod
-    def of(
-        cls, tokens: Any, logprobs: Any, versions: Any, stop: Stop, routes: bytes = b"", cached: int = 0,
-        support: "Support | None" = None,
-    ) -> "Completion":  # fmt: skip
-        """Build from any sequences of numbers."""
-        return cls(
-            tokens=tokens, logprobs=logprobs, versions=versions, stop=stop, routes=routes, cached=cached,
-            support=support,
-        )  # fmt: skip
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """`tokens` as Python ints, for requests to engines and for decoding."""
-        return tuple(self.tokens.tolist())
-
-    def possible(self) -> "Completion":
-        """Return self if it is valid. Raises `ValueError` for a log-prob that is NaN, infinite, or above 0 by more than
-        rounding, a negative id or version, a token outside its support, or versions that decrease."""
-        for numbers, what in ((self.tokens, "token id"), (self.versions, "version")):
-            if (numbers < 0).any():
-                raise ValueError(f"{numbers.min()} is no {what}")
-        if (self.versions[1:] < self.versions[:-1]).any():
-            raise ValueError("the versions of its tokens go back")
-        if self.support is not None and len(strange := self.support.without(self.tokens)):
-            raise ValueError(f"token {strange[0]} is not in the support that it was drawn from")
-        wrong = ~((self.logprobs > -LARGEST) & (self.logprobs <= ROUNDING))
-        if wrong.any():
-            place = int(wrong.argmax())
-            raise ValueError(
-                f"the log-prob of token {place} of {len(wrong)} is {self.logprobs[place]}, "
-                "and not a number of at most 0"
-            )
-        return self
 
 
 PAST = "@past"
@@ -319,63 +242,6 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     start_version: int
     agent: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
-    """A training sequence: token ids and parallel arrays [T]. `mask` is True for tokens that the model sampled: only
-    those are trained. `logprobs` and `versions` are the engine's; 0.0 and -1 where mask is False. `advantage`: one
-    number for all trained tokens, or an array [T], as are `returns` and `values`, the targets and predictions of a
-    critic (None without one), and `proximal`, the learner's log-probs before the first update on the batch (None if not
-    used). `routes`: experts that computed each token, the same number of bytes for each; empty if not used. `support`:
-    sets of tokens that the n trained tokens were sampled from, if some were left out. `hinted`: ids of a prompt with a
-    hint, which replaces all tokens before the first trained one for a teacher; None if there is none. `likely`: for the
-    n trained tokens the k most likely tokens of a served teacher, int64 [n, k], and log-probs of these and of all
-    others as one, float32 [n, k + 1]. `group` and `episode`: the sample's origin; `policy`: the policy that sampled and
-    learns it, if a run trains several; `teacher`: its teacher, if there are several.
-
-    Arrays may be given as any sequence of numbers; they are converted to int32, bool or float32. Raises `ValueError` if
-    their lengths differ, or if the first token is trained.
-
-    Example: Sample(tokens=(1, 9, 4, 45, 2), mask=(False, False, False, True, True), logprobs=(0., 0., 0., -.1, -.02),
-                    versions=(-1, -1, -1, 3, 3), advantage=0.5, group=12, episode=0)
-    """
-
-    tokens: "Ints"
-    mask: "Bools"
-    logprobs: "Floats"
-    versions: "Ints"
-    advantage: "float | Floats"
-    group: int
-    episode: int
-    returns: "Floats | None" = None
-    values: "Floats | None" = None
-    proximal: "Floats | None" = None
-    routes: bytes = b""
-    support: "Support | None" = None
-    hinted: "Ints | None" = None
-    likely: "tuple[NDArray[np.int64], Floats] | None" = None
-    policy: str = ""
-    teacher: str = ""
-
-    def __post_init__(self) -> None:
-        become_arrays(self, ("hinted",))
-        lengths = set(become_arrays(self, SAMPLE))
-        if len(lengths) != 1:
-            raise ValueError(f"a Sample's columns must be equally long, got {sorted(lengths)}")
-        if self.routes and len(self.routes) % len(self.tokens):
-            raise ValueError(f"{len(self.routes)} bytes of routes for {len(self.tokens)} tokens")
-        if self.support is not None and len(self.support.counts) != self.mask.sum():
-            raise ValueError(f"{len(self.support.counts)} supports for {self.mask.sum()} trained tokens")
-        if len(self.mask) and self.mask[0]:
-            raise ValueError("the first token of a Sample has no context to be predicted from, so it cannot be trained")
-
-    def by_version(self) -> Counter[int]:
-        """Number of trained tokens by version of the weights that sampled them."""
-        import numpy as np
-
-        versions, counts = np.unique(self.versions[self.versions >= 0], return_counts=True)
-        return Counter(dict(zip(versions.tolist(), counts.tolist(), strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

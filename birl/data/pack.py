@@ -19,7 +19,7 @@ from birl.data.sequences import observations
 from birl.data.support import SupportRows, upload
 from birl.data.trees import PrefixTrees, Tree
 from birl.errors import BirlError
-from birl.support import Support
+from birl.samples import Support
 from birl.types import Sample
 
 NOTHING = (Tree((1,), (-1,)),)  # the trees of a micro-batch without samples: a model needs a token

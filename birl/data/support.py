@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from birl.support import Support
+from birl.samples import Support
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:

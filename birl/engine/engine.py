@@ -36,8 +36,8 @@ from birl.models.low_rank import AdapterWeights
 from birl.models.slots import page_bytes, state_bytes
 from birl.models.vision import sight
 from birl.parallel.machine import check_returned, give_back, held_memory
+from birl.samples import MOST
 from birl.spans import answered, done
-from birl.support import MOST
 from birl.text.chat import StopChecker
 from birl.text.grammar import Guide
 from birl.types import Completion, Held, SamplingParams, Stop, Update

@@ -13,7 +13,7 @@ from birl.engine.pages import FIRST
 from birl.errors import BirlError
 from birl.models.low_rank import AdapterWeights
 from birl.models.vision import Sight
-from birl.support import Support
+from birl.samples import Support
 from birl.text.chat import StopChecker
 from birl.text.grammar import Guide
 from birl.types import Completion, SamplingParams, Stop

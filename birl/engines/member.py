@@ -14,7 +14,7 @@ import numpy as np
 from birl.engines.wire import Info, Remote
 from birl.errors import EngineDown, WeightsFailed
 from birl.models.digests import whole
-from birl.support import Support
+from birl.samples import Support
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 

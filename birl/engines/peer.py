@@ -19,7 +19,7 @@ from birl.engine.weights import check_age, read
 from birl.engines.wire import Info, fetch
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.models.digests import digests
-from birl.support import Support
+from birl.samples import Support
 from birl.text.pictures import is_picture
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 

@@ -31,7 +31,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from birl.support import Support
+from birl.samples import Support
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 BINARY = "application/vnd.birl.safetensors"

@@ -20,7 +20,7 @@ from birl.models.quantized import quantized_layers
 from birl.models.shape import Shape
 from birl.models.slices import quantizable
 from birl.models.slots import slots_of, state_bytes
-from birl.support import LARGEST
+from birl.samples import LARGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

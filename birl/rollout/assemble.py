@@ -10,7 +10,7 @@ import numpy as np
 
 from birl.algorithms.reduce import Denominator
 from birl.data.sequences import observations
-from birl.support import Support
+from birl.samples import Support
 from birl.types import Group, Outcome, Sample, Trajectory, Turn
 
 

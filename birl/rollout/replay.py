@@ -15,8 +15,8 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.rollout.pipeline import Step
+from birl.samples import Support
 from birl.seeds import derive_seed
-from birl.support import Support
 from birl.track.log import read_jsonl
 from birl.types import (
     PICTURES,

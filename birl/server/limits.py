@@ -14,7 +14,7 @@ import numpy as np
 from starlette.requests import Request
 
 from birl.hosts import is_own_name
-from birl.support import MOST
+from birl.samples import MOST
 from birl.text.bounds import CHARACTERS, LONG
 from birl.text.parts import IMAGES
 from birl.types import SamplingParams

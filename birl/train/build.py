@@ -27,7 +27,7 @@ from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
 from birl.rollout.tasks import Loaded, limits_in, load_rows, total_steps
 from birl.run_folder import find_checkpoint
-from birl.support import LARGEST
+from birl.samples import LARGEST
 from birl.train.build_worker import worker_of
 from birl.train.parts import Parts
 from birl.train.rl import Loop, Schedule

@@ -12,7 +12,7 @@ from birl.data.pack import pack
 from birl.data.trees import Tree, ways
 from birl.errors import BirlError
 from birl.models.attention import places
-from birl.support import Support
+from birl.samples import Support
 from birl.types import Sample
 
 

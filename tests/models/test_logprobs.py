@@ -12,7 +12,7 @@ from birl.models.forward import logits
 from birl.models.heads import AfterHead
 from birl.models.logprobs import float_logits, token_logprobs
 from birl.models.shape import CHUNK
-from birl.support import Support
+from birl.samples import Support
 from tests.tiny import tiny_model
 
 

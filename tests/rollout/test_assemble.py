@@ -10,7 +10,7 @@ import pytest
 
 from birl.rollout.assemble import Usage, by_agent, has_signal, samples, token_rewards, turn_rewards
 from birl.rollout.episode import run_episode
-from birl.support import Support
+from birl.samples import Support
 from birl.types import Completion, Feedback, Group, Message, Outcome, Stop, Task, Trajectory, Turn
 from tests.rollout.scripted import Scripted, session
 

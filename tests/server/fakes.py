@@ -10,7 +10,7 @@ import numpy as np
 from birl.engines.router import Router
 from birl.engines.wire import Info
 from birl.errors import EngineDown, WeightsFailed
-from birl.support import Support
+from birl.samples import Support
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 

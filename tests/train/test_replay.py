@@ -12,7 +12,7 @@ from birl.errors import BirlError
 from birl.learner import checkpoint, step_folders
 from birl.rollout import replay as replaying
 from birl.rollout.replay import _group_from, _group_to
-from birl.support import Support
+from birl.samples import Support
 from birl.types import (
     PICTURES,
     PLACE,

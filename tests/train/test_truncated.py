@@ -16,7 +16,7 @@ from birl.learner import checkpoint, step_folders
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
 from birl.rollout.ledger import audit
-from birl.support import Support
+from birl.samples import Support
 from birl.train.build import sampling
 from birl.train.build_worker import objective_of
 from birl.train.objective import LossInputs, surrogate_of

@@ -23,7 +23,7 @@ from birl.config.keys import documentation, written
 from birl.config.schema import RL, SFT, Config, Eval, Serve, Stage, reward_functions
 from birl.errors import did_you_mean
 from birl.hub import addressed, is_address
-from birl.support import LISTED, MOST
+from birl.samples import LISTED, MOST
 
 ADDRESSES = {  # how to set a tracker's address, with track.NAME=online
     "wandb": "export WANDB_BASE_URL=..., then track.wandb=online",

@@ -16,7 +16,7 @@ from birl.engines.vllm import plugin as vllm_plugin
 from birl.engines.wire import Remote
 from birl.errors import BirlError
 from birl.process import flags
-from birl.support import LISTED
+from birl.samples import LISTED
 
 
 def write_plugin(folder: Path | None = None) -> Path:

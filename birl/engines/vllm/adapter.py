@@ -23,7 +23,7 @@ from birl.engines.vllm import listed
 from birl.engines.vllm import plugin as vllm_plugin
 from birl.engines.vllm.transfer import VLLMTransfer
 from birl.errors import BirlError, EngineDown, WeightsFailed
-from birl.support import Support
+from birl.samples import Support
 from birl.types import Completion, Held, SamplingParams, Update
 
 METHODS = ("birl", "reload")
