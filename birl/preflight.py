@@ -16,7 +16,7 @@ from fsspec import available_protocols
 
 from birl.config import schema
 from birl.config.decided import ENGINES, SELF, compares, teachers_of
-from birl.config.load import flatten
+from birl.config.file import flatten
 from birl.data.files import FORMATS, check_readable, data_files, first_parquet
 from birl.data.forms import pair_form, text_form
 from birl.data.messages import Shown

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from birl.config import schema
-from birl.config.load import to_yaml
+from birl.config.file import to_yaml
 from birl.errors import BirlError
 from birl.learner import step_folders
 from birl.learner.policy import Policy

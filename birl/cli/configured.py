@@ -32,7 +32,8 @@ RUNS = dict.fromkeys(TRAINING, "birl.train.command") | {
 
 def run(command: str, words: list[str]) -> int:
     """Run a command; returns the exit code. Raises `BirlError`."""
-    from birl.config.load import load_with_choices, to_yaml
+    from birl.config.file import to_yaml
+    from birl.config.load import load_with_choices
     from birl.config.schema import COMMANDS
 
     schema = COMMANDS[command]
@@ -164,7 +165,8 @@ def _help(command: str, schema: type, words: list[str]) -> None:
 
 def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[str]) -> int:
     """Run one process per combination, one after the other. All configurations are checked first."""
-    from birl.config.load import load_with_choices, run_folder, to_yaml
+    from birl.config.file import to_yaml
+    from birl.config.load import load_with_choices, run_folder
     from birl.jobs import Jobs, job_names, sweep, swept_keys
 
     swept, jobs, errors, configs = swept_keys(overrides), sweep(overrides), [], []

@@ -15,7 +15,7 @@ from birl.algorithms.uncertainty import interval
 from birl.cli import output
 from birl.config import schema
 from birl.config.decided import compares
-from birl.config.load import flatten
+from birl.config.file import flatten
 from birl.data.tasks import check_answers, load_tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache, open_engine

@@ -1,13 +1,17 @@
-"""YAML files of keys, in which every value keeps the text of the file."""
+"""YAML files of keys, in which every value keeps the text of the file; a configuration as YAML and as a flat dict."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from birl.errors import BirlError, did_you_mean
 from birl.regular import read_text
+
+if TYPE_CHECKING:
+    from birl.config.schema import Config
 
 DEPTH, ENTRIES = 32, 100_000  # limits of a YAML file: nesting, and total number of entries
 
@@ -96,3 +100,25 @@ def _size(node: yaml.Node, known: dict[int, int], depth: int) -> int:
         problem = f"nested deeper than {DEPTH}" if depth > DEPTH else f"more than {ENTRIES:,} entries, with its aliases"
         raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
     return known[id(node)]
+
+
+def to_yaml(config: "Config") -> str:
+    """The whole configuration as YAML. `birl rl FILE.yaml` reads it back to the same values."""
+    return yaml.safe_dump(_escape(asdict(config)), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _escape(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _escape(item) for key, item in value.items()}
+        case list():
+            return [_escape(item) for item in value]
+        case str():
+            return value.replace("${", "\\${")
+        case _:
+            return value
+
+
+def flatten(config: "Config") -> dict[str, Any]:
+    """All dotted keys and values, in the schema's order: {"model.path": "smollm2", ..., "threads": 0}."""
+    return dict(flat(asdict(config)))

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -35,7 +34,6 @@ from birl.config.keys import DEFAULT_PRESETS, PRESETS, SHORTHANDS, Doc, document
 from birl.config.nearest import FILES, meant, suggest
 from birl.config.rules import rules
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, Tinker
-from birl.config.schema import Config as AnyConfig
 from birl.errors import BirlError, did_you_mean, first_line
 from birl.hub import is_model, is_run
 
@@ -362,28 +360,6 @@ def read_section(schema: type[Section], written: Mapping[str, Any], prefix: str)
     if errors:
         raise BirlError("\n".join(errors))
     return result
-
-
-def to_yaml(config: AnyConfig) -> str:
-    """The whole configuration as YAML. `birl rl FILE.yaml` reads it back to the same values."""
-    return yaml.safe_dump(_escape(asdict(config)), sort_keys=False, allow_unicode=True, width=120)
-
-
-def _escape(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key: _escape(item) for key, item in value.items()}
-        case list():
-            return [_escape(item) for item in value]
-        case str():
-            return value.replace("${", "\\${")
-        case _:
-            return value
-
-
-def flatten(config: AnyConfig) -> dict[str, Any]:
-    """All dotted keys and values, in the schema's order: {"model.path": "smollm2", ..., "threads": 0}."""
-    return dict(file.flat(asdict(config)))
 
 
 def run_folder(config: RL | Stage, choices: Mapping[str, str], without: Iterable[str] = ()) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.config.decided import weights_method
-from birl.config.load import flatten
+from birl.config.file import flatten
 from birl.config.schema import RL
 from birl.data.files import FORMATS
 from birl.envs.open import check_world

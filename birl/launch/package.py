@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import birl
-from birl.config.load import flatten
+from birl.config.file import flatten
 from birl.launch.job import Job
 from birl.preflight import MODELS, imported
 

@@ -90,7 +90,8 @@ class Attempt:
 
     def _same(self, stage: Stage, before: dict[str, Any]) -> bool:
         """Whether a stage was run with this configuration; if not, an evaluation is repeated, a run reports it."""
-        from birl.config.load import flatten, load
+        from birl.config.file import flatten
+        from birl.config.load import load
         from birl.config.schema import COMMANDS
 
         now = json.loads(json.dumps(flatten(load(COMMANDS[stage.command], self.command(stage)[1:]))))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.config import schema
-from birl.config.load import flatten
+from birl.config.file import flatten
 from birl.errors import BirlError
 from birl.regular import check, read_json, read_text
 from birl.track.runs import COMMAND_KEYS, began_at

@@ -16,7 +16,8 @@ from typing import Any
 from birl import foreign
 from birl.allocator import keep_memory
 from birl.config import schema
-from birl.config.load import load, run_folder, to_yaml
+from birl.config.file import to_yaml
+from birl.config.load import load, run_folder
 from birl.errors import innermost
 from birl.learner.export import resolved
 from birl.learner.open import check_split

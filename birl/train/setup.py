@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from birl import run_folder
 from birl.config import schema
-from birl.config.load import flatten
+from birl.config.file import flatten
 from birl.data.stream import Source, Stream
 from birl.learner.checkpoints import Checkpoints
 from birl.learner.optimizer import learning_rate

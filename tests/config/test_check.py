@@ -8,8 +8,9 @@ import pytest
 
 from birl.config.check import check, problems
 from birl.config.decided import algorithm_notes, corrects, proximal
+from birl.config.file import flatten
 from birl.config.keys import documentation
-from birl.config.load import flatten, load
+from birl.config.load import load
 from birl.config.schema import DPO, RL, RM, SFT, Data, Eval, LabelledPairs, RankedPairs, Serve, Texts
 from birl.errors import BirlError, did_you_mean
 

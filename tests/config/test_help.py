@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from birl.config.file import flatten
 from birl.config.help import EVERYDAY, EXAMPLES, Own, render
 from birl.config.keys import SHORTHANDS, documentation, presets, written
-from birl.config.load import flatten
 from birl.config.schema import COMMANDS, RL, Eval
 
 

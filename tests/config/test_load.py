@@ -10,8 +10,9 @@ from hydra.version import getbase
 from omegaconf import OmegaConf
 
 from birl.cli.chat import Settings
+from birl.config.file import flatten, to_yaml
 from birl.config.keys import documentation, presets
-from birl.config.load import _composed, flatten, load, load_with_choices, read_section, run_folder, to_yaml
+from birl.config.load import _composed, load, load_with_choices, read_section, run_folder
 from birl.config.nearest import nearest_keys
 from birl.config.schema import RL, Eval
 from birl.errors import BirlError

@@ -10,7 +10,7 @@ import pytest
 
 from birl.cli import main
 from birl.config import schema
-from birl.config.load import flatten
+from birl.config.file import flatten
 from birl.errors import BirlError
 from birl.track import listing
 from birl.track.log import Growing

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 
 import birl
 from birl import BirlError, Trainer
-from birl.config.load import flatten, load
+from birl.config.file import flatten
+from birl.config.load import load
 from birl.config.schema import RL
 from birl.trl import LOSS_TYPES
 from tests.train.trainers import QUIET, ROWS, SMALL, Make, letters, metrics, shortness

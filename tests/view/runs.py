@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from birl.config.load import flatten, to_yaml
+from birl.config.file import flatten, to_yaml
 from birl.config.schema import RL
 
 START = datetime(2026, 3, 1, 8, 0, tzinfo=UTC)

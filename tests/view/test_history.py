@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from birl import regular
-from birl.config.load import flatten, load
+from birl.config.file import flatten
+from birl.config.load import load
 from birl.config.schema import DPO, RL, RM, SFT
 from birl.track.algorithm import algorithm
 from birl.track.runs import differences

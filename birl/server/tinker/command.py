@@ -15,8 +15,8 @@ from typing import Any
 
 from birl.allocator import keep_memory
 from birl.config import schema
+from birl.config.file import to_yaml
 from birl.config.load import load as load_config
-from birl.config.load import to_yaml
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import cache_bytes
 from birl.engines.kinds import Wanted

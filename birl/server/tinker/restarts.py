@@ -12,7 +12,7 @@ from socket import SO_ACCEPTCONN, SOL_SOCKET, socket
 from types import FrameType
 
 from birl.config import schema
-from birl.config.load import to_yaml
+from birl.config.file import to_yaml
 from birl.hosts import bind
 from birl.process import tied
 
