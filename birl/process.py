@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from birl.errors import BirlError, EngineDown
 from birl.regular import check_target
@@ -99,8 +98,9 @@ class ProcessGroup:
                 start_new_session=True,
             )
         self.log, self._swept = log, False
-        if text:
-            _write(self._leader.stdin, text)
+        if (stdin := self._leader.stdin) is not None:
+            with contextlib.suppress(BrokenPipeError), stdin:  # if it ended at once, its exit code tells
+                stdin.write(text.encode())
 
     @property
     def pid(self) -> int:
@@ -153,12 +153,6 @@ class ProcessGroup:
         kill(self.pid)
         self.wait(10.0)  # a process that the kernel does not release must not keep the others alive
         self._swept = True
-
-
-def _write(stdin: IO[bytes] | None, text: str) -> None:
-    assert stdin is not None
-    with contextlib.suppress(BrokenPipeError), stdin:  # if it ended at once, its exit code tells
-        stdin.write(text.encode())
 
 
 class Process:
@@ -251,18 +245,15 @@ class Process:
             raise BirlError(f"{self._name} runs already, as process {self.pid}.")
         if shutil.which(self.command[0], path=self.env.get("PATH")) is None:
             raise BirlError(f"{self.command[0]} is not there, or is no program.")
-        self._spawn()
-        try:
-            await self._until_ready()
-        except BaseException:  # also at Ctrl-C: it would be left running
-            self._kill()
-            raise
-
-    def _spawn(self) -> None:
         try:
             self._child = ProcessGroup(self.command, log=self.log, env=self.env)
         except OSError as error:
             raise BirlError(f"The log {self.log} can not be written: {error.strerror}.") from error
+        try:
+            await self._until_ready()
+        except BaseException:  # also at Ctrl-C: it would be left running
+            self._child.kill()
+            raise
 
     async def _until_ready(self) -> None:
         assert self._child is not None
@@ -278,20 +269,14 @@ class Process:
         raise BirlError(f"{self._name} was not ready within {self.start_timeout:g} s. {self._last()}")
 
     async def _terminate(self) -> None:
-        if self.alive:
-            assert self._child is not None
-            self._child.signal(signal.SIGTERM)
-            deadline = time.monotonic() + self.stop_timeout
-            try:
-                while self.alive and time.monotonic() < deadline:
-                    await asyncio.sleep(POLL)
-            finally:
-                self._kill()
-        else:
-            self._kill()
-
-    def _kill(self) -> None:
-        if self._child is not None:
+        if self._child is None:
+            return
+        self._child.signal(signal.SIGTERM)
+        deadline = time.monotonic() + self.stop_timeout
+        try:
+            while self.alive and time.monotonic() < deadline:
+                await asyncio.sleep(POLL)
+        finally:
             self._child.kill()
 
     def _last(self, lines: int = 12) -> str:

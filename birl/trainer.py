@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from birl import trl
+from birl.config.nearest import suggest
+from birl.config.schema import COMMANDS, RL
 from birl.errors import BirlError
 from birl.named import Given
 from birl.parameters import (
@@ -36,9 +38,7 @@ from birl.parameters import (
     rewards_of,
     rows_of,
     scale_keys,
-    schema_of,
     sources_of,
-    trl_keys,
     words_of_launch,
     written,
 )
@@ -89,10 +89,9 @@ class Started:
         from birl.config.load import load_with_choices
 
         words = [f"{k}={written(v)}" for k, v in keys.items()]
-        self.config, self.choices = load_with_choices(schema_of(command), words)
+        self.config, self.choices = load_with_choices(COMMANDS[command], words)
 
     def _check_rows(self) -> None:
-        from birl.config.schema import RL
         from birl.envs.open import check_world
         from birl.preflight import check_data
 
@@ -151,7 +150,19 @@ class Started:
         """Export the newest checkpoint as a folder of Hugging Face files, as `birl checkpoints RUN export last` does,
         and return the folder: by default, and if `output_dir` is the run folder, RUN/exported, which is replaced. LoRA
         is merged into the model. Raises `BirlError` before the first checkpoint, and if another `output_dir` exists."""
-        return save_model(self.run, Path(output_dir).expanduser() if output_dir else None)
+        from birl.learner import step_folders
+        from birl.learner.export import export
+
+        run, own = self.run, self.run / "exported"
+        source = step_folders.find(run / "checkpoints", "last")
+        target = Path(output_dir).expanduser() if output_dir else own
+        if target.resolve() in (run.resolve(), own.resolve()):
+            shutil.rmtree(own, ignore_errors=True)
+            target = own
+        elif target.is_dir() and not any(target.iterdir()):
+            target.rmdir()
+        export(source, run, target)
+        return target
 
 
 class Trainer(Started):
@@ -235,7 +246,7 @@ class Trainer(Started):
         rewards = rewards_of(reward_funcs, env, train_dataset is not None or "data.train" in overrides)
         given |= keys_of_engines(num_rollout_workers, weight_sync_method, overrides) | {"model.path": model}
         given |= reward_keys(rewards, reward_weights, reward_funcs == "sandbox", launcher)
-        theirs = trl_keys(args, more, model, len(rewards))
+        theirs = trl.keys_of(args, more, model, RL, "GRPO", len(rewards))
         given |= {
             "lora.rank": theirs.get("lora.rank", 16) if is_lora(use_lora) else 0,
             "env.kind": env if isinstance(env, str) else f"given:{getattr(env, '__name__', type(env).__name__)}",
@@ -267,9 +278,8 @@ class Trainer(Started):
         return Records(self.run / "rollouts.jsonl")
 
     def _begin(self) -> dict[str, Any]:
-        return self._elsewhere() if self._launcher else super()._begin()
-
-    def _elsewhere(self) -> dict[str, Any]:
+        if not self._launcher:
+            return super()._begin()
         from birl.launch.program import Program, rows_file
 
         keys = {**self._keys, "run": str(self.run)}
@@ -278,20 +288,6 @@ class Trainer(Started):
                 keys[f"data.{name}"] = [rows_file(rows, self.run.with_name(f"{self.run.name}-rows") / f"{name}.jsonl")]
         words = tuple(f"{k}={written(v)}" for k, v in keys.items())
         return Program(where=self._launcher, words=words, launch=self._launch, here=self._here).train()
-
-
-def save_model(run: Path, target: Path | None) -> Path:
-    from birl.learner import step_folders
-    from birl.learner.export import export
-
-    source, own = step_folders.find(run / "checkpoints", "last"), run / "exported"
-    if target is None or target.resolve() in (run.resolve(), own.resolve()):
-        shutil.rmtree(own, ignore_errors=True)
-        target = own
-    elif target.is_dir() and not any(target.iterdir()):
-        target.rmdir()
-    export(source, run, target)
-    return target
 
 
 def _started(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -341,9 +337,7 @@ class _Offline(Started):
         overrides: dict[str, Any] | None = None,
         **names: Any,
     ) -> None:
-        from birl.config.nearest import suggest
-
-        schema = schema_of(self.command)
+        schema = COMMANDS[self.command]
         for name in names:
             if not trl.knows(name):
                 hint = suggest(name, schema)
@@ -355,7 +349,7 @@ class _Offline(Started):
         if train_dataset is None and "data.train" not in overrides:
             raise BirlError(no_rows(False))
         sources = {"data.train": sources_of(train_dataset), "data.validation": sources_of(eval_dataset)}
-        theirs = trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, model)), schema, self.prefix)
+        theirs = trl.keys_of(args, names, model, schema, self.prefix)
         keys = {"model.path": model, **{k: v for k, v in sources.items() if v}, **fitting(theirs), **overrides}
         self._load(self.command, keys)
         self._given = Given(train=rows_of(train_dataset), validation=rows_of(eval_dataset))

@@ -52,7 +52,13 @@ class Names:
     @classmethod
     def of(cls, args: Any, more: Mapping[str, Any]) -> "Names":
         """Build from `Trainer(args=...)`, a `GRPOConfig` or a dict, and further parameters, which take precedence."""
-        given = _numbers({n: _plain(v) for n, v in more.items() if v is not None and not _is_pair_of_none(v)})
+        given = _numbers(
+            {
+                n: _plain(v)
+                for n, v in more.items()
+                if v is not None and not (isinstance(v, tuple) and v == (None, None))
+            }
+        )
         if args is None or isinstance(args, Mapping):
             values = {**_numbers({str(k): _plain(v) for k, v in (args or {}).items() if v is not None}), **given}
             return cls(values, set(values))
@@ -85,10 +91,6 @@ def _plain(value: Any) -> Any:
     if getattr(value, "ndim", None) == 0:
         return value.item()
     return value.value if hasattr(value, "value") and isinstance(getattr(value, "value", None), str) else value
-
-
-def _is_pair_of_none(value: Any) -> bool:
-    return isinstance(value, tuple) and value == (None, None)
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
@@ -127,9 +129,13 @@ def without_tokenizer(names: Mapping[str, Any], model: str) -> dict[str, Any]:
     return {n: v for n, v in names.items() if n not in own}
 
 
-def keys_of(names: Names, schema: type, prefix: str, rewards: int = 0) -> dict[str, Any]:
-    """Keys of the configuration. `prefix`: GRPO, SFT, DPO or Reward; `rewards`: the number of reward functions. Raises
-    `BirlError` for a name without a translation; for a whole config object it warns."""
+def keys_of(
+    args: Any, more: Mapping[str, Any], model: str, schema: type, prefix: str, rewards: int = 0
+) -> dict[str, Any]:
+    """Keys of the configuration for a config object and parameters of TRL. `prefix`: GRPO, SFT, DPO or Reward;
+    `rewards`: the number of reward functions. Raises `BirlError` for a name without a translation; for a whole config
+    object it warns."""
+    names = Names.of(args, without_tokenizer(more, model))
     result = _steps(names, schema) | _saving(names, schema) | _lora(names)
     done = {*BATCH, "max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio", "do_eval", "report_to"}
     done |= {"peft_config", "output_dir", "remove_unused_columns"}
