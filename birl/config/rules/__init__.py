@@ -26,8 +26,9 @@ def _unread(config: Config) -> list[str]:
     """Keys that were set but would have no effect: they are refused, as the user relies on them."""
     docs, why = documentation(type(config)), dict[str, str]()
     changed = [key for key, doc in docs.items() if value_of(config, key) != doc.default]
-    for kind, keys, read, reason in UNREAD:
-        if isinstance(config, kind) and (idle := [key for key in changed if _named(key, keys)]) and not read(config):
+    for text, read in UNREAD.items():
+        keys, _, reason = text.partition(": ")
+        if (idle := [key for key in changed if _named(key, keys)]) and not read(config):
             why = dict.fromkeys(idle, reason.format(c=config)) | why  # the first reason for each key
     return [f"{setting(config, key)}: has no effect because {reason}." for key, reason in why.items()]
 
