@@ -9,12 +9,12 @@ TRAINING = ("sft", "rm", "dpo", "rl")
 CONFIGURED = (*TRAINING, "eval", "serve", "tinker")  # take flags, YAML files and key=value (configured.py)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Command:
     """`run`: "module:function" of words -> exit code, imported on use; empty for the configured ones. Its help is in
-    `USAGE`, or the module's USAGE. `offered`: further words for completion, beside keys and folders.
+    `USAGE`, or the module's USAGE. `offered`: further words for completion, beside keys, folders and --help.
 
-    Example: Command(name="ledger", brief="what became of every token", run="birl.rollout.ledger:run")
+    Example: Command("ledger", "what became of every token", "birl.rollout.ledger:run")
     """
 
     name: str
@@ -24,86 +24,57 @@ class Command:
 
 
 ALL = (
-    Command(name="sft", brief="train a model on texts"),
-    Command(name="rm", brief="train a reward model on pairs of answers"),
-    Command(name="dpo", brief="train a model on pairs of answers"),
-    Command(name="rl", brief="train a model by reinforcement learning"),
+    Command("sft", "train a model on texts"),
+    Command("rm", "train a reward model on pairs of answers"),
+    Command("dpo", "train a model on pairs of answers"),
+    Command("rl", "train a model by reinforcement learning"),
+    Command("eval", "evaluate a model; --validate: check reference answers; --judge: compare judges with people"),
+    Command("serve", "serve a model over HTTP: OpenAI, Anthropic and native APIs"),
+    Command("tinker", "training service for Tinker clients: many tenants, one base model"),
     Command(
-        name="eval",
-        brief="evaluate a model; --validate: check reference answers; --judge: compare judges with people",
+        "launch", "start a training in the background: on this machine, a cluster or a cloud", "birl.launch.command:run"
     ),
-    Command(name="serve", brief="serve a model over HTTP: OpenAI, Anthropic and native APIs"),
-    Command(name="tinker", brief="training service for Tinker clients: many tenants, one base model"),
+    Command("status", "processes of a launched training", "birl.launch.command:status"),
+    Command("logs", "output of its processes", "birl.launch.command:logs", ("--follow", "--trust")),
+    Command("stop", "save a checkpoint and end it", "birl.launch.command:stop"),
+    Command("scale", "add or remove engines", "birl.launch.command:scale"),
+    Command("view", "live page of runs: curves, comparison, rollouts, timeline", "birl.view.command:run"),
+    Command("rollouts", "search a run's rollouts, and export them", "birl.view.search:run"),
     Command(
-        name="launch",
-        brief="start a training in the background: on this machine, a cluster or a cloud",
-        run="birl.launch.command:run",
-    ),
-    Command(name="status", brief="processes of a launched training", run="birl.launch.command:status"),
-    Command(
-        name="logs",
-        brief="output of its processes",
-        run="birl.launch.command:logs",
-        offered=("--follow", "--trust", "--help"),
-    ),
-    Command(name="stop", brief="save a checkpoint and end it", run="birl.launch.command:stop"),
-    Command(name="scale", brief="add or remove engines", run="birl.launch.command:scale"),
-    Command(
-        name="view", brief="live page of runs: curves, comparison, rollouts, timeline", run="birl.view.command:run"
-    ),
-    Command(name="rollouts", brief="search a run's rollouts, and export them", run="birl.view.search:run"),
-    Command(
-        name="trace",
-        brief="time of a run by activity and by process; export for Chrome and Perfetto",
-        run="birl.track.trace_command:run",
+        "trace",
+        "time of a run by activity and by process; export for Chrome and Perfetto",
+        "birl.track.trace_command:run",
     ),
     Command(
-        name="plan",
-        brief="predict memory; --simulate: split GPUs into engines and learners; --cluster: choose a layout",
-        run="birl.cli.plan:run",
-        offered=("--memory", "--json", "--simulate", "--measured", "--cluster", "--help"),
+        "plan",
+        "predict memory; --simulate: split GPUs into engines and learners; --cluster: choose a layout",
+        "birl.cli.plan:run",
+        ("--memory", "--json", "--simulate", "--measured", "--cluster"),
+    ),
+    Command("reproduce", "run a recipe and compare its results with the expected ones", "birl.recipes.command:run"),
+    Command("chat", "talk to a model or to a run", "birl.cli.chat:run"),
+    Command(
+        "runs", "list the runs of a folder: state, step, reward, best validation", "birl.track.listing:run", ("--json",)
+    ),
+    Command("diff", "compare the keys and metrics of two runs", "birl.track.listing:diff", ("--json",)),
+    Command("ledger", "what became of every sampled token of a run", "birl.rollout.ledger:run"),
+    Command(
+        "checkpoints",
+        "list, verify, export and prune the checkpoints of a run",
+        "birl.cli.checkpoints:run",
+        ("verify", "export", "export-adapter", "prune", "convert"),
     ),
     Command(
-        name="reproduce",
-        brief="run a recipe and compare its results with the expected ones",
-        run="birl.recipes.command:run",
-    ),
-    Command(name="chat", brief="talk to a model or to a run", run="birl.cli.chat:run"),
-    Command(
-        name="runs",
-        brief="list the runs of a folder: state, step, reward, best validation",
-        run="birl.track.listing:run",
-        offered=("--json", "--help"),
+        "cache", "list, verify and clear converted models", "birl.models.gguf:run", ("list", "verify", "clear", "--all")
     ),
     Command(
-        name="diff",
-        brief="compare the keys and metrics of two runs",
-        run="birl.track.listing:diff",
-        offered=("--json", "--help"),
-    ),
-    Command(name="ledger", brief="what became of every sampled token of a run", run="birl.rollout.ledger:run"),
-    Command(
-        name="checkpoints",
-        brief="list, verify, export and prune the checkpoints of a run",
-        run="birl.cli.checkpoints:run",
-        offered=("verify", "export", "export-adapter", "prune", "convert", "--help"),
+        "doctor", "check the installation: devices, packages, and how to install what is missing", "birl.doctor:run"
     ),
     Command(
-        name="cache",
-        brief="list, verify and clear converted models",
-        run="birl.models.gguf:run",
-        offered=("list", "verify", "clear", "--all", "--help"),
-    ),
-    Command(
-        name="doctor",
-        brief="check the installation: devices, packages, and how to install what is missing",
-        run="birl.doctor:run",
-    ),
-    Command(
-        name="completion",
-        brief="shell completion script for bash, zsh or fish",
-        run="birl.cli.completing:run",
-        offered=("bash", "zsh", "fish", "--help"),
+        "completion",
+        "shell completion script for bash, zsh or fish",
+        "birl.cli.completing:run",
+        ("bash", "zsh", "fish"),
     ),
 )
 BY_NAME = {command.name: command for command in ALL}

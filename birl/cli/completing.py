@@ -193,7 +193,7 @@ def vocabulary() -> Vocabulary:
             known = documentation(schema)
             short = [name for name, key in SHORTHANDS.items() if key in known and name != "benchmark"]
             keys = {*known, *presets(schema), *short}
-        words = flags_of(one.name) if one.name in CONFIGURED else one.offered or ("--help",)
+        words = flags_of(one.name) if one.name in CONFIGURED else (*one.offered, "--help")
         files = "any" if schema else "folders" if one.name not in ("doctor", "cache", "completion") else ""
         commands[one.name] = Completions(brief=one.brief, words=words, keys=tuple(sorted(keys)), files=files)
     free = sorted(key for key, doc in docs.items() if doc.type in NOTHING)
