@@ -88,19 +88,14 @@ class ProcessGroup:
         check_target(log)
         with log.open("ab") as out:
             self.began_at = out.tell()  # start of its part of the log [bytes]
+            stdin = subprocess.PIPE if text else subprocess.DEVNULL
             self._leader = subprocess.Popen(
-                tied(command),
-                stdin=subprocess.PIPE if text else subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=env,
-                cwd=folder,
-                start_new_session=True,
+                tied(command), stdin=stdin, stdout=out, stderr=out, env=env, cwd=folder, start_new_session=True
             )
         self.log, self._swept = log, False
-        if (stdin := self._leader.stdin) is not None:
-            with contextlib.suppress(BrokenPipeError), stdin:  # if it ended at once, its exit code tells
-                stdin.write(text.encode())
+        if (pipe := self._leader.stdin) is not None:
+            with contextlib.suppress(BrokenPipeError), pipe:  # if it ended at once, its exit code tells
+                pipe.write(text.encode())
 
     @property
     def pid(self) -> int:

@@ -52,13 +52,8 @@ class Names:
     @classmethod
     def of(cls, args: Any, more: Mapping[str, Any]) -> "Names":
         """Build from `Trainer(args=...)`, a `GRPOConfig` or a dict, and further parameters, which take precedence."""
-        given = _numbers(
-            {
-                n: _plain(v)
-                for n, v in more.items()
-                if v is not None and not (isinstance(v, tuple) and v == (None, None))
-            }
-        )
+        more = {n: v for n, v in more.items() if not (isinstance(v, tuple) and v == (None, None))}
+        given = _numbers({n: _plain(v) for n, v in more.items() if v is not None})
         if args is None or isinstance(args, Mapping):
             values = {**_numbers({str(k): _plain(v) for k, v in (args or {}).items() if v is not None}), **given}
             return cls(values, set(values))

@@ -174,20 +174,10 @@ def submit(job: Job, keys: Keys) -> Handle:
     ids = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)
     if not ids:
         raise BirlError(f"sbatch named no job, so `squeue` alone knows whether there is one. It printed: {done.stdout}")
-    return Handle(
-        where="slurm",
-        id=ids[-1],
-        run=str(job.run.absolute()),
-        name=job.name,
-        more=asdict(
-            More(
-                array=bool(keys.array),
-                folders=tuple(str(one.run.absolute()) for one in elements),
-                roles={role.name: role.count for role in job.roles},
-                ranks=places(job, keys.nodes).ranks,
-            )
-        ),
-    )
+    folders = tuple(str(one.run.absolute()) for one in elements)
+    roles, ranks = {role.name: role.count for role in job.roles}, places(job, keys.nodes).ranks
+    more = More(array=bool(keys.array), folders=folders, roles=roles, ranks=ranks)
+    return Handle(where="slurm", id=ids[-1], run=str(job.run.absolute()), name=job.name, more=asdict(more))
 
 
 def environment(names: Sequence[str]) -> dict[str, str]:

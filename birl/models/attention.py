@@ -109,18 +109,9 @@ class Packed:
         for tree in self.trees:
             cut = slice(start, start + len(tree))
             start = cut.stop
-            mask = self.mask(tree, window)
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    query[:, :, cut],
-                    key[:, :, cut],
-                    value[:, :, cut],
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    scale=scale,
-                    enable_gqa=gqa,
-                )
-            )
+            q, k, v, mask = query[:, :, cut], key[:, :, cut], value[:, :, cut], self.mask(tree, window)
+            part = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+            outputs.append(part)
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def attend_rows(

@@ -222,15 +222,9 @@ class Decoder:
         norm2 = k.rms_norm_backward(kept.middle, layer.norm2.weight, kept.rstd2, by_h, grad, rounded=after)
         output = layer.output.by_parameters(kept.attended, after)
         grad_qkv = torch.empty_like(kept.qkv)
-        k.tree_attention_backward(
-            *self.split(layer, kept.qkv),
-            kept.attended,
-            kept.lse,
-            layer.output.by_input(after),
-            self.split(layer, grad_qkv),
-            layout.segments,
-            layer.scale,
-        )
+        own, grads = self.split(layer, kept.qkv), self.split(layer, grad_qkv)
+        by_output = layer.output.by_input(after)
+        k.tree_attention_backward(*own, kept.attended, kept.lse, by_output, grads, layout.segments, layer.scale)
         k.rotary(grad_qkv, layer.heads + layer.kv_heads, cosine, sine, inverse=True)
         h = k.rms_norm(kept.x, layer.norm1.weight, layer.norm1.variance_epsilon)
         qkv = layer.qkv.by_parameters(h, grad_qkv)

@@ -112,14 +112,11 @@ def routing_for(model: nn.Module) -> Routing:
 
 def load_counts(seen: Seen, copies: Tensor) -> Tensor:
     """How often each expert was chosen, [L, E] float64; token t counts copies[t] times."""
-    return torch.stack(
-        [
-            torch.zeros(logits.shape[1], dtype=torch.float64, device=logits.device).index_add_(
-                0, chosen.reshape(-1), copies.double().repeat_interleave(chosen.shape[1])
-            )
-            for _, (logits, chosen) in sorted(seen.items())
-        ]
-    )
+    result = []
+    for _, (logits, chosen) in sorted(seen.items()):
+        counts = torch.zeros(logits.shape[1], dtype=torch.float64, device=logits.device)
+        result.append(counts.index_add_(0, chosen.reshape(-1), copies.double().repeat_interleave(chosen.shape[1])))
+    return torch.stack(result)
 
 
 def balance(seen: Seen, copies: Tensor, counts: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Simulates splits of a number of GPUs into engines and learners, and searches for the fastest."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from birl.errors import BirlError
 from birl.plan.fleet import Draws
@@ -149,11 +149,7 @@ def row_of(simulation: Simulation, gpus: int, start: int) -> Row:
     ages = [age for s in steps for age in s.staleness]
     return Row(
         gpus=gpus,
-        engines=split.engines,
-        learners=split.learners,
-        shared=split.shared,
-        max_staleness=split.max_staleness,
-        prompts=split.prompts,
+        **asdict(split),
         steps=len(steps),
         seconds_per_step=seconds / len(steps),
         answer_tokens_per_second=answers / seconds,

@@ -125,10 +125,14 @@ def _cells(metrics: dict[str, float], width: int) -> Iterator[RenderableType]:
 
 
 def _figures(m: dict[str, float]) -> Iterator[Cell]:
-    """The metrics worth a glance; others are only in the files."""
+    """The metrics worth a glance; others are only in the files. A truncated answer has a reward; failed episodes have
+    none, and get a line of their own."""
     if "length/mean" in m:
         yield "length", f"{m['length/mean']:.1f}" + (f" max {m['length/max']:.0f}" if "length/max" in m else ""), ""
-    yield from _episodes(m)
+    if "outcome/asked" in m:
+        yield "finished", f"{count(m.get('outcome/ok', 0))} of {count(m['outcome/asked'])}", ""
+    if m.get("outcome/truncated"):
+        yield "truncated", count(m["outcome/truncated"]), "yellow"
     for label, name in (("generate", "speed/generate"), ("train", "speed/train")):
         if name in m:
             yield label, f"{count(m[name])} tok/s", ""
@@ -144,14 +148,6 @@ def _figures(m: dict[str, float]) -> Iterator[Cell]:
             yield name, f"{m[name]:.3g}", ""
     if m.get("groups/no_signal"):
         yield "no signal", count(m["groups/no_signal"]) + (" group" if m["groups/no_signal"] == 1 else " groups"), ""
-
-
-def _episodes(m: dict[str, float]) -> Iterator[Cell]:
-    """A truncated answer has a reward; failed episodes have none, and get a line of their own."""
-    if "outcome/asked" in m:
-        yield "finished", f"{count(m.get('outcome/ok', 0))} of {count(m['outcome/asked'])}", ""
-    if m.get("outcome/truncated"):
-        yield "truncated", count(m["outcome/truncated"]), "yellow"
 
 
 def sparkline(values: Sequence[float], width: int, height: int = 1, ascii_only: bool = False) -> list[str]:

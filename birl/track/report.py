@@ -114,14 +114,14 @@ def _tested(validations: Records) -> list[str]:
     left out."""
     names = list(dict.fromkeys(name for record in validations for name in numbers(record)))
     names = [name for name in names if name.endswith("/score") or "/pass@" in name]
-    twice = {n for n in names if n.endswith("/pass@1") and _same(validations, n, f"validation/{source(n)}/score")}
+    twice = {
+        n
+        for n in names
+        if n.endswith("/pass@1") and all(r.get(n) == r.get(f"validation/{source(n)}/score") for r in validations)
+    }
     several = len({source(name) for name in names} - {"all"}) > 1
     total = any(source(name) == "all" for name in names)
     return [n for n in names if n not in twice and (several or source(n) == "all" or not total)]
-
-
-def _same(records: Records, one: str, other: str) -> bool:
-    return all(record.get(one) == record.get(other) for record in records)
 
 
 def _time_series(steps: Records) -> list[Line]:
@@ -174,15 +174,10 @@ def _counts(steps: Records) -> str:
     if not total["asked"]:
         return ""
     rows = [(name, count(total[name]), f"{100 * total[name] / total['asked']:.1f} %") for name in Outcome]
-    closed = sum(total[name] for name in Outcome) == total["asked"]
-    groups = [
-        (name.replace("_", " "), count(_sum(steps, f"groups/{name}")), "") for name in ("kept", "no_signal", "refilled")
-    ]
-    note = (
-        "Every episode that was asked for ended in exactly one of these."
-        if closed
-        else "These do not add up: please report it."
-    )
+    note = "Every episode that was asked for ended in exactly one of these."
+    if sum(total[name] for name in Outcome) != total["asked"]:
+        note = "These do not add up: please report it."
+    groups = [(n.replace("_", " "), count(_sum(steps, f"groups/{n}")), "") for n in ("kept", "no_signal", "refilled")]
     tables = _table(("episodes", count(total["asked"]), ""), rows) + _table(("groups", "", ""), groups)
     return f'<h2>Outcomes</h2><p class="muted">{note}</p><div class="tables">{tables}</div>'
 

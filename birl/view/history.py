@@ -52,14 +52,11 @@ class History:
             changed = self.validations.read()
             if self._glimpse is None:
                 if (unread := self._whole.unread) > LARGE:
-                    self._begin(unread)
+                    self._begun, self._glimpse = self._whole.taken + unread, self._whole.glimpse(GLIMPSE)
+                    threading.Thread(target=self._read_all, daemon=True).start()
                 changed |= self._whole.read() if self._glimpse is None else True
             if changed:
                 self._axes = {}
-
-    def _begin(self, unread: int) -> None:
-        self._begun, self._glimpse = self._whole.taken + unread, self._whole.glimpse(GLIMPSE)
-        threading.Thread(target=self._read_all, daemon=True).start()
 
     def _read_all(self) -> None:
         time.sleep(LATER)

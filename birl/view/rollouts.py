@@ -64,7 +64,9 @@ def routes(runs: Runs) -> list[Route]:
     lock = threading.Lock()
 
     def inspector(request: Request) -> Inspector:
-        run = runs[_asked(request, "run")]
+        if not (name := request.query_params.get("run", "")):
+            raise BirlError(f"{request.url.path} needs run=...")
+        run = runs[name]
         with lock:
             return known.setdefault(run.id, Inspector(run))
 
@@ -76,13 +78,8 @@ def routes(runs: Runs) -> list[Route]:
 
         return Route(f"/api/rollouts{path}", endpoint, methods=["GET"])
 
-    return [
-        route("", _list),
-        route("/one", _one),
-        route("/group", _group),
-        route("/picture", _picture),
-        route("/export", _export),
-    ]
+    answers = {"": _list, "/one": _one, "/group": _group, "/picture": _picture, "/export": _export}
+    return [route(path, answer) for path, answer in answers.items()]
 
 
 def _list(of: Inspector, request: Request) -> Response:
@@ -173,13 +170,6 @@ def _export(of: Inspector, request: Request) -> Response:
         media_type=TYPES[form],
         headers={"content-disposition": f'attachment; filename="{name}"'},
     )
-
-
-def _asked(request: Request, name: str) -> str:
-    result = request.query_params.get(name, "")
-    if not result:
-        raise BirlError(f"{request.url.path} needs {name}=...")
-    return result
 
 
 def _number(request: Request, name: str, default: int) -> int:
