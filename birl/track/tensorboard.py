@@ -2,7 +2,6 @@
 
 import re
 import time
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,49 +12,35 @@ from birl.visible import visible
 
 
 class TensorBoard:
-    """Events in RUN/tensorboard, written synchronously: a full disk is an error of the run."""
+    """Events of a run in one file of RUN/tensorboard, written synchronously: a full disk is an error of the run. Readers
+    drop all earlier events of the folder that are after the step at which the run resumed."""
 
-    def start(self, start: Start) -> None:
-        self._events = EventFile(start.run / "tensorboard", purge_step=start.step + 1 if start.resumed else 0)
-
-    def log(self, step: int, figures: Figures) -> None:
-        self._events.scalars(step, figures)
-
-    def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        self._events.text(step, "validation/samples", samples_table(samples))
-
-    def close(self, summary: Figures, failed: bool) -> None:
-        self._events.close()
-
-
-class EventFile:
-    """One event file in `folder`. Readers drop all earlier events of the folder from `purge_step` on.
-
-    Example: events = EventFile(run / "tensorboard", purge_step=21); events.scalars(21, {"reward/mean": 0.5})
-    """
-
-    def __init__(self, folder: Path, purge_step: int) -> None:
+    def __init__(self, start: Start) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._protos = _protos("event", "summary", "tensor", "tensor_shape")
+        self._protos, folder = _protos("event", "summary", "tensor", "tensor_shape"), start.run / "tensorboard"
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self.path = folder / _name(folder)
             self._file = self.path.open("xb", buffering=0)
         self._records = RecordWriter(self._file)
-        start = self._protos["SessionLog"]
+        purge_step, session = start.step + 1 if start.resumed else 0, self._protos["SessionLog"]
         self._write(purge_step, file_version="brain.Event:2")
-        self._write(purge_step, session_log=start(status=start.START))
+        self._write(purge_step, session_log=session(status=session.START))
 
-    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._summary(step, [{"tag": name, "simple_value": value} for name, value in metrics.items()])
+    def log(self, step: int, figures: Figures) -> None:
+        self._summary(step, [{"tag": name, "simple_value": value} for name, value in figures.items()])
 
-    def text(self, step: int, tag: str, markdown: str) -> None:
+    def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """A few validation samples as a Markdown table."""
+        rows = [[str(sample.get(key, "")) for key in ("prompt", "completion", "answer", "score")] for sample in samples]
+        lines = ["| prompt | completion | answer | score |", "| --- | --- | --- | --- |"]
+        markdown = "\n".join(lines + ["| " + " | ".join(map(_cell, row)) + " |" for row in rows])
         plugin = {"plugin_data": {"plugin_name": "text"}}
         shape = self._protos["TensorShapeProto"](dim=[{"size": 1}])
         data = [markdown.encode("utf-8", "replace")]
         tensor = self._protos["TensorProto"](dtype="DT_STRING", string_val=data, tensor_shape=shape)
-        self._summary(step, [{"tag": tag, "metadata": plugin, "tensor": tensor}])
+        self._summary(step, [{"tag": "validation/samples", "metadata": plugin, "tensor": tensor}])
 
     def _summary(self, step: int, values: list[dict[str, Any]]) -> None:
         self._write(step, summary=self._protos["Summary"](value=values))
@@ -81,13 +66,6 @@ def _name(folder: Path) -> str:
     names = [file.name for file in folder.glob("*tfevents*")]
     before = [int(stamp[1]) for name in names if (stamp := re.search(r"tfevents\.(\d{1,10})\.", name))]
     return f"events.out.tfevents.{max(int(time.time()), *before, 0):010d}.birl.{len(names):04d}"
-
-
-def samples_table(samples: list[dict[str, Any]]) -> str:
-    """A few validation samples as a Markdown table."""
-    rows = [[str(sample.get(key, "")) for key in ("prompt", "completion", "answer", "score")] for sample in samples]
-    lines = ["| prompt | completion | answer | score |", "| --- | --- | --- | --- |"]
-    return "\n".join(lines + ["| " + " | ".join(map(_cell, row)) + " |" for row in rows])
 
 
 def _cell(text: str) -> str:

@@ -39,14 +39,13 @@ class Timeline:
         self._forget()
 
     def _forget(self) -> None:
-        self.places: list[tuple[str, str]] = []
-        self.names: list[str] = []
         self.broken: list[str] = []
         self._files: dict[Path, Growing] = {}
         self._lines: dict[Path, int] = {}
         self._processes: dict[tuple[Path, int], str] = {}
         self._places: dict[tuple[str, str], int] = {}
         self._names: dict[str, int] = {}
+        self.places, self.names = list(self._places), list(self._names)
         self.place = self.name = np.zeros(0, np.int32)
         for column, (kind, _) in COLUMNS.items():
             setattr(self, column, np.zeros(0, kind))
@@ -105,12 +104,8 @@ class Timeline:
         times = {"start": event["ts"] / 1e6, "seconds": event["dur"] / 1e6}
         row = {"process": self._processes[path, event["pid"]], "lane": event["cat"], "name": event["name"]}
         numbers = times | {name: event["args"][name] for name in COLUMNS if name in event["args"]}
-        good = all(isinstance(text, str) for text in row.values())
-        if (
-            not good
-            or not all(type(n) in (int, float) and abs(n) < 2**53 for n in numbers.values())
-            or times["seconds"] < 0
-        ):
+        sized = all(type(n) in (int, float) and abs(n) < 2**53 for n in numbers.values())
+        if not sized or times["seconds"] < 0 or not all(isinstance(text, str) for text in row.values()):
             raise ValueError
         return row | numbers
 
@@ -118,18 +113,11 @@ class Timeline:
         for column, (kind, default) in COLUMNS.items():
             new = np.array([row.get(column, default) for row in rows], kind)
             setattr(self, column, np.concatenate([getattr(self, column), new]))
-        places = [self._index(self._places, self.places, (row["process"], row["lane"])) for row in rows]
-        names = [self._index(self._names, self.names, row["name"]) for row in rows]
+        places = [self._places.setdefault((row["process"], row["lane"]), len(self._places)) for row in rows]
+        names = [self._names.setdefault(row["name"], len(self._names)) for row in rows]
+        self.places, self.names = list(self._places), list(self._names)
         self.place = np.concatenate([self.place, np.array(places, np.int32)])
         self.name = np.concatenate([self.name, np.array(names, np.int32)])
-
-    @staticmethod
-    def _index(known: dict[Any, int], listed: list[Any], value: Any) -> int:
-        result = known.get(value)
-        if result is None:
-            result = known[value] = len(listed)
-            listed.append(value)
-        return result
 
     def of(self, process: str, lane: str = "", name: str = "") -> NDArray[np.bool_]:
         """Mask of the spans of a process, optionally of one of its lanes and with this name."""

@@ -80,9 +80,7 @@ class Tracker:
         if self.track.tensorboard:
             from birl.track.tensorboard import TensorBoard
 
-            events = TensorBoard()
-            events.start(start)
-            self._events = events  # opened only now, so that `close` finds it
+            self._events = TensorBoard(start)
         for name, kind in KINDS.items():
             mode: str = getattr(self.track, name)
             if mode == "off":
@@ -192,7 +190,7 @@ class Tracker:
         for log in (*self._logs.values(), *([trace] if trace else [])):
             log.close()
         if events:
-            events.close(summary or {}, failed)
+            events.close()
         for box in boxes:
             box.close(summary or {}, failed)
         for text in (text for box in boxes for text in box.unsaid):

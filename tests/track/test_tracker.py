@@ -157,8 +157,10 @@ with runs.tracker(Path({str(tmp_path)!r}), console="plain") as tracker:
 
 def test_tracking_imports_no_torch() -> None:
     code = (
-        "import sys, birl.track.tracker, birl.track.report; from birl.track.tensorboard import EventFile; from pathlib \
-import Path; import tempfile; EventFile(Path(tempfile.mkdtemp()), 0); assert not {'torch', 'wandb'} & set(sys.modules)"
+        "import sys, birl.track.tracker, birl.track.report, tempfile; from pathlib import Path; "
+        "from birl.track.sink import Start; from birl.track.tensorboard import TensorBoard; "
+        "TensorBoard(Start(run=Path(tempfile.mkdtemp()), mode='', id='', config={}, step=0, resumed=False)); "
+        "assert not {'torch', 'wandb'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
