@@ -12,8 +12,8 @@ from birl.visible import visible
 
 
 class TensorBoard:
-    """Events of a run in one file of RUN/tensorboard, written synchronously: a full disk is an error of the run. Readers
-    drop all earlier events of the folder that are after the step at which the run resumed."""
+    """One event file in RUN/tensorboard, written synchronously: a full disk is an error of the run. Readers drop all
+    earlier events of the folder that are after the step at which the run resumed."""
 
     def __init__(self, start: Start) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
