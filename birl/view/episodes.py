@@ -40,8 +40,8 @@ ROW = np.dtype(
         ("advantage", "<f8"),
         ("outcome", "u1"),  # index into OUTCOMES
         ("flags", "u1"),  # bits, in order of flags.NAMES
-        ("source", "<i4"),  # index into `sources`
-        ("task", "<i4"),  # index into `tasks`
+        ("source", "<i4"),  # number in `sources`
+        ("task", "<i4"),  # number in `tasks`
         ("key", "<i8"),  # equal for equal answers
     ]
 )
@@ -90,10 +90,7 @@ class Episodes:
 
     def _empty(self) -> None:
         self._rows, self.count = np.zeros(1024, ROW), 0
-        self.tasks: list[str] = []
-        self.sources: list[str] = []
-        self._task_places: dict[str, int] = {}
-        self._source_places: dict[str, int] = {}
+        self.tasks, self.sources = dict[str, int](), dict[str, int]()  # names -> number of each, from 0
         self.read, self.lines, self.size = 0, 0, 0  # indexed bytes and lines, size of the file
         self.skipped, self.broken = 0, dict[int, str]()
         self._mark = b""  # start of the last row's line
@@ -138,8 +135,6 @@ class Episodes:
         self.right = right_from(rows["score"], self.threshold)
         for name in kept.NAMES:
             setattr(self, name, about[name])
-        self._task_places = {name: n for n, name in enumerate(self.tasks)}
-        self._source_places = {name: n for n, name in enumerate(self.sources)}
 
     def _open(self) -> BinaryIO:
         try:
@@ -224,8 +219,8 @@ class Episodes:
             *(_whole(record.get("episode", -1)), max(len(record.get("turns") or ()), 1), tokens, prompt),
             *(number(record.get("reward")), score, number(record.get("advantage"))),
             *(OUTCOMES.index(outcome) if outcome in OUTCOMES else len(OUTCOMES) - 1, bits),
-            _place(str(record.get("source") or ""), self.sources, self._source_places),
-            _place(str(record.get("task") or ""), self.tasks, self._task_places),
+            self.sources.setdefault(str(record.get("source") or ""), len(self.sources)),
+            self.tasks.setdefault(str(record.get("task") or ""), len(self.tasks)),
             flags.key(text),
         )
 
@@ -354,13 +349,6 @@ def _whole(value: Any) -> int:
     if not isinstance(value, int) or not -(2**31) <= value < 2**31:
         raise ValueError(f"{value!r:.40} is no whole number")
     return value
-
-
-def _place(name: str, names: list[str], places: dict[str, int]) -> int:
-    if name not in places:
-        places[name] = len(names)
-        names.append(name)
-    return places[name]
 
 
 def _lengths(record: Mapping[str, Any], line: bytes, cut: int) -> tuple[int, int]:

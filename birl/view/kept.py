@@ -16,7 +16,7 @@ from birl.cache import cache_folder
 if TYPE_CHECKING:
     from birl.view.episodes import Episodes
 
-MADE_BY = 3  # increased when the meaning of rows changes: a column, a detector or its limits
+MADE_BY = 4  # increased when the meaning of rows changes: a column, a detector or its limits
 WORTH = 20_000  # number of rows that take about a second to read
 FILES = 16  # newest indices that are kept
 NAMES = ("tasks", "sources", "broken", "lines", "skipped", "read")

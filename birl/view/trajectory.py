@@ -124,7 +124,8 @@ def blocks(tokens: Sequence[int], mask: Sequence[bool], vocabulary: Vocabulary) 
     edges = [n for n in range(len(mask)) if n == 0 or mask[n] != mask[n - 1]]
     for start, end in zip(edges, [*edges[1:], len(mask)], strict=True):
         if mask[start]:
-            if start - 1 not in _behind(starts):
+            headers = {body - 1 for role, body in starts.values() if role == "assistant"}  # last tokens of each
+            if start - 1 not in headers:  # what the model writes after one belongs to its block
                 starts[start] = ("assistant", start)
             continue
         own = _headers(data, start, end)
@@ -156,11 +157,6 @@ def blocks(tokens: Sequence[int], mask: Sequence[bool], vocabulary: Vocabulary) 
         }
 
 
-def _behind(starts: Mapping[int, tuple[str, int]]) -> set[int]:
-    """Last tokens of assistant headers: what the model writes after them belongs to the same block."""
-    return {body - 1 for role, body in starts.values() if role == "assistant"}
-
-
 def _headers(data: Sequence[str], start: int, end: int) -> dict[int, tuple[str, int]]:
     """Blocks that begin between two tokens."""
     text, places = "", list[int]()  # of each character its token
@@ -188,7 +184,8 @@ def group(episodes: Episodes, row: int) -> dict[str, Any]:
     """All episodes of the row's group, the best reward first, each with its differences from the first."""
     members = episodes.group(row)
     heads = {n: episodes.head(n) for n in members}
-    order = sorted(members, key=lambda n: -_ranked(episodes.rows[n]["reward"]))
+    rewards = episodes.rows["reward"]
+    order = sorted(members, key=lambda n: math.inf if math.isnan(rewards[n]) else -rewards[n])
     texts = {n: visible(flags.plain(str(heads[n].get("text") or ""))) for n in members}
     best = texts[order[0]] if order else ""
     return {
@@ -202,10 +199,6 @@ def group(episodes: Episodes, row: int) -> dict[str, Any]:
             for n in order
         ],
     }
-
-
-def _ranked(reward: float) -> float:
-    return -math.inf if math.isnan(reward) else float(reward)
 
 
 def differences(best: str, text: str) -> list[list[Any]]:

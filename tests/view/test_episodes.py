@@ -34,7 +34,7 @@ def test_each_row_says_what_its_line_says(tmp_path: Path) -> None:
     for n, row in enumerate(rows):
         assert found.record(n) == json.loads(encode(row))
         assert found.head(n) == {k: v for k, v in json.loads(encode(row)).items() if k != "samples"}
-    assert found.tasks == ["train.jsonl:7", "train.jsonl:0"] and found.sources == ["arithmetic"]
+    assert list(found.tasks) == ["train.jsonl:7", "train.jsonl:0"] and list(found.sources) == ["arithmetic"]
 
 
 def test_lines_that_another_program_wrote_are_read_too(tmp_path: Path) -> None:

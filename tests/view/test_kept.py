@@ -49,7 +49,7 @@ def test_a_second_session_reads_only_what_is_new(path: Path, cache: Path, monkey
     assert len(list(cache.iterdir())) == 1 and not list(path.parent.glob("*.npz"))
     write(path, [record(step=31, task="new", text="row 30")], "ab")
     second, lines = reads(path, monkeypatch)
-    assert lines == 1 and second.count == 31 and second.tasks[-1] == "new"
+    assert lines == 1 and second.count == 31 and list(second.tasks)[-1] == "new"
     assert np.array_equal(second.rows[:30].tobytes(), first.rows.tobytes())
     assert (second.skipped, second.broken) == (1, first.broken) and second.lines == 32
     assert second.head(30)["text"] == "row 30" and second.head(7)["text"] == "row 7"
