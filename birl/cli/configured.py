@@ -63,21 +63,16 @@ def run(command: str, words: list[str]) -> int:
         load("birl.cli.output").prepare(config.output)
     if RUNS[command] not in sys.modules and _ended(command, config, choices, flags):  # else it reports as soon
         return 0
-    if "--validate" in flags:
-        return load("birl.cli.validate").run(config)
-    elif "--contamination" in flags:
-        return load("birl.cli.contamination").run(config)
-    elif command == "eval":
-        load(RUNS[command]).run(config)
-    elif command in ("serve", "tinker"):
-        return load(RUNS[command]).run(config)
-    else:
-        loop = load(RUNS[command])
-        config, choices = _over_ranks(schema, overrides, config, choices)
-        if _ranks().leads():
-            return exit_code(loop.train(config, choices, dry_run="--dry-run" in flags, **named))
-        else:
-            loop.follow(config)
+    for flag in ("--validate", "--contamination"):
+        if flag in flags:
+            return load(f"birl.cli.{flag[2:]}").run(config)
+    loop = load(RUNS[command])
+    if command not in TRAINING:
+        return loop.run(config) or 0  # `birl eval` returns None
+    config, choices = _over_ranks(schema, overrides, config, choices)
+    if _ranks().leads():
+        return exit_code(loop.train(config, choices, dry_run="--dry-run" in flags, **named))
+    loop.follow(config)
     return 0
 
 

@@ -163,13 +163,10 @@ def _choose(settings: list[Setting], schema: type, errors: list[str]) -> tuple[d
 
 
 def _misspelt(value: str, names: Iterable[str]) -> bool:
-    listed = "," in value or value.startswith("[")
-    near = (
-        "/" not in value
-        and not Path(value).exists()
-        and difflib.get_close_matches(value.lower(), list(names), cutoff=0.8)
-    )
-    return not value or listed or bool(near)
+    if not value or "," in value or value.startswith("["):
+        return True
+    near = difflib.get_close_matches(value.lower(), list(names), cutoff=0.8)
+    return bool(near) and "/" not in value and not Path(value).exists()
 
 
 def _unknown_preset(setting: Setting, names: list[str]) -> str:

@@ -31,20 +31,10 @@ TEXTS = ("text", "prompt", "answer", "detail")  # read from the file for each ro
 COLUMNS = (*NUMBERS, *NAMES, *TEXTS)
 LONGEST = 1000  # characters
 PATIENCE = 5.0  # s for one table
-REGEX = (
-    2000  # length times counted repetitions: RE2 takes that many steps a character, and a text cannot be interrupted
-)
+#: length times counted repetitions: RE2 takes that many steps a character, and a text cannot be interrupted
+REGEX = 2000
 SHAPES = {
-    "BETWEEN",
-    "CASE",
-    "CAST",
-    "COLUMN_REF",
-    "COMPARISON",
-    "CONJUNCTION",
-    "CONSTANT",
-    "FUNCTION",
-    "OPERATOR",
-    "TYPE",
+    *("BETWEEN", "CASE", "CAST", "COLUMN_REF", "COMPARISON", "CONJUNCTION", "CONSTANT", "FUNCTION", "OPERATOR", "TYPE"),
 }
 TYPES = {"bigint", "boolean", "double", "integer", "varchar"}
 FUNCTIONS = {
@@ -148,9 +138,8 @@ def _parsed(condition: str) -> tuple[list[Node], list[Node]]:
     begin = " " if not condition or condition.casefold().split()[0] == "order" else " where "
     tree = _tree(plain + begin + condition)
     if tree["error"]:
-        quotes = '. group is a word of SQL: write it in double quotes, "group"' * (
-            'near "group"' in tree["error_message"]
-        )
+        group = 'near "group"' in tree["error_message"]
+        quotes = '. group is a word of SQL: write it in double quotes, "group"' if group else ""
         raise BirlError(f"{condition}: {tree['error_message']}{quotes}. {HINT}")
     (empty,), statements = _tree(plain)["statements"], tree["statements"]
     node = statements[0]["node"] if len(statements) == 1 else {}
