@@ -93,8 +93,7 @@ def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[RankGroup]:
     from birl.parallel import processes
 
     if leads():  # where model.path is a run, it is exported once, before the others look for it
-        source = resolved(config.model.path)
-        check_split(config, source)
+        check_split(config, resolved(config.model.path))
     command = next(name for name, kind in schema.TRAINING.items() if isinstance(config, kind))
     words = [sys.executable, "-m", "birl.train.command", command]
     timeout, device = config.parallel.timeout, choose(config.model.device)

@@ -44,13 +44,13 @@ def lines(module: ModuleType) -> Iterator[str]:
 
 
 def public(module: ModuleType) -> list[str]:
-    """What it exports, or else every function and class that it defines itself."""
+    """What it exports, or else every function and class that it defines itself; birl.types also classes of samples."""
     if hasattr(module, "__all__"):
         return sorted(module.__all__)
     own = vars(module).items()
-    kept = [
-        n for n, v in own if getattr(v, "__module__", "") == module.__name__ and (inspect.isclass(v) or callable(v))
-    ]
+    kept = [n for n, v in own if callable(v) and getattr(v, "__module__", "") == module.__name__]
+    if module.__name__ == "birl.types":
+        kept += [n for n, v in own if inspect.isclass(v) and v.__module__ == "birl.samples"]
     return sorted(name for name in kept if not name.startswith("_"))
 
 
