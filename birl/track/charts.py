@@ -17,9 +17,9 @@ from typing import Any
 from birl.errors import BirlError, did_you_mean
 from birl.regular import write_whole
 from birl.track.figures import figure, headed
-from birl.track.panel import mean
 from birl.track.progress import stored
 from birl.track.units import figure as brief
+from birl.track.units import mean
 from birl.visible import visible
 
 STATIC = Path(__file__).parents[1] / "view" / "static"

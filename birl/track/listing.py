@@ -19,11 +19,10 @@ from birl.config.keys import written
 from birl.errors import BirlError
 from birl.flags import JSON, taken
 from birl.track import runs
-from birl.track.panel import mean
 from birl.track.progress import headline, stored
 from birl.track.runs import About, about, find
 from birl.track.summary import facts
-from birl.track.units import count, duration, figure
+from birl.track.units import count, duration, figure, mean
 from birl.visible import visible
 
 HEADS = ("run", "state", "step", "reward", "best val", "time", "changed", "model", "algorithm")

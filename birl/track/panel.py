@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from birl.track.progress import Progress, failures
-from birl.track.units import count, duration, figure, share
+from birl.track.units import count, duration, figure, mean, share
 from birl.visible import visible
 
 PHASES = ("generate", "reward", "train", "validate", "checkpoint", "other")  # time/<name>
@@ -180,8 +180,3 @@ def resampled(values: Sequence[float], width: int) -> list[float]:
         return [values[i * len(values) // wide] for i in range(wide)]
     edges = [round(i * len(values) / width) for i in range(width + 1)]
     return [mean(values[start:end]) for start, end in pairwise(edges)]
-
-
-def mean(values: Sequence[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan

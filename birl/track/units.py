@@ -1,6 +1,7 @@
-"""Formatting of numbers for people."""
+"""Formatting of numbers for people, and means of figures."""
 
 import math
+from collections.abc import Sequence
 
 
 def duration(seconds: float) -> str:
@@ -52,3 +53,9 @@ def decimal(value: float, sign: str = "") -> str:
 def share(value: float) -> str:
     """Example: share(0.123) == "12.3 %" """
     return f"{100 * value:.1f} %" if math.isfinite(value) else str(value)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of the finite values; NaN if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
