@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from birl.cache import sweep
 from birl.errors import BirlError, first_line
 from birl.hub import is_run, run_of
 from birl.learner import checkpoint, step_folders
-from birl.learner.lora import digest, merged, targets
+from birl.learner.lora import UNCALLED, digest, merged, targets
 from birl.learner.rounding import Dither, noise, on_grid
 from birl.learner.tensors import Reader
 from birl.models import released
@@ -226,13 +228,16 @@ def export_adapter(path: Path, run: Path, target: Path, policy: str = "") -> Non
             f"{path} holds whole weights and no adapter: lora.rank was 0. `birl checkpoints {run} export` writes them."
         )
     first = next(iter(result.values()))
+    if uncalled := next((name for name in result if name.rpartition(".")[2] in UNCALLED), ""):
+        raise BirlError(
+            f"{path} holds matrices of {uncalled}, whose weight transformers reads without calling the layer, so that "
+            f"peft would leave them out. Export the merged model: `birl checkpoints {run} export`."
+        )
     alpha, model = alpha_of(path), skeleton(run / "model", pictures=True)
-    apart = taken_for_experts(list(result), model)
     config = LoraConfig(
         r=len(first["lora_A"]),
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # pyright: ignore
-        target_modules=short([n for n in result if n not in apart], model),
-        target_parameters=[f"{n}.weight" for n in apart] or None,
+        **peft_targets(list(result), model),
         use_dora="lora_magnitude" in first,
         base_model_name_or_path=base_name(run),
         task_type="CAUSAL_LM" if score is None else "SEQ_CLS",
@@ -240,7 +245,8 @@ def export_adapter(path: Path, run: Path, target: Path, policy: str = "") -> Non
         inference_mode=True,
     )
     names = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
-    tensors = {f"base_model.model.{n}.{names[key]}": t for n, parts in result.items() for key, t in parts.items()}
+    own = peft_names(list(result), model)
+    tensors = {f"base_model.model.{own[n]}.{names[key]}": t for n, x in result.items() for key, t in x.items()}
     if score is not None:
         tensors["base_model.model.score.weight"] = score
     with written(target) as part:
@@ -342,11 +348,28 @@ def base_name(run: Path) -> str:
     return str(resolved(name).resolve())
 
 
-def taken_for_experts(names: list[str], model: nn.Module) -> list[str]:
-    """Layers beside the experts of a layer whose names, as target modules, peft would take for those of experts, which
-    transformers holds together: it would leave out their matrices. As target parameters they are read correctly."""
-    experts = any(hasattr(m, "is_transposed") and hasattr(m, "has_gate") for m in model.modules())
-    return [n for n in names if experts and n.rpartition(".")[2] in OF_EXPERTS]
+def peft_targets(names: list[str], model: nn.Module) -> dict[str, list[str] | None]:
+    """The keys `target_modules` and `target_parameters` of peft's configuration for these layers. Layers beside the
+    experts of a layer whose names, as target modules, peft would take for those of experts, which transformers holds
+    together, are parameters: peft would leave out their matrices."""
+    experts = any(isinstance(getattr(m, "down_proj", None), nn.Parameter) for m in model.modules())
+    apart = [n for n in names if experts and n.rpartition(".")[2] in OF_EXPERTS]
+    modules = short([n for n in names if n not in apart], model)
+    return {"target_modules": modules, "target_parameters": [f"{n}.weight" for n in apart] or None}
+
+
+def peft_names(names: Sequence[str], model: nn.Module) -> dict[str, str]:
+    """The names of layers in peft's files. As peft reads them, it applies transformers' renamings of published weights.
+    A name that these would change (`mlp.shared_experts` of Laguna) is the published one, which they turn into it."""
+    ways = [w for w in get_model_conversion_mapping(cast(Any, model)) if isinstance(w, WeightRenaming)]
+    result = {}
+    for name in names:
+        own = read = f"{name}.weight"
+        for way in ways:
+            read = way.rename_source_key(read)[0]
+        stored = own if read == own else next(iter(released.reverted(model, {own: torch.empty(0)})))
+        result[name] = stored.removesuffix(".weight")
+    return result
 
 
 def short(names: list[str], model: nn.Module) -> list[str]:

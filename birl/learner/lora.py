@@ -32,6 +32,9 @@ from birl.models.slices import values
 from birl.models.vision import still
 
 ALL = "all-linear"
+#: last names of layers whose weight transformers reads without calling the layer, so that adapters beside it (peft's)
+#: have no effect: Mamba 1's time steps, LongCat's router
+UNCALLED = {"dt_proj", "classifier"}
 #: a part of a sum, [N] -> the sum over the ranks that have the other parts
 Total = Callable[[Tensor], Tensor]
 
@@ -39,8 +42,8 @@ Total = Callable[[Tensor], Tensor]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
     """targets: names of linear layers by peft's rules ("q_proj", "layers.0.mlp.up_proj"), or "all-linear": all but the
-    head. seed: of A, which is random; B is zero, so that the initial policy is the base model. policies: names; each
-    has its own matrices, and `past` earlier versions of them (`policies.py`)."""
+    head and `UNCALLED`. seed: of A, which is random; B is zero, so that the initial policy is the base model. policies:
+    names; each has its own matrices, and `past` earlier versions of them (`policies.py`)."""
 
     rank: int
     alpha: float = 32.0
@@ -74,11 +77,12 @@ def targets(model: nn.Module, wanted: Sequence[str]) -> list[str]:
     head = model.get_output_embeddings()  # pyright: ignore
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in HEADS]
     kept = still(model)
-    linear = [name for name, m in modules if m is not head and f"{name}.weight" not in kept]
+    linear = [n for n, m in modules if m is not head and f"{n}.weight" not in kept and 0 not in m.weight.shape]
     result: set[str] = set()
     for target in wanted:
         rule = LoraConfig(target_modules=[target])
-        meant = [n for n in linear if target == ALL or check_target_module_exists(rule, n)]
+        called = [n for n in linear if n.rpartition(".")[2] not in UNCALLED]
+        meant = called if target == ALL else [n for n in linear if check_target_module_exists(rule, n)]
         if not meant:
             names = ", ".join(sorted({n.rpartition(".")[2] for n in linear}))
             raise BirlError(

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from birl.data.trees import Tree
 from birl.errors import BirlError
-from birl.learner.lora import Lora, first_a
+from birl.learner.lora import UNCALLED, Lora, first_a
 from birl.models import fused_decoder, vision
 from birl.models.attention import Packed
 from birl.models.decoder import decoder_for
@@ -309,6 +309,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Linear layers of the language model by name, in the model's order; the head is last, as `HEAD`."""
     output = head(model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in HEADS and m is not output}
+    layers = {n: m for n, m in layers.items() if n.rpartition(".")[2] not in UNCALLED and 0 not in m.weight.shape}
     seeing = {n for n in layers if not SEEING.isdisjoint(n.split("."))}
     seeing |= {name.rpartition(".")[0] for name in vision.tower(model)}  # their rows are patches
     return {n: m for n, m in layers.items() if n not in seeing} | {HEAD: output}

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from birl.kernels import Kernels
 from birl.kernels.tensors import BLOCK, PackedWeight
 
+Step = Callable[[Tensor, Any], Tensor]  # of a layer that keeps a state (models/states.py)
 HEAD = "lm_head"  # name of the output layer's factors in every model
 
 
@@ -124,6 +125,24 @@ class Active:
     groups: Sequence[RowGroup] = ()
     trained: bool = False
 
+    def carried(self, rows: Tensor, step: Step) -> tuple[Tensor, Step]:
+        """For a layer that keeps a state, whose `step` computes other rows than the pass, in another order: rows [1, T,
+        H + 1] with the number of their group, and a step that reads it."""
+        groups = self.groups
+        column = rows.new_zeros(*rows.shape[:2], 1)
+        for number, group in enumerate(groups, 1):
+            column[:, group.start : group.stop] = number
+
+        def own(x: Tensor, state: Any) -> Tensor:
+            numbers = x[..., -1].flatten().int().tolist()
+            self.groups = row_groups([groups[n - 1].adapter if n else None for n in numbers])
+            try:
+                return step(x[..., :-1].contiguous(), state)
+            finally:
+                self.groups = groups
+
+        return torch.cat([rows, column], -1), own
+
 
 ACTIVE: "WeakKeyDictionary[nn.Module, Active]" = WeakKeyDictionary()
 
@@ -185,6 +204,8 @@ def hook(model: nn.Module, layers: Mapping[str, nn.Linear], inside: bool = False
     """Add the LoRA terms in transformers' forward, for a model that birl's kernels do not support. `inside`: before
     tensor parallelism sums over ranks (`parallel/tensor.py`); the engine replaces a layer's forward."""
     active = active_in(model)
+    for module in (m for m in model.modules() if hasattr(m, "layer_idx")):
+        module.low_rank = active  # pyright: ignore
     for name, layer in layers.items():
         added = _Hook(name, active)
         if inside:

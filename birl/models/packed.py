@@ -24,6 +24,7 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module) -> None:
         linears = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in LINEAR]
+        linears = [m for m in linears if 0 not in m.weight.shape]  # a shared expert of no features: oneDNN refuses it
         self.blocked = usable(model)
         self.linears = linears if self.blocked else [m for m in linears if isinstance(m, QuantizedLinear)]
         self.head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]

@@ -182,12 +182,13 @@ def values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def quantizable(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of attention and feed-forward parts, by name: all except heads and routers."""
+    """The linear layers of attention and feed-forward parts, by name: all except heads, routers and empty ones."""
     head = model.get_output_embeddings()  # pyright: ignore
     return {
         name: m
         for name, m in model.named_modules()
         if type(m) is nn.Linear and m is not head and name not in HEADS and name.rpartition(".")[2] not in ROUTERS
+        if 0 not in m.weight.shape
     }
 
 

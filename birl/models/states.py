@@ -170,7 +170,10 @@ def asking(forward: Callable[..., Any], cache: str, name: str) -> Callable[..., 
         layout = options[cache] if hasattr(options.get(cache), "attend") else layout
         if layout is None:
             return forward(self, hidden_states, *args, **options)
-        result = layout.carry(self.layer_idx, hidden_states, partial(step, self))
+        rows, own, adapters = hidden_states, partial(step, self), getattr(self, "low_rank", None)
+        if adapters is not None and adapters.groups:
+            rows, own = adapters.carried(rows, own)
+        result = layout.carry(self.layer_idx, rows, own)
         if name == CCA:
             sizes = [n * self.head_dim for n in (self.num_attention_heads, *[self.num_key_value_heads] * 2)]
             return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in result.split(sizes, -1))

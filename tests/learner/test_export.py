@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from birl.cli import checkpoints
@@ -18,8 +18,12 @@ from birl.learner import checkpoint
 from birl.learner.export import export, export_adapter
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
+from birl.learner.low_rank_run import SharedBase
 from birl.models.load import load_model, save_hf_config
+from birl.models.target_logprobs import TargetRow
 from birl.parallel.ranks import Grid, Ranks
+from birl.server.tinker.checkpoints import peft as peft_files
+from tests.learner.test_low_rank import moved
 from tests.parallel.processes import on_ranks
 from tests.tiny import tiny_model_folder, tiny_tokenizer
 from tests.zoo import build
@@ -146,10 +150,12 @@ def test_what_a_folder_says_is_said_again(tmp_path: Path) -> None:
     assert one == two and one["rope_theta"] == 5e4
 
 
-def test_peft_reads_matrices_beside_experts(tmp_path: Path) -> None:
-    """It took those of a shared expert and of dense layers for parts of experts, and left them out."""
+@pytest.mark.parametrize("kind", ["glm4_moe", "laguna", "longcat_flash", "jamba"])
+def test_peft_reads_matrices_beside_experts(kind: str, tmp_path: Path) -> None:
+    """It took those of a shared expert and of dense layers for parts of experts, and left them out; those of Laguna it
+    renamed, and those of Jamba's time steps have no effect in it."""
     base, run, ids = tmp_path / "base", tmp_path / "run", torch.arange(3, 40)[None]
-    build("glm4_moe").save_pretrained(base)
+    build(kind).save_pretrained(base)
     tiny_tokenizer().save_pretrained(base)
     learner = Learner(load_model(base), dtype=torch.float32, lora=Lora(rank=2, alpha=4.0))
     for tensor in learner.masters.tensors.values():
@@ -165,3 +171,19 @@ def test_peft_reads_matrices_beside_experts(tmp_path: Path) -> None:
         adapted = theirs(ids, use_cache=False).logits
         torch.testing.assert_close(adapted, learner.model(ids, use_cache=False).logits, atol=1e-3, rtol=1e-3)
     assert (adapted - plain).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "laguna"])
+def test_peft_reads_what_the_service_exports(kind: str, tmp_path: Path) -> None:
+    build(kind).save_pretrained(tmp_path / "base")
+    shared, ids = SharedBase(build(kind), torch.float32), torch.arange(3, 40)
+    run = moved(shared, 1, unembed=False)
+    tensors, config = peft_files(run, str(tmp_path / "base"), shared.model)
+    (tmp_path / "adapter").mkdir()
+    save_file(tensors, tmp_path / "adapter/adapter_model.safetensors")
+    (tmp_path / "adapter/adapter_config.json").write_bytes(config)
+    ((own,),) = shared.learn([(run.weights, [TargetRow(ids, ids[:, None])])], None)
+    with torch.no_grad():
+        theirs = peft.PeftModel.from_pretrained(load_model(tmp_path / "base"), str(tmp_path / "adapter"))  # type: ignore[arg-type]
+        logp = theirs(ids[None], use_cache=False).logits[0].log_softmax(-1).gather(1, ids[:, None])
+    torch.testing.assert_close(logp, own, atol=1e-4, rtol=1e-4)

@@ -13,17 +13,20 @@ from birl.engine.engine import EmbeddedEngine
 from birl.learner.low_rank_run import ALPHA, AdamStep, LowRankConfig, LowRankRun, SharedBase, distinct, linear_layers
 from birl.models import attention, vision
 from birl.models.low_rank import HEAD
+from birl.models.slots import computed_by
 from birl.models.target_logprobs import TargetRow, pack_rows
 from birl.text.pictures import placeholders
 from birl.types import SamplingParams
 from tests import sights
 from tests.tiny import tiny_model, tiny_tokenizer
+from tests.zoo import build
 
 STEP = AdamStep(learning_rate=1e-2)
 
 
-def base(dtype: torch.dtype = torch.float32, heads: int = 2) -> SharedBase:
-    model = tiny_model(heads=heads, kv_heads=heads // 2)
+def base(dtype: torch.dtype = torch.float32, heads: int | str = 2) -> SharedBase:
+    """`heads`: of a Llama, or a model type."""
+    model = build(heads) if isinstance(heads, str) else tiny_model(heads=heads, kv_heads=heads // 2)
     model.set_attn_implementation(attention.NAME)
     return SharedBase(model.to(dtype), dtype)
 
@@ -65,9 +68,9 @@ def moved(shared: SharedBase, seed: int, rank: int = 4, **parts: bool) -> LowRan
     return run
 
 
-def reference(run: LowRankRun, data: list[TargetRow], heads: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+def reference(run: LowRankRun, data: list[TargetRow], heads: int | str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The same by autograd through a model whose weights are merged, one sequence at a time, without padding."""
-    model, scale = tiny_model(heads=heads, kv_heads=heads // 2), ALPHA / run.config.rank
+    model, scale = base(heads=heads).model, ALPHA / run.config.rank
     leaves = {name: m.detach().clone().requires_grad_() for name, m in run.masters.items()}
     merged = {}
     for name in run.names:
@@ -75,13 +78,14 @@ def reference(run: LowRankRun, data: list[TargetRow], heads: int) -> tuple[list[
         weight = module.weight.detach()  # pyright: ignore
         merged[f"{name}.weight"] = weight + scale * leaves[f"{name}.lora_B"] @ leaves[f"{name}.lora_A"]
     if HEAD in run.names:  # embeddings are tied to it, and have no factors
-        merged["model.embed_tokens.weight"] = model.model.embed_tokens.weight.detach()
-        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        merged["model.embed_tokens.weight"] = model.model.embed_tokens.weight.detach()  # pyright: ignore
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # pyright: ignore
     result = []
-    for row in data:
-        inputs = {"input_ids": row.tokens[None]}
-        logits = torch.func.functional_call(model, merged, kwargs=inputs, tie_weights=False).logits[0]  # pyright: ignore
-        result.append(logits.log_softmax(-1).gather(1, row.targets))
+    with computed_by(model, "eager"):
+        for row in data:
+            inputs = {"input_ids": row.tokens[None], "use_cache": False}
+            out = torch.func.functional_call(model, merged, kwargs=inputs, tie_weights=False)
+            result.append(out.logits[0].log_softmax(-1).gather(1, row.targets))  # pyright: ignore
     linear(0, result).backward()
     return [p.detach() for p in result], {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
 
@@ -109,6 +113,22 @@ def test_log_probs_and_gradients_are_those_of_merged_weights(heads: int, unembed
     assert own.keys() == grads.keys()
     for name, grad in grads.items():
         assert torch.allclose(own[name], grad, atol=1e-4 * float(grad.abs().max()) + 1e-6), name
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "jamba"])
+def test_layers_with_a_state_compute_each_row_with_its_adapter(kind: str) -> None:
+    """Their rows are batched by sequences: other rows than those of the pass, in another order."""
+    shared = base(heads=kind)
+    runs, data = [moved(shared, seed, unembed=False) for seed in (1, 2)], [rows(2), group(4)]
+    for run in runs:
+        run.collect()
+    result = shared.learn([(run.weights, own) for run, own in zip(runs, data, strict=True)], linear)
+    for run, own, logp in zip(runs, data, result, strict=True):
+        expected, grads = reference(run, own, kind)
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(logp, expected, strict=True))
+        least = 1e-3 * max(float(grad.abs().max()) for grad in grads.values())
+        for name, grad in grads.items():
+            assert torch.allclose(gradients(run)[name], grad, atol=1e-3 * max(float(grad.abs().max()), least)), name
 
 
 @pytest.mark.parametrize("heads", [2, 4])
@@ -148,8 +168,12 @@ def test_in_bfloat16_a_run_beside_others_has_the_bits_that_it_has_alone() -> Non
     assert torch.equal(each[0], results(True)[1][0][1])  # a beginning in common changes no bit, either
 
 
-@pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, 2), (torch.float32, 2), (torch.float32, 4)])
-def test_the_engine_samples_for_several_adapters_with_the_learners_log_probs(dtype: torch.dtype, heads: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [(torch.bfloat16, 2), (torch.float32, 2), (torch.float32, 4), (torch.float32, "lfm2")]
+)
+def test_the_engine_samples_for_several_adapters_with_the_learners_log_probs(
+    dtype: torch.dtype, heads: int | str
+) -> None:
     """Also for the same prompt, whose pages must not be shared by different adapters."""
     if kernels.load(dtype, 32) is None:
         pytest.skip("no C compiler")

@@ -13,6 +13,7 @@ from birl.errors import BirlError
 from birl.models import layer_rules, twin
 from birl.models.heads import AfterHead, after_head
 from birl.models.logprobs import token_logprobs
+from birl.models.slices import quantize
 from birl.models.verify import verify
 from birl.models.vision import FAMILIES
 from tests.models import sweep
@@ -60,6 +61,17 @@ def test_configurations_that_differ_are_right(kind: str, options: dict[str, Any]
     model = build(kind, **options)
     verify(model)
     assert not trained(Bench(model), sweep.rows(groups=2, episodes=2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"), [("deepseek_v3", "n_shared_experts"), ("qwen2_moe", "shared_expert_intermediate_size")]
+)
+def test_shared_experts_without_features_are_sampled_and_adapted(kind: str, width: str) -> None:
+    """oneDNN refuses to lay out their matrices."""
+    model = build(kind, **{width: 0})
+    assert any(not p.numel() for p in model.parameters())
+    assert not sweep.adapted(model)
+    assert quantize(build(kind, **{width: 0}), "nf4")
 
 
 @pytest.mark.parametrize(

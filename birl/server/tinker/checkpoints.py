@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from birl.errors import BirlError
+from birl.learner.export import peft_names, peft_targets
 from birl.learner.low_rank_run import ALPHA, LowRankConfig, LowRankRun, SharedBase
 from birl.models.low_rank import HEAD, AdapterWeights
 from birl.regular import read_json
@@ -122,7 +123,7 @@ class Checkpoints:
 
     def _files(self, adapter: LowRankRun, kind: str, made: Checkpoint) -> dict[str, Any]:
         if kind == "external_weights":
-            tensors, config = peft(adapter, str(made.info["base"]))
+            tensors, config = peft(adapter, str(made.info["base"]), self.shared.model)
             return {"adapter_model.safetensors": (tensors, {}), "adapter_config.json": config}
         about = {"config": made.info["config"], "steps": adapter.steps, "base": made.info["base"]}
         return {"adapter.safetensors": (adapter.state(optimizer=kind == "weights"), about)}
@@ -202,16 +203,16 @@ class Checkpoints:
         return adapter.weights
 
 
-def peft(adapter: LowRankRun, base: str) -> tuple[dict[str, Tensor], bytes]:
+def peft(adapter: LowRankRun, base: str, model: nn.Module) -> tuple[dict[str, Tensor], bytes]:
     """Files for peft's `PeftModel.from_pretrained`, and vLLM."""
-    tensors = {}
+    names = [name for name in adapter.names if name != HEAD]
+    own, targets, tensors = peft_names(names, model) | {HEAD: HEAD}, peft_targets(names, model), {}
     for name, tensor in adapter.masters.items():
         layer, _, key = name.rpartition(".")
-        place = f"base_model.model.{layer if layer != HEAD else 'lm_head'}.{key}.weight"
-        tensors[place] = tensor.detach().to(torch.float32)
+        tensors[f"base_model.model.{own[layer]}.{key}.weight"] = tensor.detach().to(torch.float32)
+    targets["target_modules"] = (targets["target_modules"] or []) + [HEAD] * (HEAD in adapter.names)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": adapter.config.rank,
-        "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
-        "target_modules": sorted({n.rpartition(".")[2] for n in adapter.names}),
+        "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "inference_mode": True, **targets,
     }  # fmt: skip
     return tensors, json.dumps(config, indent=2).encode()
