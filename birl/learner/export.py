@@ -348,7 +348,7 @@ def base_name(run: Path) -> str:
     return str(resolved(name).resolve())
 
 
-def peft_targets(names: list[str], model: nn.Module) -> dict[str, list[str] | None]:
+def peft_targets(names: list[str], model: nn.Module) -> dict[str, Any]:
     """The keys `target_modules` and `target_parameters` of peft's configuration for these layers. Layers beside the
     experts of a layer whose names, as target modules, peft would take for those of experts, which transformers holds
     together, are parameters: peft would leave out their matrices."""
