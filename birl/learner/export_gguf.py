@@ -24,14 +24,27 @@ from birl.regular import clear, read_json
 
 
 class Form(NamedTuple):
-    """`name`: llama.cpp's name of the architecture. `paired`: its rotary embedding rotates neighbours, not halves."""
+    """`name`: llama.cpp's name of the architecture. `paired`: its rotary embedding rotates neighbours, not halves.
+    `activation` and `biases` (of attention and feed-forward part): those that llama.cpp computes with, whatever a file
+    has."""
 
     name: str
     paired: bool = False
+    activation: str = "silu"
+    biases: bool = False
 
 
-#: by model_type
-FORMS = {"llama": Form("LLAMA", paired=True), "qwen2": Form("QWEN2"), "qwen3": Form("QWEN3")}
+#: by model_type; llama.cpp has Mistral's layers as Llama's
+FORMS = {
+    "llama": Form("LLAMA", paired=True, biases=True),
+    "mistral": Form("LLAMA", paired=True),
+    "qwen2": Form("QWEN2"),
+    "qwen3": Form("QWEN3"),
+    "phi3": Form("PHI3"),
+    "starcoder2": Form("STARCODER2", activation="gelu_pytorch_tanh", biases=True),
+    "granite": Form("GRANITE", paired=True),
+    "olmo2": Form("OLMO2"),
+}
 #: types of weights; norms and biases are always float32
 TYPES = ("f16", "bf16", "f32", "q8_0")
 WORDS = (
@@ -118,10 +131,15 @@ def form_of(folder: Path, config: Any) -> Form:
     rope = config.rope_parameters.get("rope_type", "default")
     if rope != "default" and not (rope == "llama3" and form.paired):
         raise BirlError(f"{folder}: rotary embeddings of the kind {rope} have no form as GGUF here.")
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+    kinds = getattr(config, "layer_types", None)
+    if set(kinds or ()) - {"full_attention"} or (kinds is None and getattr(config, "sliding_window", None)):
         raise BirlError(f"{folder}: layers with a window have no form as GGUF here.")
-    if form.name == "QWEN3" and config.attention_bias:
-        raise BirlError(f"{folder}: llama.cpp has no biases in the attention of {kind}.")
+    if config.hidden_act != form.activation:
+        raise BirlError(f"{folder}: llama.cpp computes {kind} with {form.activation}, not with {config.hidden_act}.")
+    lacks = not getattr(config, "use_bias", True)
+    biased = any(getattr(config, f"{part}_bias", False) for part in ("attention", "mlp"))
+    if lacks or (biased and not form.biases):
+        raise BirlError(f"{folder}: llama.cpp {'needs' if lacks else 'has no'} biases in the layers of {kind}.")
     return form
 
 
@@ -137,10 +155,18 @@ def describe(writer: Any, config: Any, name: str) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(size)
     writer.add_value_length(size)
-    writer.add_rope_dimension_count(size)
+    writer.add_rope_dimension_count(int(size * (config.rope_parameters.get("partial_rotary_factor") or 1.0)))
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "norm_epsilon"):  # of Starcoder2's LayerNorm
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if config.model_type == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
 
 
 def add_tokenizer(writer: Any, folder: Path, size: int) -> None:

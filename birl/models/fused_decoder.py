@@ -126,7 +126,9 @@ def apart(
 ) -> None:
     """Called before the weights are sharded over ranks, every layer over `ways` of them: the forward of each layer's
     module becomes the fused one, if it fits; transformers' forward of the whole model is unusable then."""
-    if not fits(model):
+    every = [getattr(layer, "self_attn", None) for layer in getattr(cast(Any, model).base_model, "layers", ())]
+    over = any(hasattr(m, "q_norm") and m.q_norm.weight.numel() != m.head_dim for m in every)  # norms over all heads
+    if not fits(model) or (ways > 1 and over):
         MADE[model] = None  # `fits` cannot be decided later: the layers' class names change
         return
     slots_of(model)

@@ -147,11 +147,13 @@ def factors(config: Any) -> "Tensor":
 
 
 def restore(source: Path, reader: Any, config: Any) -> None:
-    """Set the rotary scaling of a file in transformers' config of it, since transformers ignores the factors of Llama
-    3. Raises `BirlError` for a scaling that is not supported."""
+    """Set what transformers ignores of a file in its config of it: the rotary base of some architectures, the factors
+    of Llama 3. Raises `BirlError` for a rotary scaling that is not supported."""
     import torch
 
-    told = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items() if ".rope.scal" in name}
+    told = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items() if ".rope." in name}
+    if "rope.freq_base" in told and "rope_theta" in (getattr(config, "rope_parameters", None) or {}):
+        config.rope_parameters["rope_theta"] = float(told["rope.freq_base"])
     names = [t.name for t in reader.tensors if t.name.startswith(ROPE)]
     kind = told.get("rope.scaling.type", "none")
     if names == [FACTORS] and kind == "none":

@@ -5,6 +5,8 @@
     rows      o, down: a rank has the columns that belong to those, and its output is a summand of the whole one
     tokens    embedding and head: a rank has a part of the vocabulary; tied, they stay one parameter
     heads     sinks of attention: a rank has those of its heads
+    over      norms over all heads of a token: every rank gathers the others' heads, and keeps its own
+    latent    what all heads of latent attention read: every rank has all of their weights, and computes them
     whole     layers that keep a state, for all tokens, and experts, for the tokens between the blocks: every rank has
               all of their weights
 
@@ -15,7 +17,7 @@ biases of `rows` and score heads are on every rank.
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from fnmatch import fnmatch
@@ -23,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -30,27 +33,33 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from birl.errors import BirlError
 from birl.models import vision
 from birl.models.logprobs import first_row
+from birl.models.paged import Slot
 from birl.models.slots import slots_of
 from birl.models.states import CACHE, CCA
 from birl.parallel.experts import experts_of
 from birl.parallel.ranks import Ranks
-from birl.parallel.regions import Regions
+from birl.parallel.regions import Regions, gather
 
 # gathering a parameter that FSDP and tp shard along the same dimension takes two collectives; it warns each time
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 # model types whose attention reads the number of heads from their config, not from the projections' output
 FIXED = {"stablelm"}
-WHOLE, FUSED, HEADS = "whole", "fused", "heads"
+WHOLE, FUSED, HEADS, OVER, LATENT = "whole", "fused", "heads", "over", "latent"
+BY_HEAD = "replicated_with_grad_allreduce"
 # fused layers, by the last name of a module -> the layer that takes their output
 JOINED = {"gate_up_proj": "down_proj", "qkv_proj": "o_proj"}
 # for models without a plan in transformers, by the last name of a module
 PLAN = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3"), "colwise"),
     **dict.fromkeys(("o_proj", "out_proj", "down_proj", "w2"), "rowwise"),
-    **dict.fromkeys(("q_norm", "k_norm", "q_layernorm", "k_layernorm"), "replicated_with_grad_allreduce"),
-    **dict.fromkeys(("query_layernorm", "key_layernorm"), "replicated_with_grad_allreduce"),
+    **dict.fromkeys(("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"), BY_HEAD),
+    **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"), LATENT),
+    **{"q_b_proj": "colwise", "kv_b_proj": "colwise", "input_linear": FUSED, "output_linear": "rowwise"},
 }
+#: transformers' names of other ways to split -> birl's: of matrices in `JOINED`; of others beside a norm of queries
+GATHERED = {"colwise_gather_output": FUSED, "rowwise_split_input": "rowwise"}
+NORMED = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise", "mla_kv_a_proj": LATENT}
 
 
 def split(model: nn.Module, ranks: Ranks, regions: Regions) -> list[str]:
@@ -74,6 +83,8 @@ def split(model: nn.Module, ranks: Ranks, regions: Regions) -> list[str]:
     parallelize_module(head, mesh, Columns())
     for block in {path.rpartition(".")[0] for path, kind in kinds.items() if kind in ("colwise", FUSED)}:
         body.get_submodule(block).register_forward_pre_hook(_entering(regions), with_kwargs=True)
+    for norm in (body.get_submodule(path) for path, kind in kinds.items() if kind == OVER):
+        over_heads(norm, regions.group)
     body.register_forward_hook(_ending(regions))
     if regions.sequence:
         for mixer in (m for _, m in body.named_modules() if keeps_state(m)):
@@ -96,7 +107,7 @@ def check(model: nn.Module, tp: int) -> dict[str, str]:
             f"parallel.tp={tp}: the attention of {type(model).__name__} counts on all of its heads, of which a rank "
             "has a part. Set parallel.tp=1, and parallel.fsdp to split the weights."
         )
-    kinds = plan(body, {s.key for s in slots})
+    kinds = plan(body, slots)
     if not {*kinds.values()} - {WHOLE}:
         raise BirlError(
             f"parallel.tp={tp}: birl knows no layers of {type(model).__name__} that ranks could share out. Set "
@@ -116,11 +127,12 @@ def check(model: nn.Module, tp: int) -> dict[str, str]:
     return kinds
 
 
-def plan(body: nn.Module, widths: set[int]) -> dict[str, str]:
+def plan(body: nn.Module, slots: Sequence[Slot]) -> dict[str, str]:
     """Path -> kind of each module of the layers that has parameters, except norms between the blocks: by transformers'
-    own plan if it has one, else by `PLAN`. `widths`: those of its heads. Raises `BirlError` for a module in neither."""
+    own plan if it has one, else by `PLAN`. Raises `BirlError` for a module in neither."""
     own: dict[str, str] = getattr(body.config, "base_model_tp_plan", None) or {}
-    wide = {(width,) for width in widths}
+    wide = {(s.key,) for s in slots}
+    over = {(n * s.key,) for s in slots for n in (s.heads, s.kv_heads)} - wide
     result: dict[str, str] = {}
     spread = {id(experts) for experts in experts_of(body)}
     unsplit = [
@@ -141,13 +153,15 @@ def plan(body: nn.Module, widths: set[int]) -> dict[str, str]:
             continue
         kind = next((k for pattern, k in own.items() if fnmatch(path, pattern)), PLAN.get(last))
         beside = {name for name, _ in body.get_submodule(path.rpartition(".")[0]).named_children()}
-        if any(name in beside and last in (name, JOINED[name]) for name in JOINED):
-            kind = {"colwise_gather_output": FUSED, "rowwise_split_input": "rowwise"}.get(kind or "", kind)
+        joined = any(name in beside and last in (name, JOINED[name]) for name in JOINED)
+        kind = (GATHERED if joined else NORMED if {"q_norm", "kv_a_layernorm"} & beside else {}).get(kind or "", kind)
+        if kind == BY_HEAD and [tuple(shape) in over for shape in shapes] == [True]:
+            kind = OVER
         if kind is None and all(len(shape) == 1 for shape in shapes) and path.count(".") == 2:
             continue  # a norm between the blocks
         matrix = kind in ("colwise", "rowwise", FUSED)
-        fits = isinstance(module, nn.Linear) if matrix else len(shapes) == 1 and tuple(shapes[0]) in wide
-        if kind not in {*PLAN.values(), FUSED} or not fits:
+        vector = kind in (OVER, LATENT) or [tuple(shape) in wide for shape in shapes] == [True]
+        if kind not in {*PLAN.values(), OVER} or not (isinstance(module, nn.Linear) if matrix else vector):
             raise BirlError(
                 f"parallel.tp: {path} of {type(body).__name__} is nothing that birl can split over several ranks. Set "
                 "parallel.tp=1, and parallel.fsdp to split the weights."
@@ -299,6 +313,12 @@ def _keeping(regions: Regions):
         return (own, *rest) if isinstance(output, tuple) else own
 
     return hook
+
+
+def over_heads(norm: nn.Module, group: ProcessGroup) -> None:
+    """Give a norm of [..., heads * D] the heads of all ranks; each keeps its own of the result."""
+    norm.register_forward_pre_hook(lambda _, args: gather(args[0].movedim(-1, 0), group).movedim(0, -1))
+    norm.register_forward_hook(lambda _, args, output: output.chunk(group.size(), -1)[group.rank()])
 
 
 def _ending(regions: Regions):

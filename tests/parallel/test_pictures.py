@@ -79,7 +79,8 @@ SWAPPED = Grid(cp=2, context="ulysses")
             for grid in (Grid(tp=2), Grid(cp=2))
         ),
         *((kind, False, grid) for kind in ("qwen3_vl", "qwen3_5", "gemma3") for grid in (PLAIN, SWAPPED, BOTH)),
-        *((kind, False, Grid(cp=2)) for kind in ("gemma4", "internvl", "lfm2_vl")),
+        *((kind, False, Grid(cp=2)) for kind in ("gemma4", "internvl")),
+        *(("lfm2_vl", False, grid) for grid in (Grid(fsdp=2), Grid(tp=2), Grid(cp=2))),
         *(("qwen3_vl_moe", False, grid) for grid in (Grid(fsdp=2, ep=2), Grid(cp=2, ep=2), Grid(tp=2))),
         ("qwen3_5_moe", False, Grid(fsdp=2, ep=2)),
     ],

@@ -47,6 +47,10 @@ EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **{"moe_intermediate_size": 16, "num_experts_per_tok": 2},
 }
+LATENT = {
+    **{"n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "many heads": {"model_type": "llama", "num_key_value_heads": 4},
     "llama": {"model_type": "llama"},
@@ -66,6 +70,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"model_type": "glm4_moe", "first_k_dense_replace": 1, **EXPERTS, "n_group": 1, "topk_group": 1},
     "experts and states": {
         "model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"], "num_dense_layers": 0, **EXPERTS,
+    },
+    "norms over all heads": {"model_type": "olmo2"},
+    "latent attention": {"model_type": "deepseek_v3", "first_k_dense_replace": 1, **EXPERTS, **LATENT},
+    "joined and states": {
+        "model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "shared_intermediate_size": 24,
+        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, **EXPERTS,
     },
     "sinks": {"model_type": "gpt_oss", "sliding_window": 16, **EXPERTS},
     "states": {
@@ -229,8 +239,8 @@ def test_heads_are_counted_in_what_attention_is_given() -> None:
 
 
 def test_what_nobody_knows_to_split_is_refused() -> None:
-    with pytest.raises(BirlError, match=r"layers\.0\.self_attn\.\S+ of DeepseekV3Model is nothing that birl can split"):
-        check(build("deepseek_v3"), 2)
+    with pytest.raises(BirlError, match=r"layers\.1\.self_attn\.g_proj of BailingHybridModel is nothing that birl can"):
+        check(build("bailing_hybrid"), 2)
     with pytest.raises(BirlError, match=r"birl knows no layers of GPT2LMHeadModel that ranks could share out"):
         check(build("gpt2"), 2)
 
