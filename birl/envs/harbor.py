@@ -307,7 +307,7 @@ def reward(files: Mapping[str, bytes]) -> float | None:
     them called reward, is an error, as it is unknown which one counts."""
     text = files.get(REWARDS[0], b"").decode(errors="replace").strip()
     try:
-        value = json.loads(text or files.get(REWARDS[1], b"null"))
+        value = float(text) if text else json.loads(files.get(REWARDS[1], b"null"))
     except (ValueError, RecursionError):
         return None
     if isinstance(value, dict):

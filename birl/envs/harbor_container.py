@@ -105,7 +105,7 @@ class Containers:
             if result.ending is Ending.TIMEOUT:
                 await self.call("restart", state, what=f"{folder.path}: its container does not start again")
                 result = replace(result, detail=f"it took longer than {seconds:g} s, and all processes were ended")
-        if more:
+        if more and result.ending is Ending.OK:  # a reward of tests that were ended is none
             result = replace(result, files=await self._rewards(state))
         return state, result
 

@@ -12,10 +12,12 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.regular import inside, read_text
+from birl.sandbox.program import ENVIRONMENT
 
 MOST = 64 << 20  # largest size of all files of a task [bytes]
 ROOTS = ("app", "workspace", "logs", "tests", "solution", "tmp")  # folders of the root that exist in the sandbox
 SECONDS = 600.0  # default timeout of tests and of image builds
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 REWARDS = ("logs/verifier/reward.txt", "logs/verifier/reward.json")
 #: settings of task.toml that would change the task or its tests -> the supported value
 NOT_PLAYED = {
@@ -23,7 +25,7 @@ NOT_PLAYED = {
     "verifier": {"environment": None, "env": None, "collect": None, "user": None, "environment_mode": "shared"},
     "solution": {"env": None},
 }
-LEFT_OUT = ("FROM", "LABEL", "MAINTAINER", "EXPOSE", "USER", "CMD", "ENTRYPOINT", "SHELL", "HEALTHCHECK", "ARG")
+LEFT_OUT = ("FROM", "LABEL", "MAINTAINER", "EXPOSE", "USER", "CMD", "ENTRYPOINT", "SHELL", "HEALTHCHECK")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +72,10 @@ def read(path: Path, build: str, container: bool = False) -> Folder:
             raise BirlError(f"{path}: it has no {needed}.")
     for name in ("instruction.md", "tests", "tests/test.sh", "solution", "environment", "environment/Dockerfile"):
         inside(path, name)
-    environment = path / "environment"
-    if composed := next(iter(environment.glob("docker-compose*")), None):
+    if composed := next(iter((path / "environment").glob("docker-compose*")), None):
         raise BirlError(f"{composed}: several containers for one task are not supported.")
     check(path, settings)
-    there = in_container(path, settings) if container else in_sandbox(environment, build)
+    there = in_container(path, settings) if container else in_sandbox(path, settings, build)
     lines = text_of(path / "instruction.md").splitlines()
     while lines and (not lines[0].strip() or ("canary" in lines[0].lower() and lines[0].startswith(("#", "<!--")))):
         del lines[0]
@@ -98,39 +99,44 @@ def check(path: Path, settings: Mapping[str, Any]) -> None:
                 raise BirlError(f"{path}/task.toml: {table}.{name}={value!r:.100}: is not supported by env=harbor.")
 
 
-def in_sandbox(environment: Path, build: str) -> dict[str, Any]:
-    """Initial files, variables and build commands from the Dockerfile, for the sandbox."""
-    recipe = Recipe(environment)
+def in_sandbox(path: Path, settings: Mapping[str, Any], build: str) -> dict[str, Any]:
+    """Initial files, variables and build commands from the Dockerfile and task.toml, for the sandbox."""
+    recipe, own = Recipe(path / "environment"), given(path, settings)
     if recipe.builds and build == "refuse":
         raise BirlError(
-            f"{environment}/Dockerfile: RUN {recipe.builds[0][:80]}: there is no container to build. env.build=skip "
+            f"{recipe.folder}/Dockerfile: RUN {recipe.builds[0][:80]}: there is no container to build. env.build=skip "
             "leaves such lines out, where this machine has what they install; env.build=run runs them in the sandbox."
         )
-    there = {"workdir": recipe.workdir, "environment": recipe.variables, "files": recipe.files}
-    return {**there, "builds": tuple(recipe.builds)}
+    workdir = recipe.inside(own["workdir"], path / "task.toml") if own["workdir"] else recipe.workdir
+    variables = {**recipe.variables, **own["environment"]}
+    return {"workdir": workdir, "environment": variables, "files": recipe.files, "builds": tuple(recipe.builds)}
 
 
-def in_container(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the container from task.toml."""
+def given(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Working folder, variables and image from task.toml. Raises `BirlError`."""
     table = section(path, settings, "environment")
-    given: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, kind in (("docker_image", str), ("workdir", str), ("env", dict)):
-        given[name] = table.get(name, kind())
-        if not isinstance(given[name], kind) or (name == "docker_image" and given[name].startswith("-")):
+        result[name] = table.get(name, kind())
+        if not isinstance(result[name], kind) or (name == "docker_image" and result[name].startswith("-")):
             what = "a table" if kind is dict else "text"
-            raise BirlError(f"{path}/task.toml: environment.{name}={given[name]!r:.100}: must be {what}.")
-    variables: dict[str, str] = {name: str(value) for name, value in given["env"].items()}
+            raise BirlError(f"{path}/task.toml: environment.{name}={result[name]!r:.100}: must be {what}.")
+    variables: dict[str, str] = {name: str(value) for name, value in result["env"].items()}
     if wanted := next((name for name, value in variables.items() if "${" in value), None):
         raise BirlError(
             f"{path}/task.toml: environment.env.{wanted}={variables[wanted]!r:.100}: variables of this machine are not "
             "handed to a task. Write the value."
         )
+    return {"workdir": result["workdir"], "environment": variables, "image": result["docker_image"]}
+
+
+def in_container(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the container from task.toml."""
+    table = section(path, settings, "environment")
     return {
-        "workdir": given["workdir"],
-        "environment": variables,
+        **given(path, settings),
         "files": {},
         "builds": (),
-        "image": given["docker_image"],
         "build_seconds": number(path, settings, "environment", "build_timeout_sec", SECONDS, 86400.0),
         "memory_mb": int(number(path, settings, "environment", "memory_mb", 0.0, 2.0**31)),
         "network": table.get("network_mode", "public") == "public" and table.get("allow_internet") is not False,
@@ -188,27 +194,29 @@ class Recipe:
     def __init__(self, folder: Path) -> None:
         self.folder, self.workdir = folder, "/app"
         self.variables: dict[str, str] = {}
+        self.arguments: dict[str, str] = {}  # ARG: of the Dockerfile alone
         self.files: dict[str, bytes] = {}
         self.builds: list[str] = []
         text = text_of(folder / "Dockerfile") if (folder / "Dockerfile").is_file() else ""
-        for line in re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n?", "", text)).splitlines():
-            word, _, rest = line.strip().partition(" ")
-            if word:
+        for line in re.sub(r"\\[ \t\r]*\n", " ", re.sub(r"(?m)^\s*#.*\n?", "", text)).splitlines():
+            if words := line.split(None, 1):
                 try:
-                    self.take(word.upper(), rest.strip())
+                    self.take(words[0].upper(), "".join(words[1:]).strip())
                 except (ValueError, IndexError):  # unclosed quotes, or no arguments
                     raise BirlError(f"{folder}/Dockerfile: {line.strip()[:80]}: it cannot be read.") from None
 
     def take(self, word: str, rest: str) -> None:
         match word:
             case "WORKDIR":
-                self.workdir = self.inside(rest)
-            case "ENV":
+                self.workdir = self.inside(self.filled(rest))
+            case "ENV" | "ARG":
                 pairs = shlex.split(rest)
                 pairs = pairs if "=" in pairs[0] else [f"{pairs[0]}={' '.join(pairs[1:])}"]
-                self.variables |= {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+                known = {name: self.filled(value) for name, _, value in (pair.partition("=") for pair in pairs)}
+                (self.variables if word == "ENV" else self.arguments).update(known)
             case "COPY" | "ADD":
-                *sources, target = [w for w in shlex.split(rest) if not w.startswith(("--chown", "--chmod", "--link"))]
+                words = map(self.filled, shlex.split(rest))
+                *sources, target = [w for w in words if not w.startswith(("--chown", "--chmod", "--link"))]
                 if not sources or sources[0].startswith("--"):
                     raise BirlError(f"{self.folder}/Dockerfile: {word} {rest[:60]}: it is not known what that does.")
                 for source in sources:
@@ -217,6 +225,15 @@ class Recipe:
                 self.builds.append(rest)
             case _ if word not in LEFT_OUT:
                 raise BirlError(f"{self.folder}/Dockerfile: {word} {rest[:60]}: it is not known what that does.")
+
+    def filled(self, text: str) -> str:
+        """The text with the values of its variables; those that are not set are empty, as in Docker. Raises `BirlError`
+        for other forms, such as ${NAME:-default}."""
+        known = {**ENVIRONMENT, **self.arguments, **self.variables}
+        result = VARIABLE.sub(lambda match: known.get(match[1] or match[2], ""), text)
+        if "${" in result:
+            raise BirlError(f"{self.folder}/Dockerfile: {text[:80]}: it is not known what that does.")
+        return result
 
     def copy(self, source: str, target: str, several: bool) -> None:
         origin, place = (self.folder / source).resolve(), self.inside(target)
@@ -230,22 +247,24 @@ class Recipe:
             whole = f"{place}/{origin.name}" if several or target.endswith("/") or target == "." else place
             self.files[whole.lstrip("/")] = origin.read_bytes()
 
-    def inside(self, place: str) -> str:
-        """The absolute path. Raises `BirlError` if it is outside of the sandbox's folders."""
+    def inside(self, place: str, file: Path | None = None) -> str:
+        """The absolute path, as `file` names it. Raises `BirlError` if it is outside of the sandbox's folders."""
         result = PurePosixPath(self.workdir, place)
         if ".." in result.parts or len(result.parts) < 2 or result.parts[1] not in ROOTS:
             raise BirlError(
-                f"{self.folder}/Dockerfile: {place}: the sandbox has {', '.join('/' + r for r in ROOTS)} alone."
+                f"{file or self.folder / 'Dockerfile'}: {place}: the sandbox has "
+                f"{', '.join('/' + r for r in ROOTS)} alone."
             )
         return str(result)
 
 
 def packed(files: Mapping[str, bytes]) -> bytes:
-    """Pack files into a tar archive; scripts are executable."""
+    """Pack files into a tar archive; scripts and programs (ELF) are executable."""
     result = io.BytesIO()
     with tarfile.open(fileobj=result, mode="w") as archive:
         for name, content in files.items():
             about = tarfile.TarInfo(name.removeprefix("tmp/"))
-            about.size, about.mode = len(content), 0o755 if content.startswith(b"#!") or name.endswith(".sh") else 0o644
+            runs = content.startswith((b"#!", b"\x7fELF")) or name.endswith(".sh")
+            about.size, about.mode = len(content), 0o755 if runs else 0o644
             archive.addfile(about, io.BytesIO(content))
     return result.getvalue()

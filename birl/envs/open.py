@@ -153,7 +153,12 @@ def _named(config: schema.Env, given: Any) -> tuple[Any, Any]:
         raise BirlError(f"env.kind={kind}: a {type(named).__name__}; give a class or a function, or the name of one.")
     plays = hasattr(named, "run") or hasattr(named, "parts") or (hasattr(named, "start") and hasattr(named, "step"))
     if inspect.isclass(named) and not plays:
-        raise BirlError(f"env.kind={kind}: {named.__name__} has neither start and step nor run.")
+        other = (
+            " What TRL and Gymnasium call reset is start here (docs/environments.md)."
+            if hasattr(named, "reset")
+            else ""
+        )
+        raise BirlError(f"env.kind={kind}: {named.__name__} has neither start and step nor run.{other}")
     return named, read_section(_section(kind, named), config.options, "env.")
 
 

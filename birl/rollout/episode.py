@@ -183,6 +183,7 @@ async def _run(agent: Agent, session: Session, played: Played) -> None:
     if isinstance(info, Mapping):
         played.parts = {name: _number(value, f"info[{name!r}]") for name, value in info.items()}
     cut = isinstance(session.failure, TooLong) or session.turns[-1].completion.stop is Stop.LENGTH
+    cut |= bool(getattr(agent, "truncated", False))  # by a limit of its own
     played.outcome, played.detail = Outcome.TRUNCATED if cut else Outcome.OK, str(session.failure or "")
 
 

@@ -296,7 +296,8 @@ def message(given: Any) -> Message | None:
     except (KeyError, TypeError, AttributeError):
         return None
     parts = (*text.values(), *(part for call in result for part in (call.name, call.arguments, call.id)))
-    if not text["role"] or not all(isinstance(part, str) for part in parts) or not (text["content"] or result):
+    empty = given.get("content") is None and not result and text["role"] != "assistant"
+    if not text["role"] or not all(isinstance(part, str) for part in parts) or empty:
         return None
     return Message(**text, tool_calls=result, pictures=tuple(pictures))
 

@@ -9,7 +9,7 @@ and `weight_versions`.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from birl.server.agent_session import Answering
 from birl.server.ask import likeliest
@@ -214,4 +214,12 @@ def input_tokens(data: Mapping[str, Any], terms: Terms, visit: Answering) -> Ite
     return {"object": "response.input_tokens", "input_tokens": count}
 
 
-REPLIES = {("POST", "responses"): response, ("POST", "responses/input_tokens"): input_tokens}
+def compact(*_: Any) -> NoReturn:
+    raise Refused(400, "Compaction is not supported: send fewer items, or a summary of them, as input.")
+
+
+REPLIES = {
+    ("POST", "responses"): response,
+    ("POST", "responses/input_tokens"): input_tokens,
+    ("POST", "responses/compact"): compact,
+}

@@ -14,7 +14,10 @@ from birl.server.service import Scored
 from birl.text.chat import Chat
 from birl.text.thinking import Growing, ParsedReply
 from birl.text.visible import INCOMPLETE, Visible
+from birl.track.log import LINE_ENDS
 from birl.types import Completion, Stop, ToolCall
+
+ESCAPED = str.maketrans(dict(LINE_ENDS))
 
 
 class Speaker(Protocol):
@@ -230,9 +233,14 @@ def call_id() -> str:
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+    return f"data: {line(data)}\n\n".encode()
 
 
 def typed_event(kind: str, **data: Any) -> bytes:
     """An event in the format of Anthropic's messages and OpenAI's Responses."""
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data}, ensure_ascii=False)}\n\n".encode()
+    return f"event: {kind}\ndata: {line({'type': kind, **data})}\n\n".encode()
+
+
+def line(data: Mapping[str, Any]) -> str:
+    """JSON on one line, also for clients that cut a stream with `str.splitlines`, as httpx's `iter_lines` does."""
+    return json.dumps(data, ensure_ascii=False).translate(ESCAPED)

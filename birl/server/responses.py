@@ -78,7 +78,7 @@ async def input_tokens(service: Service, request: Request) -> Response:
 
 
 async def compact(service: Service, request: Request) -> Response:
-    raise Refused(400, "Compaction is not supported: send fewer items, or a summary of them, as input.")
+    gateway_responses.compact()
 
 
 def read(data: dict[str, Any], service: Service) -> Asked:

@@ -28,6 +28,11 @@ GEMMA_CALL = re.compile(r"<start_function_call>\s*call:([^\s{}:<>]+)\{")
 GEMMA_KEY = re.compile(r"\s*([^\s:{}\[\],<>]+):")
 GEMMA_ATOM = re.compile(r"[^,{}\[\]<>]+")
 ESCAPE = "<escape>"
+#: types of a JSON schema by those of Python, text aside
+KINDS: dict[type, set[str]] = {
+    **{bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}},
+    **{list: {"array"}, dict: {"object"}, str: set()},
+}
 
 
 def hermes(text: str, tools: Tools) -> Read:
@@ -45,7 +50,7 @@ def hermes(text: str, tools: Tools) -> Read:
 def qwen_coder(text: str, tools: Tools) -> Read:
     """<tool_call><function=add><parameter=a>3</parameter></function></tool_call>: a value is text if the tool's schema
     says string, or nothing; else JSON."""
-    kinds = {name: of.get("properties", {}) for name, of in schemas(tools).items()}
+    known = schemas(tools)
 
     def at(text: str, place: int) -> tuple[list[ToolCall], int] | None:
         if not (opened := CODER.match(text, place)):
@@ -53,7 +58,7 @@ def qwen_coder(text: str, tools: Tools) -> Read:
         result: dict[str, Any] = {}
         end = opened.end()
         while text.find("</parameter>", end) >= 0 and (parameter := PARAMETER.match(text, end)):  # else a long search
-            result[parameter[1]] = typed(parameter[2], kinds.get(opened[1], {}).get(parameter[1], {}))
+            result[parameter[1]] = typed(parameter[2], parameter[1], known.get(opened[1], {}))
             end = parameter.end()
         closed = CODER_END.match(text, end)
         call = made(opened[1], result)
@@ -219,14 +224,36 @@ def made(name: Any, arguments: Any, id: str = "") -> ToolCall | None:
     return ToolCall(name=name, arguments=text, id=id)
 
 
-def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """Parse a parameter by its schema; text if that fails."""
-    if schema.get("type", "string") == "string" and "anyOf" not in schema:
+def typed(text: str, name: str, schema: Mapping[str, Any]) -> Any:
+    """Parse the parameter `name` of a tool with this schema: JSON of a type that the schema allows; else text."""
+    properties = schema.get("properties")
+    known = kinds(properties.get(name), schema) if isinstance(properties, Mapping) else set[str]()
+    if known <= {"string"}:
         return text
     try:
-        return json.loads(text, parse_constant=_refuse)
+        result = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return text
+    return text if "string" in known and not known & KINDS[type(result)] else result
+
+
+def kinds(schema: Any, whole: Mapping[str, Any]) -> set[str]:
+    """Types that a schema allows, with those of its references into `whole`; empty if it names none."""
+    todo, seen, result = [schema], set[int](), set[str]()
+    while todo:
+        one = todo.pop()
+        if not isinstance(one, Mapping) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        named = one.get("type")
+        result |= {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
+        place, *path = str(one.get("$ref", "")).split("/")
+        target: Any = whole if place == "#" else None
+        for part in path:
+            target = target.get(part) if isinstance(target, Mapping) else None
+        groups = (one.get(key) for key in ("anyOf", "oneOf", "allOf"))
+        todo += [target, *(inner for group in groups if isinstance(group, list) for inner in group)]
+    return result
 
 
 def schemas(tools: Tools) -> dict[str, Mapping[str, Any]]:

@@ -198,6 +198,7 @@ def written(messages: Sequence[Mapping[str, Any]], tools: Tools, system: bool) -
             content = f"<tool_response>\n{content}\n</tool_response>"
         if answers and role in ("tool", "user"):  # some templates require alternating user and assistant
             result[-1]["content"] += f"\n{content}"
+            result[-1]["pictures"] = result[-1].get("pictures", 0) + message.get("pictures", 0)
         else:
             own = {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
             calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]

@@ -94,6 +94,26 @@ def test_a_reward_cannot_be_forged(folder: Path, how: str) -> None:
     assert (told.outcome, told.reward) == (Outcome.OK, 0.0), told.detail
 
 
+def test_variables_and_the_folder_are_the_containers(folder: Path) -> None:
+    """References to variables were kept as text, and those of task.toml left out."""
+    (folder / "environment/Dockerfile").write_text(
+        "FROM x\r\nARG TOP=/app\nENV PATH=${TOP}/bin:$PATH \\\r\n  AT=$UNSET.\nCOPY\tword.txt $TOP/bin/\n"
+        "WORKDIR $TOP/bin\n"
+    )
+    told, prompt = play(folder, [ran('pwd; cat word.txt; echo "$PATH $AT"'), "Done."], prove="false")
+    assert told.outcome is Outcome.OK, told.detail
+    assert "app/bin\nhello\n/app/bin:/usr/local/bin:/usr/bin:/bin .\n" in prompt
+    (folder / "task.toml").write_text("[environment]\nworkdir = '/workspace'\nenv = {LEVEL = 7}\n")
+    _, prompt = play(folder, [ran('pwd; echo "$LEVEL"'), "Done."], prove="false")
+    assert "workspace\n7\n" in prompt and "File exists" not in prompt
+
+
+def test_programs_can_be_run(folder: Path) -> None:
+    shutil.copy("/bin/true", folder / "environment/word.txt")
+    _, prompt = play(folder, [ran("./word.txt && echo it ran"), "Done."], prove="false")
+    assert "tool_response>\nit ran\n<" in prompt
+
+
 def test_what_goes_wrong_is_told(folder: Path) -> None:
     calls = [ran("sleep 99"), ran("yes | head -c 9000"), ran("kill -9 -1"), ran(""), "Done."]
     told, prompt = play(folder, calls, seconds="1", longest="100")
@@ -107,6 +127,8 @@ def test_what_goes_wrong_is_told(folder: Path) -> None:
     [
         ('echo \'{"reward": 0.5, "style": 1}\' > /logs/verifier/reward.json', 0.5, ""),
         ("echo '{\"score\": 0.25}' > /logs/verifier/reward.json", 0.25, ""),
+        ("echo .5 > /logs/verifier/reward.txt; exit 3", 0.5, ""),  # as bc writes it
+        ("echo 0 > /logs/verifier/reward.txt; sleep 99", None, "wrote no number .*: it took longer than 1 s"),
         ("echo pytest: command not found >&2", None, "wrote no number .*: pytest: command not found"),
         ("echo none > /logs/verifier/reward.txt; exit 4", None, "wrote no number .*: exit code 4"),
         ("sleep 99", None, "wrote no number .*: it took longer than 1 s"),
@@ -145,6 +167,9 @@ WRONG = [
     ("environment/Dockerfile", "FROM x\nWORKDIR /app/../etc", "/app/../etc: the sandbox has"),
     ("environment/Dockerfile", "FROM x\nONBUILD x", "ONBUILD x: it is not known what that does"),
     ("environment/Dockerfile", "FROM x\nCOPY --from=y a b", "COPY --from=y a b: it is not known"),
+    ("environment/Dockerfile", "FROM x\nENV A=${B:-c}", r"\$\{B:-c\}: it is not known what that does"),
+    ("task.toml", "[environment]\nworkdir = '/etc'", "task.toml: /etc: the sandbox has /app, "),
+    ("task.toml", "[environment]\nenv = 3", "environment.env=3: must be a table"),
     ("environment/Dockerfile", "FROM x\nCOPY", "Dockerfile: COPY: it cannot be read"),
     ("environment/Dockerfile", "FROM x\nENV", "Dockerfile: ENV: it cannot be read"),
     ("environment/Dockerfile", "FROM x\nENV A='b", "Dockerfile: ENV A='b: it cannot be read"),

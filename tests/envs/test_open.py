@@ -77,6 +77,8 @@ class Uncalled(Bare):
         low: "Unknown" = 1
 
 class Nothing: pass
+class Resets(Nothing):
+    def reset(self, **row): return "Hi"
 
 def step(state, action, extra_info, *, bonus=0.5): return {"reward": bonus, "done": True}
 def agent(task, base_url, *, tries=3): return tries
@@ -116,6 +118,7 @@ def test_a_class_has_its_own_typed_keys_tasks_and_shared_things(world: Any) -> N
         ("world.py:Full", {"strict": "perhaps", "low": "x"}, r"(?s)strict takes true or false.*low takes"),
         ("world.py:Bare", {"low": "1"}, r"env\.low=1: there is no such key\. It has: none"),
         ("world.py:Nothing", {}, "has neither start and step nor run"),
+        ("world.py:Resets", {}, "nor run. What TRL and Gymnasium call reset is start here"),
         ("world.py:Demanding", {}, "asks for 'database'"),
         ("world.py:Fulll", {}, "has no function Fulll"),
         ("elsewhere.py:Full", {}, "there is no file elsewhere.py"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from birl.rollout.assemble import samples
-from birl.rollout.session import Limits, TooLong, following
+from birl.rollout.session import Limits, TooLong, checked, following
 from birl.text.chat import Chat
 from birl.types import Message, Outcome, ToolCall, Trajectory, Turn
 from tests.rollout.scripted import CHAT, Scripted, session
@@ -196,6 +196,12 @@ def test_a_text_of_empty_answers_goes_on_behind_the_newest() -> None:
         assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 1
 
     asyncio.run(play())
+
+
+def test_an_empty_answer_is_a_message_in_any_form() -> None:
+    """An agent that sent it back as OpenAI's clients have it failed."""
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}, {"role": "tool", "content": ""}]
+    assert checked(said) == (user("Hi"), *(Message(role=role, content="") for role in ("assistant", "tool")))
 
 
 def test_what_cannot_fit_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:

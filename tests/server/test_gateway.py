@@ -142,6 +142,28 @@ def test_a_stop_string_within_the_thinking_is_not_shown() -> None:
     played(Stops(["<think>\nhm STOP"], THINKING), body)
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/chat/completions", {"messages": HI}),
+        ("/completions", {"prompt": "Hi"}),
+        ("/responses", {"input": "Hi"}),
+        ("/messages", {"messages": HI, "max_tokens": 20}),
+    ],
+)
+def test_events_are_lines_for_every_client(path: str, asked: dict[str, Any]) -> None:
+    """LiteLLM and others cut a stream with httpx's `iter_lines`, which ends lines where `str.splitlines` does."""
+
+    async def body(here: Place) -> None:
+        async with here.http.stream("POST", path, json={"model": "any", "stream": True, **asked}) as answer:
+            lines = [line async for line in answer.aiter_lines()]
+        told = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+        assert len(told) == sum(not line.startswith(("event: ", "data: [DONE]")) for line in lines if line)
+        assert any(repr("a\u2028b\x85c") in str(json.loads(line)) for line in told)
+
+    played(Scripted(["a\u2028b\x85c"]), body)
+
+
 def test_several_choices_are_branches() -> None:
     async def body(here: Place) -> None:
         found = await here.chat(n=3, logprobs=True)

@@ -120,6 +120,8 @@ def test_an_episode_keeps_its_own() -> None:
         async with place(Scripted([])) as there:
             with pytest.raises(openai.BadRequestError, match="an episode keeps all of its own"):
                 await there.openai.responses.create(**more)
+            with pytest.raises(openai.BadRequestError, match="Compaction is not supported: send fewer items"):
+                await there.openai.responses.compact(model="any", input="Hi")
 
     played(Scripted(["a", "b", "c"], TOOLED), body)
 

@@ -209,6 +209,34 @@ def test_a_good_call_beside_a_bad_one() -> None:
     assert read("hermes", text) == (None, bad + cut, [PARIS])
 
 
+def test_a_schema_says_what_is_text() -> None:
+    """A schema of `true` or `null` was an AttributeError; a referenced object stayed text, and 5 for an optional text
+    was a number."""
+    schema = {
+        "$defs": {
+            "Point": {"type": "object"},
+            "Color": {"type": "string"},
+            "Node": {"anyOf": [{"$ref": "#/$defs/Node"}]},
+        },
+        "properties": {
+            **{"any": True, "none": None, "point": {"$ref": "#/$defs/Point"}, "color": {"$ref": "#/$defs/Color"}},
+            **{"maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "several": {"type": ["string", "integer"]}},
+            **{"node": {"$ref": "#/$defs/Node"}, "gone": {"$ref": "#/$defs/Gone"}, "far": {"$ref": "http://a/b"}},
+        },
+    }
+    given = {"any": "5", "none": "5", "point": '{"x": 1}', "color": "5", "maybe": "5", "several": "5", "node": "5"}
+    given |= {"gone": "5", "far": "5", "new": "5"}
+    result = {**given, "point": {"x": 1}, "several": 5}
+    for own, expected in ((schema, result), ({"properties": None}, given), ({}, given)):
+        written = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in given.items())
+        text = f"<tool_call>\n<function=draw>\n{written}</function>\n</tool_call>"
+        (call,) = parts(text, FORMATS["qwen_coder"], None, [{"function": {"name": "draw", "parameters": own}}]).calls
+        assert json.loads(call.arguments) == expected
+    text = "<tool_call>\n<function=draw>\n<parameter=maybe>\nnull\n</parameter>\n</function>\n</tool_call>"
+    (call,) = parts(text, FORMATS["qwen_coder"], None, [{"function": {"name": "draw", "parameters": schema}}]).calls
+    assert json.loads(call.arguments) == {"maybe": None}
+
+
 def test_without_tools_nothing_is_a_call() -> None:
     found = parts(f"<tool_call>{CALL}</tool_call>", FORMATS["hermes"], None, ())
     assert (found.content, found.calls) == (f"<tool_call>{CALL}</tool_call>", ())

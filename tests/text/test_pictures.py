@@ -17,8 +17,9 @@ from birl.text import parts, pictures
 from birl.text.chat import Chat
 from birl.text.parts import Finder, content
 from birl.text.pictures import FIRST, Bounds, Pictures, decoded
-from birl.types import PLACE, Message, Picture
+from birl.types import PLACE, Message, Picture, ToolCall
 from tests import sights
+from tests.text.families import TOOLS
 
 ONE, OTHER = Picture.of(sights.drawn("7")), Picture.of(sights.drawn("3", (16, 32)))
 
@@ -51,6 +52,18 @@ def test_a_conversation_goes_on_token_by_token(chat: Chat) -> None:
     assert ids[: len(following)] == following
     assert not any(m for token, m in zip(ids, mask, strict=True) if token >= FIRST)
     assert chat.decode(prompt).count("<|image_pad|>") == 1
+
+
+def test_results_of_tools_may_be_pictures(chat: Chat) -> None:
+    """A template without tools gets them as one message of the user, whose second picture was lost."""
+    calls = tuple(ToolCall(name="add", arguments="{}") for _ in range(2))
+    said = Message(role="assistant", content="", tool_calls=calls)
+    results = tuple(Message(role="tool", content=f"It: {PLACE}", pictures=(one,)) for one in (ONE, OTHER))
+    plain = Message(role="tool", content="7")
+    for told in (results, (plain, *results), (*results, plain, asked(f"And {PLACE}?", ONE))):
+        prompt = chat.render((asked("Show it."), said, *told), TOOLS)
+        assert chat.shown(prompt) == [ONE.digest, OTHER.digest, ONE.digest][: len(chat.shown(prompt))]
+        assert len(chat.shown(prompt)) == sum(len(message.pictures) for message in told)
 
 
 def test_what_stands_for_a_picture_is_no_text(chat: Chat) -> None:

@@ -33,7 +33,7 @@ class Source(Protocol):
     """Source of rows and player of their episodes; shared by all episodes."""
 
     def tasks(self, split: str, most: int, behind: int) -> list[dict[str, Any]]: ...
-    async def play(self, split: str, number: int, model: Model) -> tuple[Reward, dict[str, float]]: ...
+    async def play(self, split: str, number: int, model: Model) -> tuple[Reward, dict[str, float], bool]: ...
     async def close(self) -> None: ...
 
 
@@ -56,7 +56,7 @@ class Loaded:
             self.rows[split] = [dict(row) for row in known or ()]
         return self.rows[split]
 
-    async def play(self, split: str, number: int, model: Model) -> tuple[Reward, dict[str, float]]:
+    async def play(self, split: str, number: int, model: Model) -> tuple[Reward, dict[str, float], bool]:
         failures: list[Exception] = []
         FAILURES.set(failures)
         state = await self.env.rollout(self.read(split)[number], client_of(model), "policy", {})
@@ -70,7 +70,7 @@ class Loaded:
             await self.env.rubric.cleanup(state)
         if failures:  # the rubric made a reward of 0 of it
             raise failures[0]
-        return float(state["reward"]), dict(state.get("metrics") or {})
+        return float(state["reward"]), dict(state.get("metrics") or {}), bool(state.get("is_truncated"))
 
     async def close(self) -> None:
         await self.env._teardown()
@@ -113,9 +113,10 @@ class Verifiers:
     def __init__(self, task: Task, shared: Source) -> None:
         self.source, self.place = shared, (task.columns["split"], task.columns["number"])
         self.info: dict[str, float] = {}
+        self.truncated = False
 
     async def run(self, model: Model) -> Reward:
-        reward, self.info = await self.source.play(*self.place, model)
+        reward, self.info, self.truncated = await self.source.play(*self.place, model)
         return reward
 
     async def close(self) -> None:
@@ -147,11 +148,9 @@ def loaded(task: str, parameters: list[str]) -> Any:
 def made(task: str, parameters: list[str], load: Any, *name: str) -> Any:
     with signals_kept():
         env = load(*name, **arguments(parameters))
-    if env.requires_group_rollouts:
-        raise BirlError(f"env.task={task}: its rubric scores groups, and episodes are scored alone here.")
     if not env.score_rollouts:
         raise BirlError(f"env.task={task}: it has score_rollouts=False, so its episodes have no reward.")
-    watch(env.rubric)
+    watch(env.rubric, task)
     return env
 
 
@@ -250,13 +249,16 @@ def response(reply: Message, model: str, cut: bool) -> Any:
     return types.Response(id="", created=0, model=model, message=message)
 
 
-def watch(rubric: Any) -> None:
+def watch(rubric: Any, task: str) -> None:
     """verifiers turns a failed reward function into a 0; record the failure, so that the episode has no reward. A
-    function without a weight is only a metric."""
+    function without a weight is only a metric. Raises `BirlError` for functions that score groups."""
+    if rubric.has_group_rewards:
+        raise BirlError(f"env.task={task}: its rubric scores groups, and episodes are scored alone here.")
     weighed = zip(rubric.funcs, rubric.weights, strict=True)
     rubric.funcs = [watched(function) if weight else function for function, weight in weighed]
-    for inner in getattr(rubric, "rubrics", ()):
-        watch(inner)
+    of_group = getattr(rubric, "env_map", {}).values()  # the environments of an EnvGroup
+    for inner in (*getattr(rubric, "rubrics", ()), *(env.rubric for env in of_group)):
+        watch(inner, task)
 
 
 def watched(function: Any) -> Any:

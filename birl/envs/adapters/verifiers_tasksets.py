@@ -135,7 +135,9 @@ class Tasksets:
                     refused.args = (f"{refused} Here: env.parameters=[{name}.runtime.type=docker].",)
                 raise refused from error
 
-    async def play(self, split: str, number: int, model: Model) -> tuple[Mapping[str, float] | float, dict[str, float]]:
+    async def play(
+        self, split: str, number: int, model: Model
+    ) -> tuple[Mapping[str, float] | float, dict[str, float], bool]:
         await self.serve()
         speakers = Speakers(model.base_url, named=type(self.env).__name__ != "SingleAgentEnv")
         SPEAKERS.set(speakers)
@@ -145,7 +147,8 @@ class Tasksets:
         traces = outcome(episode, self.env.complete(episode), speakers)
         forget(model, set(map(speakers.name, episode.traces)) - set(traces))
         rewards = {name: trace.reward for name, trace in traces.items()}
-        return rewards if speakers.named else next(iter(rewards.values())), figures(traces)
+        cut = any(trace.is_truncated for trace in traces.values())
+        return rewards if speakers.named else next(iter(rewards.values())), figures(traces), cut
 
     async def serve(self) -> None:
         """Start its tool servers, at the first episode. They are entered and left in one task, as they require."""

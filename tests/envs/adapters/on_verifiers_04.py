@@ -307,6 +307,13 @@ def test_what_is_cut_is_scored() -> None:
     assert told.outcome is Outcome.TRUNCATED and math.isclose(told.reward, 0.5 / 89, rel_tol=0.05)
 
 
+def test_a_limit_of_turns_truncates() -> None:
+    """As Gymnasium's time limit does."""
+    call = '<tool_call>\n{"name": "sums_double", "arguments": {"x": 3}}\n</tool_call>'
+    told, _ = play("tools4", [call, "6"], parameters=["agent.max_turns=1"])
+    assert (told.outcome, told.reward, len(told.turns)) == (Outcome.TRUNCATED, 0.0, 1), told.detail
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "outcome", "detail"),
     [

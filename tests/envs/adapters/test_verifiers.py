@@ -67,6 +67,8 @@ def load_environment(kind="single", reward="right", answers=True, weight=1.0):
     rows = Dataset.from_list(ROWS if answers else [{**row, "answer": ""} for row in ROWS])
     rubric = Tidy(funcs=[globals()[reward], short], weights=[weight, 0.5])
     given = {"dataset": rows, "eval_dataset": rows.select([4]), "rubric": rubric, "system_prompt": "Be short."}
+    if kind == "group":
+        return vf.EnvGroup([vf.SingleTurnEnv(**given), vf.SingleTurnEnv(**given)])
     if kind == "tools":
         return vf.ToolEnv(tools=[double], max_turns=3, **given)
     return vf.SingleTurnEnv(**given) if kind == "single" else Again(max_turns=3, **given)
@@ -127,10 +129,11 @@ def test_tools_are_called(folder: Path) -> None:
     assert (answer.role, answer.content, answer.name) == ("tool", "6", "double")
 
 
+@pytest.mark.parametrize("kind", ["single", "group"])
 @pytest.mark.parametrize("reward", ["broken", "nothing"])
-def test_a_reward_function_that_fails_gives_no_reward(folder: Path, reward: str) -> None:
-    """verifiers itself logs the failure and takes 0."""
-    made = opened(f"reward={reward}")
+def test_a_reward_function_that_fails_gives_no_reward(folder: Path, reward: str, kind: str) -> None:
+    """verifiers itself logs the failure and takes 0, in a group of environments, too."""
+    made = opened(f"reward={reward}", f"kind={kind}")
     with pytest.raises((KeyError, TypeError)):
         run(made, 0, "2")
 
@@ -175,6 +178,8 @@ def test_mistakes_are_told(folder: Path) -> None:
     assert "needs env.task" in mistake("verifiers")
     assert "there is no such file" in mistake("verifiers", task="nowhere.py")
     assert "no function load_environment" in mistake("verifiers", task="other.py")
-    assert "scores groups" in mistake("verifiers", task="envs.py", parameters=["reward=together"])
+    for kind in ("single", "group"):
+        words = ["reward=together", f"kind={kind}"]
+        assert "scores groups" in mistake("verifiers", task="envs.py", parameters=words)
     assert "unexpected keyword argument 'x'" in mistake("verifiers", task="envs.py", parameters=["x=1"])
     assert "pip install 'birl[verifiers]'" in without("verifiers", "verifiers")
