@@ -74,8 +74,7 @@ class EmbeddedEngine:
         self.paused = self.asleep = False
         self.runner = Runner(model, routes, sequences=max_batch)
         keeps = state_bytes(model)  # recurrent state is not in pages: no prefix reuse, and drafts cannot be undone
-        room = max(0, int(kv_cache_gb * 2**30) - max_batch * keeps)
-        pages = min(room // page_bytes(model), max_batch * pages_for(context))
+        pages = cache_pages(model, max_batch, context, kv_cache_gb)
         on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU uses CUDA graphs instead of drafts
         drafts = Drafts(draft_rows if on_cpu and not keeps else 0)
         self.scheduler = Scheduler(
@@ -334,3 +333,9 @@ class EmbeddedEngine:
         self.counters.running, self.counters.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self.counters.reused = self.scheduler.reused
         return finished
+
+
+def cache_pages(model: nn.Module, max_batch: int, context: int, kv_cache_gb: float) -> int:
+    """Pages that fit into a KV cache beside the states of `max_batch` sequences, at most what these can fill."""
+    room = max(0, int(kv_cache_gb * 2**30) - max_batch * state_bytes(model))
+    return min(room // page_bytes(model), max_batch * pages_for(context))

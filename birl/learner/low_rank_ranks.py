@@ -4,8 +4,9 @@ pass are divided among them.
     rank 0      RankedBase.learn      log-probs of all rows, the loss, and its gradient by the log-probs, as on one rank
     all ranks   Copy.forward          log-probs of the rank's own rows, with the graph for the backward pass
                 Copy.backward         gradients of the adapters, summed over the ranks
+                Copy.evaluate         what is asked about a prompt, if rank 0 has no whole copy
 
-Only rank 0 has masters and optimizers, and the whole copy that it samples with. The other ranks are sent the rounded
+Only rank 0 has masters and optimizers, and, if it samples itself, a whole copy. The other ranks are sent the rounded
 adapters (`AdapterWeights`), once for each content, and the files of pictures. How the rows of one adapter are divided
 does not depend on other adapters in the pass.
 
@@ -15,22 +16,23 @@ rank has those rows of B that belong to its rows of W, and those columns of A th
 contribution to a layer's output is a summand, and so are its gradients.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from birl.errors import BirlError, first_line
-from birl.learner.low_rank_run import SharedBase, backward
+from birl.learner.low_rank_run import OfHidden, SharedBase, backward
 from birl.models import vision
 from birl.models.device import device_of
+from birl.models.heads import head
 from birl.models.load import cast
-from birl.models.low_rank import AdapterWeights, Factors
+from birl.models.low_rank import AdapterWeights, Factors, RowGroup
 from birl.models.slices import fill
 from birl.models.target_logprobs import TargetRow
 from birl.models.vision import pictures_of
@@ -43,7 +45,8 @@ from birl.parallel.tensor import check, split
 from birl.types import Picture
 
 NOTHING = TargetRow(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))
-KEPT = 2**31  # bytes of adapters that the other ranks keep beyond a pass
+KEPT = 2**31  # bytes of adapters that each rank keeps beyond a pass
+T = TypeVar("T")
 Matrices = Mapping[str, tuple[Tensor, Tensor]]  # A and B of each layer
 Work = Sequence[tuple[AdapterWeights | None, Sequence[TargetRow]]]
 
@@ -63,20 +66,15 @@ class Copy:
         self,
         new: Mapping[int, Matrices],
         kept: Sequence[int],
-        wanted: Sequence[int],
         files: Mapping[str, bytes],
+        wanted: Sequence[int],
         work: Sequence[list[tuple[int, Sequence[TargetRow]]]],
         trained: bool,
     ) -> list[Any]:
         """Return to rank 0 for each rank the log-probs [T, K] of its rows, or an error message. `work`: for each rank,
         adapter numbers (0: none) and rows; `wanted`: adapters of the pass; `kept`: adapters to keep from now on, of
         which `new` are not known yet."""
-        self.adapters = {n: a for n, a in self.adapters.items() if n in kept}
-        for number, layers in new.items():
-            parts = {name: self.base.part(name, *both) for name, both in layers.items()}
-            placed = {n: [x.contiguous().to(self.base.device) for x in both] for n, both in parts.items()}
-            factors = {name: Factors(a, b) for name, (a, b) in placed.items()}
-            self.adapters[number] = AdapterWeights(number, factors)
+        self._keep(new, kept)
         (own,) = self.ranks.mine(work)
         result: Any = []
         try:
@@ -88,13 +86,42 @@ class Copy:
             result = f"{type(error).__name__}: {first_line(error)}"
         return self._gathered(result)
 
-    def _forward(self, own: list[tuple[int, Sequence[TargetRow]]], wanted: Sequence[int], files: Mapping[str, bytes],
-                 trained: bool) -> Any:  # fmt: skip
+    def evaluate(
+        self,
+        new: Mapping[int, Matrices],
+        kept: Sequence[int],
+        files: Mapping[str, bytes],
+        number: int,
+        tokens: Tensor,
+        compute: OfHidden[Any],
+    ) -> Any:
+        """`SharedBase.evaluated` with an adapter (0: none). `compute` is only called by the first share; the others
+        contribute their weights."""
+        self._keep(new, kept)
+        held = self._seen(files)  # noqa: F841  pictures are kept while something refers to them
+        if self.ranks.share:
+            tokens, compute = NOTHING.tokens, nothing
+        return self.base.evaluated(tokens, self.adapters.get(number), compute)
+
+    def _keep(self, new: Mapping[int, Matrices], kept: Sequence[int]) -> None:
+        self.adapters = {n: a for n, a in self.adapters.items() if n in kept}
+        for number, layers in new.items():
+            parts = {name: self.base.part(name, *both) for name, both in layers.items()}
+            placed = {n: [x.contiguous().to(self.base.device) for x in both] for n, both in parts.items()}
+            factors = {name: Factors(a, b) for name, (a, b) in placed.items()}
+            self.adapters[number] = AdapterWeights(number, factors)
+
+    def _seen(self, files: Mapping[str, bytes]) -> list[Picture]:
         pictures = pictures_of(self.base.model)
         held = [] if pictures is None else [pictures.held(Picture.of(data)) for data in files.values()]
         for picture in held:
             assert pictures is not None
             pictures.add(picture)
+        return held
+
+    def _forward(self, own: list[tuple[int, Sequence[TargetRow]]], wanted: Sequence[int], files: Mapping[str, bytes],
+                 trained: bool) -> Any:  # fmt: skip
+        held = self._seen(files)  # noqa: F841  pictures are kept while something refers to them
         for f in (f for adapter in self.adapters.values() for f in adapter.factors.values()):
             f.gradients = None
         self.sums = {n: self._places(self.adapters[n]) for n in wanted if trained}
@@ -162,7 +189,7 @@ class _Whole(nn.Module):
         super().__init__()
         self.model = model
 
-    def states(self, compute: Callable[[], Tensor]) -> Tensor:
+    def states(self, compute: Callable[[], T]) -> T:
         return compute()
 
 
@@ -196,7 +223,7 @@ class SplitBase(SharedBase):
             return a, b.chunk(self.tp, 0)[self.place]
         return a.chunk(self.tp, 1)[self.place], b
 
-    def within(self, compute: Callable[[], Tensor]) -> Tensor:
+    def within(self, compute: Callable[[], T]) -> T:
         return self.whole.states(compute)
 
 
@@ -206,28 +233,24 @@ class RankedBase(SharedBase):
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, max_tokens: int, crew: RankGroup, own: SharedBase | None = None
     ) -> None:
-        """`model`: whole. `own`: rank 0's base for passes, if that is another one."""
+        """`own`: rank 0's part of a split base; `model` may then be without weights, if nothing is sampled with it."""
         super().__init__(model, dtype, max_tokens)
-        self.crew, self.alike = crew, self.alike if own is None else own.alike
-        self.copy = Copy(own or self, crew.ranks)
-        self.known: dict[int, AdapterWeights] = {}  # adapters that the other ranks have
+        self.crew, self.copy = crew, Copy(own or self, crew.ranks)
+        if own is not None:
+            self.alike, self.layers, self.device = own.alike, own.layers, own.device
+        self.known: list[int] = []  # adapters that the other ranks have
 
     def learn(self, work: Work, loss: Callable[[int, Sequence[Tensor]], Tensor] | None) -> list[list[Tensor]]:
         """`SharedBase.learn`, distributed. If a rank is lost the process ends before anything is answered."""
         adapters = {a.number: a for a, _ in work if a is not None}
-        new = {n: sent(a) for n, a in adapters.items() if n not in self.known}
-        self.known = {n: a for n, a in self.known.items() if n not in adapters} | adapters
-        while len(self.known) > len(adapters) and sum(a.nbytes for a in self.known.values()) > KEPT:
-            del self.known[next(iter(self.known))]
+        given = self._given(adapters, [row.tokens for _, rows in work for row in rows])
         parts = [shared_out(rows, self.crew.ranks.shares) for _, rows in work]
         numbers = [0 if a is None else a.number for a, _ in work]
         each = Shared(
             [(n, rows[part[rank]]) for n, (_, rows), part in zip(numbers, work, parts, strict=True) if rows[part[rank]]]
             for rank in range(self.crew.ranks.shares)
         )
-        answers = self._call(
-            Copy.forward, new, list(self.known), list(adapters), self._files(work), each, loss is not None
-        )
+        answers = self._call(Copy.forward, *given, list(adapters), each, loss is not None)
         if words := [f for f in answers if isinstance(f, str)]:
             self._call(Copy.close)
             raise RuntimeError(words[0])
@@ -261,19 +284,33 @@ class RankedBase(SharedBase):
                 for place, added in zip(f.gradients or (), self.copy.sums[number][name], strict=False):
                     place += added
 
-    def _files(self, work: Work) -> dict[str, bytes]:
+    def evaluated(self, tokens: Tensor, adapter: AdapterWeights | None, compute: OfHidden[T]) -> T:
+        if not head(self.model).weight.is_meta:
+            return super().evaluated(tokens, adapter, compute)
+        adapters = {} if adapter is None else {adapter.number: adapter}
+        return self._call(Copy.evaluate, *self._given(adapters, [tokens]), next(iter(adapters), 0), tokens, compute)
+
+    def _given(self, adapters: Mapping[int, AdapterWeights], rows: Iterable[Tensor]) -> tuple[Any, ...]:
+        """What the other ranks lack for a pass: `new`, `kept` and `files` of `Copy.forward`."""
+        new = {n: sent(a) for n, a in adapters.items() if n not in self.known}
+        self.known = [n for n in self.known if n not in adapters] + list(adapters)
+        sizes = {n: a.nbytes for n, a in self.copy.adapters.items()}
+        while len(self.known) > len(adapters) and sum(sizes.get(n, 0) for n in self.known) > KEPT:
+            self.known.pop(0)
         pictures = pictures_of(self.model)
-        if pictures is None:
-            return {}
-        return {d: data for _, rows in work for row in rows for d, data in pictures.used(row.tokens.tolist()).items()}
+        used = {} if pictures is None else {d: f for row in rows for d, f in pictures.used(row.tolist()).items()}
+        return new, list(self.known), used
 
     def _call(self, verb: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return self.crew.call(self.copy, verb, *arguments)
         except BaseException as error:
-            if not isinstance(error, BirlError) or self.crew.again or self.crew.told():
-                self.crew.failed(str(error))
+            self.crew.failed(str(error), not isinstance(error, BirlError) or self.crew.told())
             ended(error)
+
+
+def nothing(model: nn.Module, hidden: Tensor, groups: Sequence[RowGroup]) -> None:
+    pass
 
 
 def ended(error: BaseException) -> NoReturn:

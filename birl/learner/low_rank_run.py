@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, count
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ from birl.parallel.layout import gathered_for
 SEEING = {"visual", "vision_tower", "vision_model", "multi_modal_projector"}  # modules without factors
 ALPHA = 32.0  # of every adapter, as in the service with this API: the scale is 32 / rank
 NUMBERS = count(1)  # numbers of adapter contents in this process
+T = TypeVar("T")
+OfHidden = Callable[[nn.Module, Tensor, list[RowGroup]], T]
 
 
 class BrokenPass(RuntimeError):
@@ -218,10 +221,18 @@ class SharedBase:
             raise BirlError("An adapter needs at least one of train_attn, train_mlp and train_unembed.")
         return result
 
-    def hidden(self, tokens: Sequence[Tensor]) -> Tensor:
-        """Hidden states of concatenated sequences [T, H]; call it within `adapted`."""
-        positions = torch.cat([torch.arange(len(t), dtype=torch.int64) for t in tokens])
-        return self._hidden(torch.cat(list(tokens)), positions, [Tree.of(len(t)) for t in tokens])
+    @torch.no_grad()
+    def evaluated(self, tokens: Tensor, adapter: AdapterWeights | None, compute: OfHidden[T]) -> T:
+        """compute(model, hidden states [T, H], their row groups) of one sequence [T]."""
+        groups = [] if adapter is None else [RowGroup(0, len(tokens), adapter)]
+
+        def whole() -> T:
+            positions = torch.arange(len(tokens), dtype=torch.int64)
+            hidden = self._hidden(tokens, positions, [Tree.of(len(tokens))])
+            return gathered_for(head(self.model), lambda x: compute(self.model, x, groups), hidden)
+
+        with adapted(self.model, groups):
+            return self.within(whole)
 
     def learn(
         self,
@@ -275,7 +286,7 @@ class SharedBase:
             pieces = iter([p[:, : row.targets.shape[1]] for p, row in zip(each, rows, strict=True)])
             yield [[next(pieces) for _ in sequences] for _, sequences in work]
 
-    def within(self, compute: Callable[[], Tensor]) -> Tensor:
+    def within(self, compute: Callable[[], T]) -> T:
         """What is computed where the weights are there, with a gradient if it has one."""
         return compute()
 

@@ -95,7 +95,9 @@ class AdapterWeights:
 
     @property
     def nbytes(self) -> int:
-        return sum(f.a.nbytes + f.b.nbytes for f in self.factors.values())
+        """Bytes in memory, with the layouts so far."""
+        every = self.factors.values()
+        return sum(f.a.nbytes + f.b.nbytes + sum(p.data.nbytes for p in [*f.layouts.values()]) for f in every)
 
 
 @dataclass(frozen=True, slots=True)

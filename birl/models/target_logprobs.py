@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from birl.data.trees import Tree
 from birl.models import shape
@@ -24,7 +24,7 @@ from birl.models.forward import logits
 from birl.models.heads import head
 from birl.models.logprobs import first_row, float_logits, float_product
 from birl.models.low_rank import HEAD, RowGroup, absorb_low_rank, add_low_rank, low_rank_by_input
-from birl.parallel.layout import local
+from birl.parallel.layout import Layout, local
 from birl.text.pictures import FIRST
 
 
@@ -52,6 +52,14 @@ def adapted_logits(model: nn.Module, hidden: Tensor, groups: Sequence[RowGroup])
     return result
 
 
+def whole_logits(model: nn.Module, hidden: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    """`adapted_logits` of the whole vocabulary on every rank."""
+    part, weight = adapted_logits(model, hidden, groups), head(model).weight
+    if not isinstance(weight, DTensor):
+        return part
+    return Layout(weight.device_mesh, (Shard(1),), (len(hidden), len(weight))).whole(part).full_tensor()
+
+
 def pieces(count: int, vocab: int, device: torch.device, groups: Sequence[RowGroup]) -> list[tuple[slice, list]]:
     """Slices of positions whose logits fit into memory, and the groups of each."""
     step = max((shape.GPU_CHUNK if device.type == "cuda" else 2 * shape.CHUNK) // vocab, 1)
@@ -69,7 +77,7 @@ def top_logprobs(model: nn.Module, hidden: Tensor, count: int, groups: Sequence[
     tokens = torch.empty(len(hidden), count, dtype=torch.int64)
     logprobs = torch.empty(len(hidden), count, dtype=torch.float32)
     for rows, own in pieces(len(hidden), head(model).weight.shape[0], hidden.device, groups):
-        scores = adapted_logits(model, hidden[rows], own)
+        scores = whole_logits(model, hidden[rows], own)
         best = scores.topk(count)
         tokens[rows], logprobs[rows] = best.indices.cpu(), (best.values - scores.logsumexp(-1, keepdim=True)).cpu()
     return Top(tokens, logprobs)
@@ -84,7 +92,7 @@ def drawn(
     tokens = torch.empty(uniforms.shape, dtype=torch.int64)
     logprobs = torch.empty(uniforms.shape, dtype=torch.float32)
     for rows, own in pieces(len(hidden), head(model).weight.shape[0], hidden.device, groups):
-        logp = (adapted_logits(model, hidden[rows], own) / (temperature or 1.0)).log_softmax(-1)
+        logp = (whole_logits(model, hidden[rows], own) / (temperature or 1.0)).log_softmax(-1)
         if temperature == 0:
             chosen = logp.argmax(-1, keepdim=True).expand(uniforms[rows].shape)
         else:

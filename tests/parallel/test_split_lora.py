@@ -1,8 +1,10 @@
 """LoRA and DoRA on weights that are split over ranks: the matrices, norms and checkpoints of one rank."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,11 +13,16 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Lora
-from birl.learner.low_rank_ranks import SplitBase
+from birl.learner.low_rank_ranks import Copy, SplitBase, sent
+from birl.learner.low_rank_run import LowRankConfig, SharedBase
 from birl.models import attention
 from birl.models.heads import add_score_head
 from birl.models.slices import quantize
+from birl.models.target_logprobs import Top
 from birl.parallel.ranks import Grid, Ranks
+from birl.server.tinker.requests import Sample
+from birl.server.tinker.sampling import Scores, scored, top_behind
+from birl.types import SamplingParams
 from tests.data.test_pack import groups
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_learner import reinforce, same
@@ -116,3 +123,38 @@ def test_copies_of_a_quantised_base_train_as_one() -> None:
 def test_adapters_of_what_ranks_do_not_share_out_are_refused(name: str, layer: str) -> None:
     with pytest.raises(BirlError, match=rf"parallel\.tp=2: birl cannot share out adapters of \S+{layer},"):
         SplitBase(made(name), torch.float32, 80, Ranks(Grid(tp=2)))
+
+
+def scored_on(ranks: Ranks, name: str) -> tuple[Scores, Top] | None:
+    """All that may be asked about a prompt, computed with this rank's part of a base and an adapter."""
+    model, how = made(name), (torch.float32, 80)
+    base = SharedBase(model, *how) if ranks.alone else SplitBase(model, *how, ranks)
+    run = base.run(LowRankConfig(rank=4, seed=1))
+    for key, master in run.masters.items():
+        if key.endswith("lora_B"):
+            master.data.fill_(0.02)
+    run.round()
+    ids = torch.arange(5, 30, dtype=torch.int64)
+    targets = torch.stack([ids[1:], (ids[1:] * 7) % 300, torch.full((24,), -1, dtype=torch.int64)], 1).numpy()
+    sample = Sample(prompt=tuple(ids.tolist()), count=1, params=SamplingParams(max_tokens=1), scored_from=1, top=3,
+                    targets=targets, alternatives=4)  # fmt: skip
+    copy, number = Copy(base, ranks), run.weights.number
+    given = ({number: sent(run.weights)}, [number], {}, number, ids[:-1])
+    found = [copy.evaluate(*given, partial(*f)) for f in ((scored, sample, 3), (top_behind, 20, 5))]
+    return None if ranks.share else (found[0], found[1])
+
+
+@pytest.mark.parametrize("grid", [Grid(fsdp=2), Grid(tp=2), Grid(ddp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("name", ["many heads", "llama untied, with biases"])
+def test_what_is_asked_about_a_prompt_needs_no_whole_base(name: str, grid: Grid) -> None:
+    """Rank 0 of `birl tinker` kept a copy of the whole model for it."""
+    alone = scored_on(Ranks(), name)
+    assert alone is not None and alone[0].logprobs is not None and np.isnan(alone[0].logprobs[0])
+    for found in (f for f in on_ranks(grid, scored_on, name) if f is not None):
+        for one, other in zip(everything(*found), everything(*alone), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5, rtol=0)
+
+
+def everything(scores: Scores, top: Top) -> list[Any]:
+    assert scores.top is not None and scores.alternatives is not None
+    return [scores.logprobs, scores.targets, *scores.top, *scores.alternatives, top.tokens, top.logprobs]

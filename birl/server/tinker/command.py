@@ -13,18 +13,19 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
+import torch
+
 from birl.allocator import keep_memory
 from birl.config import schema
 from birl.config.file import to_yaml
 from birl.config.load import load as load_config
-from birl.engine.engine import EmbeddedEngine
+from birl.engine.engine import EmbeddedEngine, cache_pages
 from birl.engine.open import cache_bytes
 from birl.engines.kinds import Wanted
-from birl.engines.servers import Servers, open_servers
+from birl.engines.servers import open_servers
 from birl.errors import MISTAKE, BirlError, tell
 from birl.hosts import bind, is_loopback
 from birl.kernels.tensors import PAGE
-from birl.learner.export import resolved
 from birl.learner.low_rank_ranks import Copy, RankedBase, SplitBase
 from birl.learner.low_rank_run import SharedBase
 from birl.learner.policy import DTYPES, Policy, load_policy
@@ -47,7 +48,7 @@ from birl.server.tinker.checkpoints import Checkpoints
 from birl.server.tinker.futures import Promises
 from birl.server.tinker.inputs import Reader
 from birl.server.tinker.passes import Passes
-from birl.server.tinker.restarts import AGAIN, SOCKET
+from birl.server.tinker.restarts import SOCKET
 from birl.server.tinker.routes import app
 from birl.server.tinker.runs import Runs
 from birl.server.tinker.sampling import ManyEngines, Sampling
@@ -148,9 +149,10 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     service = await loop.run_in_executor(compute, load, config, known, root, compute, crew)
-    crew.failed, crew.again = service.work.refuse, os.environ.get(AGAIN, "0") != "0"
-    if config.engines:
-        service.sampling.engine = ManyEngines(await engines_of(config, service, root))
+    crew.failed = service.work.fail
+    if isinstance(engine := service.sampling.engine, ManyEngines):
+        keys = schema.Engine(kind="birl", count=config.engines, max_batch=config.max_batch, draft_rows=0)
+        engine.use(await open_servers(keys, engine.wanted, ranks_here(config)))
     server = uvicorn_server(app(service))
     listen(sock)
     told: list[int] = []
@@ -178,29 +180,14 @@ async def _serve(
     return 128 + told[0] if told else 0
 
 
-async def engines_of(config: schema.Tinker, service: TinkerService, root: Path) -> Servers:
-    """Start `birl serve` processes with the base. Raises `BirlError`, with none left running."""
-    sampling, folder = service.sampling, resolved(config.model.path)
-    assert isinstance(sampling.engine, EmbeddedEngine)
-    context, pictures, model = sampling.engine.context, service.work.reader.pictures, sampling.base.model
-    size = sampling.engine.scheduler.pages.total * page_bytes(model) + config.max_batch * state_bytes(model)
-    needs = Wanted(
-        folder=folder, dtype=config.model.dtype, device=config.model.device, context=context, longest=context,
-        kv_cache_gb=size / 2**30 + 1e-4,
-        end_ids=sampling.engine.end_ids, logs=root / "engines", sequences=config.max_batch,
-        pictures=pictures.used if pictures else None,
-    )  # fmt: skip
-    engine = schema.Engine(kind="birl", count=config.engines, max_batch=config.max_batch, draft_rows=0)
-    return await open_servers(engine, needs, ranks_here(config))
-
-
 def load(
     config: schema.Tinker, known: Tenants, root: Path, compute: Executor, crew: RankGroup | None = None
 ) -> TinkerService:
     """Build the service, without sockets."""
-    policy = loaded(config, compute)
+    crew = crew or RankGroup(Ranks())
+    policy = loaded(config, compute, crew.ranks if config.engines else None)
     context = min(config.model.max_length or policy.context, policy.context)
-    base = base_of(config, policy, crew or RankGroup(Ranks()))
+    base = base_of(config, policy, crew)
     return service_of(config, policy, base, known, Store(root), context)
 
 
@@ -214,7 +201,7 @@ def loaded(config: schema.Tinker, compute: Executor, ranks: Ranks | None = None)
 
 
 def base_of(config: schema.Tinker, policy: Policy, crew: RankGroup) -> SharedBase:
-    """The base of this rank; on rank 0 with several ranks the view of all, with a full copy for sampling."""
+    """The base of this rank; on rank 0 with several ranks the view of all, with a full copy if it samples itself."""
     model, ranks, how = policy.model, crew.ranks, (DTYPES[config.model.dtype], config.tokens_per_pass)
     if ranks.alone or not (crew.leads or ranks.sharded):
         return SharedBase(model, *how)
@@ -227,16 +214,33 @@ def base_of(config: schema.Tinker, policy: Policy, crew: RankGroup) -> SharedBas
     return RankedBase(model, *how, crew, SplitBase(part, *how, ranks))
 
 
+def engine_of(
+    config: schema.Tinker, policy: Policy, device: torch.device, context: int, root: Path
+) -> EmbeddedEngine | ManyEngines:
+    """The engine that samples, with a KV cache that holds at least one sequence of its context, at most `context`."""
+    model, ends = policy.model, end_ids(policy.model, policy.tokenizer)
+    cache = config.kv_cache_gb or cache_bytes(model, config.max_batch, min(context, 4096), device=device) / 2**30
+    pages = cache_pages(model, config.max_batch, context, cache)
+    context = min(context, pages * PAGE)
+    if not config.engines:
+        return EmbeddedEngine(
+            model, policy.tokenizer, end_ids=ends, context=context, compute=policy.compute, version=lambda: 0,
+            max_batch=config.max_batch, kv_cache_gb=cache, draft_rows=0,
+        )  # fmt: skip
+    size, pictures = pages * page_bytes(model) + config.max_batch * state_bytes(model), policy.chat.pictures
+    wanted = Wanted(
+        folder=policy.folder, dtype=config.model.dtype, device=config.model.device, context=context, longest=context,
+        kv_cache_gb=size / 2**30 + 1e-4, end_ids=ends, logs=root / "engines", sequences=config.max_batch,
+        pictures=pictures.used if pictures else None,
+    )  # fmt: skip
+    return ManyEngines(wanted)
+
+
 def service_of(
     config: schema.Tinker, policy: Policy, base: SharedBase, known: Tenants, store: Store, context: int
 ) -> TinkerService:
     model, compute = policy.model, policy.compute
-    cache = config.kv_cache_gb or cache_bytes(model, config.max_batch, min(context, 4096)) / 2**30
-    engine = EmbeddedEngine(
-        model, policy.tokenizer, end_ids=end_ids(model, policy.tokenizer), context=context, compute=compute,
-        version=lambda: 0, max_batch=config.max_batch, kv_cache_gb=cache, draft_rows=0,
-    )  # fmt: skip
-    engine.context = min(context, engine.scheduler.pages.total * PAGE)
+    engine = engine_of(config, policy, base.device, context, store.root)
     memory, promises = int(config.adapters_gb * 2**30), Promises()
     passes = Passes(base, compute, together=base.alike)
     runs = Runs(store, base, promises, memory)

@@ -4,17 +4,19 @@ import asyncio
 import secrets
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from birl.engine.engine import EmbeddedEngine
+from birl.engines.kinds import Wanted
 from birl.engines.servers import Servers
 from birl.engines.wire import AdapterParams
 from birl.learner.low_rank_run import SharedBase
-from birl.models.low_rank import AdapterWeights, RowGroup, adapted
+from birl.models.low_rank import AdapterWeights, RowGroup
 from birl.models.target_logprobs import Top, drawn, target_logprobs, top_logprobs
 from birl.models.vision import plain
 from birl.seeds import derive_seed
@@ -40,14 +42,20 @@ class Scores:
 
 @dataclass(slots=True)
 class ManyEngines:
-    """`birl serve` processes behind a router: each is sent an adapter once, when a request first uses it."""
+    """`birl serve` processes behind a router (`use`): each is sent an adapter once, when a request first uses it."""
 
-    servers: Servers
+    wanted: Wanted
+    servers: Servers = field(init=False)
     run: str = field(default_factory=lambda: secrets.token_hex(8))
     used: "WeakValueDictionary[str, AdapterWeights]" = field(default_factory=WeakValueDictionary)
 
-    def __post_init__(self) -> None:
-        for remote in self.servers.remotes.values():
+    @property
+    def context(self) -> int:
+        return self.wanted.context
+
+    def use(self, servers: Servers) -> None:
+        self.servers = servers
+        for remote in servers.remotes.values():
             remote.adapters = self.used  # pyright: ignore[reportAttributeAccessIssue]
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, *,
@@ -86,7 +94,7 @@ class Sampling:
         completions = await asyncio.gather(*map(one, range(sample.count)))
         scores = Scores()
         if sample.asks:  # otherwise it does not wait for training passes
-            scores = await loop.run_in_executor(self.compute, self.score, sample, adapter, seed)
+            scores = await loop.run_in_executor(self.compute, self.scores, sample, adapter, seed)
         tops: list[Top | None] = [None] * len(completions)
         if sample.top_sampled:
             for i, completion in enumerate(completions):
@@ -94,51 +102,50 @@ class Sampling:
                 tops[i] = await loop.run_in_executor(self.compute, self.top_sampled, *args)
         return response(completions, tops, scores)
 
-    @torch.no_grad()
-    def score(self, sample: Sample, adapter: AdapterWeights | None, seed: int) -> Scores:
+    def scores(self, sample: Sample, adapter: AdapterWeights | None, seed: int) -> Scores:
         """(compute thread) Score a prompt in one pass."""
-        result, size = Scores(), len(sample.prompt)
-        if size < 2:
-            if sample.scored_from is not None:
-                result.logprobs = np.full(size, np.nan, np.float32)
-            return result
-        hidden, groups = self.hidden(sample.prompt[:-1], adapter)  # position i predicts token i + 1
-        if sample.scored_from is not None:
-            first = sample.scored_from - 1
-            part, own = hidden[first:], [RowGroup(0, size - 1 - first, g.adapter) for g in groups]
-            actual = plain(torch.tensor(sample.prompt[first + 1 :], dtype=torch.int64, device=hidden.device))[:, None]
-            result.logprobs = np.full(size, np.nan, np.float32)
-            result.logprobs[first + 1 :] = target_logprobs(self.base.model, part, actual, own)[:, 0].cpu().numpy()
-            result.logprobs[sample.shown] = np.nan  # images are not predicted
-            if sample.top:
-                top = top_logprobs(self.base.model, part, sample.top, own)
-                result.top = table(top, size, first + 1)
-        if sample.targets is not None:
-            ids = torch.from_numpy(sample.targets).to(hidden.device)
-            of_targets = target_logprobs(self.base.model, hidden, ids.clamp(min=0), groups).cpu().numpy()
-            result.targets = np.where(sample.targets >= 0, of_targets, 0.0).astype(np.float32)
-        if sample.alternatives:
-            random = np.random.Generator(np.random.Philox(key=derive_seed(seed, -1) % 2**64))
-            uniforms = torch.from_numpy(random.random((size - 1, sample.alternatives), np.float32))
-            tokens, logp = drawn(self.base.model, hidden, uniforms, sample.params.temperature, groups)
-            result.alternatives = tokens.numpy(), logp.numpy()
-        return result
+        if (size := len(sample.prompt)) < 2:
+            return Scores(None if sample.scored_from is None else np.full(size, np.nan, np.float32))
+        ids = torch.tensor(sample.prompt[:-1], dtype=torch.int64)  # position i predicts token i + 1
+        return self.base.evaluated(ids, adapter, partial(scored, replace(sample, pictures=()), seed))
 
-    def hidden(self, ids: tuple[int, ...], adapter: AdapterWeights | None) -> tuple[Tensor, list[RowGroup]]:
-        groups = [] if adapter is None else [RowGroup(0, len(ids), adapter)]
-        with adapted(self.base.model, groups):
-            return self.base.hidden([torch.tensor(ids, dtype=torch.int64)]), groups
-
-    @torch.no_grad()
-    def top_sampled(
-        self, prompt: tuple[int, ...], answer: tuple[int, ...], count: int, adapter: AdapterWeights | None
-    ) -> Top | None:
+    def top_sampled(self, prompt: tuple[int, ...], answer: tuple[int, ...], count: int,
+                    adapter: AdapterWeights | None) -> Top | None:  # fmt: skip
         """(compute thread) Top log-probs of each position of an answer."""
         if not answer:
             return None
-        hidden, groups = self.hidden((*prompt, *answer)[:-1], adapter)
-        own = [RowGroup(0, len(answer), g.adapter) for g in groups]
-        return top_logprobs(self.base.model, hidden[len(prompt) - 1 :], count, own)
+        ids = torch.tensor((*prompt, *answer)[:-1], dtype=torch.int64)
+        return self.base.evaluated(ids, adapter, partial(top_behind, len(prompt) - 1, count))
+
+
+def top_behind(first: int, count: int, model: nn.Module, hidden: Tensor, groups: list[RowGroup]) -> Top:
+    """Top log-probs from position `first` on (for `SharedBase.evaluated`)."""
+    own = [RowGroup(0, len(hidden) - first, g.adapter) for g in groups]
+    return top_logprobs(model, hidden[first:], count, own)
+
+
+def scored(sample: Sample, seed: int, model: nn.Module, hidden: Tensor, groups: list[RowGroup]) -> Scores:
+    """Scores of a prompt, of which `hidden` has all tokens but the last (for `SharedBase.evaluated`)."""
+    result, size = Scores(), len(sample.prompt)
+    if sample.scored_from is not None:
+        first = sample.scored_from - 1
+        part, own = hidden[first:], [RowGroup(0, size - 1 - first, g.adapter) for g in groups]
+        actual = plain(torch.tensor(sample.prompt[first + 1 :], dtype=torch.int64, device=hidden.device))[:, None]
+        result.logprobs = np.full(size, np.nan, np.float32)
+        result.logprobs[first + 1 :] = target_logprobs(model, part, actual, own)[:, 0].cpu().numpy()
+        result.logprobs[sample.shown] = np.nan  # images are not predicted
+        if sample.top:
+            result.top = table(top_logprobs(model, part, sample.top, own), size, first + 1)
+    if sample.targets is not None:
+        ids = torch.from_numpy(sample.targets).to(hidden.device)
+        of_targets = target_logprobs(model, hidden, ids.clamp(min=0), groups).cpu().numpy()
+        result.targets = np.where(sample.targets >= 0, of_targets, 0.0).astype(np.float32)
+    if sample.alternatives:
+        random = np.random.Generator(np.random.Philox(key=derive_seed(seed, -1) % 2**64))
+        uniforms = torch.from_numpy(random.random((size - 1, sample.alternatives), np.float32))
+        tokens, logp = drawn(model, hidden, uniforms, sample.params.temperature, groups)
+        result.alternatives = tokens.numpy(), logp.numpy()
+    return result
 
 
 def table(top: Top, size: int, first: int) -> tuple[np.ndarray, np.ndarray]:
