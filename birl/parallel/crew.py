@@ -55,8 +55,9 @@ class RankGroup:
         self._store = None if ranks.alone else dist.distributed_c10d._get_default_store()
         self._closed = ranks.alone
         self.ended: Callable[[], str] = lambda: ""  # error of ranks whose processes have ended
-        self.failed: Callable[[str], None] = lambda word: None  # called before rank 0 ends: a call raised in a rank,
-        self.again = False  # or one was killed: the second time its computation may be the reason
+        self.killed: Callable[[], str] = lambda: ""  # of one that SIGKILL ended: others raise errors, too
+        # called before rank 0 ends, with the error, and whether a rank raised it; else a rank was killed
+        self.failed: Callable[[str, bool], None] = lambda word, raised: None
         self._watch = threading.Event()
         self._verbs: list[Callable[[Any], list[Tensor]]] = []  # of `everywhere`
         self._held: dict[int, list[Any]] = {}  # this rank's share of each `Shared` list that rank 0 keeps
@@ -142,8 +143,8 @@ class RankGroup:
         return f"\nThe last collectives of rank {self.ranks.rank}, the newest first:\n{result}" if result else ""
 
     def told(self) -> bool:
-        """Whether a rank has stored an error; one that was killed has not."""
-        return self._store is not None and self._store.check([f"{WORD}/text"])
+        """Whether a rank has stored an error, and not because another was killed."""
+        return self._store is not None and not self.killed() and self._store.check([f"{WORD}/text"])
 
     def failure(self, wait: float = 0.0) -> str:
         """Error of the rank that failed first, else a message about one whose process ended; empty if there is neither
@@ -151,6 +152,8 @@ class RankGroup:
         assert self._store is not None
         until = time.monotonic() + wait
         while True:
+            if word := self.killed():
+                return word
             if self.told():
                 return self._store.get(f"{WORD}/text").decode()
             if time.monotonic() >= until:
@@ -166,8 +169,7 @@ class RankGroup:
                 if self.failure():
                     word = self.failure(GRACE)
                     if not self._watch.wait(2 * GRACE):
-                        if self.again or self.told():
-                            self.failed(word)
+                        self.failed(word, self.told())
                         act(word + self._flight())
                     return
 

@@ -55,6 +55,7 @@ def rank_processes(
         stack.callback(leave)
         crew = RankGroup(join(grid, device, timeout), timeout)
         crew.ended = lambda: next((word for c in children if (word := c.word())), "")
+        crew.killed = lambda: next((c.word() for c in children if c.process.code == -signal.SIGKILL), "")
         crew.watch(stop_at_once)
         try:
             yield crew

@@ -181,6 +181,20 @@ def test_memory_has_the_newest_unnamed_weights_of_a_run_and_older_ones_are_read(
     assert all(torch.equal(f.b, read.factors[name].b) for name, f in first.factors.items())
 
 
+def test_a_checkpoint_with_a_name_is_never_taken_for_one_without(work: Work) -> None:
+    """Sampling with weights named session-final made them expire a day later."""
+    run = made(work)
+    asked = [(1, "save_weights_for_sampler", {"path": "session-final"}), (2, "save_weights", {"path": "session-3"}),
+             (3, "save_weights_for_sampler", {})]  # fmt: skip
+    _, taken, unnamed = done(work, run, *asked)
+    assert b"reserved" in taken.body and not unnamed.failed
+    for name in ("session-final", "session-3"):
+        sampler = Sampler(f"{'a' * 32}:sample:0", "alice", "model", f"tinker://{RUN}/sampler_weights/{name}")
+        assert work.checkpoints.weights(sampler) is not None
+    expires = {c.name: c.expires for c in work.runs.store.checkpoints(RUN)}
+    assert expires["session-final"] is None and expires["session-3"] is not None
+
+
 def test_a_full_disk_leaves_no_part_of_a_checkpoint_and_counts_no_session(work: Work) -> None:
     run = made(work)
     with full_disk(3000):
@@ -264,12 +278,12 @@ def test_a_request_whose_pass_failed_in_a_rank_is_answered_at_the_next_start_and
     """It was done again, and the service ended again, for ever."""
     run = made(work)
     done(work, run, learning(1))
-    work.runs.accept(run, Record(*learning(2)))
+    work.fail("rank 1 ended between two passes", True)  # what was answered stays
+    failing(work, run, 2)
     work.runs.accept(run, Record(3, "optim_step", json.dumps(STEP).encode()))
-    chosen: Any = [SimpleNamespace(request=(RUN, 2))]
-    work.passes.chosen = chosen
-    work.refuse(
-        "rank 1 of 2: Traceback\n  File x\ntorch.OutOfMemoryError: no memory\n\nThe last collectives of rank 1:\nx"
+    work.fail(
+        "rank 1 of 2: Traceback\n  File x\ntorch.OutOfMemoryError: no memory\n\nThe last collectives of rank 1:\nx",
+        True,
     )
     killed = again(work)
     after = killed.runs.by_id[RUN]
@@ -277,6 +291,35 @@ def test_a_request_whose_pass_failed_in_a_rank_is_answered_at_the_next_start_and
     refused = after.promises[2].answer
     assert refused is not None and refused.failed and b"ended: torch.OutOfMemoryError: no memory" in refused.body
     assert answer is not None and not answer.failed
+    assert after.promises[1].answer is not None and not after.promises[1].answer.failed
+
+
+def failing(work: Work, run: Run, seq: int) -> None:
+    """A request in whose pass the service ends."""
+    work.runs.accept(run, Record(*learning(seq)))
+    chosen: Any = [SimpleNamespace(request=(RUN, seq))]
+    work.passes.chosen = chosen
+
+
+def test_a_request_is_refused_for_two_kills_of_its_own_pass_alone(work: Work) -> None:
+    """Any restart within the last five counted as the first, however long ago: a month later, too."""
+    run, word = made(work), "rank 1 was ended by SIGKILL. The end of rank-1.log:\n(empty)"
+    failing(work, run, 1)
+    work.fail(word, False)
+    work = again(work)
+    run = work.runs.by_id[RUN]
+    answer = asyncio.run(restarted(work, run, 1))
+    assert answer is not None and not answer.failed
+    failing(work, run, 2)  # another request: its first
+    work.fail(word, False)
+    work = again(work)
+    failing(work, work.runs.by_id[RUN], 2)
+    work.fail(word, False)
+    work = again(work)
+    run = work.runs.by_id[RUN]
+    answer = asyncio.run(restarted(work, run, 2))
+    assert answer is not None and answer.failed and b"SIGKILL" in answer.body
+    assert run.promises[1].answer is not None and not run.promises[1].answer.failed
 
 
 def test_bodies_on_their_way_are_bounded_for_a_tenant() -> None:

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +17,20 @@ import psutil
 import pytest
 import torch
 
-from birl.learner.low_rank_ranks import shared_out
+from birl.config.load import load
+from birl.config.schema import Tinker
+from birl.learner.low_rank_ranks import Copy, shared_out
+from birl.learner.low_rank_run import AdamStep, LowRankConfig
 from birl.models.target_logprobs import TargetRow
-from birl.server.tinker import restarts, wire
+from birl.parallel.crew import RankGroup
+from birl.parallel.ranks import Grid, Ranks
+from birl.server.tinker import command, restarts, wire
+from birl.server.tinker.requests import Sample
 from birl.server.tinker.store import Store, read_tensors
+from birl.server.tinker.tenants import read
+from birl.types import SamplingParams
 from tests import sights
+from tests.parallel.processes import on_ranks
 from tests.server.tinker_server import Client, Server, encoded, serving, text
 from tests.tiny import tiny_model_folder
 
@@ -153,13 +163,47 @@ def test_a_request_is_done_again_after_the_first_kill_of_a_rank_and_refused_afte
     assert "restart 2 of 5" in "".join(server.said), server.said
 
 
+def without_copy(ranks: Ranks, folder: str, state: str) -> dict[str, Any]:
+    """Bytes of weights in this process, an adapter's gradient, and scores of a prompt with it."""
+    words = [f"model.path={folder}", f"folder={state}", "model.dtype=float32", "kv_cache_gb=0.01", "threads=1"]
+    config = load(Tinker, words if ranks.alone else [*words, "engines=1", f"parallel.fsdp={ranks.grid.fsdp}"])
+    crew, known = RankGroup(ranks), read("")
+    with ThreadPoolExecutor(1) as compute:
+        if not crew.leads:
+            base = compute.submit(
+                lambda: command.base_of(config, command.loaded(config, compute, ranks), crew)
+            ).result()
+            crew.follow(Copy(base, ranks), compute)
+            return {}
+        service = compute.submit(command.load, config, known, Path(state), compute, crew).result()
+        base, ids = service.sampling.base, torch.arange(5, 30, dtype=torch.int64)
+        run, work = base.run(LowRankConfig(rank=4, seed=1)), TargetRow(ids[:-1], ids[1:, None])
+        run.collect()
+        compute.submit(base.learn, [(run.weights, [work])], lambda number, rows: -rows[0].sum()).result()
+        norm = run.step(AdamStep(learning_rate=0.05))
+        sample = Sample(prompt=tuple(ids.tolist()), count=1, params=SamplingParams(max_tokens=1), scored_from=1)
+        scores = compute.submit(service.sampling.scores, sample, run.weights, 0).result()
+        crew.close()
+    size = sum(p.nbytes for p in base.model.parameters() if not p.is_meta)
+    return {"bytes": size, "norm": norm, "scores": scores.logprobs, "context": service.work.reader.context}
+
+
+def test_rank_0_of_a_split_base_has_no_copy_of_it_where_engines_sample(tmp_path: Path) -> None:
+    model = str(tiny_model_folder(tmp_path / "model"))
+    alone = without_copy(Ranks(), model, str(tmp_path / "one"))
+    found = on_ranks(Grid(fsdp=2), without_copy, model, str(tmp_path / "two"), timeout=300)[0]
+    assert alone["bytes"] > 0 and found["bytes"] == 0 and found["context"] == alone["context"]
+    assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+    np.testing.assert_allclose(found["scores"], alone["scores"], atol=1e-5, rtol=0)
+
+
 CHILD = """import os, socket, sys
-with open("starts", "a") as file: file.write(f"{sys.stdin.read()} {os.environ['BIRL_TINKER_AGAIN']}, ")
+with open("starts", "a") as file: file.write(f"{sys.stdin.read()}, ")
 if sys.argv[1] == "listens": socket.socket(fileno=int(os.environ["BIRL_TINKER_SOCKET"])).listen()
 sys.exit(2)"""
 
 
-@pytest.mark.parametrize(("how", "starts"), [("listens", "the keys 0, the keys 1, the keys 2, "), ("", "the keys 0, ")])
+@pytest.mark.parametrize(("how", "starts"), [("listens", "the keys, the keys, the keys, "), ("", "the keys, ")])
 def test_a_service_that_ends_is_started_again_so_often_and_one_that_never_began_is_not(
     how: str, starts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +219,16 @@ def test_a_service_that_ends_is_started_again_so_often_and_one_that_never_began_
 
 def words(process: psutil.Process) -> list[str]:
     return [f"RANK={process.environ().get('RANK')}"]
+
+
+def test_an_error_that_follows_a_kill_of_another_rank_does_not_count_as_its_cause() -> None:
+    """With three ranks or more a request was refused for the first kill."""
+    crew = RankGroup(Ranks())
+    crew._store = torch.distributed.HashStore()  # pyright: ignore[reportAttributeAccessIssue]
+    crew.report(RuntimeError("Connection closed by peer"))
+    assert crew.told() and "Connection closed" in crew.failure()
+    crew.killed = lambda: "rank 1 was ended by SIGKILL"
+    assert not crew.told() and crew.failure() == "rank 1 was ended by SIGKILL"
 
 
 def test_neighbours_are_shared_out_by_their_tokens() -> None:

@@ -198,6 +198,12 @@ def test_a_full_disk_takes_nothing_that_was_accepted_with_it(tmp_path: Path, cap
     journal = store.run(GOOD) / "journal"
     with full_disk(journal.stat().st_size + 30), pytest.raises(OSError, match="too large"):
         store.append(GOOD, Record(3, "optim_step", b"{}"))
+    store.note("alice", "first")
+    with full_disk((tmp_path / "audit.jsonl").stat().st_size + 9), pytest.raises(OSError, match="too large"):
+        store.note("alice", "second")
+    store.note("alice", "third")
+    events = [json.loads(line)["event"] for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert events == ["first", "third"]
     store.append(GOOD, Record(4, "optim_step", b"{}"))  # there is room again
     assert [r.seq for r in store.journal(GOOD)] == [2, 4]
     runs = Runs(store, NONE, Promises(), 0)

@@ -20,7 +20,7 @@ from birl.regular import read_json
 from birl.server.tinker import requests
 from birl.server.tinker.runs import Run
 from birl.server.tinker.sessions import Sessions, make_room
-from birl.server.tinker.store import Checkpoint, Store, left_out, named, read_tensors
+from birl.server.tinker.store import UNNAMED, Checkpoint, Store, left_out, named, read_tensors
 from birl.server.tinker.tenants import Quota
 
 SHORTEST, LONGEST = 3600, 10 * 366 * 24 * 3600  # limits of a checkpoint's time to live [s]
@@ -110,9 +110,7 @@ class Checkpoints:
 
     def prune(self, run: Run) -> None:
         """Remove unnamed sampling weights that were not used for a while, except the newest."""
-        old = [
-            c for c in self.store.checkpoints(run.id) if c.kind == "sampler_weights" and c.name.startswith("session-")
-        ]
+        old = [c for c in self.store.checkpoints(run.id) if c.kind == "sampler_weights" and UNNAMED.fullmatch(c.name)]
         for checkpoint in sorted(old, key=lambda c: c.made)[:-NEWEST]:
             if time.monotonic() - self.used.get(checkpoint.path, self.began) > QUIET:
                 self.kept.pop(checkpoint.path, None)
@@ -185,7 +183,7 @@ class Checkpoints:
             return None
         result = self.readable(sampler.path, sampler.owner)
         self.used[result.path] = time.monotonic()
-        if result.name.startswith("session-") and (result.expires or 0) < time.time() + EPHEMERAL / 2:
+        if UNNAMED.fullmatch(result.name) and (result.expires or 0) < time.time() + EPHEMERAL / 2:
             result.expires = time.time() + EPHEMERAL
             self.store.change(result)
         if (weights := self.kept.get(sampler.path)) is None:

@@ -46,7 +46,7 @@ class Passes:
     together: bool
     waiting: list[Piece] = field(default_factory=list)
     running: "asyncio.Task[None] | None" = None
-    chosen: Sequence[Piece] = ()  # pieces of the running pass
+    chosen: Sequence[Piece] = ()  # pieces of the running pass; none while there is none
     computed: int = 0  # number of passes,
     pieces: int = 0  # and of their pieces
 
@@ -80,6 +80,7 @@ class Passes:
                 results = [error]
                 if len(chosen) > 1:  # each alone, to find the one that fails
                     results = [await loop.run_in_executor(self.compute, self._alone, piece) for piece in chosen]
+            self.chosen = ()
             for piece, result in zip(chosen, results, strict=True):
                 if piece.result.done():
                     continue

@@ -17,7 +17,7 @@ from birl.hosts import bind
 from birl.process import tied
 
 MOST, WINDOW = 5, 3600.0  # maximum restarts within this many seconds
-SOCKET, AGAIN = "BIRL_TINKER_SOCKET", "BIRL_TINKER_AGAIN"  # for the child: listening socket; restarts in WINDOW
+SOCKET = "BIRL_TINKER_SOCKET"  # environment variable: the child's listening socket
 
 
 def run(config: schema.Tinker) -> int:
@@ -44,7 +44,7 @@ def supervise(words: Sequence[str], text: str, sock: socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
     while True:
-        env = os.environ | {SOCKET: str(sock.fileno()), AGAIN: str(len(restarts))}
+        env = os.environ | {SOCKET: str(sock.fileno())}
         child = subprocess.Popen(
             tied(words), stdin=subprocess.PIPE, env=env, pass_fds=[sock.fileno()], start_new_session=True
         )

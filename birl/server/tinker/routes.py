@@ -109,7 +109,7 @@ async def ordered(kind: str, service: TinkerService, tenant: Tenant, request: Re
     """A JSON request of a run."""
     data = await body(service, request)
     run = service.run(requests.words(data, "model_id"), tenant)
-    seq = requests.whole(data, "seq_id", max(run.promises, default=0) + 1, 1, 2**31)
+    seq = requests.whole(data, "seq_id", run.newest + 1, 1, 2**31)
     service.store.note(tenant.name, kind, run=run.id, seq=seq)
     return promised(service.submit(tenant, run, Record(seq, kind, json.dumps(data).encode())), run.id)
 

@@ -16,7 +16,7 @@ from birl.errors import BirlError
 from birl.learner.low_rank_run import LowRankConfig, LowRankRun, SharedBase, parts_bytes
 from birl.regular import read_json
 from birl.server.tinker.futures import Answer, Promise, Promises
-from birl.server.tinker.store import Record, Store, left_out
+from birl.server.tinker.store import KILLED, Record, Store, left_out
 
 MOST_AHEAD = 1000  # maximum lead of a request's number over the next one to execute
 ANSWERS_KEPT = 64  # number of a run's newest answers that are kept for a restart
@@ -35,7 +35,7 @@ class Request:
 @dataclass(slots=True, eq=False, kw_only=True)
 class Run:
     """A training run. `done`: number of the last executed request. `made`: new, not from a checkpoint. `broken`: why
-    the gradient is incomplete."""
+    the gradient is incomplete. `killed`: requests in whose pass a rank was killed."""
 
     id: str
     owner: str
@@ -51,6 +51,7 @@ class Run:
     broken: str = ""
     waiting: dict[int, Request] = field(default_factory=dict)
     promises: dict[int, Promise] = field(default_factory=dict)
+    killed: set[int] = field(default_factory=set)
     working: "asyncio.Task[None] | None" = None
     deleted: bool = False
     saving: threading.Lock = field(default_factory=threading.Lock)  # lock of snapshots, which a thread writes
@@ -58,6 +59,11 @@ class Run:
     @property
     def next(self) -> Request | None:
         return self.waiting.get(self.done + 1)
+
+    @property
+    def newest(self) -> int:
+        """Number of the last request accepted."""
+        return max(self.promises, default=0)
 
     def about(self) -> dict[str, Any]:
         """Contents of `run.json`."""
@@ -94,7 +100,9 @@ class Runs:
             run.done = 0
             self.promise(run, 0).settle(Answer.of(model_id=id, type="create_model"))
         for record in records:
-            if record.seq > run.done:
+            if record.kind == KILLED:
+                run.killed.add(record.seq)
+            elif record.seq > run.done:
                 run.waiting[record.seq] = Request(record, self.promise(run, record.seq))
         return run
 

@@ -190,7 +190,7 @@ class TinkerService:
         body = json.dumps({key: value for key, value in data.items() if key != "weights_access_token"}).encode()
         if data.get("session_id") is None:
             run = self.run(requests.words(data, "model_id"), tenant)
-            seq = requests.whole(data, "seq_id", 1, 1, 2**31)
+            seq = requests.whole(data, "seq_id", run.newest + 1, 1, 2**31)
             if stranger:
                 return run, self.submit(tenant, run, refusal(seq, NO_TOKENS))
             return run, self.submit(tenant, run, Record(seq, "load_weights", body))

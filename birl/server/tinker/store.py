@@ -39,7 +39,9 @@ from birl.server.tinker.futures import Answer
 
 ID = re.compile(r"[0-9a-f]{32}(:(train|sample):[0-9]{1,12})?")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+UNNAMED = re.compile(r"session-[0-9]{1,12}")  # names of checkpoints that were saved without one
 log = logging.getLogger(__name__)
+KILLED = "killed"  # kind of a record: a rank was killed in the pass of the request of this number
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
@@ -114,16 +116,9 @@ class Store:
         shutil.rmtree(folder / "answers", ignore_errors=True)
 
     def append(self, id: str, record: Record) -> None:
-        """Append a record, unbuffered, so that it survives a kill of the process. If the disk is full the partial
-        record is removed, as later records would be lost after it: raises `OSError`."""
-        with self.writing, (self.run(id) / "journal").open("ab", buffering=0) as file:
-            start, data = file.tell(), framed(record)
-            try:
-                while data:
-                    data = data[file.write(data) :]
-            except OSError:
-                file.truncate(start)
-                raise
+        """Journal a request. Raises `OSError` if the disk is full."""
+        with self.writing:
+            append(self.run(id) / "journal", framed(record))
 
     def journal(self, id: str, size: int | None = None) -> list[Record]:
         """All complete records, or those in the first `size` bytes. Without `size` a truncated record at the end is
@@ -270,8 +265,7 @@ class Store:
     def note(self, tenant: str, what: str, **about: Any) -> None:
         """Write an event to the audit log."""
         line = json.dumps({"time": time.time(), "tenant": tenant, "event": what, **about})
-        with (self.root / "audit.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        append(self.root / "audit.jsonl", f"{line}\n".encode())
 
 
 @contextmanager
@@ -308,6 +302,8 @@ def named(name: str) -> str:
     """Check a checkpoint's name. Raises `BirlError`."""
     if not NAME.fullmatch(name) or name.endswith(".partial"):
         raise BirlError(f"{name[:150]!r}: a checkpoint's name has letters, digits, dots, _ and -, at most 128.")
+    if UNNAMED.fullmatch(name):
+        raise BirlError(f"{name}: names of this form are reserved for weights without a name: give another name.")
     return name
 
 
@@ -320,6 +316,19 @@ def refusal(seq: int, reason: str, kind: str = "refused") -> Record:
 def framed(record: Record) -> bytes:
     head = {"seq": record.seq, "kind": record.kind, "size": len(record.body), "crc": zlib.crc32(record.body)}
     return json.dumps(head).encode() + b"\n" + record.body + b"\n"
+
+
+def append(path: Path, data: bytes) -> None:
+    """Append unbuffered, so that it survives a kill of the process. If the disk is full the part that was written is
+    removed, as what follows it would be unreadable: raises `OSError`."""
+    with path.open("ab", buffering=0) as file:
+        start = file.tell()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(start)
+            raise
 
 
 def replace(path: Path, data: bytes) -> None:

@@ -23,7 +23,7 @@ from birl.server.tinker.inputs import Reader
 from birl.server.tinker.passes import Passes, cut
 from birl.server.tinker.requests import Datum, ForwardBackward
 from birl.server.tinker.runs import Request, Run, Runs
-from birl.server.tinker.store import Record, refusal
+from birl.server.tinker.store import KILLED, Record, refusal
 from birl.server.tinker.tenants import Tenants
 
 SNAPSHOT = 30.0  # [s]: requests of at most this time are executed again after a kill
@@ -99,13 +99,16 @@ class Work:
         except Exception as error:
             return Answer.failure(f"{type(error).__name__}: {first_line(error)}", "server")
 
-    def refuse(self, word: str) -> None:
-        """Record the failure of a pass on a rank that others wait for, after which the process ends: at the next start
-        its requests are answered with the reason, and not executed again, as that might fail again. (any thread)"""
+    def fail(self, word: str, raised: bool) -> None:
+        """Record the failure of the running pass, after which the process ends. At the next start its requests are
+        executed again if a rank was killed for the first time in them, perhaps for another reason; else (`raised`: by
+        a rank) they are answered with the error. (any thread)"""
         ended, _, log = word.partition("\nThe last collectives")[0].strip().partition(" The end of ")
         reason = f"{ended} {log.splitlines()[-1]}" if log else ended.rpartition("\n")[2]
         for run, seq in (p.request for p in self.passes.chosen if p.request[0]):
-            self.runs.store.append(run, refusal(seq, f"Its pass failed on a rank, and the server ended: {reason}"))
+            again = raised or seq in self.runs.by_id[run].killed
+            why = f"Its pass failed on a rank, and the server ended: {reason}"
+            self.runs.store.append(run, refusal(seq, why) if again else Record(seq, KILLED, b""))
 
     async def _forward_backward(self, run: Run, record: Record) -> Answer:
         tenant = self.tenants.named(run.owner)
