@@ -112,10 +112,12 @@ def test_on_policy_the_gradient_is_reinforces(name: str) -> None:
 def test_data_together_are_the_sum_of_each_alone(name: str) -> None:
     """Bounds, masks and weights that only some of them have."""
     random, data = np.random.default_rng(0), []
+    takes = losses.POLICY[name].inputs if name in losses.POLICY else ("target_tokens", "weights")
     extra = ({}, {"sequence_ratio_mask": [0, 1, 1], "weights": [0.5, 0, 2]}, {"clip_low_threshold": [0.5] * 3})
     for size, more in zip((4, 3, 3), extra, strict=True):
         inputs = {key: random.normal(size=size).astype(np.float32) for key in ("logprobs", "advantages")}
         inputs |= {key: np.array(values, np.float32) for key, values in more.items()}
+        inputs = {key: values for key, values in inputs.items() if key in takes}
         data.append(Datum(tokens=np.arange(size), inputs={"target_tokens": np.arange(size), **inputs}))
     rows = [torch.tensor(random.normal(size=(len(d), 1)), dtype=torch.float32) for d in data]
     config = {"stable_reinforce": {"kl_coeff": 0.3}, "ppo": {"clip_high_threshold": 1.5}}.get(name, {})
@@ -149,6 +151,10 @@ def test_cross_entropy_takes_weights_of_every_target() -> None:
         (request("ppo", logprobs=OLD[:3], advantages=ADVANTAGES), r"data\[0\].logprobs: has the shape \[3\]"),
         (request("ppo", {"beta": 0.1}, **GIVEN), "ppo has no beta; it has clip_low_threshold"),
         (request("dro", {"beta": "much"}, **GIVEN), "loss_fn_config.beta: must be a finite number"),
+        (request("ppo", **GIVEN, mask=[1] * 5), r"data\[0\].mask: ppo would ignore it; it takes target_tokens"),
+        (request("importance_sampling", **GIVEN, weights=[1] * 5), r"data\[0\].weights: importance_sampling would"),
+        (request("ppo", {"clip_low_threshold": 1.3}, **GIVEN), "clip_low_threshold 1.3 is above .* 1.2"),
+        (request("cispo", **GIVEN, clip_low_threshold=[0, 0, 0, 9, 0]), "clip_low_threshold 9 is above"),
     ],
 )
 def test_what_a_loss_lacks_is_said(asked: ForwardBackward, said: str) -> None:

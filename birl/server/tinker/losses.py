@@ -78,22 +78,30 @@ def stable_reinforce(logp: Tensor, given: Given, config: Config) -> Tensor:
 
 
 class Kind(NamedTuple):
-    """A loss of log-probs [T]: its function, the keys of its configuration, and the default bounds of its ratio."""
+    """A loss of log-probs [T]: its function, the keys of its configuration, the default bounds of its ratio, and
+    whether it takes a mask."""
 
     loss: Callable[[Tensor, Given, Config], Tensor]
     keys: tuple[str, ...] = ()
     low: float = 0.8
     high: float = 1.2
+    masked: bool = False
+
+    @property
+    def inputs(self) -> dict[str, bool]:
+        """Inputs of a datum, and whether each is required."""
+        result = dict.fromkeys(("target_tokens", "logprobs", "advantages"), True)
+        return result | dict.fromkeys([*BOUNDS] * (self.keys == BOUNDS) + [MASK] * self.masked, False)
 
 
-BOUNDS = ("clip_low_threshold", "clip_high_threshold")
+BOUNDS, MASK = ("clip_low_threshold", "clip_high_threshold"), "sequence_ratio_mask"
 POLICY = {
     "importance_sampling": Kind(importance_sampling),
     "ppo": Kind(ppo, BOUNDS),
     "cispo": Kind(bounded_reinforce, BOUNDS),
     "dro": Kind(dro, ("beta",)),
-    "gspo": Kind(sequence_ratio, BOUNDS, 1 - 3e-4, 1 + 4e-4),
-    "stable_reinforce": Kind(stable_reinforce, ("kl_coeff",)),
+    "gspo": Kind(sequence_ratio, BOUNDS, 1 - 3e-4, 1 + 4e-4, masked=True),
+    "stable_reinforce": Kind(stable_reinforce, ("kl_coeff",), masked=True),
 }
 NAMES = ("cross_entropy", *POLICY)
 
@@ -112,27 +120,34 @@ def check(request: ForwardBackward) -> None:
         if key not in known:
             raise BirlError(f"loss_fn_config: {request.loss} has no {key}; it has {', '.join(known) or 'no keys'}.")
         number(request.config, key, 0.0)
+    takes = POLICY[request.loss].inputs if request.loss in POLICY else {"target_tokens": True, "weights": False}
     for i, datum in enumerate(request.data):
-        needed = {"weights": False} if request.loss == "cross_entropy" else {"logprobs": True, "advantages": True}
-        for name, must in needed.items():
+        if request.loss in POLICY and datum.targets.shape[1] != 1:
+            raise BirlError(f"data[{i}].target_tokens: {request.loss} takes one target in each place.")
+        extra = sorted(datum.inputs.keys() - takes.keys())
+        if extra and not request.forward_only:
+            raise BirlError(f"data[{i}].{extra[0]}: {request.loss} would ignore it; it takes {', '.join(takes)}.")
+        for name, must in takes.items():
             values = datum.inputs.get(name)
             if values is None and must:
                 raise BirlError(f"data[{i}]: {name} is missing, which {request.loss} needs.")
             if values is not None and values.size != datum.targets.size:
                 want = list(datum.inputs["target_tokens"].shape)
                 raise BirlError(f"data[{i}].{name}: has the shape {list(values.shape)}, and the targets {want}.")
-        if request.loss in POLICY:
-            _check_policy(request.loss, datum, f"data[{i}]")
+        if BOUNDS[0] in takes:
+            _check_bounds(request, datum, f"data[{i}]")
 
 
-def _check_policy(loss: str, datum: Datum, what: str) -> None:
-    if datum.targets.shape[1] != 1:
-        raise BirlError(f"{what}.target_tokens: {loss} takes one target in each place.")
-    for name in (*BOUNDS, "sequence_ratio_mask"):
-        values = datum.inputs.get(name)
-        if values is not None and values.size != len(datum):
-            raise BirlError(f"{what}.{name}: has the shape {list(values.shape)}; the input has {len(datum)} tokens.")
-        if loss == "gspo" and name in BOUNDS and values is not None and (values != values.flat[0]).any():
+def _check_bounds(request: ForwardBackward, datum: Datum, what: str) -> None:
+    kind = POLICY[request.loss]
+    low, high = (
+        datum.inputs.get(name, np.full(1, number(request.config, name, otherwise))).reshape(-1)
+        for name, otherwise in zip(BOUNDS, (kind.low, kind.high), strict=True)
+    )
+    if (low > high).any():
+        raise BirlError(f"{what}: {BOUNDS[0]} {low.max():g} is above {BOUNDS[1]} {high.min():g}.")
+    for name, values in zip(BOUNDS, (low, high), strict=True):
+        if request.loss == "gspo" and (values != values[0]).any():
             raise BirlError(f"{what}.{name}: gspo has one ratio for all places, so its bound must be one number.")
 
 
@@ -154,7 +169,7 @@ def given(data: Sequence[Datum], like: Tensor, kind: Kind, config: Config) -> Gi
         column(data, key, number(config, key, otherwise), like)
         for key, otherwise in zip(BOUNDS, (kind.low, kind.high), strict=True)
     )
-    mask = column(data, "sequence_ratio_mask", np.nan, like)
+    mask = column(data, MASK, np.nan, like)
     mask = torch.where(mask.isnan(), (advantages != 0).float(), mask)
     return Given(column(data, "logprobs", 0.0, like), advantages, low, high, mask)
 
