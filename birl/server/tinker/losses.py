@@ -144,6 +144,8 @@ def _check_bounds(request: ForwardBackward, datum: Datum, what: str) -> None:
         datum.inputs.get(name, np.full(1, number(request.config, name, otherwise))).reshape(-1)
         for name, otherwise in zip(BOUNDS, (kind.low, kind.high), strict=True)
     )
+    if (high < 0).any():
+        raise BirlError(f"{what}: {BOUNDS[1]} {high.min():g} is negative; it bounds a ratio of probabilities.")
     if (low > high).any():
         raise BirlError(f"{what}: {BOUNDS[0]} {low.max():g} is above {BOUNDS[1]} {high.min():g}.")
     for name, values in zip(BOUNDS, (low, high), strict=True):

@@ -118,7 +118,10 @@ class Passes:
             assert own is not None
             value = own(logp)
             if not value.isfinite():
-                raise BirlError(f"The loss is {value.item()}: look at the advantages, weights and log-probs sent.")
+                raise BirlError(
+                    f"The loss is {value.item()}: look at the advantages, weights and log-probs sent, and at the "
+                    "learning rates so far."
+                )
             return value
 
         return self.base.learn(work, loss)

@@ -149,7 +149,7 @@ class Work:
             learning_rate=requests.real(params, "learning_rate", 1e-4, 0.0, 1e6),
             beta1=requests.real(params, "beta1", 0.9, 0.0, 0.9999999),
             beta2=requests.real(params, "beta2", 0.95, 0.0, 0.9999999),
-            eps=requests.real(params, "eps", 1e-12, 0.0, 1.0),
+            eps=requests.real(params, "eps", 1e-12, 1e-30, 1.0),  # with 0 a zero gradient would make weights NaN
             weight_decay=requests.real(params, "weight_decay", 0.0, 0.0, 1e6),
             clip=requests.real(params, "grad_clip_norm", 0.0, -1e9, 1e9),
         )
