@@ -90,6 +90,7 @@ def test_every_option_of_sampling_is_answered(told: dict[str, Any]) -> None:
     assert found["targets"][0] == [pytest.approx(found["prompt"][1], abs=1e-6), 0.0]
     assert found["targets"][1][0] == pytest.approx(found["prompt"][2], abs=1e-6)
     assert found["last"][:2] == [None, None] and found["last"][2] == pytest.approx(found["prompt"][2], abs=1e-6)
+    assert found["one"] == [[None], [None], [0, 4], [0, 2]]  # the client raised an error of its own
     assert found["stopped"][0] == "stop" and found["stopped"][1] <= 3
     assert found["greedy"][0] == found["greedy"][1]
 

@@ -181,6 +181,15 @@ def test_memory_has_the_newest_unnamed_weights_of_a_run_and_older_ones_are_read(
     assert all(torch.equal(f.b, read.factors[name].b) for name, f in first.factors.items())
 
 
+def test_a_step_with_eps_0_is_refused(work: Work) -> None:
+    """It made weights NaN, whose first gradient is 0, and every later request of the run failed."""
+    run, params = made(work), STEP["adam_params"] | {"eps": 0.0}
+    _, step = done(work, run, learning(1), (2, "optim_step", {"adam_params": params}))
+    assert step.failed and b"eps: must be a number from 1e-30" in step.body
+    assert not done(work, run, (3, "optim_step", STEP))[0].failed
+    assert all(w.isfinite().all() for w in weights(work, run).values())
+
+
 def test_a_checkpoint_with_a_name_is_never_taken_for_one_without(work: Work) -> None:
     """Sampling with weights named session-final made them expire a day later."""
     run = made(work)

@@ -155,6 +155,7 @@ def test_cross_entropy_takes_weights_of_every_target() -> None:
         (request("importance_sampling", **GIVEN, weights=[1] * 5), r"data\[0\].weights: importance_sampling would"),
         (request("ppo", {"clip_low_threshold": 1.3}, **GIVEN), "clip_low_threshold 1.3 is above .* 1.2"),
         (request("cispo", **GIVEN, clip_low_threshold=[0, 0, 0, 9, 0]), "clip_low_threshold 9 is above"),
+        (request("cispo", {"clip_low_threshold": -2, "clip_high_threshold": -1}, **GIVEN), "high_threshold -1 is neg"),
     ],
 )
 def test_what_a_loss_lacks_is_said(asked: ForwardBackward, said: str) -> None:

@@ -94,6 +94,11 @@ def sampling(service: tinker.ServiceClient) -> dict[str, Any]:
         prompt_alt_tokens_k=4,
         target_prompt_logprobs=types.TensorData.from_torch(torch.tensor([[6, -1], [7, 9]])),
     ).result()  # fmt: skip
+    one = sampler.sample(
+        types.ModelInput.from_ints([5]), 1, end, include_prompt_logprobs=True, topk_prompt_logprobs=3,
+        prompt_alt_tokens_k=4, target_prompt_logprobs=types.TensorData(data=[], dtype="int64", shape=[0, 2]),
+    ).result()  # fmt: skip
+    assert one.prompt_alt_tokens is not None and one.target_prompt_logprobs is not None
     last = sampler.compute_logprobs(PROMPT, prompt_logprobs_last_n=1).result()
     stop = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=50, seed=1, stop=[every.sequences[0].tokens[2]]))
     greedy = [sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=5, temperature=0)).result() for _ in range(2)]
@@ -106,6 +111,12 @@ def sampling(service: tinker.ServiceClient) -> dict[str, Any]:
         "alternatives": every.prompt_alt_tokens.tokens.shape,
         "targets": every.target_prompt_logprobs.to_torch().tolist(),
         "last": last,
+        "one": [
+            one.prompt_logprobs,
+            one.topk_prompt_logprobs,
+            one.prompt_alt_tokens.tokens.shape,
+            list(one.target_prompt_logprobs.to_torch().shape),
+        ],
         "stopped": [stop.result().sequences[0].stop_reason, len(stop.result().sequences[0].tokens)],
         "greedy": [g.sequences[0].tokens for g in greedy],
         "ids": len({s.sequence_id for s in every.sequences}),

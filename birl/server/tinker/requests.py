@@ -261,7 +261,7 @@ def _targets(data: Any, rows: int, vocabulary: int) -> np.ndarray | None:
         raise BirlError(f"{what}: the shape {list(size)} is not [{rows}, 1 to {MOST_TARGETS}].")
     sparse = data.get("sparse_crow_indices") is not None
     result = wire.spread(numbers, crow, columns, size, what, -1) if sparse else wire.shaped(numbers, size, what)
-    if (result >= vocabulary).any() or (result < -1).any() or (result < 0).all():
+    if (result >= vocabulary).any() or (result < -1).any() or (rows and (result < 0).all()):
         raise BirlError(f"{what}: must name tokens of the model, or -1 for none, and at least one.")
     return result
 

@@ -142,7 +142,10 @@ class Runs:
         if known is not None:
             return None, known
         if not run.done < record.seq <= run.done + MOST_AHEAD:
-            raise BirlError(f"Request {record.seq} of {run.id}: the next is {run.done + 1}, and the answer is gone.")
+            raise BirlError(
+                f"seq_id={record.seq}: the next request of {run.id} is {run.done + 1}; answers of earlier ones are no "
+                f"longer kept, and a later one may be at most {MOST_AHEAD} ahead of it."
+            )
         self.store.append(run.id, record)
         request = Request(record, self.promise(run, record.seq))
         run.waiting[record.seq] = request

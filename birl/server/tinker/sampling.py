@@ -104,8 +104,8 @@ class Sampling:
 
     def scores(self, sample: Sample, adapter: AdapterWeights | None, seed: int) -> Scores:
         """(compute thread) Score a prompt in one pass."""
-        if (size := len(sample.prompt)) < 2:
-            return Scores(None if sample.scored_from is None else np.full(size, np.nan, np.float32))
+        if len(sample.prompt) < 2:
+            return unscored(sample)
         ids = torch.tensor(sample.prompt[:-1], dtype=torch.int64)  # position i predicts token i + 1
         return self.base.evaluated(ids, adapter, partial(scored, replace(sample, pictures=()), seed))
 
@@ -122,6 +122,20 @@ def top_behind(first: int, count: int, model: nn.Module, hidden: Tensor, groups:
     """Top log-probs from position `first` on (for `SharedBase.evaluated`)."""
     own = [RowGroup(0, len(hidden) - first, g.adapter) for g in groups]
     return top_logprobs(model, hidden[first:], count, own)
+
+
+def unscored(sample: Sample) -> Scores:
+    """Scores of a prompt of one token, which nothing predicts: tables without rows."""
+    result, none = Scores(), torch.zeros(0, sample.top or sample.alternatives, dtype=torch.float32)
+    if sample.scored_from is not None:
+        result.logprobs = np.full(1, np.nan, np.float32)
+        result.top = table(Top(none, none), 1, 1) if sample.top else None
+    if sample.targets is not None:
+        result.targets = sample.targets.astype(np.float32)
+    if sample.alternatives:
+        empty = np.zeros((0, sample.alternatives), np.int64)
+        result.alternatives = empty, empty.astype(np.float32)
+    return result
 
 
 def scored(sample: Sample, seed: int, model: nn.Module, hidden: Tensor, groups: list[RowGroup]) -> Scores:
