@@ -1,6 +1,8 @@
 """Exceptions that layers share and their messages, exit codes of commands, and SIGTERM as an exception."""
 
 import difflib
+import errno
+import os
 import signal
 import sys
 import threading
@@ -10,6 +12,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from birl.visible import visible
+
+LARGE = os.strerror(errno.EFBIG)  # no disk is full then
 
 
 class BirlError(Exception):
@@ -60,7 +64,8 @@ class TooLong(Exception):
 def tell(error: BirlError) -> None:
     """Print it on stderr, each line with the prefix `birl:`. It may contain output of a program or a model, so control
     characters are escaped."""
-    for line in visible(str(error)).splitlines():
+    limited = "\n`ulimit -f` shows the limit of a file's size; raise it." if LARGE in str(error) else ""
+    for line in visible(f"{error}{limited}").splitlines():
         print(f"birl: {line}", file=sys.stderr)
 
 
@@ -88,6 +93,14 @@ def did_you_mean(word: str, options: Iterable[str], prefix: str = "") -> str:
     in the answer but not compared."""
     result = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)
     return f" Did you mean {prefix}{result[0]}?" if result else ""
+
+
+def current_folder() -> str:
+    """The current folder. Raises `BirlError` if it was deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise BirlError("the current folder was deleted: change to another one, as with `cd`.") from None
 
 
 def innermost(error: BaseException) -> BaseException:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from birl.errors import text_of
+from birl.errors import current_folder, text_of
 
 ENDS = (SystemExit, KeyboardInterrupt)  # a task that raises one ends its loop
 GRACE = 5.0  # seconds that code may take to end after it is cancelled
@@ -35,7 +35,7 @@ def undone() -> Iterator[None]:
     """Restore the current folder and PyTorch's default dtype afterwards, and add back removed environment variables and
     entries of `sys.path`. For code that runs alone, such as an import; elsewhere tensors name their dtypes and paths
     are absolute."""
-    folder, variables, path = os.getcwd(), dict(os.environ), list(sys.path)
+    folder, variables, path = current_folder(), dict(os.environ), list(sys.path)
     try:
         yield
     finally:
@@ -62,6 +62,14 @@ def harmless(error: BaseException) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {text_of(error)}").with_traceback(error.__traceback__)
 
 
+def attribute(owner: Any, name: str, default: Any = None) -> Any:
+    """`getattr` of a user's object; what a property raises is `harmless`."""
+    try:
+        return getattr(owner, name, default)
+    except BaseException as error:
+        raise harmless(error) from None
+
+
 class Late(Exception):
     """The timeout expired before the work was done; has a message if the work is to blame."""
 
@@ -81,7 +89,10 @@ async def within(seconds: float | None, work: Coroutine[Any, Any, Any]) -> Any:
     if late:
         raise Late
     if task.cancelled():
-        raise RuntimeError("it was cancelled from within")
+        try:
+            task.result()
+        except asyncio.CancelledError as error:
+            raise RuntimeError("it was cancelled from within").with_traceback(error.__traceback__) from None
     if (error := task.exception()) is not None:
         raise Late(str(error)) if isinstance(error, Blocked) else harmless(error)
     return task.result()

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from birl.errors import BirlError, first_line
+from birl.errors import BirlError, did_you_mean, first_line
 from birl.regular import read_json
 
 SECONDS = 10.0  # timeout of a request to the hub
@@ -22,9 +22,11 @@ def check_model(key: str, path: str, whole: bool = True) -> None:
         return
     if not is_local(key, path):
         if why := missing(path, "model"):
+            parent = Path(path).expanduser().parent
+            near = did_you_mean(path, ["smollm2", *(str(f.parent) for f in parent.glob("*/config.json"))])
             raise BirlError(
                 f"{key}={path}: there is no such folder here, and {why}. Name an existing folder, a .gguf file, a hub "
-                "id, or smollm2."
+                f"id, or smollm2.{near}"
             )
         return
     folder = Path(path).expanduser()

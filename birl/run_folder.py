@@ -1,9 +1,12 @@
 """The folder of a run: who may write to it, its files about the run, and the checkpoint to continue from."""
 
+import hashlib
 import json
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from birl.config import schema
 from birl.config.file import to_yaml
@@ -11,10 +14,20 @@ from birl.errors import BirlError
 from birl.learner import step_folders
 from birl.learner.policy import Policy
 from birl.learner.store import Damaged, Store, location
+from birl.models import device
+from birl.models.digests import digests, whole
 from birl.models.load import save_hf_config
 from birl.models.vision import PROCESSORS
+from birl.parallel.ranks import Ranks
 from birl.regular import clear, write_whole
 from birl.track.folder_lock import check_same, plain, unwritable
+
+#: what changed after a checkpoint was saved -> what follows for a run that goes on from it
+FOLLOWS = {
+    "data.train": "its rows come in another order, so some may be trained twice and others not at all",
+    "The chat template": "prompts are rendered in another way than before",
+    "model.path": "it has other weights, so the reference is another model than before",
+}
 
 
 def recovered(url: str, run: Path) -> Path | None:
@@ -121,6 +134,9 @@ def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
             if file.is_file():
                 write_whole(part / file.name, file.read_bytes())
         policy.keep_pictures(run)
+        before, now = (folder / "chat_template.jinja" for folder in (model, part))
+        if before.is_file() and now.is_file() and before.read_bytes() != now.read_bytes():
+            print(f"WARNING: {before} is replaced by that of model.path; model.chat_template=FILE sets another one.")
         clear(model)
         part.rename(model)
         write_whole(run / "config.yaml", to_yaml(config).encode())
@@ -130,6 +146,28 @@ def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
     except Exception as error:  # the tokenizers library has no error type of its own
         clear(part)
         raise unwritable(run, error) from error
+
+
+def given(policy: Policy, train: Sequence[Sequence[Any]], objective: Any, ranks: Ranks) -> dict[str, str]:
+    """The device, and digests of what a run reads beside its configuration: rows of each source (their number, and 64
+    of them), chat template, and weights of model.path where the `objective` compares with them."""
+    rows = [source[i] for source in train for i in range(0, len(source), -(-len(source) // 64))]
+    fields = [getattr(row, name, None) for row in rows for name in ("id", "prompt", "answer", "sequences")]
+    texts = {"data.train": (list(map(len, train)), fields), "The chat template": policy.tokenizer.chat_template}
+    result = {name: hashlib.sha256(repr(text).encode()).hexdigest() for name, text in texts.items()}
+    reference = getattr(objective, "reference", None)
+    frozen = getattr(reference, "first", reference) is not None or getattr(objective, "precompute", 0)
+    if frozen and not ranks.sharded:
+        result["model.path"] = whole(digests(dict(policy.model.named_parameters())))
+    return result | {"device": device.described(device.device_of(policy.model))}
+
+
+def changed(before: Mapping[str, str], now: Mapping[str, str], own: bool) -> list[str]:
+    """Warnings about what differs from `given` at a checkpoint; `own`: it is one of the same run."""
+    old, new = before.get("device", now["device"]), now["device"]
+    moved = [f"It was saved on {old}, and this is {new}: rounding, and so the bits, will differ."] * (old != new)
+    other = [name for name in FOLLOWS if own and name in now and before.get(name, now[name]) != now[name]]
+    return moved + [f"WARNING: {name} has changed since the checkpoint was saved: {FOLLOWS[name]}." for name in other]
 
 
 def next_commands(run: Path, finished: bool, talks: bool = True, tensorboard: bool = True) -> list[str]:

@@ -6,6 +6,7 @@ Every parameter is one key of the configuration; all other keys go into `overrid
 import asyncio
 import contextvars
 import inspect
+import multiprocessing
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from birl import trl
 from birl.config.nearest import suggest
 from birl.config.schema import COMMANDS, RL
-from birl.errors import BirlError
+from birl.errors import BirlError, current_folder
 from birl.named import Given
 from birl.parameters import (
     KEYS,
@@ -88,6 +89,7 @@ class Started:
         """Build and check the configuration from the keys of a command. Raises `BirlError`."""
         from birl.config.load import load_with_choices
 
+        current_folder()
         words = [f"{k}={written(v)}" for k, v in keys.items()]
         self.config, self.choices = load_with_choices(COMMANDS[command], words)
 
@@ -119,6 +121,11 @@ class Started:
             raise BirlError(
                 f"resume_from_checkpoint={str(resume_from_checkpoint)!r}: the newest checkpoint of the run folder is "
                 'taken; another one is overrides={"resume": FOLDER}.'
+            )
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise BirlError(
+                "train() was called in a child process of multiprocessing, which imports the script again. Put what "
+                'starts the training under `if __name__ == "__main__":`.'
             )
         return self._begin()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from birl import __version__
+from birl import Trainer, __version__
 from birl.cli import COMMANDS, main
 from birl.errors import BirlError
 from birl.jobs import job_names
@@ -97,6 +97,14 @@ def test_a_deleted_current_folder_is_one_line(
     (tmp_path / "gone").rmdir()
     assert main(words) == 2
     assert capsys.readouterr().err == "birl: the current folder was deleted: change to another one, as with `cd`.\n"
+
+
+def test_a_trainer_in_a_deleted_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(BirlError, match="the current folder was deleted"):
+        Trainer(model=str(tmp_path), reward_funcs=[len], train_dataset=[{"prompt": "Hi"}])
 
 
 def test_print_config_is_yaml_that_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

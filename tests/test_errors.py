@@ -1,13 +1,20 @@
 """What ends a command is told without what a terminal would obey."""
 
+import errno
+import os
 import sys
 
 import pytest
 
 from birl import cli
-from birl.errors import BirlError
+from birl.errors import BirlError, tell
 
 EVIL = "\x1b]0;owned\x07 \x1b[2J \u202e"
+
+
+def test_a_limit_of_the_shell_is_no_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    tell(BirlError(f"metrics.jsonl: {os.strerror(errno.EFBIG)}. Make room."))
+    assert "birl: `ulimit -f` shows the limit of a file's size; raise it." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [BirlError, RuntimeError])

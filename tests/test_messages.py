@@ -25,6 +25,7 @@ ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
         (f"serve host={'x' * 80}", ["cannot be taken"]),
         ("rl folder", ["For the model of that folder: model=folder."]),
         ("rl --lr 1e-5", ["--lr: there is no such flag", "without dashes", "Did you mean optimizer.lr=...?"]),
+        ("rl --dry-run=1 data.train=good.jsonl", ["--dry-run=1: --dry-run is a switch and takes no value"]),
         ("rl --helpp", ["Did you mean --help?"]),
         ("help nonsense", ["there is no command nonsense"]),
         ("rl --learning-rate=1e-5", ["written key=value, without dashes. Did you mean optimizer.lr?"]),
@@ -56,6 +57,8 @@ ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
         ("chat model=folder", ["folder"]),
         ("chat temperature=-1 folder", ["temperature=-1: must be at least 0."]),
         ("chat folder temprature=1", ["temprature=1: there is no such key. Did you mean temperature?"]),
+        ("chat smollm2 temperature=0 top_p=0.9", ["top_p=0.9: has no effect because temperature=0 is greedy"]),
+        ("rl model=modle data.train=good.jsonl", ["Did you mean model?"]),
         ("chat folder nowhere", ["birl chat takes one model or run, not 2: folder nowhere."]),
     ],
 )
@@ -66,6 +69,8 @@ def test_a_slip_is_answered_with_the_fix(
     monkeypatch.setenv("BIRL_TOKEN", "secret")
     Path("good.jsonl").write_text(ROW)
     Path("folder/seed=1").mkdir(parents=True)  # as --multirun names them
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
     Path("folder/typed.jsonl").write_text('{"prompt": 5, "answer": "5"}\n')
     Path("bad.yaml").write_text("seed: 1\n  steps: 3\n")
     Path("list.yaml").write_text("- a\n")
@@ -148,10 +153,11 @@ def test_a_run_without_a_compiler_says_that_it_is_slower(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("birl.train.run.compiler", lambda: None)
+    monkeypatch.setattr("birl.kernels.compiling.compiler", lambda: None)
     Path("my.jsonl").write_text(json.dumps({"prompt": "?", "response": "7"}) + "\n")
     assert main(["sft", f"model.path={tiny}", "data.train=my.jsonl", "steps=1", "threads=1", "track.report=false"]) == 0
-    assert "No C compiler: training is slower" in "".join(capsys.readouterr())
+    said = "".join(capsys.readouterr())
+    assert "Training is slower without birl's kernels: no C compiler (install gcc, or set CC)." in said
 
 
 REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"

@@ -27,6 +27,7 @@ from birl.errors import (
     BirlError,
     Terminated,
     code_of,
+    current_folder,
     did_you_mean,
     tell,
     tell_traceback,
@@ -87,9 +88,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except OSError as error:  # damage, a full disk, missing rights: file and reason are enough
         if error.filename is None:
-            if error.errno == errno.ENOENT and _folder_is_gone():
-                tell(BirlError("the current folder was deleted: change to another one, as with `cd`."))
-                return MISTAKE
+            if error.errno == errno.ENOENT:
+                try:
+                    current_folder()
+                except BirlError as gone:
+                    tell(gone)
+                    return MISTAKE
             if error.errno not in FULL:
                 raise
             tell(BirlError(f"{error.strerror}: make room on the disk, then start the same command again."))
@@ -120,13 +124,6 @@ def _nobody_reads() -> bool:
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)  # errors are reported without a request
     return bool(output.poll(0))
-
-
-def _folder_is_gone() -> bool:
-    try:
-        return not os.getcwd()
-    except FileNotFoundError:
-        return True
 
 
 def _dispatch(argv: list[str]) -> int:

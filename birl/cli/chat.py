@@ -36,7 +36,10 @@ def run(words: list[str]) -> int:
     if len(named) > 1:
         raise BirlError(f"birl chat takes one model or run, not {len(named)}: {' '.join(named)}.")
     target = (named or ["smollm2"])[0]
-    settings = read_section(Settings, dict(word.split("=", 1) for word in words if not is_target(word)), "")
+    keys = dict(word.split("=", 1) for word in words if not is_target(word))
+    settings = read_section(Settings, keys, "")
+    if "top_p" in keys and not settings.temperature:
+        raise BirlError(f"top_p={keys['top_p']}: has no effect because temperature=0 is greedy; set a temperature.")
     check_model("model.path", target)
     print(f"birl: loading {target}", file=sys.stderr, flush=True)  # importing torch takes seconds
     from birl.models.device import choose

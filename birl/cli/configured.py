@@ -127,6 +127,8 @@ def flags_of(command: str) -> tuple[str, ...]:
 def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     words, known = [SHORT_FLAGS.get(word, word) for word in words], flags_of(command)
     for word in words:
+        if (flag := word.partition("=")[0]) in known and flag != word:
+            raise BirlError(f"{word}: {flag} is a switch and takes no value; write {flag}.")
         if word in known or not word.startswith("--") or "=" in word or "--help" in words:
             continue
         if word in ONLY:

@@ -30,7 +30,12 @@ def write(name: str, result: Mapping[str, Any]) -> None:
     path = Path(name).absolute()
     with _writing(path):
         check_target(path)
-        path.write_text(json.dumps(json.loads(encode(result, exact=True)), indent=1))
+        new = path.with_name(path.name + ".new")  # a full disk must not cost an earlier result
+        try:
+            new.write_text(json.dumps(json.loads(encode(result, exact=True)), indent=1))
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -47,7 +47,10 @@ def configured(schema: type[Any], values: Mapping[str, Any]) -> tuple[Any, Refus
         docs, refused, kept = documentation(schema), {}, copy.deepcopy(dict(values))
         for one in error.errors(include_url=False):
             paths = (".".join(map(str, one["loc"][:n])) for n in range(len(one["loc"]), 0, -1))
-            refused.setdefault(next(path for path in paths if path in docs), []).append(one)
+            key = next((path for path in paths if path in docs), "")
+            if not key:  # of a __post_init__ of the user
+                raise ValueError(one["msg"].removeprefix("Value error, ")) from error
+            refused.setdefault(key, []).append(one)
     for key in refused:
         *sections, name = key.split(".")
         reduce(getitem, sections, kept)[name] = docs[key].default

@@ -350,7 +350,10 @@ def read_section(schema: type[Section], written: Mapping[str, Any], prefix: str)
             values[key] = _convert(docs[key], setting)
         except BirlError as error:
             errors.append(str(error))
-    result, refused = configured(schema, values)
+    try:
+        result, refused = configured(schema, values)
+    except Exception as error:
+        raise BirlError(f"{prefix.rstrip('.')}: {schema.__qualname__} refuses its keys: {first_line(error)}") from error
     for key, wrong in refused.items():
         doc = docs[key]
         errors.append(_wrong_type(doc, settings[key]) if wrong_type(wrong) else refusal(doc, wrong, prefix))

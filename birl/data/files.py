@@ -26,6 +26,10 @@ LONG_FRACTION = re.compile(r"[+-]?(?=[\d.]{18})\d+\.\d+")
 WIDE = 256  # columns above which a row's absent ones cost more than reading JSON in plain Python
 
 
+class Uncached(BirlError):
+    """The cache of `datasets` cannot be written."""
+
+
 def data_files(folder: Path) -> Iterator[Path]:
     """Yield files of a known format in a folder and its subfolders, the outermost first."""
     for place, _, names in os.walk(folder):
@@ -80,6 +84,8 @@ def _read_json(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
         return [one]
     try:
         table = _load(path, kind)
+    except Uncached:
+        return list(parse_json(path))
     except BirlError:
         raise
     except Exception:
@@ -183,8 +189,19 @@ def _load(path: Path, kind: str, **options: Any) -> Any:
     from datasets import load_dataset
 
     digest = _digest(path)
-    with quiet():
-        table = load_dataset(kind, digest, data_files=str(path), split="train", **options)
+    try:
+        with quiet():
+            table = load_dataset(kind, digest, data_files=str(path), split="train", **options)
+    except Exception as error:
+        disk: BaseException | None = error
+        while disk is not None and not isinstance(disk, OSError):
+            disk = disk.__cause__ or disk.__context__
+        if disk is None:
+            raise
+        raise Uncached(
+            f"{path}: `datasets` cannot write its copy ({disk.strerror or disk}). Make room in its cache, or name "
+            "another folder: HF_DATASETS_CACHE=..."
+        ) from error
     if _digest(path) != digest:
         raise BirlError(f"{path} changed while it was read. Start again when it is complete.")
     return undecoded(table)

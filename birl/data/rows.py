@@ -183,6 +183,8 @@ def given(rows: Any, name: str, limit: int = 0) -> Rows:
             f"{name}: it has the splits {', '.join(map(str, rows))}. Pass one of them, as in data['train']."
         )
     way = 'DATA.to_dict("records")' if hasattr(rows, "columns") else "list(DATA)" if hasattr(rows, "__iter__") else ""
+    if not way and hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):  # PyTorch's
+        way = "[DATA[i] for i in range(len(DATA))]"
     own = f"{name}: a {type(rows).__name__}; it takes a path, a datasets.Dataset or a list of dicts."
     raise BirlError(f"{own} Pass {way}." if way else own)
 

@@ -77,7 +77,7 @@ class Reader:
             if self.raw:
                 return text
             messages = shown.placed((Message(role="user", content=text),), 0)
-        elif value is None or value == []:
+        elif value is None or value == [] or value != value:  # NaN: pandas' missing value
             raise BirlError(f"{where}: `{self.prompt}` is empty. Remove the row.")
         else:
             messages = messages_of(value, where, self.prompt, shown=shown)

@@ -83,8 +83,8 @@ class Threads:
 def finish(future: Future, work: Callable[[], Any]) -> None:
     try:
         future.set_result(work())
-    except asyncio.CancelledError:  # raised by the function; the episode was not cancelled
-        future.set_exception(RuntimeError("it was cancelled from within"))
+    except asyncio.CancelledError as error:  # raised by the function; the episode was not cancelled
+        future.set_exception(RuntimeError("it was cancelled from within").with_traceback(error.__traceback__))
     except BaseException as error:
         future.set_exception(harmless(error))
 
@@ -108,6 +108,8 @@ async def called(function: Callable[..., Any], *args: Any, threads: Threads = ST
         except asyncio.CancelledError:
             threads.leave(future)
             raise
+        except TimeoutError as error:  # a copy without the function's line
+            raise future.exception() or error from None
         return await result if inspect.isawaitable(result) else result
     except ENDS as error:
         raise harmless(error) from error

@@ -2,7 +2,8 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +75,21 @@ class Mixture:
         result = Parts({}, sections(config, env))
         try:
             for name, section in result.sections.items():
-                result.worlds[name] = await opened(section)
+                with named(name):
+                    result.worlds[name] = await opened(section)
         except BaseException:
             await result.close()
             raise
         return result
+
+
+@contextmanager
+def named(part: str) -> Iterator[None]:
+    """Name the part of env.parts in errors."""
+    try:
+        yield
+    except BirlError as error:
+        raise BirlError(f"env.parts: {part}: {error}") from error
 
 
 def sections(config: Mixture.Config, env: schema.Env) -> dict[str, schema.Env]:
@@ -98,7 +109,8 @@ def sections(config: Mixture.Config, env: schema.Env) -> dict[str, schema.Env]:
         name = kind if seen[kind] == 1 else f"{kind}-{seen[kind]}"
         keys = dict(word.split("=", 1) for word in words)
         limits = {key: keys.pop(key) for key in OF_A_PART if key in keys}
-        own = read_section(schema.Env, limits, "env.")
+        with named(name):
+            own = read_section(schema.Env, limits, "env.")
         result[name] = replace(env, kind=kind, options=keys, **{key: getattr(own, key) for key in limits})
     if not result:
         raise BirlError("env.kind=mixture: env.parts is empty. Name environments, as in env.parts=[countdown,code].")

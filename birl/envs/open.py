@@ -82,7 +82,13 @@ def check_world(config: schema.Env, given: Any = None) -> None:
     """Raises `BirlError` if `env.kind` is unknown, or one of its keys is wrong. A class or function in `given` replaces
     the name."""
     if config.kind != "single_turn":
-        _named(config, given)
+        _, settings = _named(config, given)
+        if config.kind == "mixture" and given is None:
+            from birl.envs import mixture
+
+            for name, section in mixture.sections(settings, config).items():
+                with mixture.named(name):
+                    check_world(section)
     if config.mcp:
         from birl.envs.mcp.tools import check_servers
 
@@ -240,7 +246,7 @@ def _rows(
         rows = list(tasks(settings, split, **own))
     except BirlError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BirlError(f"env.kind={config.kind}: its tasks failed: {type(error).__name__}: {error}") from error
     if bad := next((r for r in rows if not isinstance(r, Mapping)), None):
         raise BirlError(f"env.kind={config.kind}: tasks must give one dict for each task, not {bad!r:.100}.")

@@ -49,8 +49,9 @@ def resolved(path: str, key: str = "model.path", weights: bool = True, say: Call
     if chosen is None:
         raise BirlError(f"{key}={path}: the run has no checkpoint yet.")
     goal = run / "export" / chosen.name
-    if goal.is_dir() and goal.stat().st_mtime < (chosen / "manifest.json").stat().st_mtime:
-        shutil.rmtree(goal)  # of an earlier training in this folder
+    sources = (chosen / "manifest.json", *(run / "model").iterdir())
+    if goal.is_dir() and goal.stat().st_mtime < max(file.stat().st_mtime for file in sources):
+        shutil.rmtree(goal)  # of an earlier training in this folder, or with another chat template
     if not goal.is_dir():
         say(f"Exporting {chosen} ...")
         export(chosen, run, goal, anew=False)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from birl.errors import BirlError, first_line
+from birl.kernels.compiling import problem
 from birl.kernels.instructions import best, processor
 from birl.models.fused import has_triton
 
@@ -44,16 +45,11 @@ def choose(name: str, key: str = "model.device") -> torch.device:
 
 
 def described(device: torch.device) -> str:
-    """The name of the GPU, or of the processor and its instruction set; others round sums differently."""
-    return torch.cuda.get_device_name(device) if device.type != "cpu" else f"{processor()} ({best() or 'no'} kernels)"
-
-
-def moved(before: str | None, device: torch.device) -> list[str]:
-    """Notes for a run that was saved on `before` (None: not known)."""
-    now = described(device)
-    if before in (None, now):
-        return []
-    return [f"It was saved on {before}, and this is {now}: rounding, and so the bits, will differ."]
+    """The name of the GPU, or of the processor and its instruction set; others, and PyTorch in place of the kernels,
+    round sums differently."""
+    if device.type != "cpu":
+        return torch.cuda.get_device_name(device)
+    return f"{processor()} ({best() if not problem() else 'no'} kernels)"
 
 
 def no_gpu() -> str:

@@ -225,7 +225,8 @@ def describe(error: BaseException, file: str = "") -> str:
     have no line."""
     if isinstance(error, BirlError):
         return str(error).partition("\n")[0][:400]
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    causes = (one for one in (error.__cause__, error) if one is not None)  # Python wraps a coroutine's StopIteration
+    frames = [(f.filename, f.lineno) for one in causes for f in traceback.extract_tb(one.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno))
     inside = [frame for frame in frames if file and os.path.realpath(frame[0]) == os.path.realpath(file)]

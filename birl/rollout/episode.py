@@ -14,7 +14,7 @@ from typing import Any
 import birl
 from birl.envs.calls import AGENTS, CLOSING, called
 from birl.errors import Aborted, BirlError, EngineFailed, TooLong, text_of
-from birl.foreign import Late, within
+from birl.foreign import Late, attribute, within
 from birl.rollout.session import Session, following
 from birl.types import LARGEST, Agent, Conversation, Env, Feedback, Message, Outcome, Stop, Trajectory
 from birl.waits import forget, waiting
@@ -42,11 +42,11 @@ class Played:
 async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
     """Run until the environment is done, a limit is reached, or something fails. Always closes the environment."""
     played, limits = Played(), session.limits
-    way: Any = _run if hasattr(env, "run") else _taking_turns
     try:
-        if hasattr(env, "admit"):  # waits for a slot of env.concurrency; the timeout starts after it
+        way: Any = _taking_turns if attribute(env, "run") is None else _run
+        if admit := attribute(env, "admit"):  # waits for a slot of env.concurrency; the timeout starts after it
             with waiting(session.name, "its place", "other episodes"):
-                await within(None, called(env.admit))  # pyright: ignore[reportAttributeAccessIssue]
+                await within(None, called(admit))
         await within(limits.timeout, way(env, session, played))
     except Late as late:
         forget(session.name)
@@ -61,6 +61,11 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
     finally:
         session.close()
         problem = await _close(env, session.name)
+    pictures = ()
+    try:
+        pictures = tuple(map(str, attribute(env, "pictures", ())))
+    except BaseException as error:
+        problem = problem or detail_of(error)
     if problem and played.outcome.scored:
         played.outcome, played.detail = Outcome.ENV_ERROR, problem
     if not played.outcome.scored:
@@ -74,7 +79,7 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
         parts=played.parts,
         detail=played.detail,
         rewards=played.rewards,
-        pictures=tuple(map(str, getattr(env, "pictures", ()))),
+        pictures=pictures,
     )
 
 
@@ -97,12 +102,12 @@ async def _taking_turns(env: Env, session: Session, played: Played) -> None:
 
 
 async def _play(env: Env, session: Session, played: Played) -> None:
-    tools = tuple(getattr(env, "tools", ()))
+    tools = tuple(attribute(env, "tools", ()))
     conversation: Conversation = await _in(env.start, session, "start")
     named = ""
     for _ in range(session.limits.turns):
         try:
-            policy = named or str(getattr(env, "policy", ""))
+            policy = named or str(attribute(env, "policy", ""))
             reply, turn = await session.answer(
                 conversation, session.params, tools=tools, agent=policy, policy=policy, keep_end=True
             )
@@ -179,7 +184,7 @@ async def _run(agent: Agent, session: Session, played: Played) -> None:
         played.rewards = {name: _number(result[name], f"the reward of agent {name!r}") for name in sorted(spoke)}
     values = list(played.rewards.values()) or [_number(result, "the agent's reward")]
     played.reward = played.score = sum(values) / len(values)
-    info = getattr(agent, "info", None)
+    info = attribute(agent, "info")
     if isinstance(info, Mapping):
         played.parts = {name: _number(value, f"info[{name!r}]") for name, value in info.items()}
     cut = isinstance(session.failure, TooLong) or session.turns[-1].completion.stop is Stop.LENGTH
@@ -194,10 +199,12 @@ async def _in(method, session: Session, what: str, *args):
 
 async def _close(env: Env | Agent, name: str) -> str:
     """Close the environment, also if the episode is cancelled; returns what went wrong, or an empty text."""
-    close = getattr(env, "close", None)
-    if close is None:  # it has nothing to give back
-        return ""
-    closing = asyncio.ensure_future(within(PATIENCE, called(close, threads=CLOSING)))
+
+    async def closed() -> None:
+        if (close := attribute(env, "close")) is not None:
+            await called(close, threads=CLOSING)
+
+    closing = asyncio.ensure_future(within(PATIENCE, closed()))
     cancelled: asyncio.CancelledError | None = None
     with waiting(name, "closing", "environment", PATIENCE):
         while not closing.done():
@@ -230,7 +237,8 @@ def _outcome(error: Exception) -> Outcome:
 def detail_of(error: BaseException) -> str:
     """`file.py:12: ValueError: message`, with the innermost line outside of Python, packages and birl, if there is one.
     birl's own errors have no line."""
-    frames = traceback.extract_tb(error.__traceback__)
+    causes = (one for one in (error.__cause__, error) if one is not None)  # Python wraps a coroutine's StopIteration
+    frames = [f for one in causes for f in traceback.extract_tb(one.__traceback__)]
     own = [f for f in frames if not f.filename.startswith(OTHERS) and "site-packages" not in f.filename]
     place = "".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}: " for f in (own or frames)[-1:])
     text = str(error) if isinstance(error, BirlError | TooLong) else f"{place}{type(error).__name__}: {text_of(error)}"

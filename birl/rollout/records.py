@@ -80,6 +80,8 @@ def _seen(trajectory: Trajectory, chat: Reading, run: Path) -> dict[str, list[st
 
 def _within(path: str, run: Path) -> str:
     """Path relative to the run folder, if it is within it: a run may be moved."""
+    if "\0" in path:
+        return path
     whole = Path(path).resolve()
     return whole.relative_to(run.resolve()).as_posix() if whole.is_relative_to(run.resolve()) else path
 

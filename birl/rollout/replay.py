@@ -155,7 +155,7 @@ async def replay(
     version again; `finished`: steps to skip; `stop`: if set, ends the replay after a step. Returns the numbers of
     compared steps and tokens. Raises `BirlError` if there are none, and at the first difference."""
     recorded, figures = list(steps_of(run)), run / "metrics.jsonl"
-    before = {row["step"]: row for row in read_jsonl(figures)} if figures.is_file() else {}
+    before = {row.get("step"): row for row in read_jsonl(figures)} if figures.is_file() else {}
     known = [one for one in recorded if one.step.number in before]
     if not known:
         raise BirlError(f"debug.replay={run}: {len(recorded)} recorded steps, and no figures of them to compare with.")

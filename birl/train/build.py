@@ -26,7 +26,7 @@ from birl.rollout.failures import start
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
 from birl.rollout.tasks import Loaded, limits_in, load_rows, total_steps
-from birl.run_folder import find_checkpoint
+from birl.run_folder import find_checkpoint, given
 from birl.samples import LARGEST
 from birl.train.build_worker import worker_of
 from birl.train.parts import Parts
@@ -54,6 +54,7 @@ async def run(setup: Setup[schema.RL]) -> dict[str, Any]:
             return planning.dry_run(config, parts, setup.card)
         validates = parts.plan_validation is not None
         state = setup.run(parts.worker, parts.tracker, validates, parts.resume_from)
+        state.given = given(parts.policy, parts.train, parts.worker.objective, setup.crew.ranks)
         loop = Loop(parts=parts, run=state, schedule=schedule_of(config))
         stalled = Watchdog(config.watchdog or inf, exit_at_once, setup.folder / "stall.txt")
         with stalled, interrupting(config.env.timeout):

@@ -21,7 +21,7 @@ from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.reference import Reference, weights_of
 from birl.models.heads import add_score_head
 from birl.parallel.crew import RankGroup
-from birl.run_folder import find_checkpoint
+from birl.run_folder import find_checkpoint, given
 from birl.train.dpo import Preferences
 from birl.train.offline import Loop, Objective, Rows, RowsWorker
 from birl.train.rm import Ranking
@@ -58,6 +58,7 @@ def assembled(setup: Setup[schema.Stage]) -> Loop:
         total_steps=total,
     )
     run = setup.run(worker, setup.tracker(total), bool(rows.held_out), resume_from)
+    run.given = given(policy, train, worker.objective, setup.crew.ranks)
     return Loop(rows=rows, worker=worker, run=run, at_start=config.validation.at_start)
 
 

@@ -50,13 +50,8 @@ class Ranking:
         return (each * batch.weights[0::2]).sum(), figures
 
     def figures(self, stats: Stats) -> dict[str, float]:
-        return {
-            "loss": stats.mean("bt"),
-            "accuracy": stats.mean("accuracy"),
-            "score/chosen": stats.mean("chosen"),
-            "score/rejected": stats.mean("rejected"),
-            "score/margin": stats.mean("margin"),
-        }
+        scores = {f"score/{name}": stats.mean(name) for name in ("chosen", "rejected", "margin")}
+        return {"loss": stats.mean("bt"), "accuracy": stats.mean("accuracy"), **scores}
 
     def score(self, figures: dict[str, float]) -> float:
         return figures["accuracy"]

@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from birl.errors import BirlError
-from birl.kernels.compiling import compiler
+from birl.kernels.compiling import problem
 from birl.learner import step_folders
-from birl.models.device import described, moved
+from birl.run_folder import changed
 from birl.signals import Stop
 from birl.spans import done
 from birl.track.tracker import Tracker
@@ -45,6 +45,7 @@ class Run:
     traces: bool
     dtype: str  # in which the model computes
     next_commands: Callable[[bool], list[str]]  # what the user may call next; argument: the run is finished
+    given: Mapping[str, str] = field(default_factory=dict[str, str])  # see `run_folder.given`
     step: int = 0  # finished steps
     position: int = 0  # all groups or rows before this one are consumed,
     ahead: Sequence[int] = ()  # and these behind it
@@ -114,7 +115,7 @@ class Run:
             "totals": dict(self.totals),
             "spent": self.spent + began - self.started,
             "logs": self.tracker.offsets(),
-            "device": described(self.worker.learner.device),
+            "given": self.given,
         }
         kept = {self.best_step} if self.keep_best and self.best_step else set()
         await self.ranks(Worker.write, self.step, json.loads(json.dumps(state)), kept)  # as it is now
@@ -142,10 +143,8 @@ class Run:
                     f"{round(100 * share, 2):g} % of the model's weights were rounded to {self.dtype}, the compute "
                     "type (model.dtype=float32 keeps them)."
                 )
-            if self.worker.learner.device.type == "cpu" and compiler() is None:
-                self.tracker.message(
-                    "No C compiler: training is slower without birl's kernels. Install gcc, or set CC."
-                )
+            if self.worker.learner.device.type == "cpu" and (why := problem()) and "BIRL_KERNELS" not in why:
+                self.tracker.message(f"Training is slower without birl's kernels: {why}.")
             await self.trace(0.0)
             return
         path, warnings = await self.intact(self.resume_from)
@@ -157,7 +156,7 @@ class Run:
         self.saved = self.step if own else None
         self.tracker.rewind(state["logs"] if own else None, self.step)
         await self.trace(self.tracker.traced if own else 0.0)
-        warnings += moved(state.get("device"), self.worker.learner.device)
+        warnings += changed(state.get("given", {}), self.given, own)
         for text in (*warnings, f"Resumed from {path} at step {self.step}."):
             self.tracker.message(text)
 

@@ -245,6 +245,9 @@ def test_a_folder_or_a_hub_set_may_have_subsets_and_splits(tmp_path: Path):
         ({"algorithm__teacher_divergence": "jsd"}, ["algorithm.teacher is empty"]),
         ({"algorithm__kl_target": 1.0}, ["algorithm.kl_coef=0 turns the KL penalty off"]),
         ({"algorithm__kl_target": 1.0, "algorithm__kl_coef": 0.1}, ["algorithm.kl_in=reward"]),
+        ({"algorithm__kl": "k1"}, ["algorithm.kl=k1: has no effect because algorithm.kl_coef=0"]),
+        ({"algorithm__kl_in": "reward"}, ["algorithm.kl_in=reward: has no effect because algorithm.kl_coef=0"]),
+        ({"data__weights": [2.0]}, ["data.weights=[2]: has no effect because data.train names a single set"]),
         ({"algorithm__correction": "mask"}, ["algorithm.proximal=behaviour does not read it"]),
         ({"critic__lam": 0.5}, ["has no critic"]),
         ({"lora__alpha": 8.0}, ["lora.rank=0 trains all weights"]),
@@ -335,6 +338,11 @@ def test_combinations(values: dict[str, object], parts: list[str]):
     assert len(found) == 1, found
     for part in parts:
         assert part in found[0]
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo", "reinforce_pp"])
+def test_a_preset_may_stay_without_its_kl_penalty(name: str):
+    assert load(RL, ["data.train=x", f"algorithm={name}", "algorithm.kl_coef=0"]).algorithm.kl == "k1"
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "swanlab"])

@@ -1,5 +1,6 @@
 """Files that are empty, broken, too large or no files at all: refused, with the file and the line."""
 
+import errno
 import gzip
 import json
 import os
@@ -250,6 +251,29 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
     path = write(tmp_path / "a.jsonl")
     monkeypatch.setattr(datasets, "load_dataset", slow)
     assert "changed while it was read" in refused(path)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_full_disk_changes_no_type_of_a_csv_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapped: bool
+) -> None:
+    """In plain Python all values are text; JSON has its types there, too."""
+    import datasets
+
+    def full(*_: object, **__: object) -> object:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if wrapped:
+                raise RuntimeError("An error occurred while generating the dataset") from error
+            raise
+
+    monkeypatch.setattr(datasets, "load_dataset", full)
+    (tmp_path / "a.csv").write_text("prompt,level\na,1\nb,2\n")
+    said = refused(tmp_path / "a.csv")
+    assert "cannot write its copy (No space left on device)" in said and "HF_DATASETS_CACHE" in said
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "level": 1}\n{"prompt": "b", "level": 2}\n')
+    assert read(str(tmp_path / "a.jsonl"))[1]["level"] == 2
 
 
 def test_a_parquet_file_without_rows_is_named(tmp_path: Path) -> None:

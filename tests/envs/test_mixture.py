@@ -9,7 +9,7 @@ import pytest
 
 from birl.cli import main
 from birl.config.schema import Env as Keys
-from birl.envs.open import World, open_world
+from birl.envs.open import World, check_world, open_world
 from birl.envs.single_turn import SingleTurn
 from birl.envs.tasks.countdown import Countdown
 from birl.envs.tasks.guess_number import GuessNumber
@@ -75,13 +75,15 @@ def test_each_part_has_its_own_tasks_and_keys() -> None:
         (["mixture"], r"'mixture' is not an environment"),
         (["countdown", "guess_number 20"], r"'guess_number 20' is not an environment, followed by its keys"),
         (["countdwn"], r"env.kind=countdwn: .*countdown"),
-        (["guess_number hgh=20"], r"env.hgh=20: there is no such key. Did you mean env.high"),
+        (["countdown", "guess_number hgh=20"], r"^env.parts: guess_number: env.hgh=20: .* mean env.high"),
         (["guess_number 'high=20"], r"env.parts: .*No closing quotation"),
     ],
 )
 def test_a_wrong_part_is_refused(parts: list[str], said: str) -> None:
     with pytest.raises(BirlError, match=said):
         world(*parts)
+    with pytest.raises(BirlError, match=said):
+        check_world(Keys(kind="mixture", options={"parts": parts}))
 
 
 def test_a_task_for_none_of_the_parts_is_refused() -> None:

@@ -76,6 +76,20 @@ class Uncalled(Bare):
     class Config:
         low: "Unknown" = 1
 
+class Checked(Bare):
+    @dataclass
+    class Config:
+        low: int = 1
+        error: str = "ValueError"
+        def __post_init__(self):
+            if self.low > 5:
+                raise {"ValueError": ValueError, "KeyError": KeyError}[self.error]("low is above 5")
+
+class Leaves(Bare):
+    @staticmethod
+    def tasks(config, split):
+        raise SystemExit(0)
+
 class Nothing: pass
 class Resets(Nothing):
     def reset(self, **row): return "Hi"
@@ -130,12 +144,19 @@ def test_a_class_has_its_own_typed_keys_tasks_and_shared_things(world: Any) -> N
         ("world.py:Untyped", {}, r"env\.low: cannot be read from a text\. A key is a number"),
         ("world.py:Uncalled", {}, r"env\.low: cannot be read from a text"),
         ("world.py:Ranged", {"low": "0", "pace": "slwo"}, r"env\.low=0: must be at least 1\.\n.*slwo.*mean slow\?"),
+        ("world.py:Checked", {"low": "7"}, r"^env: Checked\.Config refuses its keys: low is above 5$"),
+        ("world.py:Checked", {"low": "7", "error": "KeyError"}, r"refuses its keys: 'low is above 5'$"),
         ("single_tern", {}, "Did you mean single_turn"),
     ],
 )
 def test_mistakes_are_told(world: Any, name: str, options: dict[str, str], told: str) -> None:
     with pytest.raises(BirlError, match=told):
         world(name, **options)
+
+
+def test_tasks_that_exit_do_not_end_the_run_as_done(world: Any) -> None:
+    with pytest.raises(BirlError, match=r"env\.kind=world\.py:Leaves: its tasks failed: SystemExit: 0"):
+        world("world.py:Leaves").rows("train")
 
 
 def test_functions(world: Any) -> None:

@@ -198,6 +198,27 @@ def test_no_exception_of_an_environment_ends_the_run(error: type[BaseException],
     assert found.outcome is Outcome.ENV_ERROR and told in found.detail
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, StopIteration])
+@pytest.mark.parametrize("name", ["run", "admit", "tools", "policy", "close", "pictures"])
+def test_an_attribute_that_raises_ends_its_episode_alone(name: str, error: type[BaseException]) -> None:
+    class Raising(Countdown):
+        pass
+
+    def value(env: Any) -> Any:
+        raise error("boom")
+
+    setattr(Raising, name, property(value))
+    found = play(Raising(1))
+    assert found.outcome is Outcome.ENV_ERROR and math.isnan(found.reward)
+    assert re.match(r"test_episode\.py:\d+: .*boom", found.detail), found.detail
+
+
+def test_pictures_without_names_end_their_episode_alone() -> None:
+    env: Any = Countdown(1)
+    env.pictures = 5
+    assert play(env).outcome is Outcome.ENV_ERROR
+
+
 @pytest.mark.parametrize("said", [None, 3, "", (), [{}], [{"role": "user"}], user("Hi"), (user("Hi"), "there")])
 def test_what_the_model_cannot_be_asked_is_told(said: Any) -> None:
     class Broken(Countdown):
@@ -206,6 +227,22 @@ def test_what_the_model_cannot_be_asked_is_told(said: Any) -> None:
 
     played = play(Broken())
     assert played.outcome is Outcome.ENV_ERROR and played.detail.startswith("The model's input is ")
+
+
+@pytest.mark.parametrize("error", [TimeoutError, StopIteration, asyncio.CancelledError])
+@pytest.mark.parametrize("plain", [False, True])
+def test_an_error_that_asyncio_replaces_names_the_line(error: type[BaseException], plain: bool) -> None:
+    class Late(Countdown):
+        pass
+
+    async def later(self: Any, reply: Message) -> Any:
+        raise error("mine")
+
+    def now(self: Any, reply: Message) -> Any:
+        raise error("mine")
+
+    Late.step = now if plain else later  # pyright: ignore
+    assert re.match(r"test_episode\.py:\d+: ", play(Late(1)).detail)
 
 
 def test_an_error_names_the_line_of_the_environment() -> None:

@@ -1,6 +1,7 @@
 """Run folders and checkpoints of another run, damaged, locked or wrongly named: one clear line, nothing is touched."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import birl.train.command  # noqa: F401  else the first test has the words of `b
 from birl.cli import main
 from birl.track import folder_lock
 from tests.tiny import tiny_model_folder
-from tests.train.bench import Bench, contents
+from tests.train.bench import Bench, contents, write_rows
 
 
 def test_a_run_folder_of_another_configuration_is_refused_untouched(bench: Bench) -> None:
@@ -61,8 +62,33 @@ def test_resuming_from_an_older_checkpoint_needs_another_folder(bench: Bench) ->
 def test_another_processor_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.done()
     assert "rounding" not in bench.done("steps=2")
+    monkeypatch.setenv("BIRL_KERNELS", "0")
+    assert "(no kernels): rounding, and so the bits, will differ" in bench.done("steps=3")
     monkeypatch.setattr("birl.models.device.described", lambda device: "another one")
-    assert "and this is another one: rounding, and so the bits, will differ" in bench.done("steps=3")
+    assert "and this is another one: rounding, and so the bits, will differ" in bench.done("steps=4")
+
+
+def test_what_a_run_reads_and_that_changed_is_told(bench: Bench, tmp_path: Path) -> None:
+    """The order of the rows, the prompts' form and the reference follow from files that the configuration names."""
+    model = tiny_model_folder(tmp_path / "model")
+    words = (f"model.path={model}", "algorithm.kl_coef=0.1", "resume=auto")
+    bench.done(*words)
+    assert "WARNING" not in bench.done(*words, "steps=2")
+    write_rows("data.jsonl", [{"prompt": f"What is {i} + 3?", "answer": str(i + 3)} for i in range(6)])
+    said = bench.done(*words, "steps=3")
+    assert said.count("WARNING") == 1 and "data.train has changed since the checkpoint was saved" in said
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_end|>\n", "<|im_end|>\n\n"))
+    said = bench.done(*words, "steps=4")
+    assert said.count("WARNING") == 2 and "chat_template.jinja is replaced" in said
+    assert "The chat template has changed since the checkpoint was saved" in said
+    tiny_model_folder(tmp_path / "other", seed=7)
+    shutil.copy(tmp_path / "other/model.safetensors", model)
+    said = bench.done(*words, "steps=5")
+    assert said.count("WARNING") == 1 and "model.path has changed since the checkpoint was saved" in said
+    assert "WARNING" not in bench.done(*words, "steps=6")
+    write_rows("data.jsonl", [{"prompt": "What is 1 + 3?", "answer": "4"}])
+    assert "WARNING" not in bench.done(*words, "run=other", f"resume={tmp_path}/run")
 
 
 def test_a_checkpoint_of_another_model_is_refused(bench: Bench) -> None:

@@ -140,7 +140,7 @@ def test_only_steps_with_figures_are_compared(
     (killed / "metrics.jsonl").write_text("".join(figures[:2]))
     run(tiny, tmp_path, *RECORDED, f"debug.replay={killed}", "track.console=plain")
     assert "Replayed 2 steps" in capsys.readouterr().out
-    (killed / "metrics.jsonl").unlink()
+    (killed / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(BirlError, match="6 recorded steps, and no figures"):
         run(tiny, tmp_path / "b", *RECORDED, f"debug.replay={killed}")
 

@@ -129,9 +129,13 @@ def test_its_export_is_made_once_and_anew_after_another_training(
     for name in (run, newest):
         assert resolved(str(name), say=said.append) == goal
     assert said == [f"Exporting {newest} ..."] and resolved(str(run), weights=False) == run / "model"
+    template = run / "model" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# mine #}")
+    assert resolved(str(run), say=said.append) == goal and len(said) == 2
+    assert (goal / template.name).read_text() == template.read_text()
     later = time.time() + 10
     os.utime(newest / "manifest.json", (later, later))
-    assert resolved(str(run), say=said.append) == goal and len(said) == 2
+    assert resolved(str(run), say=said.append) == goal and len(said) == 3
     assert chosen_checkpoint(run, run, None) == newest
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import multiprocessing
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,16 @@ from birl.config.load import load
 from birl.config.schema import RL
 from birl.types import Feedback, Message, Task
 from tests.train.trainers import ROWS, SMALL, Make, letters, metrics, rollouts, shortness
+
+
+class Indexed:
+    """As torch.utils.data.Dataset."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> dict[str, str]:
+        return {"prompt": "1", "answer": "1"}
 
 
 def write(name: str) -> str:
@@ -203,15 +214,26 @@ def test_without_max_steps_it_goes_through_the_data_once(make: Make) -> None:
         (["prompt", 3], "row 1 is a str"),
         ([{"text": "hello"}], "train has no column messages, prompt, question"),
         (DatasetDict(train=Dataset.from_list(ROWS)), "it has the splits train"),  # pyright: ignore
+        (Indexed(), r"train: a Indexed; .* Hand over \[DATA\[i\] for i in range\(len\(DATA\)\)\]"),
+        ([{"prompt": float("nan"), "answer": "1"}], "train, row 1: `prompt` is empty. Remove the row."),
         (42, "train: a int; it takes a path, a datasets.Dataset or a list of dicts"),
         ("missing.jsonl", "missing.jsonl: no such file"),
         ([{"prompt": "Hi"}, {"prompt": 3}], "train, row 2"),
     ],
-    ids=["empty", "no dicts", "no prompt", "splits", "no rows", "no file", "no text"],
+    ids=["empty", "no dicts", "no prompt", "splits", "map-style", "NaN", "no rows", "no file", "no text"],
 )
 def test_unusable_rows_are_refused_by_name(make: Make, rows: Any, message: str) -> None:
     with pytest.raises(BirlError, match=message):
         make(train_dataset=rows)  # and not as late as at train()
+
+
+def test_a_script_without_a_guard_is_not_trained_again_by_its_children(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make()
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(BirlError, match='Put what starts the training under `if __name__ == "__main__":`'):
+        trainer.train()
 
 
 def test_the_run_folder_says_what_was_given(make: Make) -> None:

@@ -108,7 +108,14 @@ UNREAD: Rows = {
     f"algorithm.credit: {SINGLE}": lambda c: c.env.kind != "single_turn" or c.env.mcp,
     "algorithm.kl_corrected algorithm.kl_target: algorithm.kl_coef=0 turns the KL penalty off; set "
     "algorithm.kl_coef=0.04": lambda c: c.algorithm.kl_coef > 0,
+    "algorithm.kl algorithm.kl_in: algorithm.kl_coef=0 turns the KL penalty off; set it": lambda c: (
+        # presets such as ppo may stay without their penalty
+        c.algorithm.kl_coef > 0 or (c.algorithm.kl, c.algorithm.kl_in) == ("k1", "reward")
+    ),
     **_by("algorithm.kl_in", "algorithm.kl_corrected", "loss"),
+    "data.weights: data.train names a single set": lambda c: (
+        isinstance(c, Eval) or len(c.data.train) != 1 or len(c.data.weights) != 1 or not any(c.data.weights)
+    ),
     "algorithm.kl_horizon: algorithm.kl_target=0 keeps kl_coef fixed": lambda c: c.algorithm.kl_target > 0,
     "algorithm.max_refill: algorithm.dynamic_sampling is false": lambda c: c.algorithm.dynamic_sampling,
     "algorithm.teacher_coef algorithm.teacher_divergence algorithm.hint: algorithm.teacher is empty; name a "
