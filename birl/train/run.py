@@ -17,7 +17,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from birl.errors import BirlError
 from birl.kernels.compiling import problem
 from birl.learner import step_folders
-from birl.run_folder import changed
 from birl.signals import Stop
 from birl.spans import done
 from birl.track.tracker import Tracker
@@ -147,6 +146,8 @@ class Run:
                 self.tracker.message(f"Training is slower without birl's kernels: {why}.")
             await self.trace(0.0)
             return
+        from birl.run_folder import changed
+
         path, warnings = await self.intact(self.resume_from)
         state = await self.ranks(Worker.read, path)
         for name in REMEMBERED:
