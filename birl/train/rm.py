@@ -40,14 +40,9 @@ class Ranking:
         """One score a sample; samples 2i and 2i + 1 are the chosen and the rejected answer of a row."""
         chosen, rejected = scores[0::2], scores[1::2]
         each = bradley_terry(chosen, rejected, margin=margin.to(scores.device), centering=self.centering)
-        figures = {
-            "bt": each.detach(),
-            "accuracy": preferred(chosen, rejected),
-            "margin": (chosen - rejected).detach(),
-            "chosen": chosen.detach(),
-            "rejected": rejected.detach(),
-        }
-        return (each * batch.weights[0::2]).sum(), figures
+        figures = {"bt": each, "accuracy": preferred(chosen, rejected), "margin": chosen - rejected}
+        figures |= {"chosen": chosen, "rejected": rejected}
+        return (each * batch.weights[0::2]).sum(), {name: value.detach() for name, value in figures.items()}
 
     def figures(self, stats: Stats) -> dict[str, float]:
         scores = {f"score/{name}": stats.mean(name) for name in ("chosen", "rejected", "margin")}
