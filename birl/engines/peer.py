@@ -382,19 +382,9 @@ def size(folder: str) -> int:
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
 
 
-def config(model: str) -> dict[str, Any]:
-    """The config of a model folder; empty if it is not on this machine."""
-    try:
-        return json.loads((Path(model) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-
-
 def vocabulary(model: str) -> int:
-    """Size of the vocabulary [tokens]; 0 if unknown."""
-    return int(config(model).get("vocab_size", 0))
-
-
-def tied(model: str) -> bool:
-    """Whether embeddings and output layer are tied."""
-    return bool(config(model).get("tie_word_embeddings", False))
+    """Size of the vocabulary of a model folder [tokens]; 0 if unknown, or it is not on this machine."""
+    try:
+        return int(json.loads((Path(model) / "config.json").read_text()).get("vocab_size", 0))
+    except (OSError, ValueError):
+        return 0

@@ -1,7 +1,6 @@
 """The adapters of vLLM and SGLang against the real servers and transformers, with SmolLM2 in float32 on this CPU:
 
     python tests/peers/engines.py vllm --python .venv-vllm/bin/python
-    python tests/peers/engines.py vllm --python .venv-vllm/bin/python --method reload
     python tests/peers/engines.py sglang --address http://127.0.0.1:30000       one that already runs, in float32
 
 Prints one line for each check, and exits with 1 if any failed. The server is started and stopped here unless
@@ -358,15 +357,15 @@ def weights(tmp: Path) -> tuple[list[Any], list[Update]]:
 
 
 @contextmanager
-def server(kind: str, python: str, method: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def server(kind: str, python: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Start one, and stop all of it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"model": resolve("smollm2"), "port": port, "python": python, "dtype": "float32", "context": 1024}
     if kind == "vllm":
-        line = vllm_process.command(**shared, max_batch=32, method=method, extra=["--enforce-eager"])
-        env = vllm_process.environment(method=method, cpu=True)
+        line = vllm_process.command(**shared, max_batch=32, extra=["--enforce-eager"])
+        env = vllm_process.environment(cpu=True)
     else:
         line = sglang_process.command(**shared, max_batch=32, cpu=True, extra=["--max-total-tokens", "16384"])
         env = sglang_process.environment(cpu=True)
@@ -403,7 +402,7 @@ async def run(
 ) -> int:
     end_ids = frozenset({2})
     engine: Any = (
-        vllm.VLLM(address, method=arguments.method, end_ids=end_ids, timeout=300)
+        vllm.VLLM(address, end_ids=end_ids, timeout=300)
         if arguments.kind == "vllm"
         else sglang.SGLang(address, end_ids=end_ids, timeout=300)
     )
@@ -433,7 +432,6 @@ def main() -> int:
     parser.add_argument("kind", choices=("vllm", "sglang"))
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has the engine")
     parser.add_argument("--address", default="", help="of one that already runs")
-    parser.add_argument("--method", default="birl", choices=vllm.METHODS)
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "birl-check-engine.log")
     parser.add_argument("--only", nargs="*", choices=CHECKS)
     arguments = parser.parse_args()
@@ -443,7 +441,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as tmp:
         if arguments.address:
             return asyncio.run(run(arguments, Path(tmp), arguments.address))
-        with server(arguments.kind, arguments.python, arguments.method, arguments.log) as (address, process):
+        with server(arguments.kind, arguments.python, arguments.log) as (address, process):
             return asyncio.run(run(arguments, Path(tmp), address, process))
 
 

@@ -72,7 +72,7 @@ class VLLMDouble(Double):
     def __init__(self, engine: EmbeddedEngine, folder: Path, hashes: tuple[str, ...] = ("xxh3_128", "sha256")) -> None:
         super().__init__(engine, folder)
         self.worker, self.hashes, self.mode = vllm_plugin.Weights(), hashes, "processed_logprobs"
-        self.staged, self.device = "", "cuda"
+        self.staged = ""
 
     def app(self) -> Starlette:
         post = {
@@ -135,10 +135,6 @@ class VLLMDouble(Double):
         method, keys = body["method"], body["kwargs"]
         if method == "birl_hashes":
             return JSONResponse({"results": [list(self.hashes)]})
-        if method == "reload_weights":
-            assert self.engine.paused
-            await self.take(keys["weights_path"])
-            return JSONResponse({"results": [None]})
         if method == "birl_take":
             assert self.engine.paused
             if self.worker._birl_staged is None:
@@ -172,7 +168,7 @@ class VLLMDouble(Double):
 
     async def server(self, request: Request) -> Response:
         model = {"dtype": "torch.bfloat16", "logprobs_mode": self.mode}
-        return JSONResponse({"vllm_config": {"model_config": model, "device_config": {"device": self.device}}})
+        return JSONResponse({"vllm_config": {"model_config": model}})
 
     async def metrics(self, request: Request) -> Response:
         counters = self.engine.counters

@@ -1,4 +1,4 @@
-"""What every engine in another process does the same way, vLLM by both of its ways to take weights, and SGLang."""
+"""What every engine in another process does the same way: vLLM and SGLang."""
 
 import asyncio
 import contextlib
@@ -21,8 +21,8 @@ from birl.types import SamplingParams, Stop, Update
 from tests.engine.test_update import PROMPT, after, engine, needs_kernels, params, step_by_step, weights
 from tests.server.doubles import Double, SGLangDouble, VLLMDouble
 
-KINDS = ("vllm", "vllm-reload", "sglang")
-GENERATE = {"vllm": "/inference/v1/generate", "vllm-reload": "/inference/v1/generate", "sglang": "/generate"}
+KINDS = ("vllm", "sglang")
+GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 
 
 def stepping(own: EmbeddedEngine) -> EmbeddedEngine:
@@ -42,7 +42,7 @@ def pair(kind: str, folders: list[Path], compute: ThreadPoolExecutor, **keys: An
     if kind == "sglang":
         found: Any = SGLang("http://engine", end_ids=frozenset({2}), **keys)
     else:
-        found = VLLM("http://engine", end_ids=frozenset({2}), method="reload" if "-" in kind else "birl", **keys)
+        found = VLLM("http://engine", end_ids=frozenset({2}), **keys)
     found.peer.client = double.client(double.app())
     return found, double
 

@@ -49,7 +49,6 @@ def command(
     memory_fraction: float | None = None,
     max_batch: int | None = None,
     context: int | None = None,
-    method: str = "birl",
     sleep: bool = False,
     transfer: str = "",
     extra: Sequence[str] = (),
@@ -70,14 +69,13 @@ def command(
         "--max-num-seqs": max_batch,
         "--max-model-len": context,
         "--weight-transfer-config": json.dumps({"backend": transfer}) if transfer else None,
-        "--worker-extension-cls": "birl_vllm_plugin.Weights" if method == "birl" else None,
+        "--worker-extension-cls": "birl_vllm_plugin.Weights",
     }
     return [*result, *flags(options), *extra]
 
 
 def environment(
     *,
-    method: str = "birl",
     cpu: bool = False,
     kv_cache_gb: float = 1.0,
     threads: str = "",
@@ -87,9 +85,7 @@ def environment(
     and the cores of the worker ("0", "0-3"; vLLM's own choice leaves one free for its front-end)."""
     result = dict(os.environ if base is None else base)
     result |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    if method == "birl":
-        rest = result.get("PYTHONPATH")
-        result["PYTHONPATH"] = os.pathsep.join([str(write_plugin()), *([rest] if rest else [])])
+    result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(write_plugin()), result.get("PYTHONPATH")]))
     if cpu:
         result["VLLM_CPU_KVCACHE_SPACE"] = str(max(math.ceil(kv_cache_gb), 1))  # whole GiB only
         if threads:

@@ -1,7 +1,7 @@
 """vLLM as an engine: tokens in, tokens, log-probs and versions out, and new weights in the middle of an answer.
 
     generate   POST /inference/v1/generate (--enable-scale-out)
-    load       "birl": by birl's plugin in vLLM's workers (`vllm_plugin`); "reload": vLLM's reload_weights, without it
+    load       by birl's plugin in vLLM's workers (`plugin.py`)
     transfer   without a folder (`transfer.py`)
     pause ...  the endpoints of VLLM_SERVER_DEV_MODE=1, not protected by a token: such a server belongs on loopback
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from birl.engines.peer import QUICK, STOPS, Adapter, check_folder, fresh, refusal, size, tied, versions
+from birl.engines.peer import QUICK, STOPS, Adapter, check_folder, fresh, refusal, size, versions
 from birl.engines.vllm import listed
 from birl.engines.vllm import plugin as vllm_plugin
 from birl.engines.vllm.transfer import VLLMTransfer
@@ -26,7 +26,6 @@ from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.samples import Support
 from birl.types import Completion, Held, SamplingParams, Update
 
-METHODS = ("birl", "reload")
 KEEP = "/pause?mode=keep&clear_cache=false"  # without clear_cache=false vLLM drops the KV cache of running requests
 NOTHING = -9999.0  # vLLM's encoding of NaN and -inf
 COUNTED = ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:num_preemptions", "vllm:request_success")
@@ -35,16 +34,12 @@ COUNTED = ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:num_preemptions
 class VLLM(Adapter):
     name = "vLLM"
 
-    def __init__(self, address: str, *, method: str = "birl", **options: Any) -> None:
+    def __init__(self, address: str, **options: Any) -> None:
         """`options`: those of `Adapter`."""
-        if method not in METHODS:
-            raise BirlError(f"vLLM takes weights by {' or '.join(METHODS)}, not by {method!r}.")
         super().__init__(address, **options)
-        self.method = method
         self.transfer = VLLMTransfer(self)
         self.hash = ""  # hash of the plugin, once known
         self.dtype = ""  # once known
-        self.on_cpu = False
 
     async def reported(self) -> tuple[str, dict[str, Any]]:
         try:
@@ -72,7 +67,6 @@ class VLLM(Adapter):
                 "with --logprobs-mode processed_logprobs."
             )
         self.dtype = model["dtype"].removeprefix("torch.")
-        self.on_cpu = result["vllm_config"].get("device_config", {}).get("device") == "cpu"
 
     @property
     def anew(self) -> bool:
@@ -140,32 +134,8 @@ class VLLM(Adapter):
         kept, unless the message says that the engine is broken; then `generate` fails until a load succeeds."""
         async with self._control:
             fresh(update, self.version)
-            if self.method == "birl":
-                await self.stage(update)
-            else:
-                await asyncio.to_thread(check_folder, update, self.version)
-                await self.reloadable(update)
-            return await self._replaced(update, lambda: self.put(update), size(update.folder))
-
-    async def put(self, update: Update) -> None:
-        if self.method == "birl":
-            await self.workers("birl_take")
-        else:
-            where = {"weights_path": str(Path(update.folder).absolute())}
-            await self.peer.call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": where})
-
-    async def reloadable(self, update: Update) -> None:
-        """Raise `WeightsFailed` if reload_weights would keep an old packed output layer (CPU, tied embeddings)."""
-        try:
-            await self.info()
-        except EngineDown as error:
-            raise refusal(update, error) from error
-        if self.on_cpu and tied(update.folder):
-            raise WeightsFailed(
-                "missing",
-                "vLLM on a CPU keeps the old output layer of a model with tied embeddings when it reloads weights: "
-                'use method="birl".',
-            )
+            await self.stage(update)
+            return await self._replaced(update, lambda: self.workers("birl_take"), size(update.folder))
 
     async def stage(self, update: Update) -> None:
         """Let vLLM's workers read and compare the folder while they sample. Nothing is changed."""
