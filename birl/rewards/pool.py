@@ -1,4 +1,4 @@
-"""Runs reward functions in a worker process, in a thread, or in the event loop, always with a deadline."""
+"""Runs reward functions in worker processes or in this process, always with a deadline."""
 
 import asyncio
 import contextlib
@@ -14,14 +14,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from birl.envs.calls import called
+from birl.envs.calls import Threads, called
 from birl.errors import BirlError
 from birl.foreign import Late, within
 from birl.process import kill
@@ -32,18 +33,10 @@ LINE = 1 << 16  # longest piece of a printed line that is passed on at once [cha
 MOST = 1 << 28  # bytes of one reply
 START_TIMEOUT = 120.0  # seconds a worker may take to import the functions
 CLOSED = "the rewards were closed"
+CALLS = Threads(64, "birl-reward")  # for functions of this process
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
 )
-
-
-class Executor(Protocol):
-    """Runs functions for a thread of the pool. Another thread calls only `kill`, which ends a call in progress."""
-
-    def start(self) -> Any: ...
-    def call(self, function: int, arguments: Mapping[str, Any], n: int, timeout: float) -> Answers: ...
-    def kill(self) -> None: ...
-    def end(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -56,17 +49,17 @@ class Job:
 
 
 class Pool:
-    """Daemon threads that take jobs from one queue, each with its own executor. They belong to no event loop, and one
-    that hangs does not delay the end of the program."""
+    """Daemon threads that take jobs from one queue, each with its own worker. They belong to no event loop, and one that
+    hangs does not delay the end of the program."""
 
-    def __init__(self, executors: Sequence[Executor]) -> None:
-        self.executors = executors
+    def __init__(self, workers: "Sequence[Worker]") -> None:
+        self.workers = workers
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.closed = False
-        self.started: list[Future[Any]] = [Future() for _ in executors]
+        self.started: list[Future[Any]] = [Future() for _ in workers]
         self.threads = [
             threading.Thread(target=self._keep, args=pair, daemon=True)
-            for pair in zip(executors, self.started, strict=True)
+            for pair in zip(workers, self.started, strict=True)
         ]
         for future, thread in zip(self.started, self.threads, strict=True):
             future.set_running_or_notify_cancel()  # from here no caller can cancel it
@@ -85,31 +78,31 @@ class Pool:
 
     def close(self) -> None:
         self.closed = True
-        for executor in self.executors:
-            executor.kill()
+        for worker in self.workers:
+            worker.kill()
         for _ in self.threads:
             self.jobs.put(None)
         for thread in self.threads:
             thread.join(timeout=10.0)
 
-    def _keep(self, executor: Executor, started: "Future[Any]") -> None:
+    def _keep(self, worker: "Worker", started: "Future[Any]") -> None:
         try:
-            started.set_result(executor.start())
+            started.set_result(worker.start())
         except BaseException as error:
             started.set_exception(error)
         while (job := self.jobs.get()) is not None:
             if job.future.set_running_or_notify_cancel():
-                self._do(job, executor)
-        executor.end()
+                self._do(job, worker)
+        worker.end()
 
-    def _do(self, job: Job, executor: Executor) -> None:
+    def _do(self, job: Job, worker: "Worker") -> None:
         began = time.monotonic()
         try:
             if self.closed:
                 raise CallFailed(Outcome.ABORTED, CLOSED, isolate=False)
-            ready(executor)
+            ready(worker)
             began = time.monotonic()  # a restart of the worker does not count
-            answers = executor.call(job.function, job.arguments, job.n, job.timeout)
+            answers = worker.call(job.function, job.arguments, job.n, job.timeout)
             job.future.set_result((answers, time.monotonic() - began))
         except BaseException as error:
             if isinstance(error, CallFailed):
@@ -117,9 +110,9 @@ class Pool:
             job.future.set_exception(error)
 
 
-def ready(executor: Executor) -> None:
+def ready(worker: "Worker") -> None:
     try:
-        executor.start()
+        worker.start()
     except BirlError as error:
         raise CallFailed(Outcome.ENV_ERROR, f"the worker could not be restarted: {error}", isolate=False) from error
 
@@ -300,73 +293,42 @@ def _wait(process: "subprocess.Popen[bytes]", descriptor: int, event: int, deadl
     return False
 
 
-class Thread:
-    """Calls one function of this process, one call at a time, in daemon threads. A call that hangs cannot be killed:
-    its thread is abandoned, and completions are not retried one by one, which would abandon more threads. A coroutine
-    that the function returns runs in `loop`, like that of an async function."""
-
-    def __init__(self, function: Callable[..., Any], loop: asyncio.AbstractEventLoop) -> None:
-        self.function, self.loop = function, loop
-
-    def call(self, function: int, arguments: Mapping[str, Any], n: int, timeout: float) -> Answers:
-        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        call, began = Invocation(arguments, n), time.monotonic()
-
-        def work() -> None:
-            try:
-                result = self.function(**call.arguments)
-                done.put(result if inspect.isawaitable(result) else call.answers(result))
-            except CallFailed as failure:
-                done.put(failure)
-            except BaseException as error:
-                done.put(failed(error, self.function))
-
-        threading.Thread(target=work, daemon=True).start()
-        try:
-            result = done.get(timeout=timeout)
-        except queue.Empty:
-            detail = f"took longer than {round(timeout, 1):g} s, and its thread cannot be stopped"
-            raise CallFailed(Outcome.TIMEOUT, detail, isolate=False) from None
-        if inspect.isawaitable(result):
-            left = max(timeout - (time.monotonic() - began), 0)
-            waiting = result_of(lambda: result, call, self.function, timeout, left)
-            result = asyncio.run_coroutine_threadsafe(waiting, self.loop).result()
-        if isinstance(result, CallFailed):
-            raise result
-        return result
-
-    def start(self) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-async def awaited(
-    function: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any], n: int, timeout: float
+async def local(
+    function: Callable[..., Any],
+    turn: AbstractAsyncContextManager[Any],
+    arguments: Mapping[str, Any],
+    n: int,
+    timeout: float,
 ) -> tuple[Answers, float]:
-    """Call an async function of this process. It must not block: it runs in the trainer's event loop."""
-    began, call = time.monotonic(), Invocation(arguments, n)
-    try:
-        answers = await result_of(partial(function, **call.arguments), call, function, timeout, timeout)
-    except CallFailed as failure:
+    """Call a function of this process: a plain one in a thread, its `turn` after that of other calls; a coroutine in the
+    event loop, which it must not block. Returns the answers, and the seconds that the call took. Raises `CallFailed`.
+
+    A thread that hangs cannot be killed: it is abandoned, and completions are not retried one by one, which would
+    abandon more threads."""
+    async with turn:
+        began, call, hangs = time.monotonic(), Invocation(arguments, n), True
+
+        def work() -> Any:
+            nonlocal hangs
+            try:
+                result = function(**call.arguments)
+                hangs = not inspect.isawaitable(result)
+                return call.answers(result) if hangs else result
+            except CallFailed:
+                raise
+            except BaseException as error:
+                raise failed(error, function) from error
+
+        try:
+            result = await within(timeout, called(work, threads=CALLS))
+            answers = result if isinstance(result, Answers) else call.answers(result)
+            return answers, time.monotonic() - began
+        except Late as late:
+            detail = f"took longer than {round(timeout, 1):g} s{', and its thread cannot be stopped' if hangs else ''}"
+            failure = CallFailed(Outcome.TIMEOUT, str(late) or detail, isolate=not hangs)
+        except CallFailed as error:
+            failure = error
+        except Exception as error:
+            failure = failed(error, function)
         failure.seconds = time.monotonic() - began
-        raise
-    return answers, time.monotonic() - began
-
-
-async def result_of(
-    start: Callable[[], Any], call: Invocation, function: Callable[..., Any], timeout: float, left: float
-) -> Answers:
-    """Await the coroutine that `start` returns, for `left` seconds of `timeout`. Raises `CallFailed`."""
-    try:
-        return call.answers(await within(left, called(start)))
-    except Late as late:
-        raise CallFailed(Outcome.TIMEOUT, str(late) or f"took longer than {round(timeout, 1):g} s") from None
-    except CallFailed:
-        raise
-    except Exception as error:
-        raise failed(error, function) from error
+        raise failure

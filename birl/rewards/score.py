@@ -7,15 +7,17 @@ import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from birl.errors import BirlError, did_you_mean
 from birl.rewards.functions import BUILTINS, OPTIONS, PER_CALL, Answers, CallFailed, Parameters, resolve
-from birl.rewards.pool import Pool, Thread, Worker, awaited
+from birl.rewards.pool import Pool, Worker, local
 from birl.types import UNSCORED, Outcome
 
 log = logging.getLogger(__name__)
@@ -105,7 +107,8 @@ class Rewards:
         self.weights = [float(w) for w in weights] or [1.0 / len(functions)] * len(functions)
         self.timeout = float(timeout)
         self.workers = workers
-        self._pools: list[Pool] = []
+        self._workers = Pool([])  # without functions by name there are none
+        self._calls: list[Call] = []
         self._ready: list[Function] = []
         self._closed = False
         self._unjudged = False  # a completion without a value was reported
@@ -115,10 +118,9 @@ class Rewards:
         necessary, but it takes up to a second: call it while the model loads."""
         if self._closed:
             raise BirlError("these rewards were closed")
-        if not self._pools:
+        if not self._calls:
             self._open()
-        specs = [f for f in self.functions if isinstance(f, str)]
-        hello = (await self._workers.start())[0] if specs else {"functions": []}
+        hello = next(iter(await self._workers.start()), {"functions": []})  # the same of all workers
         remote = iter(hello["functions"])
         parameters = [Parameters(**next(remote)) if isinstance(f, str) else Parameters.of(f) for f in self.functions]
         self._ready = [
@@ -161,8 +163,7 @@ class Rewards:
     async def close(self) -> None:
         """Kill the workers, including calls in progress."""
         self._closed = True
-        for pool in self._pools:
-            pool.close()
+        self._workers.close()
 
     async def __aenter__(self) -> "Rewards":
         try:
@@ -176,21 +177,15 @@ class Rewards:
         await self.close()
 
     def _open(self) -> None:
-        specs = [f for f in self.functions if isinstance(f, str)]
-        self._calls: list[Call] = []
-        if specs:
-            count = range(self.workers)
-            self._workers = Pool([Worker(specs, options=self.options, folder=self.folder) for _ in count])
-            self._pools.append(self._workers)
-        index = iter(range(len(specs)))
+        specs, index = [f for f in self.functions if isinstance(f, str)], count()
+        workers = [Worker(specs, options=self.options, folder=self.folder) for _ in range(self.workers)]
+        self._workers = Pool(workers if specs else [])
         for function in self.functions:
             if isinstance(function, str):
                 self._calls.append(partial(self._workers.run, next(index)))
-            elif inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-                self._calls.append(partial(awaited, function))
             else:
-                self._pools.append(Pool([Thread(function, asyncio.get_running_loop())]))
-                self._calls.append(partial(self._pools[-1].run, 0))
+                waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+                self._calls.append(partial(local, function, nullcontext() if waits else asyncio.Lock()))
 
     def _combine(self, parts: list[RewardValue]) -> Score:
         """Combine one completion's values, in the order of the functions; the first failure sets the outcome."""
