@@ -3,30 +3,17 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from birl.rollout.episode import run_episode, unopened
-from birl.rollout.session import Gateway, Limits, Session, Translator
+from birl.rollout.session import Gateway, Limits, Session
 from birl.seeds import derive_seed
 from birl.types import Agent, Engine, Env, Group, Message, Outcome, SamplingParams, Task, Trajectory
 from birl.waits import waiting
 
-
-class Scored(Protocol):
-    """The reward of one completion (`birl.rewards.Score`)."""
-
-    @property
-    def value(self) -> float: ...
-    @property
-    def parts(self) -> Mapping[str, float]: ...
-    @property
-    def outcome(self) -> Outcome: ...
-    @property
-    def detail(self) -> str: ...
-    @property
-    def extra(self) -> Mapping[str, Any]: ...
-    @property
-    def logged(self) -> Mapping[str, float]: ...
+if TYPE_CHECKING:
+    from birl.rewards.score import Score
+    from birl.text.chat import Chat
 
 
 class Reply(str):
@@ -41,8 +28,8 @@ class Reply(str):
         return reply
 
 
-#: (task, completions) -> one Scored for each
-Scorer = Callable[[Task, list[Reply]], Awaitable[Sequence[Scored]]]
+#: (task, completions) -> one score for each
+Scorer = Callable[[Task, list[Reply]], Awaitable[Sequence["Score"]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +40,7 @@ class Rollout:
     without a name."""
 
     engine: Engine
-    chat: Translator
+    chat: "Chat"
     open_env: Callable[[Task], Env | Agent]
     score: Scorer | None
     limits: Limits | Callable[[Task], Limits]
@@ -146,6 +133,6 @@ async def first(n: int, work: Sequence[Coroutine[Any, Any, Trajectory]]) -> list
     return [t.result() for t in kept]
 
 
-def last_reply(trajectory: Trajectory, chat: Translator) -> Message:
+def last_reply(trajectory: Trajectory, chat: "Chat") -> Message:
     """The model's whole last reply, with its thinking, which reward functions may judge, too."""
     return Message(role="assistant", content=chat.reply_text(trajectory.turns[-1].completion.ids))

@@ -11,14 +11,17 @@ that is plain text. An answer for which no text has all values has no hint.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from birl.data.tasks import answer_text
 from birl.data.trees import common
 from birl.errors import BirlError
-from birl.rollout.session import Translator
 from birl.types import Conversation, Group, Message, Sample, Task
+
+if TYPE_CHECKING:
+    from birl.text.chat import Chat
 
 NAME = re.compile(r"\{(\w+)\}")
 
@@ -28,7 +31,7 @@ class Hints:
     """`context`: of the teacher [tokens]; a hint that does not fit is left out."""
 
     texts: Sequence[str]
-    chat: Translator
+    chat: "Chat"
     context: int
     prompts: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
 
@@ -108,7 +111,7 @@ def asking(prompt: tuple[Message, ...], changed: Callable[[str], str]) -> tuple[
     return (*prompt[:last], replace(prompt[last], content=changed(prompt[last].content)), *prompt[last + 1 :])
 
 
-def sibling(group: Group, episode: int, chat: Translator) -> str | None:
+def sibling(group: Group, episode: int, chat: "Chat") -> str | None:
     """Text of the first other right answer of the group (score at least 1): of all its turns, without thinking. It is
     the same for almost all answers, so the teacher computes their prompt once."""
     for number, other in enumerate(group.trajectories):

@@ -5,23 +5,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from birl.rollout import assemble, pipeline
 from birl.rollout.group import Rollout, last_reply
 from birl.types import PICTURES, Conversation, Group, Message, Outcome, Sample, Trajectory
 
-
-class Reading(Protocol):
-    """The methods of `birl.text.chat.Chat` that records use."""
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-    def shown(self, ids: Sequence[int]) -> list[str]: ...
+if TYPE_CHECKING:
+    from birl.text.chat import Chat
 
 
 def episode_records(
     step: pipeline.Step,
-    chat: Reading,
+    chat: "Chat",
     advantages: Mapping[tuple[int, int], float],
     figures: Callable[[Sample], dict[str, Any]],
     run: Path,
@@ -71,7 +67,7 @@ def episode_records(
     ]
 
 
-def _seen(trajectory: Trajectory, chat: Reading, run: Path) -> dict[str, list[str]]:
+def _seen(trajectory: Trajectory, chat: "Chat", run: Path) -> dict[str, list[str]]:
     """Files of the environment's pictures, and of the pictures in prompts, each once."""
     digests = dict.fromkeys(digest for turn in trajectory.turns for digest in chat.shown(turn.prompt.tolist()))
     files = [*(_within(path, run) for path in trajectory.pictures), *(f"{PICTURES}/{digest}" for digest in digests)]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,28 +21,12 @@ from birl.text.parts import Finder, content
 from birl.types import PAST, Completion, Conversation, Engine, Message, Picture, SamplingParams, Stop, ToolCall, Turn
 from birl.waits import waiting
 
+if TYPE_CHECKING:
+    from birl.text.chat import Chat
+
 Tools = Sequence[Mapping[str, Any]]
 #: Long prompts are rendered here. Few at once: they hold Python's lock in part.
 PROMPTS = Threads(2, "birl-prompt")
-
-
-class Translator(Protocol):
-    """The methods of `birl.text.chat.Chat` that an episode uses."""
-
-    def render(self, prompt: Conversation, tools: Tools = ()) -> tuple[int, ...]: ...
-    def extend(
-        self,
-        ids: tuple[int, ...],
-        reply_tokens: tuple[int, ...],
-        messages: tuple[Message, ...],
-        tools: Tools = (),
-        history: tuple[Message, ...] | None = None,
-    ) -> tuple[int, ...]: ...
-    def append(
-        self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str, keep_end: bool = False
-    ) -> tuple[int, ...]: ...
-    def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message: ...
-    def reply_text(self, tokens: Sequence[int]) -> str: ...
 
 
 class Gateway(Protocol):
@@ -89,7 +73,7 @@ class Session:
     def __init__(
         self,
         engine: Engine | Mapping[str, Engine],
-        chat: Translator,
+        chat: "Chat",
         params: SamplingParams,
         limits: Limits,
         seed_of_turn: Callable[[int], int],
@@ -304,7 +288,7 @@ def message(given: Any) -> Message | None:
 
 def continued(
     known: Sequence[Known],
-    chat: Translator,
+    chat: "Chat",
     conversation: Conversation,
     tools: Tools,
     owner: tuple[str, str],
