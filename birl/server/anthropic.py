@@ -29,7 +29,7 @@ class Direct(Answering):
         grammar = reply.form and whole(service.chat, reply.form, service.chat.thinks(prompt))
         (params,) = service.seeded(reply.params)
         with service.gate.enter(1):
-            result = await service.answering(grammar)(prompt, params)
+            result = await service.generate(prompt, params, grammar=grammar)
         shown = Visible(service.chat.tokenizer, service.end_ids | frozenset(params.stop_ids), params.stop)
         shown.feed(result.ids)
         message = service.chat.parts(shown.whole(), reply.tools, service.chat.thinks(prompt)).message()

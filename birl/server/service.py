@@ -166,28 +166,14 @@ class Service:
         params: SamplingParams,
         session: str = "",
         watch: Callable[[Request], None] | None = None,
+        *,
         best: TopLogprobs | None = None,
+        grammar: str = "",
     ) -> Completion:
-        return await self.engine.generate(
-            prompt, params, session, watch, best=best, adapter=self.adapters.named(params)
-        )
-
-    def answering(self, grammar: str) -> Callable[..., Coroutine[Any, Any, Completion]]:
-        """`generate` with this grammar; without one for an empty text."""
-        if not grammar:
-            return self.generate
-
-        async def generate(
-            prompt: tuple[int, ...],
-            params: SamplingParams,
-            session: str = "",
-            watch: Callable[[Request], None] | None = None,
-            best: TopLogprobs | None = None,
-        ) -> Completion:
-            guide = await self.read(lambda: Guide(self.chat, grammar))
-            return await self.engine.generate(prompt, params, session, watch, guide=guide, best=best)
-
-        return generate
+        """Sample an answer, whose form the grammar forces if there is one."""
+        guide = await self.read(lambda: Guide(self.chat, grammar)) if grammar else None
+        adapter = self.adapters.named(params)
+        return await self.engine.generate(prompt, params, session, watch, guide=guide, best=best, adapter=adapter)
 
     async def score(self, ids: tuple[int, ...], count: int = 1) -> Scored:
         """Log-prob of each token but the first, given those before it, and the top log-probs."""
@@ -200,8 +186,8 @@ class Service:
 
     async def all(self, asked: Sequence[Job], grammar: str = "") -> list[Completion]:
         """All answers; if one fails, or the caller is cancelled, the others are aborted."""
-        generate = self.answering(grammar)
-        return await self.together([generate(job.prompt, job.params, best=job.best) for job in asked])
+        each = [self.generate(job.prompt, job.params, best=job.best, grammar=grammar) for job in asked]
+        return await self.together(each)
 
     async def together(self, asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         tasks = [asyncio.ensure_future(one) for one in asked]

@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, aclosing, suppress
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from birl.engine.request import Place, Request
+from birl.engine.request import Place
+from birl.engine.request import Request as Sampling
 from birl.errors import BirlError, EngineDown
 from birl.server.ask import Ask
-from birl.server.limits import TIMEOUT, Gone, Refused, disconnected
+from birl.server.limits import Gone, Refused, answered
 from birl.server.openai_format import Pieces, event
 from birl.server.service import Job, Service
 from birl.text.visible import Visible
@@ -33,26 +35,16 @@ def streamed(
         with room:
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            pump = asyncio.ensure_future(_send_all(chunks, send))
-            gone = asyncio.ensure_future(disconnected(receive))
             try:
-                await asyncio.wait({pump, gone}, timeout=service.timeout, return_when=asyncio.FIRST_COMPLETED)
-                if not pump.done():
-                    if gone.done():
-                        raise Gone
-                    pump.cancel()
-                    await asyncio.gather(pump, return_exceptions=True)
-                    late = Refused(
-                        504, f"The answer took longer than {service.timeout:g} s (request_timeout).", TIMEOUT
-                    )
-                    await _fail(late, failed, send)
-                error = pump.exception()
-                if error is not None:
-                    await _fail(refusal(error), failed, send)
-            finally:
-                for one in (pump, gone):
-                    one.cancel()
-                await asyncio.gather(pump, gone, return_exceptions=True)
+                await answered(Request(scope, receive), _send_all(chunks, send), service.timeout)
+            except Gone:
+                raise
+            except Exception as failure:
+                error = refusal(failure)
+                with suppress(TimeoutError):  # a client that does not read
+                    last = send({"type": "http.response.body", "body": failed(error)})
+                    await asyncio.wait_for(last, LAST_WORDS)
+                raise error from None
 
     return respond
 
@@ -72,12 +64,6 @@ async def _send_all(source: AsyncIterator[bytes], send: Send) -> None:
         async for chunk in chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _fail(error: Refused, failed: Callable[[Refused], bytes], send: Send) -> None:
-    with suppress(TimeoutError):  # a client that does not read
-        await asyncio.wait_for(send({"type": "http.response.body", "body": failed(error)}), LAST_WORDS)
-    raise error
 
 
 async def events(service: Service, asked: Ask, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
@@ -121,13 +107,14 @@ async def sampled(service: Service, jobs: Sequence[Job], grammar: str) -> AsyncI
 
 
 async def _one(service: Service, index: int, job: Job, queue: asyncio.Queue, grammar: str) -> None:
-    def watch(request: Request) -> None:
+    def watch(request: Sampling) -> None:
         new = slice(request.told, None)
         queue.put_nowait((index, request.tokens[new], request.logprobs[new], request.versions[new], job.places(new)))
 
     try:
-        generate = service.answering(grammar)
-        completion = await generate(job.prompt, job.params, job.session, watch=watch, best=job.best)
+        completion = await service.generate(
+            job.prompt, job.params, job.session, watch, best=job.best, grammar=grammar
+        )
         queue.put_nowait((index, completion))
     except Exception as error:
         queue.put_nowait(error)
