@@ -40,7 +40,7 @@ PARTS: dict[str, list[str]] = {
     **{f"launcher {where}": launched(where) for where in WHERE},
     **{f"tracker {name}": files(kind.sink.partition(":")[0]) for name, kind in KINDS.items()},
     **{f"env {name}": files(place.partition(":")[0]) for name, place in BUILT_IN.items()},
-    **{f"dialect {name}": files(*filter(None, (d.server, d.gateway))) for name, d in DIALECTS.items()},
+    **{f"dialect {name}": files(*places) for name, places in DIALECTS.items()},
     "transport nccl": ["birl/weights/broadcast.py"],
     "transport ipc": ["birl/weights/lending.py"],
 }

@@ -57,7 +57,7 @@ class Gateway:
     def __init__(self, chat: Chat, sampling: str = "run") -> None:
         self.terms = Terms(chat=chat, sampling=sampling)
         self.visits: dict[str, Visit] = {}
-        dialects = modules("gateway")
+        dialects = modules("REPLIES")
         self.replies = {route: reply for m in dialects for route, reply in m.REPLIES.items()}
         self.errors = [(path, m.error) for m in dialects if hasattr(m, "error") for _, path in m.REPLIES]
         self._url = ""

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from birl.server.agent_session import Answering
+from birl.server.agent_session import Answering, Kept
 from birl.server.ask import likeliest
-from birl.server.kept import Kept
 from birl.server.limits import NAMES, Refused
 from birl.server.messages import call, invalid, message_content, typed
 from birl.server.request_policy import FORMS, SAMPLING, Terms, speaker

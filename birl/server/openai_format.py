@@ -4,13 +4,14 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from birl.engine.request import Place
 from birl.server.ask import Ask
-from birl.server.service import Scored
+from birl.server.service import Scored, Service
 from birl.text.chat import Chat
 from birl.text.thinking import Growing, ParsedReply
 from birl.text.visible import INCOMPLETE, Visible
@@ -20,23 +21,23 @@ from birl.types import Completion, Stop, ToolCall
 ESCAPED = str.maketrans(dict(LINE_ENDS))
 
 
-class Speaker(Protocol):
-    """The model of an answer. `end_ids`: tokens that end an answer, and are no text."""
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """The model of a run under the name that a client uses. `end_ids`: tokens that end an answer, and are no text."""
+
+    name: str
+    version: int
+    chat: Chat
 
     @property
-    def name(self) -> str: ...
-    @property
-    def version(self) -> int: ...
-    @property
-    def chat(self) -> Chat: ...
-    @property
-    def end_ids(self) -> frozenset[int]: ...
+    def end_ids(self) -> frozenset[int]:
+        return self.chat.end_ids
 
 
 class Pieces:
     """Formats the answers of one request."""
 
-    def __init__(self, speaker: Speaker, asked: Ask) -> None:
+    def __init__(self, speaker: Service | Voice, asked: Ask) -> None:
         self.speaker, self.asked = speaker, asked
         self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())

@@ -11,8 +11,7 @@ from typing import Any
 
 from birl.engine.request import Place
 from birl.rollout.session import Known, following, owner_of, plain
-from birl.server.agent_session import Answers, Reply
-from birl.server.kept import Kept
+from birl.server.agent_session import Answers, Kept, Reply
 from birl.server.limits import Refused
 from birl.server.openai_format import call_id, token_rows
 from birl.server.openai_format import typed_event as event

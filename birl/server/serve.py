@@ -52,7 +52,7 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 OPEN = ("/health", "/ready")  # without a token, for process monitors
 CLOSED = 499  # status in the metrics if the client has disconnected
 
-MODULES = [native, *modules("server")]
+MODULES = [native, *modules("ROUTES")]
 ROUTES: dict[tuple[str, str], Handler] = {route: handler for m in MODULES for route, handler in m.ROUTES.items()}
 ERRORS = {path: m.error for m in MODULES if hasattr(m, "error") for _, path in m.ROUTES}  # path -> body of an error
 

@@ -15,7 +15,7 @@ from birl.engines.wire import HEADER
 from birl.errors import BirlError, WeightsFailed
 from birl.models.digests import whole
 from birl.seeds import derive_seed
-from birl.server.kept import Kept
+from birl.server.agent_session import Kept
 from birl.server.limits import Gate, Refused, long
 from birl.server.metrics import Metrics
 from birl.server.request_policy import Terms

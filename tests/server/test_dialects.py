@@ -18,7 +18,7 @@ import torch
 
 from birl.kernels.tensors import PAGE
 from birl.models.load import load_model
-from birl.server.kept import Kept
+from birl.server.agent_session import Kept
 from birl.text.chat import Chat
 from birl.text.grammar import Guide, calls_of, whole
 from tests.rollout.scripted import Scripted
