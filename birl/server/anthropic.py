@@ -17,7 +17,7 @@ from birl.rollout.session import Known, following, owner_of, plain
 from birl.server import ask
 from birl.server.agent_session import Answering, Answers, Kept, Reply
 from birl.server.gateway import answered as replied
-from birl.server.limits import OVERLOADED, Refused, answered, check_bulk, json_object
+from birl.server.limits import OVERLOADED, Refused
 from birl.server.messages import invalid, message_content, text, typed
 from birl.server.openai_format import call_id
 from birl.server.openai_format import typed_event as event
@@ -254,7 +254,7 @@ def error(refused: Refused) -> Block:
     return {"type": "error", "error": {"type": kind, "message": str(refused), **details}}
 
 
-def count_tokens(data: Mapping[str, Any], terms: Terms, visit: Answering) -> Block:
+def count_tokens(data: Mapping[str, Any], terms: Terms, visit: Answering | None = None) -> Block:
     return {"input_tokens": len(terms.chat.render(*conversation(data)))}
 
 
@@ -281,33 +281,20 @@ class Direct(Answering):
 
 
 async def served(service: Service, request: Request) -> Response:
-    data = await json_object(request, service.most_bytes)
-    context = service.engine.context
-    visit = Direct(params=SamplingParams(max_tokens=context), service=service, kept=service.kept)
+    own = SamplingParams(max_tokens=service.engine.context)
+    visit = Direct(params=own, service=service, kept=service.kept)
 
-    def read() -> Reply:
-        check_bulk(data, context)
-        ask.known({"model": data.get("model")}, ("model",), service)
+    def read(data: Block) -> Reply:
         reply = message(data, service.terms, visit)
         visit.prompt = service.chat.render(reply.conversation, reply.tools)
         service.check_prompt(visit.prompt)
         return reply
 
-    reply = await answered(request, service.read(read, request.headers), service.timeout)
-    return await replied(visit, reply, request, service.timeout)
+    return await replied(visit, await ask.parsed(service, request, read), request, service.timeout)
 
 
 async def counted(service: Service, request: Request) -> Response:
-    data = await json_object(request, service.most_bytes)
-
-    def count() -> int:
-        check_bulk(data, service.engine.context)
-        ask.known({"model": data.get("model")}, ("model",), service)
-        return len(service.chat.render(*conversation(data)))
-
-    return JSONResponse(
-        {"input_tokens": await answered(request, service.read(count, request.headers), service.timeout)}
-    )
+    return JSONResponse(await ask.parsed(service, request, lambda data: count_tokens(data, service.terms)))
 
 
 ROUTES = {

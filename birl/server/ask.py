@@ -1,18 +1,21 @@
 """Parses the requests of OpenAI clients. Unsupported parameters that would change the answer are rejected by name."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from starlette.requests import Request
 
 from birl.errors import BirlError
-from birl.server.limits import Refused, check_bulk, check_text, outside, too_large
+from birl.server.limits import Refused, answered, check_bulk, check_text, json_object, outside, too_large
 from birl.server.messages import invalid, message, typed
 from birl.server.request_policy import FORMS, Terms, speaker
 from birl.server.service import Service
 from birl.text.grammar import whole
 from birl.types import SamplingParams
 
+T = TypeVar("T")
 CHOICES = 128  # maximum number of answers to one prompt
 LIKELIEST = 20  # maximum top_logprobs, as for OpenAI's chats and vLLM
 
@@ -216,3 +219,16 @@ def known(data: Mapping[str, Any], keys: tuple[str, ...], service: Service) -> N
             param="model", code="model_not_found",
         )  # fmt: skip
     service.terms.check(data, keys)
+
+
+async def parsed(service: Service, request: Request, read: Callable[[dict[str, Any]], T]) -> T:
+    """The result of `read` for the JSON object of a request to the served model, outside of the event loop. Raises
+    `Refused`."""
+    data = await json_object(request, service.most_bytes)
+
+    def parse() -> T:
+        check_bulk(data, service.engine.context)
+        known({"model": data.get("model")}, ("model",), service)
+        return read(data)
+
+    return await answered(request, service.read(parse, request.headers), service.timeout)

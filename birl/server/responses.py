@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from birl.errors import BirlError
 from birl.rollout.session import continued, owner_of
 from birl.server import ask, gateway_responses
 from birl.server.agent_session import Answering
-from birl.server.limits import Refused, answered, check_bulk, json_object
+from birl.server.limits import Refused, answered
 from birl.server.responses_format import Events, ResponsesReply, named
 from birl.server.service import Job, Service
 from birl.server.stream import sampled, streamed
@@ -52,8 +53,7 @@ class Asked:
 
 
 async def responses(service: Service, request: Request) -> Response:
-    data = await json_object(request, service.most_bytes)
-    asked = await answered(request, service.read(lambda: read(data, service), request.headers), service.timeout)
+    asked = await ask.parsed(service, request, lambda data: read(data, service))
     (params,) = service.seeded(asked.reply.params)
     if asked.reply.stream:
         return streamed(service, events(service, asked, params), 1, asked.reply.failed)  # pyright: ignore[reportReturnType]
@@ -66,15 +66,9 @@ async def responses(service: Service, request: Request) -> Response:
 
 
 async def input_tokens(service: Service, request: Request) -> Response:
-    data = await json_object(request, service.most_bytes)
     own = Answering(params=SamplingParams(max_tokens=service.engine.context), kept=service.kept)
-
-    def count() -> dict[str, Any]:
-        check_bulk(data, service.engine.context)
-        ask.known({"model": data.get("model")}, ("model",), service)
-        return gateway_responses.input_tokens(data, service.terms, own)
-
-    return JSONResponse(await answered(request, service.read(count, request.headers), service.timeout))
+    count = partial(gateway_responses.input_tokens, terms=service.terms, visit=own)
+    return JSONResponse(await ask.parsed(service, request, count))
 
 
 async def compact(service: Service, request: Request) -> Response:
@@ -82,8 +76,6 @@ async def compact(service: Service, request: Request) -> Response:
 
 
 def read(data: dict[str, Any], service: Service) -> Asked:
-    check_bulk(data, service.engine.context)
-    ask.known({"model": data.get("model")}, ("model",), service)
     own = SamplingParams(max_tokens=service.engine.context)
     reply = gateway_responses.asked(data, service.terms, own, service.kept, service.name)
     before = service.kept.known(data.get("previous_response_id") or "")
