@@ -17,7 +17,7 @@ from birl.server.tinker import futures, tenants
 from birl.server.tinker.checkpoints import Checkpoints
 from birl.server.tinker.command import alone
 from birl.server.tinker.futures import Answer, Promises
-from birl.server.tinker.runs import Request, Run, Runs
+from birl.server.tinker.runs import Run, Runs
 from birl.server.tinker.store import Checkpoint, Record, Store
 from birl.server.tinker.work import Work
 from tests.full_disk import full_disk
@@ -245,4 +245,4 @@ def test_answers_for_which_there_is_no_room_leave_memory_and_disk(
 )
 def test_a_run_that_makes_no_steps_has_snapshots_too(kind: str, behind: int, due: int) -> None:
     run = Run(id=GOOD, owner="alice", base="model", done=behind, snapshot=0)
-    assert Work._due(NONE, run, Request(Record(behind, kind, b""), NONE)) == due
+    assert Work._due(NONE, run, Record(behind, kind, b"")) == due

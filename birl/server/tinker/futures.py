@@ -76,6 +76,12 @@ class Promises:
             self.sweep()
         return self.by_id.setdefault(id, Promise(id, owner, brief))
 
+    def failed(self, id: str, owner: str, error: Exception) -> Promise:
+        """A future whose answer is this error of the client."""
+        promise = self.make(id, owner, brief=True)
+        promise.settle(Answer.failure(str(error)))
+        return promise
+
     def find(self, id: str, owner: str) -> Promise | None:
         """The future of this owner; None if there is none, or it is another owner's."""
         promise = self.by_id.get(id)

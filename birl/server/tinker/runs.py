@@ -23,15 +23,6 @@ ANSWERS_KEPT = 64  # number of a run's newest answers that are kept for a restar
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """An accepted request. `tokens`: its cost."""
-
-    record: Record
-    promise: Promise
-    tokens: int = 0
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Run:
     """A training run. `done`: number of the last executed request. `made`: new, not from a checkpoint. `broken`: why
@@ -49,7 +40,7 @@ class Run:
     snapshot_time: float = field(default_factory=time.monotonic)
     used: float = field(default_factory=time.time)
     broken: str = ""
-    waiting: dict[int, Request] = field(default_factory=dict)
+    waiting: dict[int, Record] = field(default_factory=dict)  # accepted requests, each with its promise
     promises: dict[int, Promise] = field(default_factory=dict)
     killed: set[int] = field(default_factory=set)
     working: "asyncio.Task[None] | None" = None
@@ -57,7 +48,7 @@ class Run:
     saving: threading.Lock = field(default_factory=threading.Lock)  # lock of snapshots, which a thread writes
 
     @property
-    def next(self) -> Request | None:
+    def next(self) -> Record | None:
         return self.waiting.get(self.done + 1)
 
     @property
@@ -103,7 +94,7 @@ class Runs:
             if record.kind == KILLED:
                 run.killed.add(record.seq)
             elif record.seq > run.done:
-                run.waiting[record.seq] = Request(record, self.promise(run, record.seq))
+                self._enqueue(run, record)
         return run
 
     def promise(self, run: Run, seq: int) -> Promise:
@@ -135,22 +126,20 @@ class Runs:
                 self.promise(run, 0).settle(Answer.of(model_id=id, type="create_model"))
         return self.by_id[id]
 
-    def accept(self, run: Run, record: Record) -> tuple[Request | None, Promise]:
-        """Journal a request; one that was accepted before only has its promise. Raises `BirlError` for an invalid
-        number."""
-        known = run.promises.get(record.seq)
-        if known is not None:
-            return None, known
+    def _enqueue(self, run: Run, record: Record) -> Promise:
+        run.waiting[record.seq] = record
+        return self.promise(run, record.seq)
+
+    def accept(self, run: Run, record: Record) -> Promise:
+        """Journal a request. Raises `BirlError` for an invalid number."""
         if not run.done < record.seq <= run.done + MOST_AHEAD:
             raise BirlError(
                 f"seq_id={record.seq}: the next request of {run.id} is {run.done + 1}; answers of earlier ones are no "
                 f"longer kept, and a later one may be at most {MOST_AHEAD} ahead of it."
             )
         self.store.append(run.id, record)
-        request = Request(record, self.promise(run, record.seq))
-        run.waiting[record.seq] = request
         run.used = time.time()
-        return request, request.promise
+        return self._enqueue(run, record)
 
     async def loaded(self, run: Run) -> LowRankRun:
         """`load` in a thread if needed, for a working run, which is not unloaded."""

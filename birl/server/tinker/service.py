@@ -6,7 +6,7 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,9 +123,7 @@ class TinkerService:
             adapter = await asyncio.to_thread(self.runs.adapter, id, config)  # other requests are handled meanwhile
             self.runs.create(id, tenant.name, base, config, about, adapter)
         except BirlError as error:
-            promise = self.promises.make(f"{id}#0", tenant.name, brief=True)
-            promise.settle(Answer.failure(str(error)))
-            return promise
+            return self.promises.failed(f"{id}#0", tenant.name, error)
         self.store.note(tenant.name, "create_model", run=id, rank=config.rank)
         return self.runs.by_id[id].promises[0]
 
@@ -166,23 +164,18 @@ class TinkerService:
                 f"at least, and a tenant may have {self.quota.tokens} at once."
             )
             record, tokens = refusal(record.seq, reason), 0
-        with tenant.holding(self.quota, tokens):
-            pass  # raises if there is no room now
-        request, promise = self.runs.accept(run, record)
-        if request is not None:
-            request.tokens = tokens
-            tenant.tokens += tokens
-            tenant.requests += 1
-            task = asyncio.get_running_loop().create_task(self._release(tenant, request.promise, tokens))
-            TASKS.add(task)
-            task.add_done_callback(TASKS.discard)
+        with ExitStack() as room:
+            room.enter_context(tenant.holding(self.quota, tokens))
+            promise = self.runs.accept(run, record)
+            task = asyncio.get_running_loop().create_task(self._answered(promise, room.pop_all()))
+        TASKS.add(task)
+        task.add_done_callback(TASKS.discard)
         self.work.start(run)
         return promise
 
-    async def _release(self, tenant: Tenant, promise: Promise, tokens: int) -> None:
-        await promise.done.wait()
-        tenant.tokens -= tokens
-        tenant.requests -= 1
+    async def _answered(self, promise: Promise, room: ExitStack) -> None:
+        with room:
+            await promise.done.wait()
 
     def load(self, tenant: Tenant, data: Mapping[str, Any]) -> tuple[Run, Promise]:
         """Load a checkpoint into an existing run, or into a new one."""
@@ -204,9 +197,7 @@ class TinkerService:
                 self.known(requests.words(data, "base_model") or str(result.info["base"]))
                 self._room_for_run(tenant)
             except BirlError as error:
-                promise = self.promises.make(f"{id}#0", tenant.name, brief=True)
-                promise.settle(Answer.failure(str(error)))
-                return Run(id=id, owner=tenant.name, base=""), promise
+                return Run(id=id, owner=tenant.name, base=""), self.promises.failed(f"{id}#0", tenant.name, error)
             base = requests.words(data, "base_model") or str(result.info["base"])
             self.runs.create(id, tenant.name, base, None, requests.metadata(data))
             self.store.note(tenant.name, "load_weights", run=id, path=result.path)
@@ -232,9 +223,7 @@ class TinkerService:
             with tenant.holding(self.quota, asked.tokens):
                 pass
         except BirlError as error:
-            promise = self.promises.make(id, tenant.name, brief=True)
-            promise.settle(Answer.failure(str(error)))
-            return promise, ids
+            return self.promises.failed(id, tenant.name, error), ids
         promise = self.promises.make(id, tenant.name, brief=True)
         promise.task = asyncio.create_task(self._sample(tenant, sampler, promise, asked, seq))
         return promise, ids

@@ -22,7 +22,7 @@ from birl.server.tinker.futures import PROTO, Answer
 from birl.server.tinker.inputs import Reader
 from birl.server.tinker.passes import Passes, cut
 from birl.server.tinker.requests import Datum, ForwardBackward
-from birl.server.tinker.runs import Request, Run, Runs
+from birl.server.tinker.runs import Run, Runs
 from birl.server.tinker.store import KILLED, Record, refusal
 from birl.server.tinker.tenants import Tenants
 
@@ -56,15 +56,15 @@ class Work:
 
     async def _run(self, run: Run) -> None:
         try:
-            while (request := run.next) is not None and not self.ending:
-                answer = await self._answer(run, request)
-                del run.waiting[request.record.seq]
-                run.done, run.used = request.record.seq, time.time()
+            while (record := run.next) is not None and not self.ending:
+                answer, promise = await self._answer(run, record), run.promises[record.seq]
+                del run.waiting[record.seq]
+                run.done, run.used = record.seq, time.time()
                 try:
-                    if self._due(run, request):
+                    if self._due(run, record):
                         await asyncio.to_thread(self.runs.try_to_save, run, answer)
                 finally:
-                    request.promise.settle(answer)
+                    promise.settle(answer)
         finally:
             run.working = None
             self.start(run)
@@ -73,27 +73,26 @@ class Work:
         """Fail requests that never arrived, so that later ones do not wait forever."""
         late = time.monotonic() - PATIENCE
         for run in list(self.runs.by_id.values()):
-            if run.next is None and any(request.promise.made < late for request in run.waiting.values()):
+            if run.next is None and any(run.promises[seq].made < late for seq in run.waiting):
                 first = min(run.waiting)
                 for seq in range(run.done + 1, first):
                     reason = f"Request {seq} did not arrive, for which request {first} waited {PATIENCE:.0f} s."
                     self.runs.accept(run, refusal(seq, reason, "missing"))
                 self.start(run)
 
-    def _due(self, run: Run, request: Request) -> bool:
+    def _due(self, run: Run, record: Record) -> bool:
         """Whether a snapshot is due."""
-        behind, kind = run.done - run.snapshot, request.record.kind
+        behind, kind = run.done - run.snapshot, record.kind
         long = time.monotonic() - run.snapshot_time > SNAPSHOT or behind > MOST_JOURNALED
         return kind == "load_weights" or (long and kind == "optim_step") or behind > 4 * MOST_JOURNALED
 
-    async def _answer(self, run: Run, request: Request) -> Answer:
-        kind, body = request.record.kind, request.record.body
+    async def _answer(self, run: Run, record: Record) -> Answer:
         try:
-            if run.deleted and kind != "unload_model":
+            if run.deleted and record.kind != "unload_model":
                 raise BirlError(f"{run.id} was unloaded: create a new one, or load a checkpoint.")
-            if kind == "forward_backward":
-                return await self._forward_backward(run, request.record)
-            return await KINDS[kind](self, run, json.loads(body), request)
+            if record.kind == "forward_backward":
+                return await self._forward_backward(run, record)
+            return await KINDS[record.kind](self, run, json.loads(record.body), record)
         except BirlError as error:
             return Answer.failure(str(error))
         except Exception as error:
@@ -139,7 +138,7 @@ class Work:
             raise
         return Answer(output(request.data, logp, total, request), PROTO)
 
-    async def _optim_step(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+    async def _optim_step(self, run: Run, data: Mapping[str, Any], record: Record) -> Answer:
         params = data.get("adam_params")
         if not isinstance(params, Mapping) or data.get("optimizer_params") is not None:
             raise BirlError("Only AdamW is offered: send AdamParams.")
@@ -160,10 +159,10 @@ class Work:
         norm = await asyncio.get_running_loop().run_in_executor(self.compute, adapter.step, how)
         return Answer.of(metrics={"grad_norm": norm, "optimizer_steps": float(adapter.steps)})
 
-    async def _save(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+    async def _save(self, run: Run, data: Mapping[str, Any], record: Record) -> Answer:
         """Save a checkpoint. Sampling weights stay in memory; unnamed ones open a new sampling session, whose id is the
         answer."""
-        kind, seq = request.record.kind, request.record.seq
+        kind, seq = record.kind, record.seq
         adapter = await self.runs.loaded(run)
         opens = SAVED[kind] == "sampler_weights" and data.get("path") is None
         if opens:
@@ -173,7 +172,7 @@ class Work:
             return Answer.of(path=None, sampling_session_id=self.checkpoints.open_sampler(run, made), type=kind)
         return Answer.of(path=made.path, type=kind)
 
-    async def _load_weights(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+    async def _load_weights(self, run: Run, data: Mapping[str, Any], record: Record) -> Answer:
         """Load a checkpoint into an existing run, or the one created for it."""
         path = requests.words(data, "path")
         tensors, about = await asyncio.to_thread(self.checkpoints.read, path, run.owner)
@@ -195,16 +194,16 @@ class Work:
         )
         return Answer.of(path=path, model_id=run.id, type="load_weights")
 
-    async def _refused(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+    async def _refused(self, run: Run, data: Mapping[str, Any], record: Record) -> Answer:
         raise BirlError(data["reason"])
 
-    async def _missing(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+    async def _missing(self, run: Run, data: Mapping[str, Any], record: Record) -> Answer:
         """Fail a request that never arrived: it may have been part of the gradient, or the step."""
         (await self.runs.loaded(run)).drop_gradients()
         run.broken = f"{data['reason']} Step on first, and send the data again."
         raise BirlError(data["reason"])
 
-    async def _unload(self, run: Run, data: Mapping[str, Any], request: Request) -> Answer:
+    async def _unload(self, run: Run, data: Mapping[str, Any], record: Record) -> Answer:
         if not run.deleted:
             await asyncio.to_thread(self.runs.try_to_save, run)  # a client may fetch earlier answers after a kill
         run.deleted, run.adapter = True, None
