@@ -21,8 +21,7 @@ from birl.config.decided import ENGINES, LAUNCHED, NAME, SERVERS, answers_at_onc
 from birl.data.tasks import Tasks
 from birl.engine.open import cache_bytes
 from birl.engines.attached import Following, look_up, other_kind, take
-from birl.engines.gpus import shares
-from birl.engines.kinds import Wanted, child, speak
+from birl.engines.kinds import Wanted, child, shares, speak
 from birl.engines.router import Router
 from birl.engines.spread import Counting
 from birl.engines.wire import Remote

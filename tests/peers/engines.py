@@ -29,9 +29,8 @@ from transformers import AutoModelForCausalLM
 
 from birl.engine.sampler import given
 from birl.engine.truncation import limits_of, restrict
-from birl.engines import sglang as sglang_process
+from birl.engines import sglang
 from birl.engines import vllm as vllm_process
-from birl.engines.sglang import adapter as sglang
 from birl.engines.vllm import adapter as vllm
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests
@@ -367,8 +366,8 @@ def server(kind: str, python: str, log: Path) -> Iterator[tuple[str, subprocess.
         line = vllm_process.command(**shared, max_batch=32, extra=["--enforce-eager"])
         env = vllm_process.environment(cpu=True)
     else:
-        line = sglang_process.command(**shared, max_batch=32, cpu=True, extra=["--max-total-tokens", "16384"])
-        env = sglang_process.environment(cpu=True)
+        line = sglang.command(**shared, max_batch=32, cpu=True, extra=["--max-total-tokens", "16384"])
+        env = sglang.environment(cpu=True)
     with log.open("w") as out:
         process = subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 
 from birl.engine.engine import EmbeddedEngine
 from birl.engines.peer import Peer
-from birl.engines.sglang.adapter import SGLang
+from birl.engines.sglang import SGLang
 from birl.engines.vllm.adapter import VLLM
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests

@@ -14,7 +14,7 @@ from birl.config import schema
 from birl.config.load import load
 from birl.engines import servers as engines
 from birl.engines.birl import serve_words
-from birl.engines.gpus import shares
+from birl.engines.kinds import shares
 from birl.errors import BirlError
 from birl.launch.job import derive
 from birl.launch.modal_plan import Keys, prepare

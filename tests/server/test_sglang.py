@@ -3,8 +3,7 @@
 import pytest
 from starlette.responses import JSONResponse
 
-from birl.engines.sglang import command, environment
-from birl.engines.sglang.adapter import SGLang
+from birl.engines.sglang import SGLang, command, environment
 from birl.errors import BirlError, EngineDown
 from tests.engine.test_update import PROMPT, params
 from tests.server.sglang_api_types import GenerateRequest, JsonContractError

@@ -20,9 +20,8 @@ from birl.server.tinker.futures import Answer, Promises
 from birl.server.tinker.inputs import Reader
 from birl.server.tinker.passes import Passes
 from birl.server.tinker.runs import Run, Runs
-from birl.server.tinker.sessions import Session, Sessions
 from birl.server.tinker.store import Record, Store
-from birl.server.tinker.tenants import Quota, Tenant, Tenants
+from birl.server.tinker.tenants import Quota, Session, Sessions, Tenant, Tenants
 from birl.server.tinker.work import Work
 from tests.full_disk import full_disk
 from tests.server.tinker_server import encoded, text

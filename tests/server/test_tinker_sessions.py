@@ -9,7 +9,7 @@ import pytest
 from birl.errors import BirlError
 from birl.server.tinker.futures import Promises
 from birl.server.tinker.runs import Runs
-from birl.server.tinker.sessions import SILENT, Session, Sessions
+from birl.server.tinker.tenants import SILENT, Session, Sessions
 from birl.server.tinker.store import Store
 from tests.server.test_tinker_store import BAD, GOOD, kept
 

@@ -17,9 +17,8 @@ from birl.server.tinker import wire
 from birl.server.tinker.checkpoints import Checkpoints
 from birl.server.tinker.futures import Promises
 from birl.server.tinker.service import TinkerService
-from birl.server.tinker.sessions import Sessions
 from birl.server.tinker.store import Store
-from birl.server.tinker.tenants import Quota, Tenants, digest
+from birl.server.tinker.tenants import Quota, Sessions, Tenants, digest
 from tests.forked import Forked
 
 KEYS = {"alice": "tml-alice-0123456789", "bob": "tml-bob-9876543210"}

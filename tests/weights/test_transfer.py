@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from birl.engines.collective import host_store
-from birl.engines.sglang.adapter import SGLang
+from birl.engines.sglang import SGLang
 from birl.engines.vllm import transfer as vllm
 from birl.engines.vllm.adapter import VLLM
 from birl.errors import BirlError, EngineDown, WeightsFailed

@@ -19,9 +19,8 @@ from birl.models.low_rank import HEAD, AdapterWeights
 from birl.regular import read_json
 from birl.server.tinker import requests
 from birl.server.tinker.runs import Run
-from birl.server.tinker.sessions import Sessions, make_room
 from birl.server.tinker.store import UNNAMED, Checkpoint, Store, left_out, named, read_tensors
-from birl.server.tinker.tenants import Quota
+from birl.server.tinker.tenants import Quota, Sessions, make_room
 
 SHORTEST, LONGEST = 3600, 10 * 366 * 24 * 3600  # limits of a checkpoint's time to live [s]
 EPHEMERAL = 24 * 3600.0  # time to live of unnamed sampling weights after their last use [s],

@@ -53,9 +53,8 @@ from birl.server.tinker.routes import app
 from birl.server.tinker.runs import Runs
 from birl.server.tinker.sampling import ManyEngines, Sampling
 from birl.server.tinker.service import TinkerService
-from birl.server.tinker.sessions import Sessions
 from birl.server.tinker.store import Store
-from birl.server.tinker.tenants import VARIABLE, Quota, Tenants, Turns
+from birl.server.tinker.tenants import VARIABLE, Quota, Sessions, Tenants, Turns
 from birl.server.tinker.work import Work
 
 RESERVE = 8  # one of this many answers at once is reserved for tenants that have none running

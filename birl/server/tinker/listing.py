@@ -19,9 +19,8 @@ from birl.server.limits import Refused
 from birl.server.tinker import requests
 from birl.server.tinker.checkpoints import LONGEST, SHORTEST
 from birl.server.tinker.service import TinkerService
-from birl.server.tinker.sessions import Session
 from birl.server.tinker.store import KINDS, Checkpoint
-from birl.server.tinker.tenants import Tenant
+from birl.server.tinker.tenants import Session, Tenant
 
 LINK = 3600.0  # validity of a download link [s]
 DOWNLOAD = "/api/v1/download/{link}"

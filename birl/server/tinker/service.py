@@ -18,9 +18,8 @@ from birl.server.tinker.checkpoints import Checkpoints, Sampler
 from birl.server.tinker.futures import PROTO, Answer, Promise, Promises
 from birl.server.tinker.runs import Run, Runs
 from birl.server.tinker.sampling import Sampling
-from birl.server.tinker.sessions import Session, Sessions, make_room
 from birl.server.tinker.store import Record, Store, refusal
-from birl.server.tinker.tenants import Quota, Tenant, Tenants
+from birl.server.tinker.tenants import Quota, Session, Sessions, Tenant, Tenants, make_room
 from birl.server.tinker.work import Work
 
 QUIET = 120.0  # seconds without a heartbeat (clients send one every ten) after which pending samples are cancelled

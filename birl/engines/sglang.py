@@ -1,4 +1,5 @@
-"""SGLang as an engine: tokens in, tokens, log-probs and versions out, and new weights in the middle of an answer.
+"""`engine.kind=sglang`: the command that starts SGLang, and its client, in which new weights arrive in the middle of an
+answer.
 
     generate   POST /generate with input_ids; SGLang refuses keys of sampling_params that it does not know
     load       POST /update_weights_from_disk while it is paused; birl checks the folder first
@@ -10,18 +11,23 @@ the KV cache of the older tokens is kept.
 """
 
 import asyncio
-from collections.abc import Collection
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from birl.config import schema
 from birl.engines.collective import NCCL, BroadcastGroup, store_address
+from birl.engines.kinds import Start, Wanted, common, spoken
 from birl.engines.peer import QUICK, STOPS, Adapter, check_folder, size, versions
 from birl.engines.transfer import Transfer
-from birl.engines.wire import Invitation
+from birl.engines.wire import Invitation, Remote
 from birl.errors import BirlError, EngineDown
+from birl.process import flags
 from birl.types import Completion, Held, SamplingParams, Update
 
 
@@ -251,3 +257,62 @@ class SGLangTransfer(Transfer):
 
     async def finish(self) -> None:
         await self.call("/end_weight_update", {})
+
+
+def command(
+    *,
+    model: str,
+    port: int,
+    python: str = sys.executable,
+    dtype: str = "bfloat16",
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    memory_fraction: float | None = None,
+    max_batch: int | None = None,
+    context: int | None = None,
+    token: str = "",
+    cpu: bool = False,
+    sleep: bool = False,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """Command that starts SGLang, with `environment`. `python`: interpreter that has SGLang; `context` [tokens]. It
+    only frees memory when asleep with `sleep`, on a GPU and with the package torch_memory_saver."""
+    result = [python, "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
+    result += ["--dtype", dtype, "--skip-server-warmup", "--log-level-http", "warning"]
+    result += ["--enable-memory-saver"] if sleep else []
+    options = {
+        "--tp-size": tensor_parallel if tensor_parallel > 1 else None,
+        "--pp-size": pipeline_parallel if pipeline_parallel > 1 else None,
+        "--mem-fraction-static": memory_fraction,
+        "--max-running-requests": max_batch,
+        "--context-length": context,
+        "--api-key": token or None,
+        "--admin-api-key": token or None,
+    }
+    result += flags(options)
+    if cpu:  # supported by the CPU build from PyPI
+        result += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        result += ["--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"]
+        result += ["--disable-radix-cache"]
+    return [*result, *extra]
+
+
+def environment(*, cpu: bool = False, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment of SGLang's process, over `base` (default: this process's own)."""
+    result = dict(os.environ if base is None else base) | {"HF_HUB_OFFLINE": "1"}
+    if result.get("SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        del result["SGLANG_RETURN_ORIGINAL_LOGPROB"]  # log-probs would ignore the temperature
+    if cpu:
+        result |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        result.setdefault("OMP_NUM_THREADS", "1")
+    return result
+
+
+def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:
+    return SGLang(address, token=token, **spoken(engine, wanted))
+
+
+def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str], Mapping[str, str]]:
+    """Command and environment of a server."""
+    env = environment(cpu=not one.gpu) | {"OMP_NUM_THREADS": str(one.threads)}
+    return command(**common(engine, wanted, one), token=one.token, cpu=not one.gpu), env
