@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -83,27 +83,9 @@ class Config:
         return self.sandbox in CONTAINERS
 
 
-class Machine(Protocol):
-    """Runs commands of episodes. Its states hold what is kept between two commands of an episode."""
-
-    async def begin(self, folder: Folder) -> Any:
-        """The initial state of a task."""
-        ...
-
-    async def run(
-        self, folder: Folder, state: Any, command: list[str], *, seconds: float, more: bytes = b""
-    ) -> tuple[Any, Result]:
-        """Run a command; returns the new state and the result. With `more`, an archive of files, /tests, /logs and
-        /solution are recreated before it."""
-        ...
-
-    async def end(self, state: Any) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 class SandboxMachine:
-    """Each command is one run of the sandbox; a state is an archive of all files."""
+    """Runs commands of episodes, as `Containers` does: each is one run of the sandbox. A state, which is kept between
+    two commands of an episode, is an archive of all files."""
 
     def __init__(self, config: Config, sandbox: Sandbox) -> None:
         self.config, self.sandbox = config, sandbox
@@ -121,7 +103,8 @@ class SandboxMachine:
     async def run(
         self, folder: Folder, state: bytes, command: list[str], *, seconds: float, more: bytes = b""
     ) -> tuple[bytes, Result]:
-        """Run a command; the files are unchanged if the sandbox ended it."""
+        """Run a command; returns the new state and the result. The files are unchanged if the sandbox ended it. With
+        `more`, an archive of files, /tests, /logs and /solution are recreated before it."""
         limits = replace(self.limits, seconds=seconds + 10, cpu_seconds=int(seconds) + 11)
         order = {"command": command, "folder": folder.workdir, "environment": folder.environment, "seconds": seconds}
         order["clear"] = ["tests", "logs", "solution"] if more else []  # the model may have put files there
@@ -158,7 +141,7 @@ class SandboxMachine:
 class Place:
     """The tasks and the machine, shared by all episodes."""
 
-    def __init__(self, machine: Machine, folders: Mapping[str, list[Folder]]) -> None:
+    def __init__(self, machine: SandboxMachine | Containers, folders: Mapping[str, list[Folder]]) -> None:
         self.machine, self.folders = machine, folders
 
     async def close(self) -> None:
@@ -279,7 +262,7 @@ class Harbor:
             await self.place.machine.end(self.state)
 
 
-async def opened(config: Config) -> Machine:
+async def opened(config: Config) -> SandboxMachine | Containers:
     if config.contained:
         return await Containers.open(
             config.sandbox, memory_mb=config.memory_mb, network=config.network, keep=config.processes == "keep",

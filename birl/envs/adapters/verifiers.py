@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from birl.config.schema.kinds import Whole
 from birl.envs.adapters.package import arguments, imported, unknown
@@ -29,16 +29,8 @@ from birl.types import Message, Model, Stop, Task, ToolCall
 Reward = float | Mapping[str, float]
 
 
-class Source(Protocol):
-    """Source of rows and player of their episodes; shared by all episodes."""
-
-    def tasks(self, split: str, most: int, behind: int) -> list[dict[str, Any]]: ...
-    async def play(self, split: str, number: int, model: Model) -> tuple[Reward, dict[str, float], bool]: ...
-    async def close(self) -> None: ...
-
-
 class Loaded:
-    """An environment of verifiers 0.3 and its rows."""
+    """An environment of verifiers 0.3 and its rows, shared by all episodes, as `Tasksets` are for 0.4."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -92,7 +84,7 @@ class Verifiers:
         `rows`). 0: all."""
 
     @staticmethod
-    def shared(config: Config) -> Source:
+    def shared(config: Config) -> Loaded | Tasksets:
         vf = imported("verifiers", KIND)
         if not config.task:
             raise BirlError("env=verifiers needs env.task: the name of an installed package, or my_env.py.")
@@ -103,14 +95,14 @@ class Verifiers:
         return Loaded(loaded(config.task, config.parameters))
 
     @staticmethod
-    def tasks(config: Config, split: str, shared: Source) -> list[dict[str, Any]]:
+    def tasks(config: Config, split: str, shared: Loaded | Tasksets) -> list[dict[str, Any]]:
         most = config.validation_rows if split == "validation" else config.rows
         rows = shared.tasks(split, most, config.rows)
         if not all(row["answer"] for row in rows):  # only the environment itself reads answers
             rows = [{"prompt": row["prompt"]} for row in rows]
         return [{**row, "split": split, "number": i} for i, row in enumerate(rows)]
 
-    def __init__(self, task: Task, shared: Source) -> None:
+    def __init__(self, task: Task, shared: Loaded | Tasksets) -> None:
         self.source, self.place = shared, (task.columns["split"], task.columns["number"])
         self.info: dict[str, float] = {}
         self.truncated = False
