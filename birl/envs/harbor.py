@@ -24,8 +24,7 @@ from birl.config.schema.kinds import Count, Positive, Whole
 from birl.envs.harbor_container import Containers
 from birl.envs.harbor_folder import REWARDS, Folder, packed, read, read_all
 from birl.envs.tasks.rows import Row
-from birl.envs.tasks.sandboxed import Memory
-from birl.envs.tasks.tooled import text_tool
+from birl.envs.tasks.tooled import Memory, text_tool
 from birl.errors import BirlError
 from birl.sandbox import archive
 from birl.sandbox.open import open_sandbox

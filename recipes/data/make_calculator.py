@@ -10,7 +10,7 @@ import sys
 
 from birl.config.schema import Model
 from birl.envs.tasks.calculator import CALCULATOR, Calculator, written
-from birl.envs.tasks.expression import evaluate
+from birl.envs.tasks.rows import evaluate
 from birl.models.load import load_tokenizer, resolve
 from birl.text.chat import Chat
 from birl.types import Message

@@ -10,9 +10,8 @@ import sys
 
 from birl.envs.tasks.code import Code
 from birl.envs.tasks.countdown import Countdown
-from birl.envs.tasks.expression import evaluate
 from birl.envs.tasks.letter_counting import LetterCounting
-from birl.envs.tasks.rows import Row
+from birl.envs.tasks.rows import Row, evaluate
 from birl.types import Task
 
 SEED = 1000  # training has seed 0: other tasks, but for a few; those of validation are recognised by their text

@@ -10,7 +10,7 @@ import pytest
 
 from birl.config.schema import Data
 from birl.data.tasks import load_tasks, overlap
-from birl.envs.tasks.expression import evaluate
+from birl.envs.tasks.rows import evaluate
 from birl.named import from_file
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "data"

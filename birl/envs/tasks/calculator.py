@@ -8,8 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from birl.envs.tasks.expression import NoExpression, evaluate
-from birl.envs.tasks.rows import Row, drawn
+from birl.envs.tasks.rows import NoExpression, Row, drawn, evaluate
 from birl.envs.tasks.tooled import Tooled, Turns, text_tool
 
 EXPRESSION = "Numbers, + - * / and parentheses, as in (12 + 3) * 4."

@@ -8,7 +8,7 @@ from birl.envs.single_turn import SingleTurn
 from birl.envs.tasks.problems import problems
 from birl.envs.tasks.problems import row as problem_row
 from birl.envs.tasks.rows import Row, column, drawn
-from birl.envs.tasks.sandboxed import Sandboxed, shared_sandbox
+from birl.envs.tasks.tooled import Sandboxed, shared_sandbox
 from birl.sandbox.code import cases, last_block, run_tests
 from birl.sandbox.protocol import Sandbox
 from birl.types import Feedback, Message, Task

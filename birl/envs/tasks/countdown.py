@@ -10,8 +10,7 @@ from pydantic import Field
 
 from birl.config.schema.kinds import Count, Decay, Whole
 from birl.envs.single_turn import SingleTurn
-from birl.envs.tasks.expression import NoExpression, evaluate
-from birl.envs.tasks.rows import Drawn, Row, column, drawn, final
+from birl.envs.tasks.rows import Drawn, NoExpression, Row, column, drawn, evaluate, final
 from birl.types import Feedback, Message, Task
 
 

@@ -4,8 +4,7 @@ import random
 from dataclasses import dataclass
 
 from birl.envs.tasks.rows import Row, drawn
-from birl.envs.tasks.sandboxed import Sandboxed, shared_sandbox
-from birl.envs.tasks.tooled import Tooled, Turns, text_tool
+from birl.envs.tasks.tooled import Sandboxed, Tooled, Turns, shared_sandbox, text_tool
 from birl.sandbox.code import SandboxFailed
 from birl.sandbox.protocol import Ending, Result, Sandbox
 from birl.types import Task

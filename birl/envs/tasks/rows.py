@@ -1,7 +1,10 @@
 """Rows of generated tasks: seeded, and never the same problem in both splits; and what an answer says in the end: its
-last `<answer>...</answer>`, where it has one, else all of it, and the last number in that."""
+last `<answer>...</answer>`, where it has one, else all of it, the last number in that, and the exact value of an
+expression of numbers, which is parsed, never evaluated as Python."""
 
+import ast
 import hashlib
+import operator
 import random
 import re
 from collections.abc import Callable
@@ -22,6 +25,15 @@ NUMBER = re.compile(r"(?<![\w.])[-\u2212]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w])")
 SPELLED = "zero one two three four five six seven eight nine ten eleven twelve"
 WORDS = {word: n for n, word in enumerate(SPELLED.split())}
 LONGEST = 100_000  # characters that are read, from the end
+EXPRESSION = 200  # characters of an expression: bounds the size of the numbers and the depth of the parser
+ALLOWED = re.compile(r"[\d+\-*/().\s]+")
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+AS_ASCII = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "[": "(", "]": ")"})
 
 
 @dataclass(kw_only=True)
@@ -113,3 +125,43 @@ def normal(text: str) -> str:
 def user_message(text: str) -> tuple[Message, ...]:
     """Text of the environment as messages."""
     return (Message(role="user", content=text),)
+
+
+class NoExpression(ValueError):
+    """The text is no expression, or it has no value. The message says why."""
+
+
+def evaluate(text: str) -> tuple[Fraction, list[Fraction]]:
+    """The value, and the numbers that are used, from left to right. Raises `NoExpression`.
+
+    Example: evaluate("(7 - 3) * 6") == (24, [7, 3, 6])
+    """
+    text = text.translate(AS_ASCII).strip()
+    if len(text) > EXPRESSION:
+        raise NoExpression(f"it is longer than {EXPRESSION} characters")
+    if not ALLOWED.fullmatch(text):
+        raise NoExpression("only numbers, + - * / and parentheses are allowed")
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise NoExpression("it is not a complete expression") from None
+    used: list[Fraction] = []
+    try:
+        return _value(tree.body, text, used), used
+    except ZeroDivisionError:
+        raise NoExpression("it divides by zero") from None
+
+
+def _value(node: ast.expr, text: str, used: list[Fraction]) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float()):
+            # of the text, not of the float that Python parsed: 0.1 is a tenth
+            used.append(Fraction(ast.get_source_segment(text, node) or ""))
+            return used[-1]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, text, used)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
+            first = _value(left, text, used)
+            return OPERATIONS[type(op)](first, _value(right, text, used))
+        case _:
+            raise NoExpression("only + - * / and parentheses are allowed")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from birl.envs.tasks.countdown import made
-from birl.envs.tasks.expression import NoExpression, evaluate
+from birl.envs.tasks.rows import NoExpression, evaluate
 
 
 @pytest.mark.parametrize(
