@@ -23,9 +23,8 @@ from birl.errors import BirlError
 from birl.rewards.calibration import Gold, Measure, changes_with_order, measures, prefers_first
 from birl.rewards.judge import rubric_of, text
 from birl.rewards.panel import Panel, Verdict
-from birl.rewards.questions import Question
+from birl.rewards.questions import Question, Rubric, settings
 from birl.rewards.requests import NoAnswer
-from birl.rewards.rubric import Rubric, settings
 from birl.text.tools import as_dict
 from birl.track.units import counted
 from birl.types import Conversation

@@ -20,7 +20,7 @@ from birl.learner.token_figures import by_sample
 from birl.models.device import choose
 from birl.models.load import context_limit, end_ids, load_reward_model, load_tokenizer
 from birl.models.verify import verify
-from birl.rewards.rubric import settings
+from birl.rewards.questions import settings
 from birl.rewards.score import Rewards
 from birl.text.chat import Chat
 

@@ -27,7 +27,7 @@ BUILTINS = {
     "code": "birl.rewards.code:code",
     "format": "birl.rewards.text:format",
     "length": "birl.rewards.text:length",
-    "endpoint": "birl.rewards.endpoint:endpoint",
+    "endpoint": "birl.rewards.requests:endpoint",
     "judge": "birl.rewards.judge:judge",
 }
 OPTIONS = {

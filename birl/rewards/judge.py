@@ -10,7 +10,7 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.rewards.panel import Panel, Value, failures
-from birl.rewards.rubric import Rubric, rubric
+from birl.rewards.questions import Rubric, rubric
 
 SHOWN = 2000  # characters of a reply in rollouts.jsonl
 

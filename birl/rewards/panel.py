@@ -19,9 +19,8 @@ from typing import Any
 
 from birl.cache import cache_folder
 from birl.config.schema import Reward
-from birl.rewards.questions import Manner, Question
+from birl.rewards.questions import Criterion, Manner, Question, Rubric
 from birl.rewards.requests import Failure, NoAnswer, Pace, ask_all, tokens
-from birl.rewards.rubric import Criterion, Rubric
 
 Value = float | NoAnswer
 FILES = 400  # files in each of 256 folders: about 100,000 replies

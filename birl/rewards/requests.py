@@ -1,8 +1,10 @@
 """Requests to a scoring server: concurrent with a limit, one deadline for all, and retries if they can help. A request
-without a response becomes a `NoAnswer` in its place, so that the others still count."""
+without a response becomes a `NoAnswer` in its place, so that the others still count. And the reward function
+`endpoint`."""
 
 import asyncio
 import json
+import math
 import os
 import random
 import time
@@ -16,6 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
+from birl.config.schema import Reward
 from birl.errors import BirlError
 
 TOKEN = "BIRL_REWARD_TOKEN"
@@ -199,3 +202,37 @@ def seconds(text: str) -> float:
         return max(0.0, float(text)) if float(text) < float("inf") else 0.0
     except ValueError:
         return 0.0
+
+
+async def endpoint(
+    completions: list[str],
+    prompts: list[Any],
+    *,
+    address: str = "",
+    concurrency: int = Reward.concurrency,
+    timeout: float = Reward.timeout,
+) -> list[float | NoAnswer]:
+    """One score for each completion of a served reward model: vLLM's `/pooling` (`vllm serve MODEL --runner pooling`) and
+    compatible servers. It is the last number of the server's response for each conversation.
+
+    Requests have `{"messages": [...]}`, so that the server applies its own chat template.
+    """
+    bodies = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        talk = [*asked, {"role": "assistant", "content": completion}]
+        bodies.append({"messages": talk, "add_generation_prompt": False})
+    return await ask_all(address, bodies, _score, concurrency=concurrency, timeout=timeout)
+
+
+def _score(reply: Any) -> float:
+    try:
+        value = reply["data"][0]["data"]
+        while isinstance(value, list):
+            value = value[-1]
+        score = float(value)
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+        score = math.nan
+    if not math.isfinite(score):
+        raise ValueError(f"gave no score: {json.dumps(reply)[:200]}")
+    return score

@@ -22,10 +22,8 @@ from birl.named import Given
 from birl.process import free_port
 from birl.rewards import judge as judges
 from birl.rewards import questions
-from birl.rewards.endpoint import endpoint
-from birl.rewards.questions import Manner
-from birl.rewards.requests import NoAnswer
-from birl.rewards.rubric import read_template, settings
+from birl.rewards.questions import Manner, read_template, settings
+from birl.rewards.requests import NoAnswer, endpoint
 from birl.rewards.score import Rewards, Score
 from birl.train.command import train
 from tests.rewards.hostile import Hostile

@@ -13,9 +13,8 @@ from birl.errors import BirlError
 from birl.rewards import panel
 from birl.rewards.judge import judge
 from birl.rewards.panel import PANELS, Panel
-from birl.rewards.questions import Manner, better, score, several
+from birl.rewards.questions import Criterion, Manner, better, rubric, score, several, weighted
 from birl.rewards.requests import Failure, NoAnswer, Pace, tokens
-from birl.rewards.rubric import Criterion, rubric, weighted
 from tests.rewards.hostile import Hostile, answers
 
 pytestmark = pytest.mark.usefixtures("cache")
