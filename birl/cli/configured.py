@@ -58,7 +58,7 @@ def run(command: str, words: list[str]) -> int:
     if "--judge" in flags:
         return load("birl.cli.judging").run(config)
     if command == "eval" and config.baseline:
-        load("birl.rollout.compare").Baseline.read(config.baseline)
+        load("birl.rollout.evaluate").Baseline.read(config.baseline)
     if command == "eval" and config.output:  # fail before the evaluation
         load("birl.cli.output").prepare(config.output)
     if RUNS[command] not in sys.modules and _ended(command, config, choices, flags):  # else it reports as soon

@@ -31,8 +31,16 @@ from birl.models.device import choose
 from birl.models.digests import digests, vocabulary_digest, whole
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
-from birl.rollout.compare import Baseline
-from birl.rollout.evaluate import EvaluationPlan, by_prompt, data_digest, evaluate, plan, right_among, versions_of
+from birl.rollout.evaluate import (
+    Baseline,
+    EvaluationPlan,
+    by_prompt,
+    data_digest,
+    evaluate,
+    plan,
+    right_among,
+    versions_of,
+)
 from birl.rollout.failures import ALIKE, Start, reasons
 from birl.rollout.group import Rollout
 from birl.rollout.records import answers

@@ -15,7 +15,7 @@ import yaml
 from birl.algorithms.pass_at_k import wilson
 from birl.algorithms.uncertainty import interval
 from birl.regular import read_json
-from birl.rollout.compare import Baseline, scores
+from birl.rollout.evaluate import Baseline, scores
 from birl.track.algorithm import algorithm
 from birl.track.progress import is_share, stored, validation_score
 from birl.track.units import count

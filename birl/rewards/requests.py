@@ -49,12 +49,11 @@ class NoAnswer(Exception):
         self.kind = kind
 
 
-class Hiccup(Exception):
+class Hiccup(NoAnswer):
     """An error that a retry may fix. `pause`: delay that the server requests [s]."""
 
     def __init__(self, why: str, kind: Failure, pause: float = 0.0) -> None:
-        super().__init__(why)
-        self.kind = kind
+        super().__init__(why, kind)
         self.pause = pause
 
 

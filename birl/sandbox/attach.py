@@ -57,10 +57,10 @@ class Confinement:
             "filter": base64.b64encode(program).decode(),
         }
         if not alone:
-            return commands.plain(self.python, json.dumps(order), "program"), []
+            return commands.plain(self.python, json.dumps(order), "confine"), []
         sources = commands.sources(opened)
         words = commands.bubblewrap(
-            self.python, json.dumps(order), sources, self.limits, main="program", places=self.places
+            self.python, json.dumps(order), sources, self.limits, main="confine", places=self.places
         )
         return words, [fd for fd, _ in sources]
 

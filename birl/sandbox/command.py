@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 NOBODY = "65534"
 GUEST = "/run/birl"  # folder of the guest's code inside of bubblewrap
-NAMES = ("confine", "folder", "guest", "program", "watch", "checker", "names", "values")
+NAMES = ("confine", "folder", "guest", "watch", "checker", "names", "values")
 SOURCES = {
     "birl/__init__.py": None,
     "birl/sandbox/__init__.py": None,

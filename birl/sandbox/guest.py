@@ -21,8 +21,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from birl.sandbox import confine, folder, program
-from birl.sandbox.program import Request, Settings
+from birl.sandbox import confine, folder
+from birl.sandbox.confine import Request, Settings
 from birl.sandbox.watch import Watch
 
 
@@ -61,7 +61,7 @@ class Prepared:
         confine.prctl(confine.PR_SET_DUMPABLE, 0)  # otherwise the program could read this process's memory
         self.pid = os.fork()
         if self.pid == 0:
-            program.become(settings, (self.stdin, out, err), status, order)
+            confine.become(settings, (self.stdin, out, err), status, order)
         for fd in (out, err, status, order):
             os.close(fd)
 

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from birl.sandbox import folder
-from birl.sandbox.program import NAMESPACES, Request, Settings
+from birl.sandbox.confine import NAMESPACES, Request, Settings
 
 MEMORY_FILES = ("/tmp", "/dev/shm")  # in namespaces, all writable places
 MOST_FILES = 1 << 14

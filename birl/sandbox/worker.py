@@ -18,7 +18,7 @@ from birl.process import kill
 from birl.sandbox import command as commands
 from birl.sandbox import folder, seccomp
 from birl.sandbox.cgroup import MemoryGroup
-from birl.sandbox.program import NAMESPACES, Request
+from birl.sandbox.confine import NAMESPACES, Request
 from birl.sandbox.protocol import Ending, Limits, Result, as_bytes, inside
 
 START_TIMEOUT = 20.0  # seconds until a guest must have started

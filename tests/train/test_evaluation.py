@@ -14,8 +14,7 @@ from birl.algorithms.uncertainty import interval
 from birl.cli.evaluation import ruled, show, tokens
 from birl.config.schema import Validation
 from birl.errors import BirlError
-from birl.rollout.compare import Baseline
-from birl.rollout.evaluate import by_prompt, measure, own_k, plan
+from birl.rollout.evaluate import Baseline, by_prompt, measure, own_k, plan
 from birl.rollout.tasks import tell_plain
 from birl.run_folder import next_commands
 from birl.types import Completion, Group, Outcome, Stop, Task, Trajectory, Turn
