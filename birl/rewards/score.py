@@ -5,7 +5,6 @@ import inspect
 import json
 import logging
 import math
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,8 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from birl.errors import BirlError, did_you_mean
-from birl.rewards.functions import BUILTINS, OPTIONS, PER_CALL, Answers, CallFailed, Parameters, resolve
+from birl.errors import BirlError
+from birl.rewards.functions import BUILTINS, PER_CALL, Answers, CallFailed, Parameters, resolve
 from birl.rewards.pool import Pool, Worker, local
 from birl.types import UNSCORED, Outcome
 
@@ -93,14 +92,7 @@ class Rewards:
         workers: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not functions:
-            raise BirlError("reward.functions is empty: name at least one, such as math")
-        if weights and len(weights) != len(functions):
-            raise BirlError(f"reward.weights has {len(weights)} values for {len(functions)} functions")
-        if timeout <= 0 or workers < 1:
-            raise BirlError("reward.timeout must be above 0 and reward.workers at least 1")
         self.options = dict(options or {})
-        _check_options(self.options)
         self.folder = Path.cwd()
         self.functions = [resolve(f, self.folder) if isinstance(f, str) else _callable(f) for f in functions]
         self.names = _names(functions)
@@ -333,15 +325,3 @@ def _names(functions: Sequence[str | Callable[..., Any]]) -> list[str]:
     ]
     full = [f if isinstance(f, str) and short.count(s) > 1 else s for f, s in zip(functions, short, strict=True)]
     return [f"{name}_{full[:i].count(name) + 1}" if name in full[:i] else name for i, name in enumerate(full)]
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for key in options:
-        if key not in OPTIONS:
-            raise BirlError(f"there is no reward option {key!r}.{did_you_mean(key, OPTIONS)}")
-    try:
-        re.compile(options.get("format_pattern", ""))
-    except (re.error, TypeError) as error:
-        raise BirlError(f"reward.format_pattern is not a regular expression: {error}") from error
-    if options.get("length_target", 1) <= 0:
-        raise BirlError(f"reward.length_target must be above 0 [characters], not {options['length_target']}")

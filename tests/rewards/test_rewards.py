@@ -180,21 +180,3 @@ def test_unusable_functions(function: Any, message: str, folder: Path) -> None:
     (folder / "dies.py").write_text("import os\nos._exit(5)\n")
     with pytest.raises(BirlError, match=message):
         score([function], ["x"])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"weights": [1.0, 2.0]}, "2 values for 1 functions"),
-        ({"timeout": 0}, "timeout must be above 0"),
-        ({"workers": 0}, "workers at least 1"),
-        ({"options": {"format_patern": "x"}}, "Did you mean format_pattern"),
-        ({"options": {"format_pattern": "("}}, "not a regular expression"),
-        ({"options": {"length_target": 0}}, "length_target must be above 0"),
-    ],
-)
-def test_unusable_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(BirlError, match=message):
-        Rewards(["math"], **settings)
-    with pytest.raises(BirlError, match="empty"):
-        Rewards([])

@@ -38,18 +38,14 @@ class VLLMTransfer(Transfer):
     group = Group
 
     async def ranks(self) -> int:
-        await self.check("nccl")
-        return int((await self.peer.json("GET", "/get_world_size", timeout=QUICK))["world_size"])
-
-    async def check(self, backend: str) -> None:
-        """Raise `BirlError` if the server was started for another backend."""
         result = await self.peer.json("GET", "/server_info?config_format=json", timeout=QUICK)
         has = (result["vllm_config"].get("weight_transfer_config") or {}).get("backend")
-        if has != backend:
+        if has != "nccl":
             raise BirlError(
-                f"weights.method={backend}: {self.adapter.address} was started with {has or 'no'} weight transfer "
-                f'engine: start vLLM with --weight-transfer-config \'{{"backend": "{backend}"}}\'.'
+                f"weights.method=nccl: {self.adapter.address} was started with {has or 'no'} weight transfer "
+                'engine: start vLLM with --weight-transfer-config \'{"backend": "nccl"}\'.'
             )
+        return int((await self.peer.json("GET", "/get_world_size", timeout=QUICK))["world_size"])
 
     async def enter(self, invitation: Invitation) -> None:
         with suppress(EngineDown, BirlError):  # of an earlier group
