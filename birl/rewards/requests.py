@@ -182,7 +182,8 @@ def tokens(addresses: Sequence[str]) -> list[str]:
 
 @cache
 def trusted() -> SSLContext:
-    """The certificates of authorities, loaded once: it takes a tenth of a second, and every group needs them."""
+    """The certificates of authorities, loaded once: it takes a tenth of a second, and every group or episode needs
+    them."""
     return httpx.create_ssl_context()
 
 

@@ -297,7 +297,7 @@ def continued(
     """Ids of the conversation: those of its longest known prefix, unchanged, and of the rest; and the conversation that
     the ids contain, with the thinking that clients drop."""
     own = plain(conversation)
-    fitting = [k for k in known if k.owner == owner and type(k.key) is type(own) and begins(own, k.key)]
+    fitting = [k for k in known if k.owner == owner and type(k.key) is type(own) and own[: len(k.key)] == k.key]
     fitting = [k for k in fitting if thought(conversation, k.talk)]
     best = max(reversed(fitting), key=lambda k: len(k.key), default=None)  # of equally long ones the newest
     if best is None:
@@ -355,7 +355,3 @@ def arguments(text: str) -> str:
         return json.dumps(json.loads(text), sort_keys=True)
     except ValueError:
         return text
-
-
-def begins(whole: Sequence[Any], part: Sequence[Any]) -> bool:
-    return len(part) <= len(whole) and whole[: len(part)] == part

@@ -131,7 +131,8 @@ class Gateway:
             case "POST", "reward":
                 return reward(visit, await json_object(request, MOST_BYTES))
             case route if route in self.replies:
-                data = await asked(request, visit)
+                data = await json_object(request, MOST_BYTES)
+                check_bulk(data, min(visit.session.limits.tokens, LONGEST))
                 policy = replying(data.get("model"), visit.session.policies)
                 read = partial(self.replies[route], data, self.terms, visit)
                 reply = await called(read, threads=PROMPTS) if long(request.headers) else read()
@@ -151,12 +152,6 @@ def replying(model: Any, policies: Sequence[str]) -> str:
     if sum(not known.endswith(PAST) for known in policies) < 2:
         return ""
     raise Refused(404, f"model={name!r}: there is no such policy; there are {', '.join(policies)}.", "model_not_found")
-
-
-async def asked(request: Request, visit: Visit) -> Body:
-    data = await json_object(request, MOST_BYTES)
-    check_bulk(data, min(visit.session.limits.tokens, LONGEST))
-    return data
 
 
 async def answered(visit: Answering, reply: Reply, request: Request, timeout: float = math.inf) -> Any:

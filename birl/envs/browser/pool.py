@@ -11,6 +11,7 @@ gets a reward.
 import asyncio
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,16 @@ class Browser:
         await self._end()
 
 
+@dataclass(slots=True)
 class Page:
-    """One episode's page in a browser. `first`: its goal, and the first page."""
+    """One episode's page in a browser. `first`: its goal, and the first page; `pictures`: folder of its screenshots."""
 
-    def __init__(
-        self, pool: "Pool", browser: Browser, worker: Worker, number: int, first: dict[str, Any], pictures: str = ""
-    ) -> None:
-        self.pool, self.browser, self.worker, self.number, self.first = pool, browser, worker, number, first
-        self.pictures = pictures
+    pool: "Pool"
+    browser: Browser
+    worker: Worker
+    number: int
+    first: dict[str, Any]
+    pictures: str
 
     def saved(self) -> list[str]:
         """The pictures of this episode, in order."""

@@ -4,11 +4,9 @@ a server's end is recorded. The official client waits forever without these."""
 import asyncio
 import contextlib
 import signal
-import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import anyio
@@ -18,6 +16,7 @@ from pydantic import ValidationError
 from birl.envs.calls import CLOSING, called
 from birl.errors import innermost, text_of
 from birl.process import POLL, end_strays, kill
+from birl.rewards.requests import trusted
 
 MOST = 8 << 20  # bytes of one message, or of one HTTP answer
 TAIL = 8192  # bytes of what a server prints on its standard error that are kept
@@ -202,12 +201,6 @@ async def over_http(url: str, problem: Problem) -> AsyncIterator[Streams]:
         streamable_http_client(url, http_client=http) as (received, sent, _),
     ):
         yield received, sent
-
-
-@cache
-def trusted() -> ssl.SSLContext:
-    """The certificate authorities, loaded once: that takes a tenth of a second, and every episode has a session."""
-    return httpx.create_ssl_context()
 
 
 class Bounded(httpx.AsyncHTTPTransport):

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from birl.errors import BirlError
 from birl.learner.low_rank_run import LowRankConfig
@@ -22,6 +22,7 @@ from birl.server.tinker.store import Record, Store, refusal
 from birl.server.tinker.tenants import Quota, Session, Sessions, Tenant, Tenants, make_room
 from birl.server.tinker.work import Work
 
+Owned = TypeVar("Owned", Session, Run, Sampler)
 QUIET = 120.0  # seconds without a heartbeat (clients send one every ten) after which pending samples are cancelled
 CLONES = 1_000_000_000  # request numbers of a sampling session's copy start at a multiple of it
 
@@ -70,9 +71,7 @@ class TinkerService:
 
     def session(self, id: str, tenant: Tenant) -> Session:
         """A session. Raises `Refused` (404) if the tenant has none of this id, also if another has."""
-        result = self.sessions.by_id.get(id)
-        if result is None or result.owner != tenant.name:
-            raise Refused(404, f"There is no session {id[:80]!r}.", "user")
+        result = owned(self.sessions.by_id.get(id), tenant, f"There is no session {id[:80]!r}.")
         result.heard = time.monotonic()
         return result
 
@@ -82,16 +81,11 @@ class TinkerService:
             raise Refused(400, f"The session {id[:80]!r} is finished: begin a new one.", "user")
 
     def run(self, id: str, tenant: Tenant) -> Run:
-        result = self.runs.by_id.get(id)
-        if result is None or result.owner != tenant.name:
-            raise Refused(404, f"There is no training run {id[:80]!r}.", "user")
-        return result
+        return owned(self.runs.by_id.get(id), tenant, f"There is no training run {id[:80]!r}.")
 
     def sampler(self, id: str, tenant: Tenant) -> Sampler:
-        result = self.checkpoints.samplers.get(id)
-        if result is None or result.owner != tenant.name:
-            raise Refused(404, f"There is no sampling session {id[:80]!r}, or no longer.", "user")
-        return result
+        why = f"There is no sampling session {id[:80]!r}, or no longer."
+        return owned(self.checkpoints.samplers.get(id), tenant, why)
 
     async def create(self, tenant: Tenant, data: Mapping[str, Any]) -> Promise:
         """Create a run with a new adapter. An error is the future's answer."""
@@ -283,6 +277,13 @@ TASKS: set["asyncio.Task[None]"] = set()  # keeps references, as asyncio does no
 
 
 NO_TOKENS = "weights_access_token is not offered by this server: let the other tenant publish the checkpoint."
+
+
+def owned(result: Owned | None, tenant: Tenant, why: str) -> Owned:
+    """Return the tenant's item. Raises `Refused` (404) if there is none, or it is another tenant's."""
+    if result is None or result.owner != tenant.name:
+        raise Refused(404, why, "user")
+    return result
 
 
 def _optimizer(data: Mapping[str, Any]) -> None:
