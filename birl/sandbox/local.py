@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from birl.allocator import cores
 from birl.sandbox.protocol import Ending, Limits, Result
@@ -54,5 +53,5 @@ class LocalSandbox:
     async def __aenter__(self) -> "LocalSandbox":
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()

@@ -34,7 +34,7 @@ from birl.rollout.session import PROMPTS, Session
 from birl.server.agent_session import Answering, Reply, Visit
 from birl.server.connections import uvicorn_server
 from birl.server.dialects import modules
-from birl.server.limits import TIMEOUT, Gone, Refused, ambiguous, check_bulk, disconnected, json_object, long
+from birl.server.limits import TIMEOUT, Gone, Refused, check_bulk, check_length, disconnected, json_object, long
 from birl.server.messages import typed
 from birl.server.request_policy import Terms
 from birl.text.chat import Chat
@@ -109,8 +109,7 @@ class Gateway:
         error = next((error for path, error in self.errors if where.startswith(path)), Refused.body)
         visit = self.visits.get(secret) if not empty and place == "s" else None
         try:
-            if doubt := ambiguous(request.headers):
-                raise doubt
+            check_length(request.headers)
             if visit is None:
                 raise Refused(404, "There is no such episode, or it is over.", "not_found_error")
             return await self._handled(visit, where, request)

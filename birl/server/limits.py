@@ -99,6 +99,12 @@ class Gate:
         return True
 
 
+def check_length(headers: Mapping[str, str]) -> None:
+    """Raise `Refused` for a body with two lengths: a proxy may use the other one."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise Refused(400, "Content-Length and Transfer-Encoding cannot be combined: send one of them.", close=True)
+
+
 def announced(request: Request, most: int) -> int:
     """Expected bytes of a body, at most `most`, which is used if its length is unknown."""
     told = request.headers.get("content-length", "0")
@@ -192,35 +198,27 @@ def long(headers: Mapping[str, str]) -> bool:
     return not told.isdigit() or int(told) > LONG
 
 
-def ambiguous(headers: Mapping[str, str]) -> Refused | None:
-    """Error for a body with two lengths: a proxy may use the other one."""
-    if "transfer-encoding" not in headers or "content-length" not in headers:
-        return None
-    return Refused(400, "Content-Length and Transfer-Encoding cannot be combined: send one of them.", close=True)
-
-
-def intruder(headers: Mapping[str, str], token: str) -> Refused | None:
-    """Error for an unauthorised request, or None. Without a token every user of this machine is authorised, but no web
+def check_access(headers: Mapping[str, str], token: str) -> None:
+    """Raise `Refused` for an unauthorised request. Without a token every user of this machine is authorised, but no web
     page in a browser, which may be anybody's: neither with an Origin header, nor by a host name that resolves here."""
     if not token:
         if "origin" in headers:
-            return Refused(
+            raise Refused(
                 403, "Requests from web pages need a token: start the server with BIRL_TOKEN set.", "forbidden"
             )
         host = headers.get("host")
-        if host is None or is_own_name(host):
-            return None
-        return Refused(
-            403, f"Host {host[:100]!r} is not this machine's own name: use 127.0.0.1 or localhost, or start the server "
-            "with BIRL_TOKEN set.", "forbidden",
-        )  # fmt: skip
+        if host is not None and not is_own_name(host):
+            raise Refused(
+                403, f"Host {host[:100]!r} is not this machine's own name: use 127.0.0.1 or localhost, or start the "
+                "server with BIRL_TOKEN set.", "forbidden",
+            )  # fmt: skip
+        return
     kind, _, credentials = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}").partition(" ")
-    if kind.lower() == "bearer" and hmac.compare_digest(credentials.strip().encode(), token.encode()):
-        return None
-    return Refused(
-        401, "The token is missing or wrong: send `Authorization: Bearer TOKEN`, with the server's BIRL_TOKEN.",
-        "authentication_error", code="invalid_api_key",
-    )  # fmt: skip
+    if kind.lower() != "bearer" or not hmac.compare_digest(credentials.strip().encode(), token.encode()):
+        raise Refused(
+            401, "The token is missing or wrong: send `Authorization: Bearer TOKEN`, with the server's BIRL_TOKEN.",
+            "authentication_error", code="invalid_api_key",
+        )  # fmt: skip
 
 
 def problem(params: SamplingParams, vocabulary: int) -> tuple[str, str] | None:

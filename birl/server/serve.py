@@ -39,7 +39,7 @@ from birl.parallel.machine import compute_thread
 from birl.server import native
 from birl.server.connections import routed, uvicorn_server
 from birl.server.dialects import modules
-from birl.server.limits import Gate, Gone, Refused, ambiguous, intruder
+from birl.server.limits import Gate, Gone, Refused, check_access, check_length
 from birl.server.metrics import Metrics
 from birl.server.service import Service
 from birl.server.staging import Adapters, Membership, Staging
@@ -255,10 +255,9 @@ async def answer(
         await send(message)
 
     try:
-        if doubt := ambiguous(request.headers):
-            raise doubt
-        if path not in OPEN and (stranger := intruder(request.headers, service.token)):
-            raise stranger
+        check_length(request.headers)
+        if path not in OPEN:
+            check_access(request.headers, service.token)
         service.owner.admit(path, request.headers)
         response = await handler(service, request)
         await response(scope, receive, noted)

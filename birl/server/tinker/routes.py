@@ -247,10 +247,9 @@ async def _answer(
 ) -> None:
     """Handle one request; errors become responses with the reason."""
     try:
-        if doubt := limits.ambiguous(request.headers):
-            raise doubt
-        if not service.tenants.keys and (stranger := limits.intruder(request.headers, "")):
-            raise stranger
+        limits.check_length(request.headers)
+        if not service.tenants.keys:
+            limits.check_access(request.headers, "")
         tenant = service.tenants.named("") if path in OPEN else service.tenants.of(request.headers)
         with tenant.taking(limits.announced(request, service.most_bytes), BODIES * service.most_bytes):
             response = await handler(service, tenant, request)
