@@ -19,8 +19,7 @@ from birl.config.file import flatten
 from birl.data.tasks import check_answers, load_tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache, open_engine
-from birl.engines.kinds import shares
-from birl.engines.kinds import check_engine
+from birl.engines.kinds import check_engine, shares
 from birl.engines.servers import Servers, Wanted, open_servers
 from birl.envs.open import check_world, open_world
 from birl.errors import BirlError, innermost

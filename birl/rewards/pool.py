@@ -49,8 +49,8 @@ class Job:
 
 
 class Pool:
-    """Daemon threads that take jobs from one queue, each with its own worker. They belong to no event loop, and one that
-    hangs does not delay the end of the program."""
+    """Daemon threads that take jobs from one queue, each with its own worker. They belong to no event loop, and one
+    that hangs does not delay the end of the program."""
 
     def __init__(self, workers: "Sequence[Worker]") -> None:
         self.workers = workers
@@ -300,8 +300,9 @@ async def local(
     n: int,
     timeout: float,
 ) -> tuple[Answers, float]:
-    """Call a function of this process: a plain one in a thread, its `turn` after that of other calls; a coroutine in the
-    event loop, which it must not block. Returns the answers, and the seconds that the call took. Raises `CallFailed`.
+    """Call a function of this process: a plain one in a thread, its `turn` after that of other calls; a coroutine in
+    the event loop, which it must not block. Returns the answers, and the seconds that the call took. Raises
+    `CallFailed`.
 
     A thread that hangs cannot be killed: it is abandoned, and completions are not retried one by one, which would
     abandon more threads."""

@@ -212,8 +212,8 @@ async def endpoint(
     concurrency: int = Reward.concurrency,
     timeout: float = Reward.timeout,
 ) -> list[float | NoAnswer]:
-    """One score for each completion of a served reward model: vLLM's `/pooling` (`vllm serve MODEL --runner pooling`) and
-    compatible servers. It is the last number of the server's response for each conversation.
+    """One score for each completion of a served reward model: vLLM's `/pooling` (`vllm serve MODEL --runner pooling`)
+    and compatible servers. It is the last number of the server's response for each conversation.
 
     Requests have `{"messages": [...]}`, so that the server applies its own chat template.
     """

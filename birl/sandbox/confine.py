@@ -1,6 +1,6 @@
-"""How a process gives up its rights (limits, namespaces, Landlock, seccomp, capabilities), and the last code of birl in a
-child of the guest, which does so and becomes the program. `main` does the same for a program that is talked to while it
-runs.
+"""How a process gives up its rights (limits, namespaces, Landlock, seccomp, capabilities), and the last code of birl in
+a child of the guest, which does so and becomes the program. `main` does the same for a program that is talked to while
+it runs.
 
 Standard library only, no imports of birl: an interpreter without packages imports it.
 """

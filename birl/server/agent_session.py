@@ -1,5 +1,5 @@
-"""The HTTP side of an episode: requests of agents and their answers, stored ones included, which clients may refer to by
-id instead of sending them again."""
+"""The HTTP side of an episode: requests of agents and their answers, stored ones included, which clients may refer to
+by id instead of sending them again."""
 
 import asyncio
 from collections import OrderedDict

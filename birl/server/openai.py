@@ -1,4 +1,5 @@
-"""OpenAI's API: GET /v1/models, POST /v1/chat/completions and /v1/completions of a server, and for agents of an episode.
+"""OpenAI's API: GET /v1/models, POST /v1/chat/completions and /v1/completions of a server, and for agents of an
+episode.
 
 Beyond OpenAI: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, and `return_token_ids`, which adds `prompt_token_ids`
 and, for each choice, `token_ids` and `weight_versions`. Log-probs are those of the sampling distribution.

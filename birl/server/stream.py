@@ -112,9 +112,7 @@ async def _one(service: Service, index: int, job: Job, queue: asyncio.Queue, gra
         queue.put_nowait((index, request.tokens[new], request.logprobs[new], request.versions[new], job.places(new)))
 
     try:
-        completion = await service.generate(
-            job.prompt, job.params, job.session, watch, best=job.best, grammar=grammar
-        )
+        completion = await service.generate(job.prompt, job.params, job.session, watch, best=job.best, grammar=grammar)
         queue.put_nowait((index, completion))
     except Exception as error:
         queue.put_nowait(error)

@@ -150,8 +150,7 @@ def check_gpus(config: schema.RL, kind: str) -> None:
     """Before anything is loaded: raises `BirlError` if an engine cannot train, or there are too few GPUs, or the GPU
     (with a dry run, the `kind` that it names) has too little memory."""
     if config.engine.kind != "embedded":
-        from birl.engines.kinds import shares
-        from birl.engines.kinds import check_engine
+        from birl.engines.kinds import check_engine, shares
 
         check_engine(config.engine, trains=True)
         shares(config.engine, config.model.device, ranks_here(config))

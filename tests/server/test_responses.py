@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from birl.rollout.session import Known
-from birl.server.gateway_responses import conversation
 from birl.server.agent_session import Kept, bytes_of
+from birl.server.gateway_responses import conversation
 from birl.server.limits import Refused
 from birl.types import Completion, Message, Stop, Turn
 from tests.rollout.scripted import Scripted

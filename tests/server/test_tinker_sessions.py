@@ -9,8 +9,8 @@ import pytest
 from birl.errors import BirlError
 from birl.server.tinker.futures import Promises
 from birl.server.tinker.runs import Runs
-from birl.server.tinker.tenants import SILENT, Session, Sessions
 from birl.server.tinker.store import Store
+from birl.server.tinker.tenants import SILENT, Session, Sessions
 from tests.server.test_tinker_store import BAD, GOOD, kept
 
 NONE: Any = None  # no model is needed

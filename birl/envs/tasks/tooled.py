@@ -1,5 +1,5 @@
-"""Bases of tasks: questions whose answer is a number, with one tool to call that takes a text; and programs that run in a
-sandbox that all episodes share."""
+"""Bases of tasks: questions whose answer is a number, with one tool to call that takes a text; and programs that run in
+a sandbox that all episodes share."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from birl.envs.tasks.rows import Drawn, Replies, answered_number, number
 from birl.sandbox.open import open_sandbox
 from birl.sandbox.protocol import Limits, Sandbox
 from birl.types import Conversation, Feedback, Message, Task, ToolCall
-
 
 Memory = Annotated[int, Field(ge=32)]  # MiB; less holds no interpreter
 

@@ -1,5 +1,5 @@
-"""All episodes of one worker, each in a separate context of one browser: BrowserGym's environment without parts that cost
-time and that no model sees."""
+"""All episodes of one worker, each in a separate context of one browser: BrowserGym's environment without parts that
+cost time and that no model sees."""
 # pyright: reportMissingImports=false
 
 import pkgutil
