@@ -12,6 +12,7 @@ from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 from birl.config import schema
 from birl.data.tasks import Tasks, load_tasks
@@ -138,7 +139,8 @@ async def problem(config: schema.Eval, world: World, score: Scorer | None, tasks
         await called(env.close)
         return str(error) if isinstance(error, BirlError) else f"has no gold replies: {detail_of(error)}"
     limits = limits_in(world, config.env, tokens=sys.maxsize)
-    rollout = Rollout(engine=engine, chat=engine, open_env=lambda _: env, score=score, limits=limits, seed=config.seed)
+    chat = cast(Any, engine)
+    rollout = Rollout(engine=engine, chat=chat, open_env=lambda _: env, score=score, limits=limits, seed=config.seed)
     group = await rollout.group(0, task, 1, SamplingParams(max_tokens=1))
     return verdict(group.trajectories[0], engine, config.validation.threshold or 1.0)
 

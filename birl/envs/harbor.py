@@ -141,7 +141,8 @@ class Place:
     """The tasks and the machine, shared by all episodes."""
 
     def __init__(self, machine: SandboxMachine | Containers, folders: Mapping[str, list[Folder]]) -> None:
-        self.machine, self.folders = machine, folders
+        self.machine: Any = machine  # its states are bytes or the names of containers
+        self.folders = folders
 
     async def close(self) -> None:
         await self.machine.close()
