@@ -12,7 +12,7 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.regular import inside, read_text
-from birl.sandbox.program import ENVIRONMENT
+from birl.sandbox.confine import ENVIRONMENT
 
 MOST = 64 << 20  # largest size of all files of a task [bytes]
 ROOTS = ("app", "workspace", "logs", "tests", "solution", "tmp")  # folders of the root that exist in the sandbox

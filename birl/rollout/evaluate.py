@@ -15,7 +15,6 @@ import xxhash
 
 from birl import foreign
 from birl.algorithms.pass_at_k import pass_at_k
-from birl.algorithms.uncertainty import bootstrap, sign_flips
 from birl.config import schema
 from birl.errors import BirlError
 from birl.regular import read_json
@@ -240,6 +239,8 @@ class Baseline:
         return result
 
     def _difference(self, source: str, keys: Sequence[tuple[str, str]], after: Scores) -> Difference:
+        from birl.algorithms.uncertainty import bootstrap, sign_flips  # not needed by training
+
         changes = [after[key] - self.scores[key] for key in keys]
         low, high = bootstrap(changes)
         return Difference(
