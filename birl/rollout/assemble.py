@@ -235,3 +235,9 @@ def earned(trajectory: Trajectory, penalty: float) -> list[float]:
     rewards = turn_rewards(trajectory)
     rewards[-1] += penalty
     return [value for own in token_rewards(trajectory, rewards) for value in own]
+
+
+def token_turns(trajectory: Trajectory) -> list[int]:
+    """Number of each trained token's turn, concatenated over the episode's samples."""
+    turns = [turn for chain in chains(trajectory) for turn in chain.turns]
+    return [number for number, where in turns for _ in range(where.stop - where.start)]

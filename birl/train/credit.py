@@ -251,7 +251,6 @@ class Credit:
         assert self.critic is not None
         keys = self.critic_keys
         values = by_sample(batches, self.critic(batches), len(samples))
-        turns = by_sample(batches, [b.turn for b in batches], len(samples))
         sizes = [len(v) for v in values]
         sample = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes, dtype=torch.int64))
         flat = torch.cat(values)
@@ -266,7 +265,9 @@ class Credit:
         if kl is not None:
             earned = critics.token_rewards(earned, torch.cat(kl), kl_coef)
         if self.keys.advantage == "turn_gae":
-            result = critics.turn_gae(earned, flat, sample, torch.cat(turns), gamma=keys.gamma, lam=lam)
+            turns = [number for g, i in kept for number in assemble.token_turns(g.trajectories[i])]
+            number = torch.tensor(turns, dtype=torch.int64)
+            result = critics.turn_gae(earned, flat, sample, number, gamma=keys.gamma, lam=lam)
         else:
             result = critics.gae(earned, flat, sample, gamma=keys.gamma, lam=lam, alpha=keys.lam_alpha)
         advantage, returns = result

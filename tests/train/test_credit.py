@@ -149,11 +149,13 @@ def test_whitening_is_over_all_tokens_of_the_step() -> None:
     assert sum(a * a for a in found) / len(found) == pytest.approx(1, abs=1e-4)
 
 
-def test_turns_share_an_advantage() -> None:
+@pytest.mark.parametrize("between", [(3, 4), ()])
+def test_turns_share_an_advantage(between: tuple[int, ...]) -> None:
+    """Turns without a token of the environment between them were one."""
     keys = config("algorithm=ppo", "algorithm.advantage=turn_gae", "algorithm.kl_coef=0.1", "critic.whiten=false")
     first = Completion(tokens=(5, 6), logprobs=(-0.5,) * 2, versions=(0,) * 2, stop=Stop.STOP)
     second = Completion(tokens=(7, 8, 9), logprobs=(-0.5,) * 3, versions=(0,) * 3, stop=Stop.STOP)
-    turns = (Turn(prompt=(1, 2), completion=first), Turn(prompt=(1, 2, 5, 6, 3, 4), completion=second))
+    turns = (Turn(prompt=(1, 2), completion=first), Turn(prompt=(1, 2, 5, 6, *between), completion=second))
     talk = Trajectory(turns=turns, reward=1.0, score=1.0, outcome=Outcome.OK)
     group = Group(index=0, task=Task(id="t", prompt="?"), trajectories=(talk, talk), start_version=0)
     made = credit_of(keys, reference=Says(lambda t: -0.5), critic=Says(value))  # type: ignore[arg-type]
