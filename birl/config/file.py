@@ -66,7 +66,7 @@ class _Texts(yaml.BaseLoader):
                 )
             if isinstance(key, yaml.ScalarNode) and key.value == "<<":
                 raise yaml.constructor.ConstructorError(
-                    problem="merge keys (<<) are not read here, write out what they stand for",
+                    problem="merge keys (<<) are not supported; write out their contents",
                     problem_mark=key.start_mark,
                 )
             seen.add(str(key.value))

@@ -138,7 +138,7 @@ def stop(words: list[str]) -> int:
     if state := launcher(handle.where).stop(handle):
         print(f"{visible(handle.name)} had ended before: it is {state}.")
         return 0
-    again = f"`birl launch {handle.where} ...` with the same words goes on from its checkpoint."
+    again = f"`birl launch {handle.where} ...` with the same arguments resumes from its checkpoint."
     print(f"{visible(handle.name)} was stopped. {again}")
     return 0
 

@@ -66,11 +66,11 @@ def check(job: Job, keys: Keys) -> None:
         check_world(job.config.env)
     for name in keys.packages:
         if name.startswith("-") or not name.isprintable():
-            raise BirlError(f"launch.packages: {name!r} is no package, such as browsergym==0.14.")
+            raise BirlError(f"launch.packages: {name!r} is not a package, such as browsergym==0.14.")
     for name in job.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise BirlError(
-                f"launch.env: {name!r} is no name of a variable. Give names only, as in launch.env=HF_TOKEN."
+                f"launch.env: {name!r} is not a variable's name. Give names only, as in launch.env=HF_TOKEN."
             )
 
 
@@ -195,7 +195,7 @@ def one_folder(job: Job, keys: Keys, shared: object, key: str) -> None:
     if job.learner.count > 1:
         raise BirlError(
             f"launch.nodes={keys.nodes}: the {job.learner.count} ranks of the learner write one checkpoint together, "
-            f"so the machines need a folder that all of them see: {key}."
+            f"so the machines need a shared folder: {key}."
         )
     config = job.config
     if job.engine and isinstance(config, RL) and (method := weights_method(config)) not in ("direct", "nccl"):

@@ -185,7 +185,7 @@ def stop(handle: Handle) -> str:
 
 def ended(state: State | None) -> str:
     if state is None or state.state == "running":
-        return ": the supervisor is gone; the same `birl launch` goes on from the newest checkpoint"
+        return ": the supervisor has ended; the same `birl launch` resumes from the newest checkpoint"
     return f": it is {state.state}"
 
 

@@ -241,7 +241,7 @@ def asked(modal: Any) -> Iterator[None]:
     try:
         yield
     except modal.exception.AuthError as error:
-        raise BirlError(f"Modal does not know who asks: {error}; `modal setup` makes a token") from error
+        raise BirlError(f"Modal refuses access: {error}; `modal setup` creates a token") from error
     except modal.exception.Error as error:
         raise BirlError(f"Modal: {type(error).__name__}: {error}") from error
 

@@ -45,7 +45,7 @@ def clear(root: Path, model: str = "") -> list[str]:
     hub = root / "models" / "hub"
     kept = "models--" + model.replace("/", "--") if model else "*"
     if model and not all(part and part.strip(".") for part in model.split("/")):
-        raise BirlError(f"model={model}: is no name of a model, as in Qwen/Qwen2.5-0.5B-Instruct")
+        raise BirlError(f"model={model}: is not a model's name, such as Qwen/Qwen2.5-0.5B-Instruct")
     gone = sorted(path for path in hub.glob(kept) if path.is_dir())
     for path in gone:
         shutil.rmtree(path)

@@ -232,7 +232,7 @@ def machine(role: Role, kind: str, all_ranks: bool = False, more: float = 0.0) -
     gpus = role.gpus * ranks + more
     if gpus != int(gpus) or gpus > LARGEST:
         raise BirlError(
-            f"launch.gpus: the {role.name} would need {gpus:g} GPUs in one container, and Modal gives whole ones, at "
+            f"launch.gpus: the {role.name} would need {gpus:g} GPUs in one container, but Modal has whole ones, at "
             f"most {LARGEST}. Lower parallel.* or launch.gpus."
         )
     if gpus and not re.fullmatch(r"[A-Za-z0-9-]+!?", kind):

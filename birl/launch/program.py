@@ -50,7 +50,7 @@ class Program:
                 for line in place.logs(handle, "learner", True):
                     print(line.removesuffix("\n"), flush=True)
         except KeyboardInterrupt:
-            print(f"\n{handle.name} goes on without this program. `birl status {handle.run}`, `birl stop {handle.run}`")
+            print(f"\n{handle.name} continues. `birl status {handle.run}`, `birl stop {handle.run}`")
             raise
         failed = [line for line in place.status(handle) if line.state == "failed"]
         if failed:

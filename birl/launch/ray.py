@@ -103,7 +103,7 @@ def _hand_over(ray: Any, job: Job, keys: Keys, folder: str, env: dict[str, str])
         ) from error
     if not guarded and not keys.without_token:
         ray.kill(made)
-        raise BirlError(f"The cluster at {ray.get_runtime_context().gcs_address} asks for no token: {OPEN}")
+        raise BirlError(f"The cluster at {ray.get_runtime_context().gcs_address} requires no token: {OPEN}")
     return ray.get_runtime_context().gcs_address
 
 

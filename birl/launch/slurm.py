@@ -108,7 +108,7 @@ def combinations(job: Job, keys: Keys) -> list[Job]:
     shapes = {tuple(replace(role, command=()) for role in one.roles) for one in result}
     if shapes != {tuple(replace(role, command=()) for role in job.roles)}:
         raise BirlError(
-            f"launch.array={keys.array}: the jobs of an array need the same processes; launch each by itself"
+            f"launch.array={keys.array}: the jobs of an array need the same processes; launch each separately"
         )
     return result
 
@@ -122,7 +122,7 @@ def directives(job: Job, keys: Keys, places: Places, elements: int) -> list[str]
     for line in keys.extra:
         if not line.startswith("-") or not line.isprintable():
             raise BirlError(
-                f"launch.extra: {line!r} is no option of sbatch, such as --constraint=h200; one with commas stands in "
+                f"launch.extra: {line!r} is not an option of sbatch, such as --constraint=h200; one with commas stands in "
                 """quotes: 'launch.extra=["--exclude=n1,n2"]'"""
             )
     log = str(folder(job.run).absolute()).replace("%", "%%") + ("/slurm-%A_%a.out" if keys.array else "/slurm-%j.out")
@@ -173,7 +173,7 @@ def submit(job: Job, keys: Keys) -> Handle:
     # ID;CLUSTER if there are several clusters. Wrappers of sbatch may print further lines.
     ids = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)
     if not ids:
-        raise BirlError(f"sbatch named no job, so `squeue` alone knows whether there is one. It printed: {done.stdout}")
+        raise BirlError(f"sbatch named no job; `squeue` lists it if there is one. Output: {done.stdout}")
     folders = tuple(str(one.run.absolute()) for one in elements)
     roles, ranks = {role.name: role.count for role in job.roles}, places(job, keys.nodes).ranks
     more = More(array=bool(keys.array), folders=folders, roles=roles, ranks=ranks)
@@ -211,7 +211,7 @@ def places(job: Job, nodes: int) -> Places:
 
 def whole(role: Role) -> int:
     if role.gpus != int(role.gpus):
-        raise BirlError(f"launch.gpus: the {role.name} would have {role.gpus:g} GPUs; Slurm gives whole ones")
+        raise BirlError(f"launch.gpus: the {role.name} would have {role.gpus:g} GPUs; Slurm assigns whole ones")
     return int(role.gpus)
 
 

@@ -120,7 +120,7 @@ def state_of(job: Seen | None, run: Path) -> tuple[str, str]:
     written, detail = last_word(run)
     if job is None:
         if written in ("", "running", "restarting"):
-            return "unknown", "Slurm no longer knows this job; its logs are in the run folder"
+            return "unknown", "Slurm no longer lists this job; its logs are in the run folder"
         return written, detail
     if job.state in WAITING:
         again = "restarting" if job.restarts else "waiting"

@@ -48,7 +48,7 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor] | Gathered, be
         raise WeightsFailed(
             "truncated",
             f"Version {version} of the weights could not be written to {root}: {reason}. Make room, or name another "
-            "place with weights.folder=...; the same command goes on from the newest checkpoint.",
+            "place with weights.folder=...; the same command resumes from the newest checkpoint.",
         ) from error
     return target
 

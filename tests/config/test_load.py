@@ -177,7 +177,7 @@ def test_a_section_that_is_there_twice_is_refused(tmp_path: Path):
 def test_merge_keys_are_refused_by_name(tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("optimizer: &base\n  lr: 1e-5\ncritic:\n  <<: *base\n")
-    assert "recipe.yaml, line 4, column 3: is not valid YAML: merge keys (<<) are not read here" in message(str(recipe))
+    assert "recipe.yaml, line 4, column 3: is not valid YAML: merge keys (<<) are not supported" in message(str(recipe))
 
 
 def test_printed_yaml_loads_to_the_same_values(tmp_path: Path):

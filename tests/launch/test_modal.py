@@ -102,7 +102,7 @@ def test_what_the_configuration_names_is_uploaded(here: Path) -> None:
     [
         ([], {"nodes": 2}, r"launch\.nodes=2: all ranks of a learner are in one container"),
         (["parallel.fsdp=16"], {}, "the learner would need 16 GPUs in one container"),
-        ([], {"gpus": 0.5}, "Modal gives whole ones"),
+        ([], {"gpus": 0.5}, "Modal has whole ones"),
         ([], {"gpu": ""}, "name one kind, such as A100"),
         (["engine.kind=vllm"], {}, r"engine\.kind=vllm: takes weights from a folder .*launch\.engines=inside"),
         (["engine.kind=birl", "weights.method=reload"], {}, r"weights\.method=reload: .* leave it at auto"),

@@ -94,7 +94,7 @@ def test_several_turns(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 1 and printed[0].startswith("1 of 5 rows")
     assert [line.partition(": ")[2] for line in printed[1:]] == [
         "scores 0 (gold: a | a)",
-        "goes on after 1 gold replies (gold: a)",
+        "continues after 1 gold replies (gold: a)",
         "scores 0 (gold: stop | b)",
         "env_error: own.py:10: RuntimeError: broken (gold: crash)",
     ]

@@ -171,7 +171,7 @@ UNREAD: Rows = {
     "parallel.context: parallel.cp=1 splits no row; set parallel.cp=2, for example": lambda c: (
         isinstance(c, Tinker) or c.parallel.cp > 1
     ),
-    "sandbox. reward.code_partial: env={c.env.kind} has keys of its own: env.sandbox, env.workers, env.seconds, "
+    "sandbox. reward.code_partial: env={c.env.kind} has its own keys: env.sandbox, env.workers, env.seconds, "
     "env.memory_mb": lambda c: "code" in reward_functions(c) or c.env.kind not in ("code", "python_tool"),
     **_reward("sandbox. reward.code_partial", "code"),
     **_reward("reward.format_pattern", "format"),

@@ -147,7 +147,7 @@ class TinkerService:
     def submit(self, tenant: Tenant, run: Run, record: Record, tokens: int = 0) -> Promise:
         """Accept a request of a run: it is on disk when this returns, and executed in its turn."""
         if self.ending:
-            raise Refused(503, "The server is shutting down; it goes on when it is started again.", "overloaded", 1)
+            raise Refused(503, "The server is shutting down; retry after its restart.", "overloaded", 1)
         if record.seq in run.promises:
             return run.promises[record.seq]
         tokens = max(tokens, len(record.body) // requests.BYTES)  # bodies wait in memory
@@ -207,7 +207,7 @@ class TinkerService:
         if (promise := self.promises.find(id, tenant.name)) is not None:
             return promise, ids
         if self.ending:
-            raise Refused(503, "The server is shutting down; it goes on when it is started again.", "overloaded", 1)
+            raise Refused(503, "The server is shutting down; retry after its restart.", "overloaded", 1)
         try:
             async with tenant.reading:
                 if (promise := self.promises.find(id, tenant.name)) is not None:  # sent again meanwhile
