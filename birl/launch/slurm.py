@@ -122,7 +122,7 @@ def directives(job: Job, keys: Keys, places: Places, elements: int) -> list[str]
     for line in keys.extra:
         if not line.startswith("-") or not line.isprintable():
             raise BirlError(
-                f"launch.extra: {line!r} is not an option of sbatch, such as --constraint=h200; one with commas stands in "
+                f"launch.extra: {line!r} is not an option of sbatch, such as --constraint=h200; put one with commas in "
                 """quotes: 'launch.extra=["--exclude=n1,n2"]'"""
             )
     log = str(folder(job.run).absolute()).replace("%", "%%") + ("/slurm-%A_%a.out" if keys.array else "/slurm-%j.out")
