@@ -233,7 +233,7 @@ def test_a_server_of_another_kind_is_named(tiny: Path, tmp_path: Path, server: P
         ({"dtype": "float32"}, "model.dtype=float32"),
         ({"vocabulary_digest": "other"}, "vocabulary"),
         ({"paused": True}, "paused"),
-        ({"asleep": True}, "sleeps"),
+        ({"asleep": True}, "asleep"),
     ],
 )
 def test_what_a_server_must_have(told: dict[str, object], reason: str) -> None:
