@@ -215,7 +215,7 @@ def spoken(role: str, content: Any, where: str) -> list[Message]:
 
 def tool(given: Any, place: int) -> Block:
     if not isinstance(given, dict) or not isinstance(given.get("name"), str) or "input_schema" not in given:
-        raise invalid(f"tools.{place}", "must have a name and an input_schema; the API has no tools of its own")
+        raise invalid(f"tools.{place}", "must have a name and an input_schema; the API has no built-in tools")
     function = {"name": given["name"], "description": given.get("description") or ""}
     function |= {"parameters": given["input_schema"]} | ({"strict": True} if given.get("strict") else {})
     return {"type": "function", "function": function}
