@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from birl import hub
 from birl.cli import main
 from birl.cli.configured import RUNS
+from birl.errors import BirlError
 from birl.track.folder_lock import held
 
 ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
@@ -58,7 +60,6 @@ ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
         ("chat temperature=-1 folder", ["temperature=-1: must be at least 0."]),
         ("chat folder temprature=1", ["temprature=1: there is no such key. Did you mean temperature?"]),
         ("chat smollm2 temperature=0 top_p=0.9", ["top_p=0.9: has no effect because temperature=0 is greedy"]),
-        ("rl model=modle data.train=good.jsonl", ["Did you mean model?"]),
         ("chat folder nowhere", ["birl chat takes one model or run, not 2: folder nowhere."]),
     ],
 )
@@ -69,8 +70,6 @@ def test_a_slip_is_answered_with_the_fix(
     monkeypatch.setenv("BIRL_TOKEN", "secret")
     Path("good.jsonl").write_text(ROW)
     Path("folder/seed=1").mkdir(parents=True)  # as --multirun names them
-    Path("model").mkdir()
-    Path("model/config.json").write_text("{}")
     Path("folder/typed.jsonl").write_text('{"prompt": 5, "answer": "5"}\n')
     Path("bad.yaml").write_text("seed: 1\n  steps: 3\n")
     Path("list.yaml").write_text("- a\n")
@@ -147,6 +146,15 @@ def test_a_folder_of_another_command(
     assert main(["rm", *words]) == 2
     error = capsys.readouterr().err
     assert "here belongs to a run of another command than `birl rm`" in error and len(error.splitlines()) == 1
+
+
+def test_a_misspelt_model_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    monkeypatch.setattr(hub, "missing", lambda name, kind: "the hub cannot be reached")
+    with pytest.raises(BirlError, match=r"Did you mean model\?"):
+        hub.check_model("model.path", "modle")
 
 
 def test_a_run_without_a_compiler_says_that_it_is_slower(
