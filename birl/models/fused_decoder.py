@@ -126,9 +126,7 @@ def apart(
 ) -> None:
     """Called before the weights are sharded over ranks, every layer over `ways` of them: the forward of each layer's
     module becomes the fused one, if it fits; transformers' forward of the whole model is unusable then."""
-    every = [getattr(layer, "self_attn", None) for layer in getattr(cast(Any, model).base_model, "layers", ())]
-    over = any(hasattr(m, "q_norm") and m.q_norm.weight.numel() != m.head_dim for m in every)  # norms over all heads
-    if not fits(model) or (ways > 1 and over):
+    if not fits(model) or (ways > 1 and any(over_heads(m) for m in cast(Any, model).base_model.layers)):
         MADE[model] = None  # `fits` cannot be decided later: the layers' class names change
         return
     slots_of(model)
@@ -136,6 +134,12 @@ def apart(
     fused.apart, fused.enter, fused.end = True, enter, end
     for i, module in enumerate(fused.body.layers):
         module.forward, fused.calls[i] = fused.calls[i], module
+
+
+def over_heads(layer: Any) -> bool:
+    """Whether queries have one norm over all heads (OLMo 2), of which a rank has a part."""
+    norm = getattr(layer.self_attn, "q_norm", None)
+    return norm is not None and norm.weight.numel() != layer.self_attn.head_dim
 
 
 def on_card(model: nn.Module) -> bool:

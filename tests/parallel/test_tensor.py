@@ -14,6 +14,7 @@ from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
+from birl.models.fused_decoder import apart, over_heads
 from birl.models.heads import add_score_head
 from birl.parallel.context import check_heads
 from birl.parallel.ranks import Grid, Ranks
@@ -236,6 +237,13 @@ def test_heads_are_counted_in_what_attention_is_given() -> None:
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma4_text"](**SIZES, **GLOBAL))
     with pytest.raises(BirlError, match=r"parallel.tp=2 does not divide the 1 key/value heads"):
         check(model, 2)
+
+
+def test_norms_over_all_heads_are_known_to_fused_layers() -> None:
+    """These compute with a rank's part alone; Nanochat's norms have no weights."""
+    apart(build("nanochat"), 2)
+    kinds = ("olmo2", "olmoe", "qwen3", "llama")
+    assert [over_heads(build(kind).base_model.layers[0]) for kind in kinds] == [True, True, False, False]
 
 
 def test_what_nobody_knows_to_split_is_refused() -> None:
