@@ -153,7 +153,8 @@ class Place:
         command = ["bash", "/tests/test.sh"]
         _, result = await self.machine.run(folder, state, command, seconds=folder.seconds, more=more)
         if (value := reward(result.files)) is None:
-            raise BirlError(f"{folder.path}/tests/test.sh wrote no number to /logs/verifier/reward.txt: {result.last}")
+            why = result.detail or result.last
+            raise BirlError(f"{folder.path}/tests/test.sh wrote no number to /logs/verifier/reward.txt: {why}")
         return value
 
     async def prove(self, folder: Folder) -> None:

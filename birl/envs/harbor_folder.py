@@ -180,8 +180,9 @@ def text_of(path: Path) -> str:
 
 
 def contents(folder: Path, place: str) -> dict[str, bytes]:
-    """Regular files below a folder, by their paths below `place`; links are skipped."""
-    names = sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
+    """Regular files below a folder, by their paths below `place`; links that lead out of it are skipped."""
+    top = folder.resolve()
+    names = sorted(p for p in folder.rglob("*") if p.is_file() and p.resolve().is_relative_to(top))
     size = sum(p.stat().st_size for p in names)
     if size > MOST:
         raise BirlError(f"{folder}: its files have {size >> 20} MiB, and {MOST >> 20} MiB can be in a sandbox.")
@@ -240,7 +241,8 @@ class Recipe:
         if not origin.exists() or not origin.is_relative_to(self.folder.resolve()):
             raise BirlError(f"{self.folder}/Dockerfile: COPY {source}: there is no such file in {self.folder}.")
         if origin.is_dir():
-            self.files |= {k: v for k, v in contents(origin, place[1:]).items() if not k.endswith("/Dockerfile")}
+            own = f"{place[1:]}/Dockerfile" if origin == self.folder.resolve() else ""
+            self.files |= {name: content for name, content in contents(origin, place[1:]).items() if name != own}
         else:
             if origin.stat().st_size > MOST:
                 raise BirlError(f"{origin}: it has {origin.stat().st_size >> 20} MiB; a task has at most {MOST >> 20}.")

@@ -108,6 +108,16 @@ def test_variables_and_the_folder_are_the_containers(folder: Path) -> None:
     assert "workspace\n7\n" in prompt and "File exists" not in prompt
 
 
+def test_a_folder_is_copied_with_links_within_it(folder: Path) -> None:
+    (folder / "environment/sub").mkdir()
+    (folder / "environment/sub/Dockerfile").write_text("FROM y\n")
+    (folder / "environment/own.txt").symlink_to("word.txt")
+    (folder / "environment/out.txt").symlink_to("/etc/passwd")
+    (folder / "environment/Dockerfile").write_text("FROM x\nCOPY . .\n")
+    _, prompt = play(folder, [ran("cat own.txt sub/Dockerfile; ls"), "Done."], prove="false")
+    assert "tool_response>\nhello\nFROM y\nown.txt\nsub\nword.txt\n<" in prompt
+
+
 def test_programs_can_be_run(folder: Path) -> None:
     shutil.copy("/bin/true", folder / "environment/word.txt")
     _, prompt = play(folder, [ran("./word.txt && echo it ran"), "Done."], prove="false")
@@ -127,6 +137,7 @@ def test_what_goes_wrong_is_told(folder: Path) -> None:
     [
         ('echo \'{"reward": 0.5, "style": 1}\' > /logs/verifier/reward.json', 0.5, ""),
         ("echo '{\"score\": 0.25}' > /logs/verifier/reward.json", 0.25, ""),
+        ("head -c 20000000 /dev/zero | tee /dev/stderr; echo 1 > /logs/verifier/reward.txt", 1.0, ""),
         ("echo .5 > /logs/verifier/reward.txt; exit 3", 0.5, ""),  # as bc writes it
         ("echo 0 > /logs/verifier/reward.txt; sleep 99", None, "wrote no number .*: it took longer than 1 s"),
         ("echo pytest: command not found >&2", None, "wrote no number .*: pytest: command not found"),

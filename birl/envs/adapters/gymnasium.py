@@ -3,6 +3,7 @@
 birl rl env=gymnasium env.id=FrozenLake-v1 env.parameters=[is_slippery=false] env.actions=[left,down,right,up]
 """
 
+import io
 import json
 import re
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from birl.named import from_file
 from birl.types import Feedback, Message, Task
 
 KIND = "gymnasium"
+LISTED = 64  # most choices that a question lists
 COLOURED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0m", re.DOTALL)
 
 
@@ -84,7 +86,10 @@ class Gymnasium:
         space = self.env.action_space
         if not hasattr(space, "n"):
             return ""
-        names = self.config.actions or [str(i) for i in range(int(space.start), int(space.start) + int(space.n))]
+        first, last = int(space.start), int(space.start) + int(space.n) - 1
+        if not self.config.actions and space.n > LISTED:
+            return f"Answer with a number from {first} to {last}."
+        names = self.config.actions or [str(i) for i in range(first, last + 1)]
         return f"Answer with one of: {', '.join(names)}."
 
     def action(self, text: str) -> Any:
@@ -101,8 +106,9 @@ class Gymnasium:
 
     def shown(self, seen: Any) -> str:
         if self.drawn:
-            return plain(self.env.render())
-        return seen if isinstance(seen, str) else json.dumps(seen, default=value)
+            drawing = self.env.render()
+            return plain(drawing.getvalue() if isinstance(drawing, io.StringIO) else drawing)
+        return seen if isinstance(seen, str) else json.dumps(seen, default=value, ensure_ascii=False)
 
 
 def value(thing: Any) -> Any:

@@ -188,7 +188,9 @@ class OpenEnv:
 
     def told(self, observation: dict[str, Any]) -> Message:
         see = self.server.see
-        return Message(role="user", content=str(observation.get(see, "")) if see else json.dumps(observation))
+        return Message(
+            role="user", content=str(observation.get(see, "")) if see else json.dumps(observation, ensure_ascii=False)
+        )
 
 
 async def last_words(client: Any) -> str:

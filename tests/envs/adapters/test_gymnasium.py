@@ -17,12 +17,13 @@ FROZEN = {"id": "FrozenLake-v1", "parameters": ["is_slippery=false"]}
 NAMES = ["left", "down", "right", "up"]
 WAY = ["down", "down", "right", "right", "down", "right"]
 
-TOY = """
+TOY = '''
+import io
 import gymnasium
 from gymnasium.spaces import Text
 
 class Echo(gymnasium.Env):
-    '''Say the word backwards; two attempts.'''
+    """Say the word backwards; two attempts."""
     observation_space, action_space = Text(20), Text(20)
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
@@ -36,8 +37,18 @@ class Echo(gymnasium.Env):
     def close(self):
         Echo.closed += 1
 
+class Odd(Echo):
+    """Many choices, and an observation with names of other alphabets; drawn into a file."""
+    metadata = {"render_modes": ["ansi"]}
+    action_space = gymnasium.spaces.Discrete(10**6, start=-5)
+    observation_space = gymnasium.spaces.Dict({"name": Text(20)})
+    def __init__(self, render_mode=None): self.render_mode = render_mode
+    def reset(self, seed=None, options=None): return {"name": "größe 漢"}, {}
+    def render(self): return io.StringIO("board")
+
 gymnasium.register("Echo-v0", Echo)
-"""
+gymnasium.register("Odd-v0", Odd)
+'''
 
 
 @pytest.fixture
@@ -103,6 +114,14 @@ def test_a_reply_that_is_no_action_moves_nothing(text: str) -> None:
     assert (found[0].reward, found[0].done, found[0].info) == (-0.5, False, {"invalid": 1.0})
     assert found[0].messages[0].content == "That is no action. Answer with one of: 0, 1, 2, 3."
     assert found[1].info == {"invalid": 0.0} and "[F]HFH" in found[1].messages[0].content
+
+
+def test_odd_spaces(toy: str) -> None:
+    """A million choices were listed, letters escaped, and a drawing in a StringIO, which Gymnasium allows, an error."""
+    id = toy.replace("Echo", "Odd")
+    many = "Answer with a number from -5 to 999994."
+    assert play(world("gymnasium", id=id), row(0))[0] == f"board\n{many}"
+    assert play(world("gymnasium", id=id, see="value"), row(0))[0] == f'{{"name": "größe 漢"}}\n{many}'
 
 
 def test_text_in_and_text_out(toy: str) -> None:
