@@ -68,7 +68,7 @@ def done(work: Work, run: Run, *asked: tuple[int, str, Any]) -> list[Answer]:
         promises = []
         for seq, kind, data in asked:
             body = data if isinstance(data, bytes) else json.dumps(data).encode()
-            promises.append(work.runs.accept(run, Record(seq, kind, body))[1])
+            promises.append(work.runs.accept(run, Record(seq, kind, body)))
         work.start(run)
         return [await promise.wait(60) or Answer.failure("there is none") for promise in promises]
 
@@ -122,7 +122,7 @@ def test_requests_behind_one_that_never_came_are_answered_in_the_end(
         promises = []
         for seq, kind, data in asked:
             body = data if isinstance(data, bytes) else json.dumps(data).encode()
-            promises.append(work.runs.accept(run, Record(seq, kind, body))[1])
+            promises.append(work.runs.accept(run, Record(seq, kind, body)))
         work.start(run)
         assert await promises[0].wait(60)
         work.skip_missing()
