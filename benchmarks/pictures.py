@@ -35,7 +35,13 @@ from matplotlib.axes import Axes  # noqa: E402  # pyright: ignore[reportMissingI
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLES = {"countdown": "Countdown", "calculator": "Calculator tool", "stories": "Stories"}
-SIDES = {"grpo": "birl, GRPO", "thompson": "birl, data.order=thompson", "sdpo": "birl, SDPO", "trl": "TRL, GRPO"}
+SIDES = {
+    "grpo": "birl, GRPO",
+    "thompson": "birl, data.order=thompson",
+    "sdpo": "birl, SDPO",
+    "rloo": "birl, RLOO",
+    "trl": "TRL, GRPO",
+}
 COLORS = {"grpo": "#2563eb", "thompson": "#16925a", "sdpo": "#b8369b", "rloo": "#626b77", "trl": "#e07b16"}
 SMOOTH = 3  # steps
 
