@@ -67,6 +67,10 @@ def by_tokens(run: dict[str, Any]) -> list[tuple[float, float]]:
     return [(generated[int(step)] / 1000, score) for step, score in run.get("held_out", {}).items()]
 
 
+def model_of(run: dict[str, Any]) -> str:
+    return run["machine"].get("cpu_model", "")
+
+
 def runs_of(folder: Path, task: str, side: str) -> list[tuple[str, dict[str, Any]]]:
     """Seed and result of each run."""
     return [(file.stem[-1], json.loads(file.read_text())) for file in sorted(folder.glob(f"{task}-{side}-*.json"))]
@@ -128,7 +132,10 @@ def learning(folder: Path) -> None:
     for line, (points, x, y) in zip(lines, ways, strict=True):
         for axes, (task, title) in zip(line, TITLES.items(), strict=True):
             for side, name in SIDES.items():
-                curves = [found for _, run in runs_of(folder, task, side) if (found := points(run))]
+                runs = [run for _, run in runs_of(folder, task, side)]
+                if points is by_seconds:  # GRPO's are the scale: runs on another processor are left out
+                    runs = [run for run in runs if model_of(run) == model_of(runs_of(folder, task, "grpo")[0][1])]
+                curves = [found for run in runs if (found := points(run))]
                 if curves:
                     few = max(map(len, curves)) < 10
                     axes.plot(

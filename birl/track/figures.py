@@ -93,7 +93,7 @@ outcome/timeout | Episodes | timed out | episodes | Without a reward, as the tim
 outcome/aborted | Episodes | aborted | episodes | Without a reward, as they were given up.
 """,  # noqa: E501
     "Policy and optimizer": """
-ratio/mean | Importance ratio | mean | | exp(learner log-prob - engine log-prob) before any clip; near 1.
+ratio/mean | Importance ratio | mean | | exp(log-prob - that of the engine, or of the proximal policy) before any clip; near 1.
 ratio/max | Importance ratio | max | | Largest importance ratio of a trained token, or answer, before any clip.
 factor | Correction | | | Mean of what a correction or a mask multiplies the surrogate with.
 held | Tokens held back | | share | Tokens that KL-Cov holds back.
