@@ -76,6 +76,7 @@ def run(order: dict) -> int:
     outputs = [
         threading.Thread(target=forward, args=(pipe.fileno(), number), daemon=True)
         for number, pipe in ((1, started.stdout), (2, started.stderr))
+        if pipe
     ]
     for output in outputs:
         output.start()
