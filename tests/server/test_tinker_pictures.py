@@ -107,8 +107,9 @@ def test_what_is_sampled_has_the_log_probs_of_a_forward_pass(
     for row, (tokens, logprobs) in zip(found["again"], found["sampled"], strict=True):
         np.testing.assert_allclose(row[len(before) - 1 :], logprobs, atol=1e-5, rtol=0)
         assert len(tokens) == 6 and found["top"] == 6
-    given = found["prompt"]  # none of the first token, and none of a picture's
-    assert [p is None for p in given] == [True, False, *[True] * (len(before) - 4), False, False]
+    given = found["prompt"]  # none of the first token; 0 of a picture's, which the cookbook multiplies by weights of 0
+    assert [p is None for p in given] == [True, *[False] * (len(before) - 1)]
+    assert [p == 0 for p in given] == [False, False, *[True] * (len(before) - 4), False, False]
 
 
 def test_pictures_of_two_tenants_at_once_change_nothing(place: tuple[Bench, Path, dict[str, Any]]) -> None:

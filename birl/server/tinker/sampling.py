@@ -147,7 +147,7 @@ def scored(sample: Sample, seed: int, model: nn.Module, hidden: Tensor, groups: 
         actual = plain(torch.tensor(sample.prompt[first + 1 :], dtype=torch.int64, device=hidden.device))[:, None]
         result.logprobs = np.full(size, np.nan, np.float32)
         result.logprobs[first + 1 :] = target_logprobs(model, part, actual, own)[:, 0].cpu().numpy()
-        result.logprobs[sample.shown] = np.nan  # images are not predicted
+        result.logprobs[first + 1 :][sample.shown[first + 1 :]] = 0.0  # images are not predicted: their factor is 1
         if sample.top:
             result.top = table(top_logprobs(model, part, sample.top, own), size, first + 1)
     if sample.targets is not None:
