@@ -120,13 +120,13 @@ def grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def in_one(rows: Tensor, weights: Tensor) -> bool:
-    """Whether PyTorch has a grouped matmul here. On CUDA: for bfloat16, with sizes in multiples of 16 bytes."""
-    if not hasattr(nn.functional, "grouped_mm"):
+    """Whether PyTorch has a grouped matmul here: for sizes in multiples of 16 bytes, on CUDA for bfloat16."""
+    device, sizes = rows.device.type, all(n * weights.element_size() % 16 == 0 for n in weights.shape[1:])
+    if not sizes or not hasattr(nn.functional, "grouped_mm"):
         return False
-    if rows.device.type != "cuda":
-        return rows.device.type == "cpu"
-    sizes = all(n % 8 == 0 for n in weights.shape[1:])
-    return rows.dtype == torch.bfloat16 and sizes and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    if device != "cuda":
+        return device == "cpu"
+    return rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
 class _Exchange(torch.autograd.Function):

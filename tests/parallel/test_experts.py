@@ -13,7 +13,7 @@ from birl.data.pack import pack
 from birl.learner import checkpoint
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
-from birl.parallel.experts import experts_of, spread
+from birl.parallel.experts import experts_of, grouped, spread
 from birl.parallel.ranks import Grid, Ranks
 from birl.types import Sample
 from tests.data.test_pack import groups
@@ -134,6 +134,14 @@ def test_uneven_routing_gives_what_transformers_gives(routing: str) -> None:
     for place, value in enumerate(expected):
         both = torch.cat([f[place] for f in found]) if place < 3 else found[0][place]
         torch.testing.assert_close(both, value, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [6, 8])  # 24 bytes are no multiple of 16, which PyTorch's grouped matmul requires
+def test_experts_of_any_width_are_multiplied(width: int) -> None:
+    rows, weights = torch.randn(5, width, dtype=torch.float32), torch.randn(3, 8, width, dtype=torch.float32)
+    counts = torch.tensor([2, 0, 3])
+    result = grouped(rows, weights, counts)
+    torch.testing.assert_close(result, torch.cat([rows[:2] @ weights[0].T, rows[2:] @ weights[2].T]))
 
 
 @pytest.mark.parametrize(
