@@ -153,6 +153,11 @@ PROGRAMS = {
          "rl_group_size=2", "eval_every=0"),
         log="",
     ),
+    "decisions": Program(  # a loss at the client, and log-probs of chosen tokens of a prompt
+        "decisions.forecasting",
+        (MODEL, "data_path=markets.csv", "renderer_name=qwen3", "batch_size=2", "max_steps=2", "lora_rank=4",
+         "eval_every=1", SMALL[2]),
+    ),
     "code_rl": Program(
         "code_rl.train",
         (MODEL, *SMALL, "groups_per_batch=2", "max_tokens=8", "renderer_name=qwen3", "lora_rank=4", "eval_every=0"),
@@ -205,6 +210,14 @@ def world(folder: Path) -> Path:
     asked = json.dumps({"convo": said[:1], "rubric_items": [rubric]})
     (folder / "rubric.jsonl").write_text(f"{asked}\n" * 8)
     (folder / "asked.py").write_text(ASKED)
+    (folder / "markets.csv").write_text(
+        "submission_id,event_ticker,title,snapshot_time,close_time,market_outcome,category,markets,sources\n"
+        + "".join(
+            f"{i},E{i},Rain?,2025-{month}-01,2025-{month}-05,\"{{'Yes': {i % 2}}}\",Weather,\"['Yes']\","
+            "\"[{'title': 'A', 'summary': 'B', 'ranking': 1}]\"\n"
+            for i, month in enumerate([10] * 8 + [11] * 4)
+        )
+    )
     rows(folder / "zwhe99/DeepMath-103K", "default", question="What is 1 + 2?", final_answer="3")
     rows(
         folder / "Salesforce/wikitext", "wikitext-103-raw-v1", count=400, text="The river runs by the old stone house. "
