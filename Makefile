@@ -126,7 +126,7 @@ setup-packages:
 	command -v bwrap >/dev/null || set -- "$$@" bubblewrap; \
 	command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || set -- "$$@" chromium-headless-shell; \
 	command -v slurmctld >/dev/null || set -- "$$@" slurm-wlm munge; \
-	command -v aarch64-linux-gnu-gcc >/dev/null || set -- "$$@" gcc-aarch64-linux-gnu; \
+	command -v aarch64-linux-gnu-gcc >/dev/null || set -- "$$@" gcc-aarch64-linux-gnu libc6-dev-arm64-cross; \
 	command -v zsh >/dev/null || set -- "$$@" zsh; \
 	command -v fish >/dev/null || set -- "$$@" fish; \
 	test $$# = 0 || { apt-get update -qq && apt-get install -y -qq --no-install-recommends "$$@"; }

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,8 @@ def given(policy: Policy, train: Sequence[Sequence[Any]], objective: Any, ranks:
     reference = getattr(objective, "reference", None)
     frozen = getattr(reference, "first", reference) is not None or getattr(objective, "precompute", 0)
     if frozen and not ranks.sharded:
-        result["model.path"] = whole(digests(dict(policy.model.named_parameters())))
+        tensors = chain(policy.model.named_parameters(), policy.model.named_buffers())  # quantised weights are buffers
+        result["model.path"] = whole(digests({name: t for name, t in tensors if not t.is_meta}))
     return result | {"device": device.described(device.device_of(policy.model))}
 
 

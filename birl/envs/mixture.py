@@ -70,6 +70,13 @@ class Mixture:
         (max_turns, timeout, cut_turn) and tools (mcp, ...) default to those of env."""
 
     @staticmethod
+    def check(config: Config, env: schema.Env, checked: Callable[[schema.Env], None]) -> None:
+        """Check the keys of each part. Raises `BirlError`."""
+        for name, section in sections(config, env).items():
+            with named(name):
+                checked(section)
+
+    @staticmethod
     async def parts(config: Config, env: schema.Env, opened: Callable[[schema.Env], Awaitable["World"]]) -> Parts:
         """Open each part. A second one of the same kind gets a numbered name. Raises `BirlError`."""
         result = Parts({}, sections(config, env))

@@ -82,13 +82,9 @@ def check_world(config: schema.Env, given: Any = None) -> None:
     """Raises `BirlError` if `env.kind` is unknown, or one of its keys is wrong. A class or function in `given` replaces
     the name."""
     if config.kind != "single_turn":
-        _, settings = _named(config, given)
-        if config.kind == "mixture" and given is None:
-            from birl.envs import mixture
-
-            for name, section in mixture.sections(settings, config).items():
-                with mixture.named(name):
-                    check_world(section)
+        named, settings = _named(config, given)
+        if hasattr(named, "parts"):
+            named.check(settings, config, check_world)
     if config.mcp:
         from birl.envs.mcp.tools import check_servers
 

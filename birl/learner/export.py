@@ -368,7 +368,8 @@ def peft_names(names: Sequence[str], model: nn.Module) -> dict[str, str]:
         own = read = f"{name}.weight"
         for way in ways:
             read = way.rename_source_key(read)[0]
-        stored = own if read == own else next(iter(released.reverted(model, {own: torch.empty(0)})))
+        empty = {own: torch.empty(0, dtype=torch.float32)}
+        stored = own if read == own else next(iter(released.reverted(model, empty)))
         result[name] = stored.removesuffix(".weight")
     return result
 
