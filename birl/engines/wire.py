@@ -108,7 +108,7 @@ def invitation_from(data: Mapping[str, Any]) -> Invitation:
             raise ValueError(f"{key} is missing")
         value = data.get(key, "")
         if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
-            raise ValueError(f"{key}: {value!r} is not a {kind.__name__}")
+            raise ValueError(f"{key}: {value!r} is not of type {kind.__name__}")
     if data["size"] < 2 or not 0 < data["rank"] < data["size"]:
         raise ValueError(f"rank {data['rank']} of {data['size']}: rank 0 is the learner, an engine is 1 to size - 1")
     if data["backend"] not in ("gloo", "nccl"):
@@ -152,7 +152,7 @@ def params_from(data: Mapping[str, Any]) -> SamplingParams:
         for item in value if listed else [value]:
             good = isinstance(item, kinds[key]) or (kinds[key] is float and isinstance(item, int))
             if not good or (isinstance(item, bool) and kinds[key] is not bool):
-                raise ValueError(f"params.{key}: {item!r} is not a {kinds[key].__name__}")
+                raise ValueError(f"params.{key}: {item!r} is not of type {kinds[key].__name__}")
         result[key] = tuple(value) if listed else value
     return AdapterParams(**result) if "adapter" in result else SamplingParams(**result)
 

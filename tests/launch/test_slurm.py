@@ -144,7 +144,7 @@ def test_what_slurm_cannot_give_is_refused(tmp_path: Path, monkeypatch: pytest.M
         (Keys(time=2), "launch.signal=120 s is not before launch.time=2 min"),
         (Keys(extra=["--constraint=x\nrm"]), "launch.extra"),
         (Keys(extra=["rm -rf"]), "launch.extra"),
-        (Keys(extra=["n2"]), """one with commas stands in quotes: 'launch.extra=["--exclude=n1,n2"]'"""),
+        (Keys(extra=["n2"]), """put one with commas in quotes: 'launch.extra=["--exclude=n1,n2"]'"""),
         (Keys(account="a\nrm"), r"'a\nrm': a line of #SBATCH cannot hold this"),
         (Keys(array="seed=1"), "launch.array=seed=1: has one value only"),
     ):

@@ -214,7 +214,7 @@ def test_without_max_steps_it_goes_through_the_data_once(make: Make) -> None:
         (["prompt", 3], "row 1 is a str"),
         ([{"text": "hello"}], "train has no column messages, prompt, question"),
         (DatasetDict(train=Dataset.from_list(ROWS)), "it has the splits train"),  # pyright: ignore
-        (Indexed(), r"train: a Indexed; .* Hand over \[DATA\[i\] for i in range\(len\(DATA\)\)\]"),
+        (Indexed(), r"train: a Indexed; .* Pass \[DATA\[i\] for i in range\(len\(DATA\)\)\]"),
         ([{"prompt": float("nan"), "answer": "1"}], "train, row 1: `prompt` is empty. Remove the row."),
         (42, "train: a int; it takes a path, a datasets.Dataset or a list of dicts"),
         ("missing.jsonl", "missing.jsonl: no such file"),

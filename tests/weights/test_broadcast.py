@@ -312,7 +312,7 @@ def test_an_invitation_that_cannot_be_meant_is_refused() -> None:
         "sorted": {"tensors": good["tensors"][::-1]},
         "list of": {"tensors": [["a"]]},
         "timeout": {"timeout": 0},
-        "no int": {"rank": "1"},
+        "is not of type int": {"rank": "1"},
         "no such key": {"rnk": 1},
     }
     for said, change in wrong.items():
