@@ -242,7 +242,7 @@ def test_downloaded_models_are_removed_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     assert modal_checks.clear(tmp_path, "Qwen/Qwen2.5-0.5B") == ["Qwen/Qwen2.5-0.5B"]
     for wrong in ("..", "a/../b", "/"):
-        with pytest.raises(BirlError, match="is not a model.s name"):
+        with pytest.raises(BirlError, match="is not a model's name"):
             modal_checks.clear(tmp_path, wrong)
     assert modal_checks.clear(tmp_path) == ["other/one"] and (tmp_path / "runs").is_dir()
 
