@@ -2,8 +2,10 @@
 same steps by birl's learner and engine in this process, in turns, with the same rows and tokens.
 
     .venv-tinker/bin/python -m benchmarks.tinker [--model smollm2] [--prompts 8] [--group 8] [--tokens 16] [--steps 8]
+    .venv/bin/python -m benchmarks.tinker --tenants 16   the same answers by one adapter, and by 16 with a share each
 
-The service is a process of its own, on one thread as this one.
+The service is a process of its own, on one thread as this one. `--tenants` compares two ways of the learner and engine
+alone; goal: 16 adapters take at most 1.6 times as long.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any
 from benchmarks.peers import OURS, ROOT, environment, rows, verdict
 
 GOAL = 1 / 1.1  # at most 10 % over the learner's own loop
+MANY = 1 / 1.6  # 16 adapters with four rows each, against one with 64
 RANK, SEED, LR = 32, 7, 1e-5
 Answer = tuple[list[int], list[float]]  # token ids and their log-probs
 
@@ -108,7 +111,7 @@ class Own:
         service = load(config, Tenants({}), Path(folder) / "own", compute)
         self.args, self.compute, self.engine = args, compute, service.sampling.engine
         self.base = service.work.passes.base
-        self.run = self.base.run(LowRankConfig(rank=RANK, seed=SEED))
+        self.runs = [self.base.run(LowRankConfig(rank=RANK, seed=SEED)) for _ in range(args.tenants or 1)]
 
     async def step(self, prompts: list[list[int]], number: int) -> list[Answer]:
         from birl.seeds import derive_seed
@@ -117,12 +120,16 @@ class Own:
         params = SamplingParams(max_tokens=self.args.tokens, ignore_eos=True)
         seeds = (derive_seed(number * len(prompts) + i, 0) for i in range(len(prompts)))
         done = await asyncio.gather(
-            *(self.engine.generate(tuple(p), replace(params, seed=s), adapter=self.run.weights)  # pyright: ignore
-              for p, s in zip(prompts, seeds, strict=True))
+            *(self.engine.generate(tuple(p), replace(params, seed=s), adapter=self.run_of(i).weights)  # pyright: ignore
+              for i, (p, s) in enumerate(zip(prompts, seeds, strict=True)))
         )  # fmt: skip
         answers = [(one.tokens.tolist(), one.logprobs.tolist()) for one in done]
         await asyncio.get_running_loop().run_in_executor(self.compute, self.learn, prompts, answers)
         return answers
+
+    def run_of(self, answer: int) -> Any:
+        """The adapter of an answer: each has as many neighbouring ones."""
+        return self.runs[answer * len(self.runs) // (self.args.prompts * self.args.group)]
 
     def learn(self, prompts: list[list[int]], answers: list[Answer]) -> None:
         import torch
@@ -132,20 +139,28 @@ class Own:
         from birl.server.tinker.passes import cut
 
         data = [datum(p, a, 1.0 if i % 2 else -1.0) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))]
-        self.run.collect()
+        for run in self.runs:
+            run.collect()
         for piece in cut([len(d["tokens"]) for d in data], self.base.max_tokens):
             own = [{key: torch.tensor(value) for key, value in d.items()} for d in data[piece]]
-            whole = [TargetRow(d["tokens"], d["target_tokens"][:, None]) for d in own]
+            work = dict[Any, tuple[list[TargetRow], list[Any]]]()
+            for i, d in zip(range(len(data))[piece], own, strict=True):
+                rows, inputs = work.setdefault(self.run_of(i), ([], []))
+                rows.append(TargetRow(d["tokens"], d["target_tokens"][:, None]))
+                inputs.append(d)
+            inputs = [inputs for _, inputs in work.values()]
 
-            def loss(_: int, logp: Any, own: Any = own) -> Any:
-                old, advantages = (torch.cat([d[key] for d in own]) for key in ("logprobs", "advantages"))
+            def loss(number: int, logp: Any, inputs: Any = inputs) -> Any:
+                old, advantages = (torch.cat([d[key] for d in inputs[number]]) for key in ("logprobs", "advantages"))
                 return -((torch.cat([p[:, 0] for p in logp]) - old).exp() * advantages).sum()
 
-            self.base.learn([(self.run.weights, whole)], loss)
-        self.run.step(AdamStep(learning_rate=LR))
+            self.base.learn([(run.weights, rows) for run, (rows, _) in work.items()], loss)
+        for run in self.runs:
+            run.step(AdamStep(learning_rate=LR))
 
 
 async def measured(args: argparse.Namespace, folder: str, url: str, compute: Executor) -> tuple[list, list]:
+    """Seconds of the steps of both sides. `url`: of the service; empty with `--tenants`."""
     from transformers import AutoTokenizer
 
     from birl.models.load import resolve
@@ -154,7 +169,12 @@ async def measured(args: argparse.Namespace, folder: str, url: str, compute: Exe
     texts = [words.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
              for row in rows(args.data)[: args.prompts]]  # fmt: skip
     prompts = [p for text in texts for p in [words.encode(text, add_special_tokens=False)] * args.group]
-    sides = (Client(args, url), await asyncio.to_thread(partial(Own, args, folder, compute)))
+    own = await asyncio.to_thread(partial(Own, args, folder, compute))
+    if args.tenants:
+        one = argparse.Namespace(**{**vars(args), "tenants": 1})
+        sides = (own, await asyncio.to_thread(partial(Own, one, folder + "/one", compute)))
+    else:
+        sides = (Client(args, url), own)
     seconds: tuple[list[float], list[float]] = ([], [])
     for number in range(args.steps + 1):  # the first one warms up
         answers: dict[int, list[Answer]] = {}
@@ -163,7 +183,7 @@ async def measured(args: argparse.Namespace, folder: str, url: str, compute: Exe
             answers[side] = await sides[side].step(prompts, number)
             if number:
                 seconds[side].append(time.perf_counter() - began)
-        if [a[0] for a in answers[0]] != [a[0] for a in answers[1]]:
+        if not args.tenants and [a[0] for a in answers[0]] != [a[0] for a in answers[1]]:
             raise SystemExit(f"step {number}: the service and the learner's own loop sampled different tokens")
     return seconds
 
@@ -176,17 +196,29 @@ def main() -> int:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--tenants", type=int, default=0, help="adapters, for the second comparison")
     parser.add_argument("--json", help="also write every figure into this file")
     args = parser.parse_args()
     from birl.allocator import keep_memory
     from birl.parallel.machine import compute_thread
 
     keep_memory()
-    with tempfile.TemporaryDirectory() as folder, compute_thread(1) as compute, serving(args, folder) as url:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        compute_thread(1) as compute,
+        nullcontext("") if args.tenants else serving(args, folder) as url,
+    ):
         ours, peer = asyncio.run(measured(args, folder, url, compute))
-    sizes = {name: getattr(args, name) for name in ("model", "prompts", "group", "tokens", "steps")}
-    how = {"goal": GOAL, "unit": "s", "lower_is_better": True, "json_file": args.json, "details": {"sizes": sizes}}
-    return verdict("tinker", ours, peer, **how)
+    sizes = {name: getattr(args, name) for name in ("model", "prompts", "group", "tokens", "steps", "tenants")}
+    how = {
+        "goal": MANY if args.tenants else GOAL,
+        "unit": "s",
+        "lower_is_better": True,
+        "json_file": args.json,
+        "details": {"sizes": sizes},
+    }
+    name = f"tinker, {args.tenants} tenants" if args.tenants else "tinker"
+    return verdict(name, ours, peer, **how)
 
 
 if __name__ == "__main__":
