@@ -152,7 +152,7 @@ def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
 def given(policy: Policy, train: Sequence[Sequence[Any]], objective: Any, ranks: Ranks) -> dict[str, str]:
     """The device, and digests of what a run reads beside its configuration: rows of each source (their number, and 64
     of them), chat template, and weights of model.path where the `objective` compares with them."""
-    rows = [source[i] for source in train for i in range(0, len(source), -(-len(source) // 64))]
+    rows = [source[i] for source in train for i in range(0, len(source), -(-len(source) // 64) or 1)]
     fields = [getattr(row, name, None) for row in rows for name in ("id", "prompt", "answer", "sequences")]
     texts = {"data.train": (list(map(len, train)), fields), "The chat template": policy.tokenizer.chat_template}
     result = {name: hashlib.sha256(repr(text).encode()).hexdigest() for name, text in texts.items()}

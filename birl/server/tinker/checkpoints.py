@@ -19,7 +19,7 @@ from birl.models.low_rank import HEAD, AdapterWeights
 from birl.regular import read_json
 from birl.server.tinker import requests
 from birl.server.tinker.runs import Run
-from birl.server.tinker.store import UNNAMED, Checkpoint, Store, left_out, named, read_tensors
+from birl.server.tinker.store import UNNAMED, Checkpoint, Store, left_out, named, parsed, read_tensors
 from birl.server.tinker.tenants import Quota, Sessions, make_room
 
 SHORTEST, LONGEST = 3600, 10 * 366 * 24 * 3600  # limits of a checkpoint's time to live [s]
@@ -87,9 +87,10 @@ class Checkpoints:
             result = self.store.save(made, files, again)
             self.kept.pop(result.path, None)  # may have had other weights before
             if kind == "sampler_weights":
-                older = f"{result.path.rpartition('/')[0]}/session-"  # rarely used: these are read again
-                for path in [p for p in list(self.kept) if name is None and p.startswith(older)]:
-                    self.kept.pop(path, None)
+                for path in list(self.kept) if name is None else ():  # older ones are rarely used, and read again
+                    of_run, _, other = parsed(path)
+                    if of_run == run.id and UNNAMED.fullmatch(other):
+                        self.kept.pop(path, None)
                 self.remember(result, adapter.weights)
         if name is None:
             self.prune(run)
