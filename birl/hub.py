@@ -22,8 +22,7 @@ def check_model(key: str, path: str, whole: bool = True) -> None:
         return
     if not is_local(key, path):
         if why := missing(path, "model"):
-            parent = Path(path).expanduser().parent
-            near = did_you_mean(path, ["smollm2", *(str(f.parent) for f in parent.glob("*/config.json"))])
+            near = did_you_mean(path, ["smollm2", *_models_beside(path)])
             raise BirlError(
                 f"{key}={path}: there is no such folder here, and {why}. Name an existing folder, a .gguf file, a hub "
                 f"id, or smollm2.{near}"
@@ -42,6 +41,12 @@ def check_model(key: str, path: str, whole: bool = True) -> None:
         what, needed = ("a reward model", "a language model")[:: -1 if key == "reward.model" else 1]
         hint = "name a run of `birl rm`" if key == "reward.model" else f"it can judge: reward=model reward.model={path}"
         raise BirlError(f"{key}={path}: the run has trained {what}, and {key} is {needed}; {hint}.")
+
+
+def _models_beside(path: str) -> list[str]:
+    """Model folders and .gguf files in the folder of `path`."""
+    parent = Path(path).expanduser().parent
+    return [*(str(f.parent) for f in parent.glob("*/config.json")), *map(str, parent.glob("*.gguf"))]
 
 
 def _judges(run: Path) -> bool:
@@ -117,7 +122,7 @@ def is_local(key: str, path: str) -> bool:
     """Whether the model is a local folder or file. Raises `BirlError` if it could only be one, but is not."""
     local = Path(path).expanduser()
     if path.endswith(".gguf") and not local.is_file():
-        raise BirlError(f"{key}={path}: there is no such file.")
+        raise BirlError(f"{key}={path}: there is no such file.{did_you_mean(path, _models_beside(path))}")
     if local.exists() and not (local.is_dir() or path.endswith(".gguf")):
         raise BirlError(f"{key}={path} is a file; expected a folder in Hugging Face format or a .gguf file.")
     return local.exists()

@@ -249,6 +249,8 @@ REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"
         ("eval data.validation=rows.jsonl model=nosuch", "model.path=nosuch: there is no such folder here"),
         ("serve model=nosuch", "model.path=nosuch: there is no such folder here"),
         ("chat nosuch", "model.path=nosuch: there is no such folder here"),
+        ("chat mtue", "or smollm2. Did you mean mute?"),
+        ("chat smal.gguf", "model.path=smal.gguf: there is no such file. Did you mean small.gguf?"),
         ("plan model=nosuch", "model.path=nosuch: there is no such folder here"),
         ("checkpoints nosuch export last new", "There is no folder nosuch"),
         ("launch local rl data.train=nosuch", "nosuch: no such file or folder here"),
@@ -290,6 +292,7 @@ def test_what_is_not_there_is_told_before_torch_is_imported(
         "hollow/README": "",
         "mute/config.json": "{}",
         "mute/model.safetensors": "",
+        "small.gguf": "",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

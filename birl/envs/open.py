@@ -153,14 +153,13 @@ def _named(config: schema.Env, given: Any) -> tuple[Any, Any]:
     kind, named = config.kind, _found(config.kind) if given is None else given
     if not callable(named):
         raise BirlError(f"env.kind={kind}: a {type(named).__name__}; give a class or a function, or the name of one.")
-    plays = hasattr(named, "run") or hasattr(named, "parts") or (hasattr(named, "start") and hasattr(named, "step"))
-    if inspect.isclass(named) and not plays:
-        other = (
-            " What TRL and Gymnasium call reset is start here (docs/environments.md)."
-            if hasattr(named, "reset")
-            else ""
+    has = [name for name in ("start", "step") if hasattr(named, name)]
+    if inspect.isclass(named) and len(has) < 2 and not (hasattr(named, "run") or hasattr(named, "parts")):
+        other = "; what TRL and Gymnasium call reset is start here" if hasattr(named, "reset") else ""
+        raise BirlError(
+            f"env.kind={kind}: the class {named.__name__} is neither an environment, with the methods start and step, "
+            f"nor an agent, with run (docs/environments.md){''.join(f'; it has {name} alone' for name in has)}{other}."
         )
-        raise BirlError(f"env.kind={kind}: {named.__name__} has neither start and step nor run.{other}")
     return named, read_section(_section(kind, named), config.options, "env.")
 
 

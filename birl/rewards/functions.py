@@ -229,10 +229,13 @@ def describe(error: BaseException, file: str = "") -> str:
     frames = [(f.filename, f.lineno) for one in causes for f in traceback.extract_tb(one.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno))
-    inside = [frame for frame in frames if file and os.path.realpath(frame[0]) == os.path.realpath(file)]
+    try:
+        here, real = os.getcwd() + os.sep, os.path.realpath
+    except FileNotFoundError:  # the current folder was deleted
+        here, real = "", os.path.normpath
+    inside = [frame for frame in frames if file and real(frame[0]) == real(file)]
     place = (inside or frames)[-1:]
-    here = os.getcwd() + os.sep
-    names = [(os.path.relpath(n) if os.path.realpath(n).startswith(here) else n, line) for n, line in place]
+    names = [(os.path.relpath(n) if here and real(n).startswith(here) else n, line) for n, line in place]
     where = "".join(f"{name}:{line}: " for name, line in names)
     message = next(iter(text_of(error).splitlines()), "")
     return f"{where}{type(error).__name__}{': ' if message else ''}{message}"[:400]

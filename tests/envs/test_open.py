@@ -93,6 +93,7 @@ class Leaves(Bare):
 class Nothing: pass
 class Resets(Nothing):
     def reset(self, **row): return "Hi"
+    def step(self, reply): return None
 
 def step(state, action, extra_info, *, bonus=0.5): return {"reward": bonus, "done": True}
 def agent(task, base_url, *, tries=3): return tries
@@ -131,8 +132,8 @@ def test_a_class_has_its_own_typed_keys_tasks_and_shared_things(world: Any) -> N
         ("world.py:Full", {"low": "seven"}, r"env\.low=seven: low takes a whole number .*apples"),
         ("world.py:Full", {"strict": "perhaps", "low": "x"}, r"(?s)strict takes true or false.*low takes"),
         ("world.py:Bare", {"low": "1"}, r"env\.low=1: there is no such key\. It has: none"),
-        ("world.py:Nothing", {}, "has neither start and step nor run"),
-        ("world.py:Resets", {}, "nor run. What TRL and Gymnasium call reset is start here"),
+        ("world.py:Nothing", {}, "class Nothing is neither an environment, with the methods start and step, nor"),
+        ("world.py:Resets", {}, "it has step alone; what TRL and Gymnasium call reset is start here"),
         ("world.py:Demanding", {}, "asks for 'database'"),
         ("world.py:Fulll", {}, "has no function Fulll"),
         ("elsewhere.py:Full", {}, "there is no file elsewhere.py"),

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -59,6 +61,18 @@ def test_only_the_culprit_fails(completion: str, outcome: Outcome, detail: str, 
     assert values([scores[0], scores[2]]) == [together, together]
     if completion == "sleep with child":
         assert not alive(int((folder / "child.pid").read_text()))
+
+
+def test_a_failure_has_its_line_in_a_folder_that_was_deleted(folder: Path) -> None:
+    async def main() -> list[Score]:
+        async with Rewards([str(folder / "mine.py") + ":bad"]) as rewards:
+            shutil.rmtree(gone)
+            return await rewards.score(["q"], ["raise"], {}, [None])
+
+    gone = folder / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    assert f"{folder}/mine.py:36: KeyError: 'no such thing'" in asyncio.run(main())[0].detail
 
 
 def never(completions: list[str], **_: Any) -> list[None]:
