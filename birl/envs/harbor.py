@@ -55,7 +55,7 @@ class Config:
     memory_mb: Memory = 1024
     """Memory limit of a command, or of a container whose task sets none [MiB]."""
     storage_mb: Count = 64
-    """Size limit of all files of a task in the sandbox [MiB]."""
+    """Size limit of a task's files plus the archive that keeps them between commands, so twice the files [MiB]."""
     longest: Annotated[int, Field(ge=100)] = 4000
     """Maximum length of a command's output in the prompt [characters]."""
     sandbox: Literal["auto", "zygote", "bubblewrap", "docker", "podman"] = "auto"

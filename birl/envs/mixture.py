@@ -3,12 +3,13 @@
 import shlex
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from birl.config import schema
 from birl.config.load import read_section
+from birl.envs.tasks.rows import where
 from birl.errors import BirlError
 from birl.types import Agent, Env, Task
 
@@ -37,7 +38,7 @@ class Parts:
         """Name of the environment of a task. Raises `BirlError`."""
         name = task.columns.get("env", "")
         if not isinstance(name, str) or name not in self.worlds:
-            raise BirlError(f"{task.id}: its column `env` is {name!r}; env.parts has {', '.join(self.worlds)}.")
+            raise BirlError(f"{where(task)}: its column `env` is {name!r}; env.parts has {', '.join(self.worlds)}.")
         return name
 
     def rows(self, split: str) -> dict[str, Rows]:
@@ -55,8 +56,9 @@ class Parts:
         return result
 
     async def close(self) -> None:
-        for world in self.worlds.values():
-            await world.close()
+        async with AsyncExitStack() as stack:  # each is closed, also if another one fails to
+            for world in self.worlds.values():
+                stack.push_async_callback(world.close)
 
 
 class Mixture:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from birl.rollout.episode import run_episode, unopened
@@ -37,7 +37,7 @@ class Rollout:
     """How to roll out a task: everything that is the same for all groups. `score` None: the environment's own reward;
     `gateway`: the model's HTTP endpoint for agents; `saw`: called with every episode that has failed or has its reward,
     an exception of it ends the group; `policies`: seed of a group -> engine of each policy by name, None: one policy
-    without a name."""
+    without a name; `notes`: of those printed once."""
 
     engine: Engine
     chat: "Chat"
@@ -48,6 +48,7 @@ class Rollout:
     gateway: Gateway | None = None
     saw: Callable[[Task, Trajectory], None] = lambda task, trajectory: None
     policies: Callable[[int], Mapping[str, Engine]] | None = None
+    notes: set[str] = field(default_factory=set[str])
 
     async def group(self, index: int, task: Task, n: int, params: SamplingParams, extra: int = 0) -> Group:
         """Run n episodes concurrently and score them. Seeds depend on (seed, index, episode, turn) only, so that a
@@ -69,6 +70,7 @@ class Rollout:
                 id=str(index),
                 name=f"group {index} episode {episode}",
                 gateway=self.gateway,
+                notes=self.notes,
             )
             try:
                 env = self.open_env(task)

@@ -9,7 +9,7 @@ that the model saw or sampled before are reused and never tokenized again from t
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,14 +17,15 @@ import numpy as np
 from birl.envs.calls import Threads, called
 from birl.errors import Aborted, BirlError, EngineFailed, HistoryRewritten, TooLong
 from birl.text.bounds import LONG, cannot_fit, characters
-from birl.text.parts import Finder, content
-from birl.types import PAST, Completion, Conversation, Engine, Message, Picture, SamplingParams, Stop, ToolCall, Turn
+from birl.text.parts import checked
+from birl.types import PAST, Completion, Conversation, Engine, Message, SamplingParams, Stop, Turn
 from birl.waits import waiting
 
 if TYPE_CHECKING:
     from birl.text.chat import Chat
 
 Tools = Sequence[Mapping[str, Any]]
+Key = tuple[Any, ...] | str
 #: Long prompts are rendered here. Few at once: they hold Python's lock in part.
 PROMPTS = Threads(2, "birl-prompt")
 
@@ -41,7 +42,7 @@ class Known:
     """A conversation that ends with an answer, and the ids of both. `key`: its normalised form, which is compared
     (`plain`); `talk`: the original messages, thinking included; `owner`: agent and tools."""
 
-    key: tuple[Any, ...] | str
+    key: Key
     talk: Conversation
     owner: tuple[str, str]
     turn: Turn
@@ -68,7 +69,8 @@ class Limits:
 
 class Session:
     """The `birl.types.Model` of one episode. `id`: the same for all episodes of a group, for engines; `name`: for
-    reports of waits; `seed_of_turn`: number of a call -> its seed; `engine`: one, or one for each policy by name."""
+    reports of waits; `seed_of_turn`: number of a call -> its seed; `engine`: one, or one for each policy by name;
+    `notes`: of those printed once, shared by the sessions of a run."""
 
     def __init__(
         self,
@@ -81,9 +83,11 @@ class Session:
         id: str = "",
         name: str = "an episode",
         gateway: Gateway | None = None,
+        notes: set[str] | None = None,
     ) -> None:
         self.engine, self.chat, self.params, self.limits = engine, chat, params, limits
         self.seed_of_turn, self.id, self.name, self.gateway = seed_of_turn, id, name, gateway
+        self.notes = set[str]() if notes is None else notes
         self.asked = 0
         self.known: list[Known] = []
         self.reward: float | dict[str, float] | None = None  # set over HTTP
@@ -174,6 +178,12 @@ class Session:
                     "(model.max_length, at most the model's context)"
                 )
             params = replace(params, seed=self.seed_of_turn(number), max_tokens=min(params.max_tokens, room))
+            if not keep_end and "history" not in self.notes and (what := changed(asked[0], conversation, owner)):
+                self.notes.add("history")
+                print(
+                    f"An agent changed its history: in turn {number} {what} from before. So the turn begins a new "
+                    f"sample, and the {len(prompt)} tokens of its prompt are computed again. Told once.", flush=True,
+                )  # fmt: skip
             with waiting(self.name, f"turn {number}", "engine", self.limits.timeout):
                 completion = await self._generate(engine, prompt, params)
         finally:
@@ -246,46 +256,6 @@ def chosen(engines: Engine | Mapping[str, Engine], policy: str, agent: str) -> t
     return name, engines[name]
 
 
-def checked(conversation: Any) -> Conversation:
-    """A conversation from a user's code, as text or messages. Raises `BirlError`."""
-    if isinstance(conversation, str) and conversation:
-        return conversation
-    if isinstance(conversation, list | tuple) and conversation:
-        messages = [m if isinstance(m, Message) else message(m) for m in conversation]
-        if all(m is not None for m in messages):
-            return tuple(m for m in messages if m is not None)
-    raise BirlError(
-        f"The model's input is {conversation!r:.100}; it must be text, or messages such as "
-        '(birl.types.Message(role="user", content="Hi"),) or [{"role": "user", "content": "Hi"}].'
-    )
-
-
-def message(given: Any) -> Message | None:
-    """A message in OpenAI's form; None if it is not one."""
-    if not isinstance(given, Mapping):
-        return None
-    text = {name: given.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
-    pictures: list[Picture] = []
-    if isinstance(text["content"], list):
-        try:
-            text["content"], pictures = content(text["content"], Finder(folder=Path()))
-        except BirlError as error:
-            raise BirlError(f"The model is asked with messages whose content{error}.") from error
-    calls = given.get("tool_calls") or ()
-    try:
-        result = tuple(
-            ToolCall(name=c["function"]["name"], arguments=c["function"]["arguments"], id=c.get("id") or "")
-            for c in calls
-        )
-    except (KeyError, TypeError, AttributeError):
-        return None
-    parts = (*text.values(), *(part for call in result for part in (call.name, call.arguments, call.id)))
-    empty = given.get("content") is None and not result and text["role"] != "assistant"
-    if not text["role"] or not all(isinstance(part, str) for part in parts) or empty:
-        return None
-    return Message(**text, tool_calls=result, pictures=tuple(pictures))
-
-
 def continued(
     known: Sequence[Known],
     chat: "Chat",
@@ -296,10 +266,7 @@ def continued(
 ) -> tuple[tuple[int, ...], Conversation]:
     """Ids of the conversation: those of its longest known prefix, unchanged, and of the rest; and the conversation that
     the ids contain, with the thinking that clients drop."""
-    own = plain(conversation)
-    fitting = [k for k in known if k.owner == owner and type(k.key) is type(own) and own[: len(k.key)] == k.key]
-    fitting = [k for k in fitting if thought(conversation, k.talk)]
-    best = max(reversed(fitting), key=lambda k: len(k.key), default=None)  # of equally long ones the newest
+    best = longest(known, conversation, plain(conversation), owner)
     if best is None:
         return chat.render(conversation, tools), conversation
     if isinstance(conversation, str) or isinstance(best.talk, str):
@@ -310,6 +277,36 @@ def continued(
         return chat.extend(best.prompt, best.answer, new, tools, best.talk[:-1]), (*best.talk, *new)
     except HistoryRewritten:
         return chat.render(conversation, tools), conversation
+
+
+def longest(known: Sequence[Known], conversation: Conversation, own: Key, owner: tuple[str, str]) -> Known | None:
+    """The longest known conversation that the given one continues, of equally long ones the newest. `own`: its key."""
+    for k in sorted(known, key=lambda k: len(k.key))[::-1]:
+        same = k.owner == owner and type(k.key) is type(own) and own[: len(k.key)] == k.key
+        if same and thought(conversation, k.talk):
+            return k
+    return None
+
+
+def changed(known: Sequence[Known], conversation: Conversation, owner: tuple[str, str]) -> str:
+    """What differs from the known conversation whose answer this one repeats after other messages, with other tools or
+    thinking; or of which it has half of the messages. Empty if it is new, or continues a known one."""
+    own = plain(conversation)
+    best = longest(known, conversation, own, owner)
+    start = len(best.key) if best else 0
+    if isinstance(own, str) or not any(role == "assistant" for role, *_ in own[start:]):
+        return ""
+    for one in reversed(known):
+        if one.owner[0] != owner[0] or not isinstance(one.key, tuple) or len(one.key) <= start:
+            continue
+        same = [a == b for a, b in zip(one.key, own, strict=False)]
+        if all(same) and len(own) >= len(same) == len(one.key):
+            return "its tools differ" if one.owner != owner else "the thinking of its messages differs"
+        place = same.index(False) if False in same else len(own)
+        repeated = one.key[-2:] in pairwise(own[place:]) or (place > 1 and one.key[-1] in own[place:])
+        if one.owner == owner and (repeated or (len(same) == len(one.key) and 2 * sum(same) >= len(same))):
+            return f"message {place} ({own[place][0]}) differs"
+    return ""
 
 
 def thought(conversation: Conversation, talk: Conversation) -> bool:
@@ -338,7 +335,7 @@ def before_stop(reply: Message, stop: Sequence[str]) -> Message:
     return replace(reply, **dict(zip(("thinking", "content"), texts, strict=True)))
 
 
-def plain(conversation: Conversation) -> tuple[Any, ...] | str:
+def plain(conversation: Conversation) -> Key:
     """The normalised form in which conversations are compared: without thinking, ids of calls, empty fields and outer
     blanks, all of which clients drop."""
     if isinstance(conversation, str):

@@ -3,7 +3,7 @@ by id instead of sending them again."""
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from sys import getsizeof
@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 from birl.errors import Aborted, EngineFailed
-from birl.rollout.session import Known, Session, owner_of, plain
+from birl.rollout.session import Known, Session
 from birl.server.limits import Refused
 from birl.text.chat import Chat
 from birl.types import Conversation, Message, SamplingParams, Turn
@@ -161,7 +161,6 @@ class Visit(Answering):
     """Answers requests of one episode."""
 
     session: Session
-    tell: Callable[[str, str], None] = lambda key, text: None  # printed once for each key, over all episodes
 
     def forget(self, turn: Turn) -> None:
         self.session.forget(turn)
@@ -178,30 +177,6 @@ class Visit(Answering):
             task.cancel()
 
     async def one(self, reply: Reply) -> tuple[Message, Turn]:
-        place, number = changed(self.session.known, reply), self.session.asked
-        result = await self.session.answer(
+        return await self.session.answer(
             reply.conversation, reply.params, tools=reply.tools, agent=reply.agent, policy=reply.policy
         )
-        if place is not None:
-            self.tell(
-                "history",
-                f"An agent changed its history: in turn {number} message {place} "
-                f"({reply.conversation[place].role}) differs from before. So the turn begins a new sample, "  # pyright: ignore[reportAttributeAccessIssue]
-                f"and the {len(result[1].prompt)} tokens of its prompt are computed again. Told once.",
-            )
-        return result
-
-
-def changed(known: Sequence[Known], reply: Reply) -> int | None:
-    """Index of the first changed message, if a conversation continues a known one in which at least half of the
-    messages are the same; None if it continues one unchanged, or is new."""
-    own, owner = plain(reply.conversation), owner_of(reply.tools, reply.agent or reply.policy)
-    best, place = 0, None
-    for one in known:
-        if one.owner == owner and type(one.key) is type(own) is tuple and len(one.key) <= len(own):
-            same = [a == b for a, b in zip(one.key, own, strict=False)]
-            if all(same):
-                return None
-            if 2 * sum(same) >= len(same) and sum(same) > best:
-                best, place = sum(same), same.index(False)
-    return place

@@ -79,7 +79,7 @@ class Gateway:
     def enter(self, session: Session) -> str:
         """Register a session; returns its address, valid until `leave`."""
         secret = secrets.token_urlsafe(24)
-        self.visits[secret] = Visit(params=session.params, session=session, tell=self.terms.tell)
+        self.visits[secret] = Visit(params=session.params, session=session)
         return f"{self._url}/s/{secret}/v1"
 
     def leave(self, session: Session) -> None:

@@ -92,8 +92,8 @@ def continued(data: Mapping[str, Any], kept: Kept) -> tuple[Message, ...]:
 def talk_of(id: str, kept: Kept, where: str) -> tuple[Message, ...]:
     if (talk := kept.cited(id)) is None:
         raise Refused(
-            400, f"{where}: there is no response {id[:80]!r}: it is of another server or episode, was requested with "
-            f"store=false, or was dropped for newer ones ({kept.bounds}). Send the whole conversation as input.",
+            400, f"{where}: there is no response {id[:80]!r}: it is of another server or episode, deleted, requested "
+            f"with store=false, or dropped for newer ones ({kept.bounds}). Send the whole conversation as input.",
             param=where, code="previous_response_not_found",
         )  # fmt: skip
     return talk

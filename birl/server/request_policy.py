@@ -79,13 +79,10 @@ class Terms:
         return self.sampling == "client"
 
     def note(self, key: str, what: str) -> None:
-        self.tell(key, f"{'A client' if self.served else 'An agent'} requested {key}={what}")
-
-    def tell(self, key: str, text: str) -> None:
         """Print once for each key."""
         if key not in self.noted:
             self.noted.add(key)
-            print(text, flush=True)
+            print(f"{'A client' if self.served else 'An agent'} requested {key}={what}", flush=True)
 
     def vain(self, key: str, value: Any) -> None:
         why = "" if self.served else ": the model's own tokens are trained"

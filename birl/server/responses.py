@@ -126,7 +126,7 @@ async def input_items(service: Service, request: Request) -> Response:
     items, asked = stored(service, request.path_params["id"])[1], request.query_params
     if asked.get("order", "desc") == "desc":
         items = items[::-1]
-    limit = int(asked["limit"]) if asked.get("limit", "20").isdecimal() and "limit" in asked else 20
+    limit = int(text[:4]) if (text := asked.get("limit", "20")).isdecimal() else 0
     if not 1 <= limit <= 100:
         raise Refused(400, "limit must be from 1 to 100.", param="limit")
     if after := asked.get("after"):

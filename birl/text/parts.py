@@ -1,4 +1,4 @@
-"""Parse the parts of a message's content into text and pictures, in the formats of OpenAI, Anthropic and transformers.
+"""Parse messages, and the parts of their content, in the formats of OpenAI, Anthropic and transformers.
 
     {"type": "text", "text": ...}                                        also input_text, output_text, and refusal
     {"type": "image_url", "image_url": {"url": ...}}                     also input_image
@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from birl.errors import BirlError, first_line
 from birl.hub import addressed
 from birl.regular import open_regular
-from birl.types import PLACE, Picture
+from birl.types import PLACE, Conversation, Message, Picture, ToolCall
 
 TEXTS = ("text", "input_text", "output_text")
 IMAGES = ("image", "image_url", "input_image")
@@ -175,3 +175,43 @@ def png(image: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
+
+
+def checked(conversation: Any) -> Conversation:
+    """A conversation from a user's code, as text or messages. Raises `BirlError`."""
+    if isinstance(conversation, str) and conversation:
+        return conversation
+    if isinstance(conversation, list | tuple) and conversation:
+        messages = [m if isinstance(m, Message) else message(m) for m in conversation]
+        if all(m is not None for m in messages):
+            return tuple(m for m in messages if m is not None)
+    raise BirlError(
+        f"The model's input is {conversation!r:.100}; it must be text, or messages such as "
+        '(birl.types.Message(role="user", content="Hi"),) or [{"role": "user", "content": "Hi"}].'
+    )
+
+
+def message(given: Any) -> Message | None:
+    """A message in OpenAI's form; None if it is not one."""
+    if not isinstance(given, Mapping):
+        return None
+    text = {name: given.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
+    pictures: list[Picture] = []
+    if isinstance(text["content"], list):
+        try:
+            text["content"], pictures = content(text["content"], Finder(folder=Path()))
+        except BirlError as error:
+            raise BirlError(f"The model is asked with messages whose content{error}.") from error
+    calls = given.get("tool_calls") or ()
+    try:
+        result = tuple(
+            ToolCall(name=c["function"]["name"], arguments=c["function"]["arguments"], id=c.get("id") or "")
+            for c in calls
+        )
+    except (KeyError, TypeError, AttributeError):
+        return None
+    parts = (*text.values(), *(part for call in result for part in (call.name, call.arguments, call.id)))
+    empty = given.get("content") is None and not result and text["role"] != "assistant"
+    if not text["role"] or not all(isinstance(part, str) for part in parts) or empty:
+        return None
+    return Message(**text, tool_calls=result, pictures=tuple(pictures))

@@ -9,6 +9,7 @@ import pytest
 
 from birl.cli import main
 from birl.config.schema import Env as Keys
+from birl.envs.mixture import Parts
 from birl.envs.open import World, check_world, open_world
 from birl.envs.single_turn import SingleTurn
 from birl.envs.tasks.countdown import Countdown
@@ -49,7 +50,7 @@ def world(*parts: str, **keys: Any) -> World:
 
 
 def task(**columns: Any) -> Task:
-    return Task(id="row 3", prompt=(Message(role="user", content="?"),), answer="7", columns=columns)
+    return Task(id="a.jsonl:2", prompt=(Message(role="user", content="?"),), answer="7", columns=columns)
 
 
 def test_each_part_has_its_own_tasks_and_keys() -> None:
@@ -88,7 +89,7 @@ def test_a_wrong_part_is_refused(parts: list[str], said: str) -> None:
 
 def test_a_task_for_none_of_the_parts_is_refused() -> None:
     made = world("countdown", "guess_number")
-    said = r"row 3: its column `env` is ('(code)?'|None|\['code'\]); env.parts has countdown, guess_number"
+    said = r"a.jsonl, row 3: its column `env` is ('(code)?'|None|\['code'\]); env.parts has countdown, guess_number"
     for columns in ({}, {"env": "code"}, {"env": None}, {"env": ["code"]}):
         with pytest.raises(BirlError, match=said):
             made.open(task(**columns))
@@ -155,6 +156,40 @@ def test_a_part_has_limits_of_its_own(tiny: Path, tmp_path: Path, monkeypatch: p
 
 def made_names(played: list[dict[str, Any]]) -> set[str]:
     return {r["source"] for r in played}
+
+
+@pytest.mark.parametrize("name", ["", "code", None])
+def test_a_row_for_none_of_the_parts_ends_the_run_before_it_begins(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str | None
+) -> None:
+    """Its episodes failed one by one."""
+    for which, other in (("train", "validation"), ("validation", "train")):
+        rows = [{"prompt": "Hi", "answer": "1", "env": env} for env in ("arithmetic", name, "arithmetic")]
+        (tmp_path / f"{which}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / f"{other}.jsonl").write_text(json.dumps(rows[0]) + "\n")
+        words = [f"data.{key}={tmp_path}/{key}.jsonl" for key in ("train", "validation")]
+        words += [f"model={tiny}", f"run={tmp_path}/run", "threads=1", "rollout.max_tokens=4", "reward=math"]
+        assert main(["rl", "env=mixture", "env.parts=[arithmetic,countdown]", *words]) == 2
+        said = capsys.readouterr().err
+        assert f"{which}.jsonl, row 2: its column `env` is {name!r}; env.parts has arithmetic, countdown." in said
+
+
+def test_what_cannot_be_closed_keeps_no_other_open() -> None:
+    closed: list[str] = []
+
+    class Shared:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            closed.append(self.name)
+            if self.name == "b":
+                raise OSError("stuck")
+
+    worlds = {name: World(kind=name, open=SingleTurn, shared=Shared(name)) for name in "abc"}
+    with pytest.raises(OSError, match="stuck"):
+        asyncio.run(Parts(worlds, {}).close())
+    assert sorted(closed) == ["a", "b", "c"]
 
 
 def test_one_prompt_and_one_answer_may_be_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

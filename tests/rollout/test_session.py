@@ -94,6 +94,73 @@ def test_a_branch_and_a_second_speaker_are_samples_of_their_own() -> None:
     asyncio.run(play())
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def rewrites(way: str, talk: list[Message]) -> tuple[list[Message], list[dict]]:  # type: ignore[type-arg]
+    """What an agent sends of its system text, and of questions and answers in turn."""
+    if way == "window":
+        return [talk[0], *talk[1:][-3:]], []
+    if way == "shortened":
+        return [replace(m, content="...") if m.role == "user" and m is not talk[-1] else m for m in talk], []
+    if way == "thinking":
+        return [replace(m, thinking="other") if m.role == "assistant" else m for m in talk], []
+    return talk, [TOOL] * (len(talk) % 4 // 2) if way == "tools" else []
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ("window", "in turn 2 message 1 (user) differs"),
+        ("shortened", "in turn 1 message 1 (user) differs"),
+        ("thinking", "in turn 1 the thinking of its messages differs"),
+        ("tools", "in turn 1 its tools differ"),
+        ("nothing", ""),
+    ],
+)
+def test_a_history_that_an_agent_rewrites_is_told_once(way: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only messages that differed, over HTTP, and half of a history at most, were told."""
+
+    async def play() -> list[str]:
+        lines = []
+        for notes in (set[str](), set[str]()):
+            for _ in range(2):  # episodes of a run
+                talk = [Message(role="system", content="Be brief."), user("Question 0")]
+                asked = session(Scripted([f"<think>hm</think>answer {n}" for n in range(4)]), tokens=60)
+                asked.notes = notes
+                for n in range(1, 5):
+                    sent, tools = rewrites(way, talk)
+                    talk += [await asked.ask(sent, tools=tools), user(f"Question {n}")]
+            lines.append(capsys.readouterr().out)
+        return lines
+
+    for printed in asyncio.run(play()):
+        lines = [line.partition(" from before")[0] for line in printed.splitlines() if "history" in line]
+        assert lines == ([f"An agent changed its history: {told}"] if told else [])
+
+
+def test_examples_and_branches_are_no_changed_history(capsys: pytest.CaptureFixture[str]) -> None:
+    """Many questions with the same examples, whose labels the model says, too; several threads with equal answers."""
+    example = [
+        user("Sea?"),
+        Message(role="assistant", content="yes"),
+        user("Air?"),
+        Message(role="assistant", content="no"),
+    ]
+
+    async def play() -> None:
+        asked = session(Scripted(["yes"] * 8))
+        for n in range(3):
+            talk = [*example, user(f"Thing {n}?")]
+            talk += [await asked.ask(tuple(talk)), user("Sure?")]
+            await asked.ask(tuple(talk))
+        for n in range(2):
+            await asked.ask((*example[::-1][1:], user(f"Thing {n}?")))
+
+    asyncio.run(play())
+    assert capsys.readouterr().out == ""
+
+
 def test_what_clients_lose_of_a_message_does_not_break_the_thread() -> None:
     async def play() -> None:
         engine = Scripted(["  seven ", "eight"])

@@ -45,8 +45,9 @@ class Gymnasium:
         env.close()
         if not isinstance(env.action_space, text | discrete):
             raise BirlError(f"env.id={config.id}: its actions are {env.action_space}, neither text nor a few choices.")
-        if config.actions and len(config.actions) != getattr(env.action_space, "n", 0):
-            raise BirlError(f"env.actions={config.actions}: {config.id} has the actions {env.action_space}.")
+        counts = {len(config.actions), len(set(map(said, config.actions)))}
+        if config.actions and counts != {getattr(env.action_space, "n", 0)}:
+            raise BirlError(f"env.actions={config.actions}: {config.id} has the actions {env.action_space}, each once.")
         draws = "ansi" in env.metadata.get("render_modes", ())
         if config.see not in ("auto", "ansi", "value") or (config.see == "ansi" and not draws):
             raise BirlError(f"env.see={config.see}: must be auto | value{' | ansi' if draws else ''}.")
@@ -97,8 +98,7 @@ class Gymnasium:
         space = self.env.action_space
         if not hasattr(space, "n"):
             return text if space.contains(text) else None
-        choice = text.strip().strip(".").lower()
-        names = [name.lower() for name in self.config.actions]
+        choice, names = said(text), list(map(said, self.config.actions))
         if names:
             return int(space.start) + names.index(choice) if choice in names else None
         result = int(choice) if re.fullmatch(r"-?\d{1,9}", choice) else None
@@ -109,6 +109,11 @@ class Gymnasium:
             drawing = self.env.render()
             return plain(drawing.getvalue() if isinstance(drawing, io.StringIO) else drawing)
         return seen if isinstance(seen, str) else json.dumps(seen, default=value, ensure_ascii=False)
+
+
+def said(text: str) -> str:
+    """A reply, or the name of an action, in lower case without outer blanks and full stops."""
+    return text.strip().strip(".").strip().lower()
 
 
 def value(thing: Any) -> Any:

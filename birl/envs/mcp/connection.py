@@ -3,7 +3,7 @@ began, and the steps of an episode are different tasks."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -50,11 +50,7 @@ class Connection:
         """Raises `BirlError` with the cause if it does not start."""
         self.holding = asyncio.create_task(self._hold())
         self.holding.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieves the exception
-
-        async def begun() -> None:
-            await asyncio.shield(self.ready)
-
-        await self._answer(begun(), "begin")
+        await self._answer(asyncio.shield(self.ready), "begin")
 
     async def tools(self) -> list[Any]:
         """All tools, in the client's format."""
@@ -100,14 +96,15 @@ class Connection:
             self.ready.set_result(session)
             await self.closing.wait()
 
-    async def _answer(self, work: Coroutine[Any, Any, T], what: str) -> T:
+    async def _answer(self, work: Awaitable[T], what: str) -> T:
         """Wait for the server's response. The server may end meanwhile, which the client does not always report."""
         assert self.holding is not None
         asking, ends = asyncio.ensure_future(work), {self.problem, self.holding}
         try:
             await asyncio.wait({asking, *ends}, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
-                raise BirlError(f"{self.name}: {self._end() or self._late(what)}.")
+                late = f"it did not {what} within {self.seconds:g} s (env.mcp_timeout)"
+                raise BirlError(f"{self.name}: {self._end() or late}.")
             if (error := asking.exception()) is None:
                 return asking.result()
             code = getattr(getattr(error, "error", None), "code", 0)
@@ -129,9 +126,6 @@ class Connection:
             return ""
         error = None if self.holding.cancelled() else self.holding.exception()
         return "the session is closed" if error is None else cause(error)
-
-    def _late(self, what: str) -> str:
-        return f"it did not {what} within {self.seconds:g} s (env.mcp_timeout)"
 
 
 class Misused(Exception):

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,8 @@ async def servers_of(config: schema.Env) -> Servers:
 
 def check_servers(config: schema.Env) -> None:
     """Checks before anything starts. Raises `BirlError`."""
-    if find_spec("mcp") is None:
-        raise BirlError("env.mcp needs the package mcp: pip install 'birl[mcp]'")
+    if find_spec("mcp") is None or version("mcp").partition(".")[0] != "1":
+        raise BirlError("env.mcp needs version 1 of the package mcp: pip install 'birl[mcp]'")
     for row in config.mcp:
         if not addressed(row):
             words(row)
@@ -154,13 +155,8 @@ class Equipped:
         self.calls = self.refused = 0
         self.placed = False
 
-    @property
-    def pictures(self) -> Sequence[str]:
-        return getattr(self.env, "pictures", ())
-
-    @property
-    def policy(self) -> str:
-        return getattr(self.env, "policy", "")
+    def __getattr__(self, name: str) -> Any:  # such as `policy` and `pictures`
+        return getattr(self.env, name)
 
     async def admit(self) -> None:
         if hasattr(self.env, "admit"):

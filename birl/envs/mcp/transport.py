@@ -20,6 +20,7 @@ from birl.rewards.requests import trusted
 
 MOST = 8 << 20  # bytes of one message, or of one HTTP answer
 TAIL = 8192  # bytes of what a server prints on its standard error that are kept
+PLAIN = {"accept-encoding": "identity"}  # a compressed answer could be a thousand times as long
 GRACE = 2.0  # seconds to end in after its input is closed
 
 # cause of the end of a server's session; set once
@@ -197,7 +198,7 @@ async def over_http(url: str, problem: Problem) -> AsyncIterator[Streams]:
     from mcp.client.streamable_http import streamable_http_client
 
     async with (
-        httpx.AsyncClient(transport=Bounded(problem), timeout=None) as http,
+        httpx.AsyncClient(transport=Bounded(problem), timeout=None, headers=PLAIN, follow_redirects=True) as http,
         streamable_http_client(url, http_client=http) as (received, sent, _),
     ):
         yield received, sent
@@ -219,6 +220,9 @@ class Bounded(httpx.AsyncHTTPTransport):
             raise
         if request.method == "POST" and response.status_code >= 400:
             tell(self.problem, f"it answered with status {response.status_code}")
+        if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+            tell(self.problem, f"it compressed an answer ({encoding}), which it was not asked for")
+            raise httpx.DecodingError("compressed")
         events = response.headers.get("content-type", "").startswith("text/event-stream")
         response.stream = Counted(response.stream, self.problem, request.method, events)
         return response

@@ -95,6 +95,12 @@ def test_a_time_limit_truncates_and_an_end_of_the_task_does_not() -> None:
     assert (found.outcome, len(found.turns)) == (Outcome.TRUNCATED, 2)
 
 
+def test_names_of_actions_are_read_as_replies_are() -> None:
+    """A name with a full stop or blanks could not be said."""
+    made = world("gymnasium", **FROZEN, actions=["Left.", " down", "right", "UP"])
+    assert [f.info for f in play(made, row(0), "left", "Down.", "up.")[1]] == [{"invalid": 0.0}] * 3
+
+
 def test_blackjack_is_told_as_a_value() -> None:
     own = gymnasium.make("Blackjack-v1")
     (player, dealer, ace), _ = own.reset(seed=3)
@@ -140,6 +146,7 @@ def test_mistakes_are_told(toy: str) -> None:
     assert "No module named 'nowhere'" in mistake("gymnasium", id="nowhere:Echo-v0")
     assert "neither text nor a few choices" in mistake("gymnasium", id="MountainCarContinuous-v0")
     assert "unexpected keyword argument 'x'" in mistake("gymnasium", parameters=["x=3"])
-    assert "has the actions Discrete(4)" in mistake("gymnasium", actions=["a", "b"])
+    for names in (["a", "b"], [*NAMES, "up"], ["a", "b", "c", "A."]):
+        assert "has the actions Discrete(4), each once" in mistake("gymnasium", actions=names)
     assert "must be auto | value." in mistake("gymnasium", id=toy, see="ansi")
     assert "pip install 'birl[gymnasium]'" in without("gymnasium", "gymnasium")
