@@ -1,6 +1,7 @@
 """Tools of MCP servers, for any environment: an episode has its own session, and a server can at most fail it."""
 
 import asyncio
+import gzip
 import json
 import os
 import re
@@ -325,3 +326,40 @@ def test_an_address_that_goes_away_fails_the_episode(shop: Path) -> None:
     said = r"env.mcp: http://127.0.0.1:\d+/mcp: (ConnectError|ReadError|RemoteProtocolError)"
     with served(shop) as (address, child), pytest.raises(BirlError, match=said):
         asyncio.run(main(address, child))
+
+
+async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Requests of one connection, with JSON: compressed below /gzip, elsewhere than asked below /moved."""
+    while not reader.at_eof() and (head := (await reader.readuntil(b"\r\n\r\n")).decode().lower()):
+        path, size = head.split()[1], re.search(r"content-length: (\d+)", head)
+        asked = json.loads(await reader.readexactly(int(size[1]))) if size and int(size[1]) else {}
+        moved, first = path.startswith("/moved") and not path.endswith("/"), asked.get("method") == "initialize"
+        packed = path.startswith("/gzip") and not first
+        begun = {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {"name": "t", "version": "1"}}
+        result = begun if first else {"content": [{"type": "text", "text": "here"}]}
+        body = json.dumps({"jsonrpc": "2.0", "id": asked.get("id"), "result": result}).encode()
+        body = b"" if moved or "id" not in asked else gzip.compress(body) if packed else body
+        status = "307 X" if moved else "200 X" if body else "202 X"
+        more = f"location: {path}/\r\n" * moved + "content-encoding: gzip\r\n" * packed
+        about = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{more}"
+        writer.write(f"HTTP/1.1 {status}\r\n{about}\r\n".encode() + body)
+
+
+def test_compressed_answers_are_refused_and_redirections_followed() -> None:
+    """Only the bytes that came were counted: 100 KB were 100 MB. A redirection, as from /mcp to /mcp/, was an error."""
+
+    async def main() -> None:
+        server = await asyncio.start_server(answered, "127.0.0.1")
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        servers = Servers(rows=[f"{address}/moved/mcp", f"{address}/gzip/mcp"], seconds=60.0, longest=100)
+        moved, packed = servers.connection(0), servers.connection(1)
+        try:
+            await asyncio.gather(moved.start(), packed.start())
+            assert (await moved.call("echo", {})).content[0]["text"] == "here"
+            with pytest.raises(BirlError, match=r"it compressed an answer \(gzip\), which it was not asked for"):
+                await packed.call("echo", {})
+        finally:
+            await asyncio.gather(moved.close(), packed.close())
+            server.close()
+
+    asyncio.run(main())
