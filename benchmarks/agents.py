@@ -162,7 +162,9 @@ def measure(args: argparse.Namespace, policy: Any) -> dict[str, Any]:
     generated = in_turns(partial(generate, True), partial(generate, False), args.rounds)
     samples = [sample(turns, i // args.branches, i) for i, turns in enumerate(episodes)]
     weights, pair_cost = [1 / sum(sum(s.mask) for s in samples)] * len(samples), policy.pair_cost
-    work = [pack(s, weights, max(longest(args), 4096), 1, pair_cost) for s in (samples, training.apart(samples))]
+    # a micro-batch holds the tree of a task, or one sequence
+    sides = ((samples, longest(args) * args.branches), (training.apart(samples), max(longest(args), 4096)))
+    work = [pack(rows, weights, tokens, 1, pair_cost) for rows, tokens in sides]
 
     def step(side: int) -> dict[str, Any]:
         return {"seconds": compute.submit(training.forward_backward, learner, work[side]).result()}
