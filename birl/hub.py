@@ -5,6 +5,7 @@ Models in the hub's cache count as existing, so that no server is needed without
 
 import os
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from birl.errors import BirlError, did_you_mean, first_line
@@ -65,6 +66,21 @@ def is_model(word: str) -> bool:
 def is_run(folder: Path) -> bool:
     """Whether it is the folder of a training run."""
     return (folder / "config.json").is_file() and (folder / "model").is_dir()
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The configuration of a run, by key. Raises `BirlError`."""
+    try:
+        result = read_json(run / "config.json")
+        if not isinstance(result, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BirlError(
+            f"{run}/config.json, the configuration of the run, cannot be read: {why}. Restore it, or go on in another "
+            f"folder: run=ANOTHER_FOLDER resume={run}/checkpoints/step-..."
+        ) from error
+    return result
 
 
 def run_of(folder: Path) -> Path | None:

@@ -26,12 +26,12 @@ from birl.data.sources import check_place
 from birl.data.tasks import Tasks, check_answers, read_sources, reader_of, teacher_named
 from birl.envs.open import check_world
 from birl.errors import BirlError, did_you_mean
-from birl.hub import addressed, check_model
+from birl.hub import addressed, check_model, read_config
 from birl.learner import step_folders
 from birl.models.manifest import damage
 from birl.named import Given, missing, refuse_given
 from birl.text.parts import Finder
-from birl.track.folder_lock import check_same, held, plain, read_config
+from birl.track.folder_lock import check_same, held, plain
 from birl.track.runs import state, summary
 from birl.track.sink import KINDS
 

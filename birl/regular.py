@@ -9,6 +9,7 @@ import errno
 import io
 import json
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -145,6 +146,14 @@ def clear(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
         path.unlink()
+
+
+def discard(path: Path) -> None:
+    """`clear` at one moment: the path is renamed first, so that a kill leaves no half of a folder under its name."""
+    gone = path.with_name(f"{path.name}.part-{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        path.rename(gone)
+    clear(gone)
 
 
 @contextmanager

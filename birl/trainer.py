@@ -7,7 +7,6 @@ import asyncio
 import contextvars
 import inspect
 import multiprocessing
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
@@ -164,9 +163,9 @@ class Started:
         source = step_folders.find(run / "checkpoints", "last")
         target = Path(output_dir).expanduser() if output_dir else own
         if target.resolve() in (run.resolve(), own.resolve()):
-            shutil.rmtree(own, ignore_errors=True)
-            target = own
-        elif target.is_dir() and not any(target.iterdir()):
+            export(source, run, own, there="replaced")
+            return own
+        if target.is_dir() and not any(target.iterdir()):
             target.rmdir()
         export(source, run, target)
         return target

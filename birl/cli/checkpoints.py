@@ -8,6 +8,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from birl.cache import sweep
 from birl.errors import BirlError, did_you_mean, first_line
 from birl.learner import step_folders
 from birl.regular import check_new, read_json
@@ -168,6 +169,7 @@ def push(
         address = api.create_repo(name, private=private or None, exist_ok=True)
         if private and not api.model_info(address.repo_id).private:  # unchanged by the call above
             raise BirlError(f"hf://{name} is public. Make it private in its settings, or leave --private out.")
+        sweep(run, ".push-*")
         with tempfile.TemporaryDirectory(dir=run, prefix=".push-") as folder:
             model = Path(folder) / "model"
             (export_adapter if adapter else export)(source, run, model, policy=policy)
@@ -218,7 +220,8 @@ def _export_gguf(root: Path, step: str, target: Path, kind: str = "f16", policy:
 
     check(root.parent / "model", target, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+    sweep(target.parent, f".{target.name}.part-*")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.part-") as folder:
         export(source, root.parent, Path(folder) / "model", policy=policy)
         to_gguf(Path(folder) / "model", target, kind)
     print(f"{source} -> {target} ({kind})")

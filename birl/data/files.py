@@ -15,7 +15,7 @@ from typing import Any
 from birl.data.parse import begins_with_row, check_columns, check_json, has_long, one_object, parse_csv, parse_json
 from birl.data.rows import SourceFile, part, reason
 from birl.errors import BirlError
-from birl.regular import open_regular
+from birl.regular import clear, open_regular
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
@@ -186,12 +186,10 @@ def _check_parquet(path: Path) -> None:
 
 
 def _load(path: Path, kind: str, **options: Any) -> Any:
-    from datasets import load_dataset
-
     digest = _digest(path)
     try:
         with quiet():
-            table = load_dataset(kind, digest, data_files=str(path), split="train", **options)
+            table = _copied(path, kind, digest, **options)
     except Exception as error:
         disk: BaseException | None = error
         while disk is not None and not isinstance(disk, OSError):
@@ -205,6 +203,33 @@ def _load(path: Path, kind: str, **options: Any) -> Any:
     if _digest(path) != digest:
         raise BirlError(f"{path} changed while it was read. Start again when it is complete.")
     return undecoded(table)
+
+
+def _copied(path: Path, kind: str, digest: str, **options: Any) -> Any:
+    """The file's copy in the cache of `datasets`, which is made anew if it cannot be read, or was written to later than
+    its description, which is written last: `datasets` has no digest of it."""
+    import datasets
+
+    def load() -> Any:
+        return datasets.load_dataset(kind, digest, data_files=str(path), split="train", **options)
+
+    root, pattern = Path(datasets.config.HF_DATASETS_CACHE, kind), f"{digest}-*"
+    try:
+        table = load()
+        files = [Path(entry["filename"]) for entry in table.cache_files]
+        if all(_written(file) <= _written(file.with_name("dataset_info.json")) for file in files):
+            return table
+    except Exception as error:
+        if not any(root.glob(pattern)) or getattr(error, "errno", None):  # the file itself, or the disk
+            raise
+    print(f"birl: the copy of {path} in the cache of `datasets` was damaged or changed: it is made again.")
+    for folder in root.glob(pattern):
+        clear(folder)
+    return load()
+
+
+def _written(file: Path) -> int:
+    return file.stat().st_mtime_ns if file.exists() else 0
 
 
 def _digest(path: Path) -> str:

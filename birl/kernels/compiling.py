@@ -52,13 +52,15 @@ def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
     for file in (*sources(rounded), *sorted(HERE.glob("*.h"))):
         identity.update(file.read_bytes())
     root = cache_folder("kernels")
-    target = root / f"{identity.hexdigest()[:20]}.so"
-    if target.exists():
+    target = root / f"{identity.hexdigest()[:24]}.so"
+    if intact(target):
         return target
     root.mkdir(parents=True, exist_ok=True)
     with alone(target):
-        if target.exists():  # another process has compiled them meanwhile
+        if intact(target):  # another process has compiled them meanwhile
             return target
+        if target.exists():
+            print(f"birl: {target} is damaged.", file=sys.stderr)
         sweep(root, "tmp*")
         began = time.monotonic()
         print("birl: compiling kernels for this processor, once,", file=sys.stderr, end=" ", flush=True)
@@ -69,10 +71,22 @@ def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
                 done = subprocess.run(whole, capture_output=True, text=True, timeout=600)
                 if done.returncode:
                     raise OSError(next(iter(done.stderr.strip().splitlines()), "the compiler failed"))
+                data = made.read_bytes()
+                made.write_bytes(data + hashlib.sha256(data).digest())
                 made.replace(target)
         finally:
             print(f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return target
+
+
+def intact(file: Path) -> bool:
+    """Whether a cached file ends with the SHA-256 of the rest. A part of one would end the process when it is loaded,
+    and other bytes would compute something else."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return False
+    return data[-32:] == hashlib.sha256(data[:-32]).digest()
 
 
 def sources(rounded: bool) -> list[Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +19,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from birl.cache import sweep
 from birl.errors import BirlError, first_line
-from birl.hub import is_run, run_of
+from birl.hub import is_run, read_config, run_of
 from birl.learner import checkpoint, step_folders
 from birl.learner.lora import UNCALLED, digest, merged, targets
 from birl.learner.rounding import Dither, noise, on_grid
@@ -28,7 +29,7 @@ from birl.models.heads import HEADS
 from birl.models.load import load_model, load_tokenizer, quiet, resolve, save_config, skeleton
 from birl.models.quantized import BITS, QuantizedLinear
 from birl.models.slices import quantizable
-from birl.regular import check_new, clear, inside, open_regular, read_json
+from birl.regular import check_new, clear, discard, inside, open_regular
 
 #: last names that peft takes for parts of experts (its transformers_weight_conversion.py)
 OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
@@ -51,10 +52,10 @@ def resolved(path: str, key: str = "model.path", weights: bool = True, say: Call
     goal = run / "export" / chosen.name
     sources = (chosen / "manifest.json", *(run / "model").iterdir())
     if goal.is_dir() and goal.stat().st_mtime < max(file.stat().st_mtime for file in sources):
-        shutil.rmtree(goal)  # of an earlier training in this folder, or with another chat template
+        discard(goal)  # of an earlier training in this folder, or with another chat template
     if not goal.is_dir():
         say(f"Exporting {chosen} ...")
-        export(chosen, run, goal, anew=False)
+        export(chosen, run, goal, there="kept")
     return goal
 
 
@@ -64,17 +65,17 @@ def export(
     target: Path,
     dtype: torch.dtype | None = None,
     shard_gb: float = 5.0,
-    anew: bool = True,
+    there: str = "refused",
     policy: str = "",
 ) -> None:
     """Write the checkpoint `path` of the run `run` as a whole model of `dtype` (None: the run's model.dtype), in files
     of at most `shard_gb` [GB], of which one is in memory at a time. A model with a score head becomes a
     sequence-classification model with one label; LoRA is merged, which needs the run's base model; of several policies
-    the one named `policy` is written. Raises `BirlError` if `target` exists (unless `anew` is false), and if the
+    the one named `policy` is written. `there`: of `written`. Raises `BirlError` if `target` cannot be written, or the
     checkpoint is damaged."""
     checkpoint.check(path)
     dtype, tokenizer = dtype or computed_in(run), load_tokenizer(run / "model")  # one that cannot be read is told here
-    with written(target, anew) as part:
+    with written(target, there) as part:
         reader = Reader(path / "tensors")  # its index once, however many files are written
         shapes = checkpoint.shapes(reader, "model.")
         read = partial(checkpoint.read_some, reader, "model.")
@@ -145,11 +146,8 @@ def quantized_as(run: Path) -> str:
 
 
 def configured(run: Path, key: str) -> str:
-    """Return a value of the run's configuration; empty if it cannot be read."""
-    try:
-        return str(read_json(run / "config.json")[key])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    """Return a value of the run's configuration; empty if it has none. Raises `BirlError` if it cannot be read."""
+    return str(read_config(run).get(key, ""))
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -257,28 +255,29 @@ def export_adapter(path: Path, run: Path, target: Path, policy: str = "") -> Non
 
 
 @contextmanager
-def written(target: Path, anew: bool = True) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `target` when it is complete. Without `anew`, a `target` that another
-    process wrote meanwhile is kept."""
-    if anew:
+def written(target: Path, there: str = "refused") -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `target` when it is complete. `there`: a `target` that exists is
+    refused, replaced, or, as another process has written it meanwhile, kept. Raises `BirlError` if it cannot be
+    written."""
+    if there == "refused":
         check_new(target)
+    part = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        sweep(target.parent, f"{target.name}.part-*")
-        part = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
+        sweep(target.parent, f"{target.name}.part-{'[0-9a-f]' * 8}")
         part.mkdir()
-    except OSError as error:
-        raise BirlError(
-            f"{target} cannot be written: {error.strerror or error}. Name a folder that can be: `birl checkpoints RUN "
-            "export STEP FOLDER`."
-        ) from error
-    try:
         yield part
-        try:
+        if there == "replaced":
+            discard(target)
+        if there != "kept" or not target.is_dir():
             part.rename(target)
-        except OSError:
-            if anew or not target.is_dir():
-                raise
+    except (OSError, SafetensorError) as error:
+        if there != "kept" or not target.is_dir():
+            why = getattr(error, "strerror", None) or first_line(error)
+            raise BirlError(
+                f"{target} cannot be written: {why}. Make room, or name a folder that can be written: `birl "
+                "checkpoints RUN export STEP FOLDER`."
+            ) from error
     finally:
         clear(part)
 
@@ -330,14 +329,9 @@ def base_model(path: Path, run: Path) -> nn.Module:
 
 def began_with(run: Path) -> str:
     """`model.path` of a run. Raises `BirlError`."""
-    try:
-        name = read_json(run / "config.json")["model.path"]
-        if not isinstance(name, str):
-            raise ValueError("model.path is no text")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BirlError(
-            f"{run}/config.json, which names the base model, cannot be read: {first_line(error)}."
-        ) from error
+    name = read_config(run).get("model.path")
+    if not isinstance(name, str):
+        raise BirlError(f"{run}/config.json, which names the base model, has no model.path.")
     return name
 
 

@@ -78,8 +78,7 @@ class Reference:
         them."""
         by_name = {_identity(e): e for e in examples}
         file, mark = None if run is None else run / "reference.json", self._mark(by_name)
-        stored = read_json(file) if file is not None and file.is_file() else {}
-        self.known = stored["sums"] if stored.get("of") == mark else {}
+        self.known = {} if file is None else _stored(file, mark)
         if not self.known:
             names, different = list(by_name), list(by_name.values())
             for start in range(0, len(different), rows):
@@ -90,7 +89,8 @@ class Reference:
                 for name, example in zip(names[start:], part, strict=False):
                     self.known[name] = [next(sums) for _ in example.sequences]
             if file is not None:
-                write_whole(file, json.dumps({"of": mark, "sums": self.known}).encode())
+                about = {"of": mark, "sha256": _digest(self.known), "sums": self.known}
+                write_whole(file, json.dumps(about).encode())
 
     def _packed(self, samples: Sequence[Sample]) -> Shared[Batch]:
         """Micro-batches for sums without a gradient. They may be larger than usual, for a sample longer than a
@@ -104,6 +104,24 @@ class Reference:
         for name in names:
             mark.update(name.encode())
         return mark.hexdigest()
+
+
+def _stored(file: Path, mark: str) -> dict[str, list[float]]:
+    """The sums in a file, if they belong to `mark`; none, after a warning, if it is damaged."""
+    try:
+        stored = read_json(file)
+        if stored["sha256"] != _digest(stored["sums"]):
+            raise ValueError
+        return stored["sums"] if stored["of"] == mark else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError):
+        print(f"WARNING: {file} is damaged; the log-probs of the reference are computed again.", flush=True)
+        return {}
+
+
+def _digest(sums: object) -> str:
+    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
 def _sums(batches: Sequence[Batch], logprobs: Sequence[Tensor], count: int) -> Tensor:

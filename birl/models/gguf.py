@@ -10,9 +10,11 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +60,7 @@ def converted(
     """The folder for `source`, made by `write` (default: as of a .gguf file) if it is missing or damaged."""
     name = source.parent.parent.name if source.parent.name == "snapshots" else source.stem
     target = cache_root() / f"{name}-{identity(source)}"
-    problems = verify(target, digests=False) if target.exists() else ["absent"]
+    problems = problems_of(target) if target.exists() else ["absent"]
     if not problems:
         return target
     if target.exists():
@@ -223,6 +225,19 @@ def identity(file: Path) -> str:
 def write_manifest(folder: Path, source: Path) -> None:
     files = {f.name: {"bytes": f.stat().st_size, "sha256": digest(f)} for f in sorted(folder.iterdir())}
     (folder / MANIFEST).write_text(json.dumps({"source": source.name, "files": files}, indent=1))
+
+
+def problems_of(folder: Path) -> list[str]:
+    """`verify`, with digests only if a file is newer than the manifest, which is written last."""
+    manifest = folder / MANIFEST
+    times = [file.stat().st_mtime_ns for file in folder.iterdir()]
+    if not manifest.is_file() or max(times) <= manifest.stat().st_mtime_ns:
+        return verify(folder, digests=False)
+    result = verify(folder, digests=True)
+    if not result:
+        with suppress(OSError):  # a copy: its files are not read again
+            os.utime(manifest)
+    return result
 
 
 def verify(folder: Path, digests: bool) -> list[str]:

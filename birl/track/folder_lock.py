@@ -13,7 +13,8 @@ from typing import Any
 from birl.config import schema
 from birl.config.file import flatten
 from birl.errors import BirlError
-from birl.regular import check, read_json, read_text
+from birl.hub import read_config
+from birl.regular import check, read_text
 from birl.track.runs import COMMAND_KEYS, began_at
 
 try:
@@ -176,17 +177,6 @@ def check_same(run: Path, config: schema.RL | schema.Stage, newest: Path | None)
             "To start a new run: run=ANOTHER_FOLDER. To continue its weights under this configuration: "
             f"run=ANOTHER_FOLDER resume={newest or f'{run}/checkpoints/step-...'}"
         )
-
-
-def read_config(run: Path) -> dict[str, Any]:
-    try:
-        result = read_json(run / "config.json")
-    except (OSError, ValueError) as error:
-        raise BirlError(
-            f"{run}/config.json, which says what this run is, cannot be read ({error}). Choose another folder with "
-            f"run=... and go on from a checkpoint with resume={run}/checkpoints/step-..."
-        ) from error
-    return result if isinstance(result, dict) else {}
 
 
 def plain(config: schema.RL | schema.Stage) -> dict[str, Any]:

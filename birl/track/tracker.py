@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # imported only by the runs that use it
     from birl.track.tensorboard import TensorBoard
 
 SAMPLES_IN_TRACKERS = 8
+LEDGER = "ledger.jsonl"
 
 
 class Tracker:
@@ -41,6 +42,7 @@ class Tracker:
     ) -> None:
         self.run, self.track, self.title, self.config = Path(run).absolute(), track, title, config
         self.shown = short(self.run)
+        self._ledger = self.run / LEDGER
         self._console = Terminal()
         self._progress = Progress(title=title, total=total_steps)
         self._view = open_view(track.console, self._progress, self._console)
@@ -61,6 +63,7 @@ class Tracker:
             names += ["rollouts.jsonl"] + ["record.jsonl"] * recorded
         self._logs = {name: JsonLog(self.run / name) for name in names}
         short = [log.path for name, log in self._logs.items() if not log.cut((offsets or {}).get(name, 0))]
+        short += [self._ledger] * (self._kept() < (offsets or {}).get(LEDGER, 0))
         if self.track.trace:
             self._trace = Trace(self.run / FILE)
             self.traced = self._trace.begin((offsets or {}).get(FILE), step)
@@ -100,8 +103,13 @@ class Tracker:
 
     def offsets(self) -> dict[str, int]:
         """Sizes of the files in bytes, after fsync, to be stored in the checkpoint."""
-        traced = {FILE: self._trace.size()} if self._trace else {}
-        return {name: log.sync() for name, log in self._logs.items()} | traced
+        beside = {FILE: self._trace.size()} if self._trace else {}
+        beside |= {LEDGER: size} if (size := self._kept()) else {}
+        return {name: log.sync() for name, log in self._logs.items()} | beside
+
+    def _kept(self) -> int:
+        """Bytes of the ledger, which all processes of a run append to: a resume does not truncate it."""
+        return self._ledger.stat().st_size if self._ledger.is_file() else 0
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Report the metrics of a training step. Any metric name is allowed."""

@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ from birl.config.load import load
 from birl.data.sources import read
 from birl.errors import BirlError
 from birl.preflight import check_data
-from tests.data.written import refused, write
+from tests.data.written import ROWS, refused, write
 
 
 def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
@@ -289,3 +290,37 @@ def test_a_small_parquet_file_that_comes_to_far_more_is_refused(
     pq.write_table(table, tmp_path / "a.parquet")
     monkeypatch.setattr("birl.data.files.MOST", 2**20)
     assert "a.parquet: its first" in refused(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        *((file, lambda b: b"") for file in ("*.arrow", "dataset_info.json")),
+        *((file, lambda b: b[: len(b) // 2]) for file in ("*.arrow", "dataset_info.json")),
+        *((file, lambda b: bytes(len(b))) for file in ("*.arrow", "dataset_info.json")),
+        ("*.arrow", lambda b: b.replace(b"What is 3", b"What is 4")),
+    ],
+)
+def test_a_damaged_copy_of_datasets_is_made_again(
+    tmp_path: Path,
+    name: str,
+    pattern: str,
+    damage: Callable[[bytes], bytes],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Numbers of a CSV file became text, a Parquet file that is good was called unreadable, and rows in which bytes had
+    changed were trained."""
+    import datasets
+
+    write(tmp_path / name)
+    assert list(read(str(tmp_path / name))) == ROWS and "made again" not in capsys.readouterr().out
+    (copy,) = Path(datasets.config.HF_DATASETS_CACHE).rglob(pattern)
+    data = copy.read_bytes()
+    copy.unlink()  # the table of before is mapped
+    copy.write_bytes(damage(data))
+    if pattern == "*.arrow":
+        os.utime(copy.parent / "dataset_info.json", (1, 1))  # clocks of file systems are coarse
+    assert list(read(str(tmp_path / name))) == ROWS
+    assert f"the copy of {tmp_path / name} in the cache of `datasets` was" in capsys.readouterr().out
+    assert list(read(str(tmp_path / name))) == ROWS and "made again" not in capsys.readouterr().out

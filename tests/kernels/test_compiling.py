@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
 
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         commands.append(command)
-        Path(command[command.index("-o") + 1]).write_bytes(b"")
+        Path(command[command.index("-o") + 1]).write_bytes(b"kernels")
         return subprocess.CompletedProcess(command, 0, "", "")
 
     (tmp_path / "cc").write_text("")
@@ -35,6 +36,19 @@ def test_compiling_is_told_once(compiled: list[list[str]], capsys: pytest.Captur
         assert compiling.build(torch.float32, 64).exists()
     assert len(compiled) == 1
     assert re.fullmatch(r"birl: compiling kernels for this processor, once, \d+ s\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:9], lambda b: b"", lambda b: b[:3] + b"?" + b[4:]])
+def test_a_damaged_file_is_told_and_compiled_again(
+    compiled: list[list[str]], damage: Callable[[bytes], bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The beginning of one ended the process at every start, without a word, or was passed over."""
+    file = compiling.build(torch.float32, 64)
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    capsys.readouterr()
+    assert compiling.build(torch.float32, 64) == file and file.read_bytes() == whole and len(compiled) == 2
+    assert capsys.readouterr().err.startswith(f"birl: {file} is damaged.\nbirl: compiling kernels")
 
 
 def test_processes_that_start_together_compile_once(compiled: list[list[str]]) -> None:

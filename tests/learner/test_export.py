@@ -1,6 +1,7 @@
 """A checkpoint as a model folder in files of a given size: transformers reads it, and says the same."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from birl.cli import checkpoints
+from birl.cli import checkpoints, main
 from birl.errors import BirlError
 from birl.learner import checkpoint
-from birl.learner.export import export, export_adapter
+from birl.learner.export import export, export_adapter, resolved
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
 from birl.learner.low_rank_run import SharedBase
@@ -23,6 +24,7 @@ from birl.models.load import load_model, save_hf_config
 from birl.models.target_logprobs import TargetRow
 from birl.parallel.ranks import Grid, Ranks
 from birl.server.tinker.checkpoints import peft as peft_files
+from tests.full_disk import full_disk
 from tests.learner.test_low_rank import moved
 from tests.parallel.processes import on_ranks
 from tests.tiny import tiny_model_folder, tiny_tokenizer
@@ -47,6 +49,15 @@ def folder_of(kind: str, root: Path) -> Path:
 def wrote(ranks: Ranks, folder: Path, run: Path) -> None:
     learner = Learner(load_model(folder), ranks=ranks, dtype=torch.float32)
     checkpoint.save(run / "checkpoints", 1, learner.tensors(), {}, ranks)
+    (run / "config.json").write_text('{"model.dtype": "float32"}')
+
+
+def a_run(root: Path) -> tuple[Path, Path]:
+    """A run with one checkpoint, and that."""
+    folder, run = tiny_model_folder(root / "base"), root / "run"
+    wrote(Ranks(), folder, run)
+    save_hf_config(load_model(folder), tiny_tokenizer(), run / "model")
+    return run, run / "checkpoints" / "step-000001"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3 moe"])
@@ -83,6 +94,67 @@ def test_the_size_of_shards_is_a_number(tmp_path: Path, capsys: pytest.CaptureFi
     for word in ("0", "-1", "much"):
         with pytest.raises(BirlError, match="--shard-gb"):
             checkpoints.run([str(run), "export", "last", str(tmp_path / "bad"), "--shard-gb", word])
+
+
+@pytest.mark.parametrize("name", ["out", "out.gguf"])
+def test_a_full_disk_leaves_nothing_that_looks_complete(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error of safetensors is no OSError, and was a traceback."""
+    if name.endswith("gguf"):
+        pytest.importorskip("gguf")
+    run, _ = a_run(tmp_path)
+    with full_disk(20_000):  # beyond the tokenizer
+        assert main(["checkpoints", str(run), "export", "last", str(tmp_path / "new" / name)]) == 2
+    assert "cannot be written: Error while serializing: I/O error: File too large" in capsys.readouterr().err
+    assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize("there", ["kept", "replaced"])
+def test_a_model_that_is_replaced_is_whole_at_any_moment(
+    tmp_path: Path, there: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that chat, serve and eval had exported before, and that of `save_model`: a kill while the old one was deleted
+    left a part of it, which was taken for the whole, and `save_model` deleted it before a failure."""
+    run, step = a_run(tmp_path)
+    goal = resolved(str(run)) if there == "kept" else run / "exported"
+    if there == "replaced":
+        export(step, run, goal)
+        with full_disk(20_000), pytest.raises(BirlError, match="exported cannot be written: "):
+            export(step, run, goal, there=there)
+    files = sorted(f.name for f in goal.iterdir())
+    os.utime(goal, (1, 1))
+
+    def killed(path: Path, **_: Any) -> None:
+        next(path.glob("*.safetensors")).unlink()
+        raise SystemExit("killed")
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(shutil, "rmtree", killed)
+        (resolved(str(run)) if there == "kept" else export(step, run, goal, there=there))
+    assert not goal.exists()
+    (resolved(str(run)) if there == "kept" else export(step, run, goal, there=there))
+    assert sorted(f.name for f in goal.iterdir()) == files
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"model.dtype": "flo', b"[]", b"\xff\xfe"])
+def test_without_its_configuration_a_run_is_not_exported(tmp_path: Path, content: bytes | None) -> None:
+    """Its type was taken for bfloat16."""
+    run, step = a_run(tmp_path)
+    (run / "config.json").unlink() if content is None else (run / "config.json").write_bytes(content)
+    with pytest.raises(BirlError, match=r"run/config.json, the configuration of the run, cannot be read: "):
+        export(step, run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_of_other_programs_beside_an_export_stay(tmp_path: Path) -> None:
+    run, step = a_run(tmp_path)
+    mine, left = tmp_path / "out.part-1", tmp_path / "out.part-0123abcd"
+    for folder in (mine, left):
+        folder.mkdir()
+        os.utime(folder, (1, 1))
+    export(step, run, tmp_path / "out")
+    assert mine.exists() and not left.exists()
 
 
 def test_an_export_tells_what_it_passes_over_and_what_is_broken(

@@ -1,6 +1,8 @@
 """The conversion cache: made once, whole or not at all, and never used when it is damaged."""
 
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,7 @@ def test_converting_shows_no_progress_of_transformers(source: Path, capfd: pytes
         (lambda folder: (folder / cache.MANIFEST).unlink(), f"{cache.MANIFEST} is missing"),
         (lambda folder: (folder / cache.MANIFEST).write_text('{"files": {'), f"{cache.MANIFEST} cannot be read"),
         (lambda folder: (folder / cache.MANIFEST).write_bytes(b"\xff" * 9), f"{cache.MANIFEST} cannot be read"),
+        (lambda folder: flip_a_bit(folder / "model.safetensors"), "model.safetensors has another SHA-256"),
     ],
 )
 def test_a_damaged_entry_is_told_about_and_made_again(
@@ -202,6 +205,17 @@ def flip_a_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
+    os.utime(file, ns=(time.time_ns() + 10**9,) * 2)  # clocks of file systems are coarse
+
+
+def test_a_copy_of_the_cache_is_read_once(source: Path, conversions: list[str]) -> None:
+    """Its files may be newer than the manifest."""
+    folder = cache.converted(source, silent)
+    os.utime(folder / cache.MANIFEST, (1, 1))
+    assert cache.converted(source, silent) == folder and len(conversions) == 1
+    flip_a_bit(folder / "model.safetensors")
+    os.utime(folder / "model.safetensors", (1, 1))  # as old as it was: `birl cache verify` tells
+    assert cache.converted(source, silent) == folder and len(conversions) == 1
 
 
 def test_verify_notices_a_single_bit(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -246,3 +246,22 @@ def test_answers_for_which_there_is_no_room_leave_memory_and_disk(
 def test_a_run_that_makes_no_steps_has_snapshots_too(kind: str, behind: int, due: int) -> None:
     run = Run(id=GOOD, owner="alice", base="model", done=behind, snapshot=0)
     assert Work._due(NONE, run, Record(behind, kind, b"")) == due
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the two was there between the renames, and the next start deleted both."""
+    store, rename = kept(tmp_path), Path.rename
+    (x,) = store.of("alice")[:1]
+
+    def killed(path: Path, target: Path) -> Path:
+        if target == store.folder(x):
+            raise SystemExit("killed")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Path, "rename", killed)
+        store.save(x, {"a": b"2"}, True)
+    again = Store(tmp_path)
+    assert (again.folder(x) / "a").read_bytes() == b"1" and again.find(x.path) is not None
+    again.save(x, {"a": b"2"}, True)
+    assert (again.folder(x) / "a").read_bytes() == b"2" and not list(tmp_path.rglob("*.partial"))

@@ -66,6 +66,19 @@ def test_a_log_shorter_than_the_checkpoint_says_is_told_and_goes_on(
     assert read_jsonl(tmp_path / "metrics.jsonl")[0]["step"] == 6
 
 
+def test_a_ledger_shorter_than_at_the_checkpoint_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It closes without the lines that it has lost."""
+    (tmp_path / "ledger.jsonl").write_text('{"life":1}\n' * 2)
+    with runs.tracker(tmp_path) as tracker:
+        tracker.rewind(None, 0)
+        offsets = tracker.offsets()
+    for lost, told in ((0, False), (1, True), (2, True)):
+        (tmp_path / "ledger.jsonl").write_text('{"life":1}\n' * (2 - lost))
+        with runs.tracker(tmp_path, console="plain") as tracker:
+            tracker.rewind(offsets, 1)
+        assert ("ledger.jsonl is shorter" in capsys.readouterr().out.replace("\n", "")) is told
+
+
 def test_rollouts_can_be_switched_off(tmp_path: Path) -> None:
     with runs.tracker(tmp_path, rollouts=False) as tracker:
         tracker.rewind(None, 0)

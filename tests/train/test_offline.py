@@ -15,6 +15,7 @@ from birl.data.examples import load_examples
 from birl.errors import BirlError
 from birl.learner import checkpoint, export, step_folders
 from birl.learner.policy import load_policy
+from birl.learner.reference import _digest, _stored
 from birl.named import Given
 from birl.text.chat import Chat
 from birl.train.command import train
@@ -339,10 +340,27 @@ def test_the_sums_of_another_model_are_not_taken_for_this_one(tiny: Path, tmp_pa
     run(tiny, tmp_path / "other", "dpo", *words)
     (tmp_path / "run").mkdir()
     stored = json.loads((tmp_path / "other/run/reference.json").read_text())
-    wrong = {"of": "another", "sums": {name: [x - 5 for x in sums] for name, sums in stored["sums"].items()}}
+    sums = {name: [x - 5 for x in sums] for name, sums in stored["sums"].items()}
+    wrong = {"of": "another", "sha256": _digest(sums), "sums": sums}
     (tmp_path / "run/reference.json").write_text(json.dumps(wrong))
     run(tiny, tmp_path, "dpo", *words)
     assert log(tmp_path)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"of": "m", "sums": {"a": [1.5]}}', "cut", "changed"])
+def test_damaged_sums_of_the_reference_are_computed_again(
+    tmp_path: Path, content: bytes | str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were a traceback, or were taken."""
+    file, sums = tmp_path / "reference.json", {"a": [-1.5, -2.25]}
+    whole = json.dumps({"of": "m", "sha256": _digest(sums), "sums": sums}).encode()
+    file.write_bytes(whole)
+    assert _stored(file, "m") == sums and _stored(file, "other") == {}
+    assert _stored(tmp_path / "none", "m") == {} and not capsys.readouterr().out
+    other = {"cut": whole[:-3], "changed": whole.replace(b"2.25", b"2.75")}
+    file.write_bytes(content if isinstance(content, bytes) else other[content])
+    assert _stored(file, "m") == {}
+    assert f"WARNING: {file} is damaged" in capsys.readouterr().out
 
 
 def test_the_adapter_of_a_reward_model_has_its_head(tiny: Path, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from birl.server.tinker.futures import Answer
 
 ID = re.compile(r"[0-9a-f]{32}(:(train|sample):[0-9]{1,12})?")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+OLD = "~old.partial"  # end of the name of a checkpoint that is replaced; no checkpoint has such a name
 UNNAMED = re.compile(r"session-[0-9]{1,12}")  # names of checkpoints that were saved without one
 log = logging.getLogger(__name__)
 KILLED = "killed"  # kind of a record: a rank was killed in the pass of the request of this number
@@ -82,6 +83,9 @@ class Store:
         for name in ("sessions", "samplers", "runs"):
             (root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
             for left in list((root / name).glob("**/*.partial")):  # of a killed process
+                before = left.with_name(left.name.removesuffix(OLD))
+                if before != left and not before.exists():  # killed between the two renames of `save`
+                    left.rename(before)
                 clear(left)
         self.known = {c.path: c for c in self._read()}  # checkpoints by path: each save looks at all of its owner's
 
@@ -208,7 +212,7 @@ class Store:
             clear(partial)
             raise
         if folder.exists():
-            old = folder.with_name(folder.name + ".old.partial")
+            old = folder.with_name(folder.name + OLD)
             folder.rename(old)
             partial.rename(folder)
             shutil.rmtree(old)
