@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 
@@ -40,13 +42,14 @@ class Layout:
             ways = math.prod(self.mesh.size(i) for i, p in enumerate(self.placements) if cut(p) == len(shape) - 1)
             shape = (*shape[:-1], part.shape[-1] * ways)
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        return DTensor.from_local(
-            part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride  # pyright: ignore
-        )  # fmt: skip
+        meta = TensorMeta(torch.Size(shape), stride, part.dtype)
+        # `DTensor.from_local` copies a shard in CPU memory (optimizer.offload=cpu) to the mesh's GPU
+        return DTensor(part, DTensorSpec(self.mesh, self.placements, tensor_meta=meta), requires_grad=False)
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a tensor that every rank has whole."""
-        return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
+        """Return this rank's shard, a view, of a tensor that every rank has whole."""
+        sizes, start = compute_local_shape_and_global_offset(torch.Size(self.shape), self.mesh, self.placements)
+        return whole[tuple(slice(first, first + n) for first, n in zip(start, sizes, strict=True))]
 
     def copies(self) -> int:
         """Number of ranks that hold each element."""
