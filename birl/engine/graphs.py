@@ -12,6 +12,7 @@ A graph works on addresses: inputs and results live in tensors that are made onc
 (`Runner.use_graphs` compares). Whatever the step allocates comes from a pool that all graphs share.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -130,7 +131,8 @@ class Graphs:
         for _ in range(count):
             graph.replay()
         result = graph.results[:count, :, :rows].permute(1, 2, 0).cpu()  # synchronises, so `host` may be written again
-        each = [supports(None if graph.kept is None else graph.kept[i, :rows], params) for i in range(count)]
+        kept = [None] * count if graph.kept is None else graph.kept[:count, :rows].cpu()
+        each = [supports(own, params) for own in kept]
         return result[0].long().tolist(), result[1].tolist(), list(map(list, zip(*each, strict=True)))
 
     def graph(self, rows: int, width: int, limited: bool, room: int = 0) -> Graph:
@@ -151,7 +153,7 @@ class Graphs:
         graph.device.copy_(graph.host)
         with watched_syncs(self.where) as syncs, Watch(self.where) as watch:
             self.once(graph)
-        return watch.problem or (str(syncs[0].message) if syncs else "")
+        return watch.problem or next(iter(syncs), "")
 
     def once(self, graph: Graph) -> None:
         """Sample one token for each row and advance to the next position."""
@@ -207,22 +209,28 @@ class Watch(TorchDispatchMode):
 
 
 @contextmanager
-def watched_syncs(device: torch.device) -> Iterator[list[warnings.WarningMessage]]:
-    """Context that records CUDA's synchronisation warnings."""
-    with warnings.catch_warnings(record=True) as noted:
-        if device.type != "cuda" or not torch.cuda.is_available():
-            yield []
-            return
+def watched_syncs(device: torch.device) -> Iterator[list[str]]:
+    """Context that records CUDA's synchronisation warnings of this thread. The setting is the process's: another thread
+    may meanwhile digest new weights, and wait for the device."""
+    syncs, own = list[str](), threading.get_ident()
+
+    def note(message: Warning | str, *rest: Any) -> None:
+        # enabling the warnings itself warns that "synchronizing operations" may be missed
+        if threading.get_ident() == own and "called a synchronizing" in str(message):
+            syncs.append(str(message))
+
+    if device.type != "cuda" or not torch.cuda.is_available():
+        yield syncs
+        return
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = note
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("warn")
-        syncs: list[warnings.WarningMessage] = []
         try:
             yield syncs
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            # enabling the warnings itself warns that "synchronizing operations" may be missed
-            syncs += [w for w in noted if "called a synchronizing" in str(w.message)]
 
 
 def fill(

@@ -1,6 +1,8 @@
 """Bursts by captured graphs equal single steps. Capturing is replaced by running eagerly where there is no GPU: sizes,
 padding, look-ahead and the state that moves on by itself are the same."""
 
+import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -192,3 +194,18 @@ def test_on_the_card_graphs_are_the_eager_steps_bit_for_bit(
     assert tokens(captured) == tokens(eager) and [c.logprobs.tolist() for c in captured] == [
         c.logprobs.tolist() for c in eager
     ]
+
+
+def test_another_threads_waits_are_not_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's setting is the process's. A server that got weights during its first step decoded without graphs."""
+    for name, value in (("is_available", True), ("get_sync_debug_mode", 0), ("set_sync_debug_mode", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    text = "called a synchronizing CUDA operation"
+    with graphs.watched_syncs(torch.device("cuda", 0)) as syncs:
+        other = threading.Thread(target=warnings.warn, args=(text,))
+        other.start()
+        other.join()
+    assert not syncs
+    with graphs.watched_syncs(torch.device("cuda", 0)) as syncs:
+        warnings.warn(text, stacklevel=1)
+    assert syncs == [text]
