@@ -27,7 +27,7 @@ from birl.models.quantized import quantized_layers, rounded
 from birl.models.slices import fill, quantizable, sketched
 from birl.models.slots import page_bytes, state_bytes
 from birl.models.vision import give, language_model, pictures_of, still
-from birl.parallel.machine import free_memory
+from birl.parallel.machine import free_memory, give_back
 from birl.types import PAST, Completion, Engine, SamplingParams
 
 if TYPE_CHECKING:  # only imported by runs that use it
@@ -74,6 +74,8 @@ def cache_bytes(
     layers. While training there is no cache, so the activations may use the same memory."""
     need = sequences * (pages_for(longest) * page_bytes(model) + state_bytes(model))
     device = device or head(model).weight.device
+    if device.type == "cuda":
+        give_back(device)  # blocks of the float32 weights that were loaded, which PyTorch keeps
     free = free_memory(device)
     if device.type == "cuda":
         free = max(free - sum(layer.weight.nbytes for layer in quantized_layers(model).values()), int(free > 0))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from birl.config import schema
 from birl.engine import weights
+from birl.engine.open import SHARE, cache_bytes
 from birl.engine.weights import Weights
 from birl.engines import servers
 from birl.learner import low_rank_run
@@ -19,6 +20,7 @@ from birl.parallel.ranks import Ranks
 from birl.types import Update
 from birl.weights.live import Live
 from tests.gpu.card import CUDA, card
+from tests.tiny import tiny_model
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -90,3 +92,12 @@ def test_a_server_gives_back_its_weights_in_the_type_that_it_has_them_in(held: t
     model = nn.Linear(64, 64, bias=False, dtype=held)
     learner: Any = SimpleNamespace(model=model, device=CUDA, dtype=torch.bfloat16)
     assert servers.owed(schema.Engine(kind="vllm", sleep=True, tensor_parallel=2), learner) == 64 * 64
+
+
+def test_what_loading_leaves_is_given_back_before_the_cache_is_sized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The float32 weights of a server, cast by then, were half of an 80 GiB card for 8 billion parameters."""
+    cached = [2**29]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30 - sum(cached), 2**30))
+    assert cache_bytes(tiny_model(), 10**4, 512, device=CUDA) == int(SHARE * 2**30)
