@@ -253,8 +253,10 @@ def publisher_of(
         return Refresh(partial(call, RLWorker.refresh), compute=policy.compute) if worker.sampled.copy else Memory()
     from birl.engines.servers import sender
     from birl.weights.gathered import Gathered
+    from birl.weights.publish import cleared
 
     publisher = sender(config, policy, learner, servers, train, setup.folder, say)
+    publisher.clear = partial(call, cleared)
     if crew.ranks.sharded:
         gather = partial(call, RLWorker.gathered)
         originally = not ENGINES[kind_of(config.engine)].own

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -72,6 +72,7 @@ class Sender:
     keeps: bool = False  # keep copies of sent weights: the learner may train on before an engine comes back
     recreate: Callable[[str], Awaitable[None]] | None = None  # restart every engine from this folder
     gathered: Gathered | None = None  # set if the weights are sharded over ranks
+    clear: Callable[[], None] | None = None  # `cleared` on every rank
     digest: str = ""  # of the version sent last
     version: int = -1  # of the weights sent last
     proof: asyncio.Task[list[float]] | None = None  # pending canary check of that version
@@ -173,8 +174,8 @@ class Sender:
             if self.broadcast is not None:
                 self.broadcast.source = sent
         self.canary.compute()
-        if self.sleeping:
-            give_back(self.learner.device)  # frees the step's memory for engines that wake up
+        if self.sleeping:  # frees the step's memory for engines that wake up
+            cleared(self) if self.clear is None else self.clear()
         update = Update(version=version, digests=result, folder=place, tensors=sent, anew=self.version < 0)
         if self.method == "volume":
             folder.announce(self.root, update)
@@ -238,6 +239,11 @@ class Sender:
             folder.remove(self.root)
         if self.broadcast is not None:
             self.broadcast.close()
+
+
+def cleared(worker: Any) -> None:
+    """(every rank) Release the cached memory of a worker's learner, which may share its GPU with sleeping engines."""
+    give_back(worker.learner.device)
 
 
 class Volume:

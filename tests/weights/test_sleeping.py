@@ -2,11 +2,13 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from birl.errors import BirlError
+from birl.train.build import publisher_of
 from birl.weights import publish
 from tests.scenario import scenario
 from tests.weights.test_weights import sender, train
@@ -57,6 +59,24 @@ def test_what_the_learner_does_not_need_is_there_before_a_server_wakes(
         train(found.learner)
         await found.publish()
         assert order == ["give back", "wake"]
+        await found.rest()
+        found.clear = lambda: order.append("every rank")
+        train(found.learner)
+        await found.publish()
+        assert order[2:] == ["every rank", "wake"]
         await local.engine.close()
 
     scenario(main)
+
+
+def test_every_rank_gives_back_what_it_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has servers on its own GPU: rank 0 alone gave its memory back."""
+    sender, freed, gpus = SimpleNamespace(canary=SimpleNamespace(begin=lambda: None)), list[str](), ["cuda:0", "cuda:1"]
+    ranks = [SimpleNamespace(learner=SimpleNamespace(device=gpu)) for gpu in gpus]
+    crew = SimpleNamespace(call=lambda worker, verb: [verb(r) for r in ranks], ranks=SimpleNamespace(sharded=False))
+    monkeypatch.setattr("birl.engines.servers.sender", lambda *args: sender)
+    monkeypatch.setattr(publish, "give_back", freed.append)
+    worker = SimpleNamespace(policy=None, learner=None, crew=crew)
+    publisher: Any = publisher_of(*cast(Any, (SimpleNamespace(config=None, folder=None), worker, object(), [], print)))
+    publisher.clear()
+    assert freed == gpus
