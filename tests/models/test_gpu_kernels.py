@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-gpu" / "bin" / "python"
 #: bytes of shared memory that one program may have
 CARDS = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
-INTERPRETED = ("digests", "fused", "fused_families", "paged_triton", "sampling")
+INTERPRETED = ("digests", "fused", "fused_families", "paged_triton", "sampling", "varlen")
 pytestmark = pytest.mark.timeout(1800)
 
 
