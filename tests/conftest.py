@@ -1,4 +1,6 @@
+import asyncio
 import importlib.util
+import inspect
 import subprocess
 import time
 from collections import Counter
@@ -80,6 +82,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         left.insert(0, "the tests of tests/slow.txt")
     if left:
         terminalreporter.write_line(f"Left out: {'; '.join(left)}. `make test-all` installs what it can, and runs all.")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A coroutine runs in an event loop of its own: asyncio's, or the `LOOP` of its module, with made-up seconds."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    fixtures = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    loop = getattr(pyfuncitem.module, "LOOP", None)
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(asyncio.wait_for(pyfuncitem.obj(**fixtures), 100_000 if loop else 600))
+    return True
 
 
 @pytest.fixture(autouse=True)

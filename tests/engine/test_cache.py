@@ -12,8 +12,9 @@ from birl.engine.engine import EmbeddedEngine
 from birl.engine.pages import FIRST, Pages
 from birl.types import Completion, SamplingParams
 from tests.engine.test_engine import PAGE_BYTES, Bench
-from tests.engine.test_update import after, engine, folders, needs_kernels, run, step_by_step, update
+from tests.engine.test_update import after, engine, folders, needs_kernels, step_by_step, update
 from tests.families import family
+from tests.scenario import scenario
 from tests.tiny import tiny_tokenizer
 
 __all__ = ["folders"]
@@ -62,54 +63,46 @@ async def talk(own: EmbeddedEngine, folders: list[Path], seed: int) -> list[Comp
     ("seed", "pages", "options"),
     [(0, 400, {}), (1, 16, {}), (1, 16, {"draft_rows": 16, "recompute_kv": False}), (2, 400, {"draft_rows": 16})],
 )
-def test_off_cold_or_warm_the_bits_are_the_same(
+async def test_off_cold_or_warm_the_bits_are_the_same(
     folders: list[Path], compute: ThreadPoolExecutor, seed: int, pages: int, options: dict[str, int]
 ) -> None:
     """With 16 pages requests are preempted, and known pages are lost again and again."""
-
-    async def main() -> None:
-        answers: list[list[Completion]] = []
-        for kind in ("off", "cold", "warm"):
-            own = engine(folders[0], compute, kv_cache_gb=pages * PAGE_BYTES / 2 / 2**30, **options)  # bfloat16
-            assert own.scheduler.pages.total == pages
-            own.scheduler.cache, own.scheduler.prefill = kind != "off", 50
-            if kind == "warm":
-                await own.generate((*SYSTEM, 100, 3), asked(1000))
-                await own.generate(SYSTEM[:50], asked(0))
-            answers.append(await talk(own, folders, seed))
-            assert (own.counters.reused > 0) == (kind != "off")
-            assert own.scheduler.preempted > 0 or pages > 16
-            assert own.scheduler.pages.room == pages
-            await own.close()
-        assert answers[0] == answers[1] == answers[2]
-        assert {v for a in answers[0] for v in a.versions.tolist()} == {0, 7}
-
-    run(main)
+    answers: list[list[Completion]] = []
+    for kind in ("off", "cold", "warm"):
+        own = engine(folders[0], compute, kv_cache_gb=pages * PAGE_BYTES / 2 / 2**30, **options)  # bfloat16
+        assert own.scheduler.pages.total == pages
+        own.scheduler.cache, own.scheduler.prefill = kind != "off", 50
+        if kind == "warm":
+            await own.generate((*SYSTEM, 100, 3), asked(1000))
+            await own.generate(SYSTEM[:50], asked(0))
+        answers.append(await talk(own, folders, seed))
+        assert (own.counters.reused > 0) == (kind != "off")
+        assert own.scheduler.preempted > 0 or pages > 16
+        assert own.scheduler.pages.room == pages
+        await own.close()
+    assert answers[0] == answers[1] == answers[2]
+    assert {v for a in answers[0] for v in a.versions.tolist()} == {0, 7}
 
 
 @needs_kernels
 @pytest.mark.parametrize("recompute", [True, False])
-def test_weights_that_change_within_an_answer_leave_no_page_known(
+async def test_weights_that_change_within_an_answer_leave_no_page_known(
     folders: list[Path], compute: ThreadPoolExecutor, recompute: bool
 ) -> None:
     """What comes later equals the answers of an engine that never had other weights."""
-
-    async def main() -> None:
-        own, judge = engine(folders[0], compute, recompute_kv=recompute), engine(folders[1], compute)
-        await own.generate(SYSTEM, asked(1))
-        first = asyncio.create_task(own.generate(SYSTEM, asked(2, 300), watch=step_by_step))
-        await after(own, 60)
-        await own.load(update(folders[1], 7))
-        for _ in range(2):  # beside the first, and with what the one before left
-            same = [await e.generate((*SYSTEM, 9), asked(3)) for e in (own, judge)]
-            assert same[0].logprobs.tolist() == same[1].logprobs.tolist() and same[0].ids == same[1].ids
-        whole = await first
-        again = [await e.generate((*SYSTEM, *whole.ids, 9), asked(4)) for e in (own, judge)]
-        assert again[0].logprobs.tolist() == again[1].logprobs.tolist()
-        await own.close()
-        await judge.close()
-
-    run(main)
+    own, judge = engine(folders[0], compute, recompute_kv=recompute), engine(folders[1], compute)
+    await own.generate(SYSTEM, asked(1))
+    first = asyncio.create_task(own.generate(SYSTEM, asked(2, 300), watch=step_by_step))
+    await after(own, 60)
+    await own.load(update(folders[1], 7))
+    for _ in range(2):  # beside the first, and with what the one before left
+        same = [await e.generate((*SYSTEM, 9), asked(3)) for e in (own, judge)]
+        assert same[0].logprobs.tolist() == same[1].logprobs.tolist() and same[0].ids == same[1].ids
+    whole = await first
+    again = [await e.generate((*SYSTEM, *whole.ids, 9), asked(4)) for e in (own, judge)]
+    assert again[0].logprobs.tolist() == again[1].logprobs.tolist()
+    await own.close()
+    await judge.close()
 
 
 def test_a_turn_computes_what_is_new(tiny: Path, compute: ThreadPoolExecutor) -> None:
@@ -140,7 +133,7 @@ def test_where_bits_depend_on_a_steps_rows_nothing_is_known_when_idle(tiny: Path
             await own.generate(SYSTEM, asked(0))
             await after_idle(own)
 
-        run(main)
+        scenario(main)
         assert bool(bench.engine.scheduler.pages.known) == bench.engine.runner.same_bits
         bench.engine.rest()
         assert bench.engine.runner.cache is None and not bench.engine.scheduler.pages.known

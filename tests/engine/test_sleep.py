@@ -32,46 +32,39 @@ def engine(folder: Path, compute: ThreadPoolExecutor) -> EmbeddedEngine:
     )
 
 
-def test_an_engine_that_slept_keeps_no_joined_or_laid_out_copy(tiny: Path, compute: ThreadPoolExecutor) -> None:
-    async def main() -> None:
-        own = engine(tiny, compute)
-        await own.generate((1, 9, 4), SamplingParams(max_tokens=3))
-        joined = FusedDecoder(own.runner.model)
-        joined.join()
-        weights = [layer.qkv.tensors()[0][0].untyped_storage() for layer in joined.layers]
-        copies: list[Any] = [weakref.ref(x) for x in weights]
-        del weights
-        fused_decoder.MADE[own.runner.model] = joined
-        if decoder := decoder_for(own.runner.model):
-            copies.append(weakref.ref(decoder))
-        del joined, decoder
-        await own.sleep()
-        assert [copy() for copy in copies] == [None] * len(copies)
-        await own.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+async def test_an_engine_that_slept_keeps_no_joined_or_laid_out_copy(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    own = engine(tiny, compute)
+    await own.generate((1, 9, 4), SamplingParams(max_tokens=3))
+    joined = FusedDecoder(own.runner.model)
+    joined.join()
+    weights = [layer.qkv.tensors()[0][0].untyped_storage() for layer in joined.layers]
+    copies: list[Any] = [weakref.ref(x) for x in weights]
+    del weights
+    fused_decoder.MADE[own.runner.model] = joined
+    if decoder := decoder_for(own.runner.model):
+        copies.append(weakref.ref(decoder))
+    del joined, decoder
+    await own.sleep()
+    assert [copy() for copy in copies] == [None] * len(copies)
+    await own.close()
 
 
-def test_a_gpu_that_does_not_get_its_memory_back_is_told_of(
+async def test_a_gpu_that_does_not_get_its_memory_back_is_told_of(
     tiny: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights of 3 GiB are dropped, and 1 GiB comes back."""
-
-    async def main() -> None:
-        for returned in (1, 3):
-            own = engine(tiny, compute)
-            monkeypatch.setattr(Weights, "nbytes", 3 * 2**30)
-            held = iter([8 * 2**30, (8 - returned) * 2**30])
-            monkeypatch.setattr(engine_module, "held_memory", lambda device, held=held: next(held))
-            if returned == 3:
+    for returned in (1, 3):
+        own = engine(tiny, compute)
+        monkeypatch.setattr(Weights, "nbytes", 3 * 2**30)
+        held = iter([8 * 2**30, (8 - returned) * 2**30])
+        monkeypatch.setattr(engine_module, "held_memory", lambda device, held=held: next(held))
+        if returned == 3:
+            await own.sleep()
+        else:
+            with pytest.raises(BirlError, match=r"gave back 1\.00 GiB of cpu.* 3\.0\d GiB: 2\.0\d GiB are missing"):
                 await own.sleep()
-            else:
-                with pytest.raises(BirlError, match=r"gave back 1\.00 GiB of cpu.* 3\.0\d GiB: 2\.0\d GiB are missing"):
-                    await own.sleep()
-            assert own.asleep
-            await own.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+        assert own.asleep
+        await own.close()
 
 
 def resident() -> int:

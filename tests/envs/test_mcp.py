@@ -219,7 +219,7 @@ def test_a_server_that_does_not_work_ends_the_run_at_once(
         play([["Done."]], **keys)
 
 
-def test_a_session_that_is_cancelled_while_it_ends_leaves_no_pipe(
+async def test_a_session_that_is_cancelled_while_it_ends_leaves_no_pipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its transport was collected after the loop, in the middle of anything else, with an error there."""
@@ -243,19 +243,16 @@ def test_a_session_that_is_cancelled_while_it_ends_leaves_no_pipe(
             begun.set()
             await asyncio.sleep(99)
 
-    async def main() -> None:
-        begun = asyncio.Event()
-        task = asyncio.create_task(session(begun))
-        await begun.wait()
-        while not there.exists():
-            await asyncio.sleep(0.01)
-        for _ in range(2):
-            task.cancel()
-            await asyncio.sleep(0)
-        await asyncio.wait([task])
-        assert started[0]._transport.is_closing()
-
-    asyncio.run(main())
+    begun = asyncio.Event()
+    task = asyncio.create_task(session(begun))
+    await begun.wait()
+    while not there.exists():
+        await asyncio.sleep(0.01)
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait([task])
+    assert started[0]._transport.is_closing()
 
 
 def test_a_confined_server_reaches_nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

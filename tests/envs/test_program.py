@@ -302,7 +302,7 @@ def test_agents_end_with_the_trainer(folder: Path) -> None:
     assert not alive
 
 
-def test_an_episode_without_an_address_ends_nobody(folder: Path) -> None:
+async def test_an_episode_without_an_address_ends_nobody(folder: Path) -> None:
     """Its processes are known by the address in their environment; all processes have an empty text in theirs."""
     assert strays("") == []
 
@@ -311,14 +311,11 @@ def test_an_episode_without_an_address_ends_nobody(folder: Path) -> None:
         def base_url(self) -> str:
             raise RuntimeError("no gateway")
 
-    async def main() -> None:
-        agent = Program(TASK, Program.shared(Config(command="python")))
-        with pytest.raises(RuntimeError, match="no gateway"):
-            await agent.run(Nowhere())  # type: ignore[arg-type]
-        assert agent.folder is None
-        await agent.close()
-
-    asyncio.run(main())
+    agent = Program(TASK, Program.shared(Config(command="python")))
+    with pytest.raises(RuntimeError, match="no gateway"):
+        await agent.run(Nowhere())  # type: ignore[arg-type]
+    assert agent.folder is None
+    await agent.close()
 
 
 MISTAKES = {

@@ -164,21 +164,18 @@ def test_every_address_wants_the_token(tiny: Path) -> None:
         assert found.http.get("/info").status_code == 200
 
 
-def test_the_gateway_is_on_loopback_and_behind_secrets() -> None:
-    async def main() -> None:
-        gateway = Gateway(None)  # type: ignore[arg-type]
-        await gateway.start()
-        try:
-            assert gateway._server is not None
-            (sock,) = [s for server in gateway._server.servers for s in server.sockets]
-            assert sock.getsockname()[0] == "127.0.0.1"
-            async with httpx.AsyncClient(timeout=10) as http:
-                for path in ("/", "/v1/models", "/s//v1/models", "/s/x/v1/models", "/s/x/v1/chat/completions"):
-                    assert (await http.get(gateway._url + path)).status_code == 404, path
-        finally:
-            await gateway.close()
-
-    asyncio.run(main())
+async def test_the_gateway_is_on_loopback_and_behind_secrets() -> None:
+    gateway = Gateway(None)  # type: ignore[arg-type]
+    await gateway.start()
+    try:
+        assert gateway._server is not None
+        (sock,) = [s for server in gateway._server.servers for s in server.sockets]
+        assert sock.getsockname()[0] == "127.0.0.1"
+        async with httpx.AsyncClient(timeout=10) as http:
+            for path in ("/", "/v1/models", "/s//v1/models", "/s/x/v1/models", "/s/x/v1/chat/completions"):
+                assert (await http.get(gateway._url + path)).status_code == 404, path
+    finally:
+        await gateway.close()
 
 
 def test_engines_of_others_are_started_on_loopback() -> None:

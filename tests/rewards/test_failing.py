@@ -20,18 +20,15 @@ pytestmark = pytest.mark.usefixtures("folder")
 
 
 @pytest.mark.parametrize("value", [1e200, -1e200, 10**400])
-def test_a_number_that_nothing_can_be_computed_with_is_no_reward(value: float) -> None:
+async def test_a_number_that_nothing_can_be_computed_with_is_no_reward(value: float) -> None:
     """It would be infinite in float32, and the advantages would be blamed."""
 
     def large(completions: list[str], **_: object) -> list[float]:
         return [value] * len(completions)
 
-    async def main() -> None:
-        async with Rewards([large]) as rewards:
-            for score in await rewards.score(["q"] * 2, ["a"] * 2, {}, [None] * 2):
-                assert score.outcome is Outcome.ENV_ERROR and "large" in score.detail
-
-    asyncio.run(main())
+    async with Rewards([large]) as rewards:
+        for score in await rewards.score(["q"] * 2, ["a"] * 2, {}, [None] * 2):
+            assert score.outcome is Outcome.ENV_ERROR and "large" in score.detail
 
 
 @pytest.mark.parametrize(

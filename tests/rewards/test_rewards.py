@@ -77,15 +77,12 @@ def test_uneven_columns_and_empty_calls() -> None:
         score(["length"], ["a", "b"], columns={"level": [1]})
 
 
-def test_a_column_named_gold_does_not_replace_the_right_answer() -> None:
+async def test_a_column_named_gold_does_not_replace_the_right_answer() -> None:
     def seen(completions: list[str], gold: list[str], **_: object) -> list[float]:
         return [float(g) for g in gold]
 
-    async def main() -> None:
-        async with Rewards([seen]) as rewards:
-            assert [s.value for s in await rewards.score(["q"], ["a"], {"gold": ["9"]}, ["7"])] == [7.0]
-
-    asyncio.run(main())
+    async with Rewards([seen]) as rewards:
+        assert [s.value for s in await rewards.score(["q"], ["a"], {"gold": ["9"]}, ["7"])] == [7.0]
 
 
 def test_same_names_are_told_apart(folder: Path) -> None:

@@ -69,16 +69,12 @@ def forge(completions, **_):
 '''
 
 
-def test_replies_cannot_be_forged_by_writing_to_every_descriptor(tmp_path: Path) -> None:
+async def test_replies_cannot_be_forged_by_writing_to_every_descriptor(tmp_path: Path) -> None:
     (tmp_path / "forgers.py").write_text(FORGERS)
-
-    async def main() -> None:
-        async with Rewards([f"{tmp_path}/forgers.py:forge"], workers=1) as rewards:
-            for text in ("a", "half", "b", "c"):
-                for score in await rewards.score(["q"] * 2, [text, text], {}, [None, None]):
-                    assert (score.value, score.outcome) == (0.25, Outcome.OK), (text, score)
-
-    asyncio.run(main())
+    async with Rewards([f"{tmp_path}/forgers.py:forge"], workers=1) as rewards:
+        for text in ("a", "half", "b", "c"):
+            for score in await rewards.score(["q"] * 2, [text, text], {}, [None, None]):
+                assert (score.value, score.outcome) == (0.25, Outcome.OK), (text, score)
 
 
 CHANGERS = """
@@ -102,17 +98,13 @@ def closes(completions, **_):
 
 
 @pytest.mark.parametrize("name", ["unknown", "few", "many", "listed", "worded", "closes"])
-def test_a_function_that_changes_its_worker_does_not_end_the_run(name: str, tmp_path: Path) -> None:
+async def test_a_function_that_changes_its_worker_does_not_end_the_run(name: str, tmp_path: Path) -> None:
     (tmp_path / "changers.py").write_text(CHANGERS)
-
-    async def main() -> None:
-        async with Rewards([f"{tmp_path}/changers.py:{name}"]) as rewards:
-            for _ in range(2):
-                scores = await rewards.score(["q"] * 2, ["a", "b"], {}, [None] * 2)
-                wanted = (Outcome.OK, Outcome.OK) if name == "closes" else (Outcome.ENV_ERROR, Outcome.ENV_ERROR)
-                assert tuple(score.outcome for score in scores) == wanted, scores
-
-    asyncio.run(main())
+    async with Rewards([f"{tmp_path}/changers.py:{name}"]) as rewards:
+        for _ in range(2):
+            scores = await rewards.score(["q"] * 2, ["a", "b"], {}, [None] * 2)
+            wanted = (Outcome.OK, Outcome.OK) if name == "closes" else (Outcome.ENV_ERROR, Outcome.ENV_ERROR)
+            assert tuple(score.outcome for score in scores) == wanted, scores
 
 
 def test_async_by_name_keeps_one_loop() -> None:

@@ -31,24 +31,21 @@ def trajectory(turns: Sequence[Turn]) -> Trajectory:
     return Trajectory(turns=tuple(turns), reward=1.0, score=1.0, outcome=Outcome.OK)
 
 
-def test_a_conversation_is_one_sample_with_the_tokens_that_were_sampled() -> None:
-    async def play() -> None:
-        engine = Scripted(["seven", "no, eight", "done"])
-        talk = session(engine)
-        said: tuple[Message, ...] = (user("What is 3 + 4?"),)
-        for question in ("Sure?", "Why?", ""):
-            reply = await talk.ask(said)
-            said = (*said, reply, user(question))
-        (sample,) = samples(trajectory(talk.turns), 1.0, 0, 0)
-        assert sum(sample.mask) == sum(len(t.completion.tokens) for t in talk.turns)
-        assert CHAT.decode(sample.tokens[sample.mask].tolist()) == ("seven<|im_end|>no, eight<|im_end|>done<|im_end|>")
-        assert tuple(sample.tokens[: len(engine.prompts[0])]) == CHAT.render((user("What is 3 + 4?"),))
-        assert [p.seed for p in engine.params] == [100, 101, 102]
-
-    asyncio.run(play())
+async def test_a_conversation_is_one_sample_with_the_tokens_that_were_sampled() -> None:
+    engine = Scripted(["seven", "no, eight", "done"])
+    talk = session(engine)
+    said: tuple[Message, ...] = (user("What is 3 + 4?"),)
+    for question in ("Sure?", "Why?", ""):
+        reply = await talk.ask(said)
+        said = (*said, reply, user(question))
+    (sample,) = samples(trajectory(talk.turns), 1.0, 0, 0)
+    assert sum(sample.mask) == sum(len(t.completion.tokens) for t in talk.turns)
+    assert CHAT.decode(sample.tokens[sample.mask].tolist()) == ("seven<|im_end|>no, eight<|im_end|>done<|im_end|>")
+    assert tuple(sample.tokens[: len(engine.prompts[0])]) == CHAT.render((user("What is 3 + 4?"),))
+    assert [p.seed for p in engine.params] == [100, 101, 102]
 
 
-def test_tokens_that_no_encoder_would_make_survive() -> None:
+async def test_tokens_that_no_encoder_would_make_survive() -> None:
     """encode(decode(ids)) may differ from ids: what was sampled letter by letter stays so."""
     spelled = tuple(CHAT.encode("a")[0] if c == "a" else CHAT.encode(c)[0] for c in "answer")
     assert CHAT.encode("answer") != spelled
@@ -59,39 +56,33 @@ def test_tokens_that_no_encoder_would_make_survive() -> None:
             n = len(spelled) + 1
             return type(found)(tokens=(*spelled, 2), logprobs=(-1.0,) * n, versions=(0,) * n, stop=found.stop)
 
-    async def play() -> None:
-        engine = Speller(["answer", "answer"])
-        talk = session(engine)
-        first = (user("Hi"),)
-        reply = await talk.ask(first)
-        await talk.ask((*first, reply, user("Again")))
-        assert engine.prompts[1][: len(engine.prompts[0]) + 7] == (*engine.prompts[0], *spelled, 2)
-
-    asyncio.run(play())
+    engine = Speller(["answer", "answer"])
+    talk = session(engine)
+    first = (user("Hi"),)
+    reply = await talk.ask(first)
+    await talk.ask((*first, reply, user("Again")))
+    assert engine.prompts[1][: len(engine.prompts[0]) + 7] == (*engine.prompts[0], *spelled, 2)
 
 
-def test_a_branch_and_a_second_speaker_are_samples_of_their_own() -> None:
-    async def play() -> None:
-        engine = Scripted(["one", "two", "three", "four", "five"])
-        talk = session(engine)
-        first = (user("Hi"),)
-        reply = await talk.ask(first)
-        await talk.ask((*first, reply, user("left")))
-        await talk.ask((*first, reply, user("right")))  # from the same beginning
-        await talk.ask((Message(role="system", content="You are a critic."), user("Hi")))
-        await talk.ask(first, agent="other")
-        found = samples(trajectory(talk.turns), 1.0, 0, 0)
-        trained = [CHAT.decode(s.tokens[s.mask].tolist()) for s in found]
-        assert trained == [
-            "one<|im_end|>two<|im_end|>",
-            "three<|im_end|>",
-            "four<|im_end|>",
-            "five<|im_end|>",
-        ]  # each answer is trained once
-        assert tuple(found[1].tokens[: len(engine.prompts[1])]) != engine.prompts[1]
-        assert engine.prompts[2][: len(engine.prompts[0])] == engine.prompts[0]
-
-    asyncio.run(play())
+async def test_a_branch_and_a_second_speaker_are_samples_of_their_own() -> None:
+    engine = Scripted(["one", "two", "three", "four", "five"])
+    talk = session(engine)
+    first = (user("Hi"),)
+    reply = await talk.ask(first)
+    await talk.ask((*first, reply, user("left")))
+    await talk.ask((*first, reply, user("right")))  # from the same beginning
+    await talk.ask((Message(role="system", content="You are a critic."), user("Hi")))
+    await talk.ask(first, agent="other")
+    found = samples(trajectory(talk.turns), 1.0, 0, 0)
+    trained = [CHAT.decode(s.tokens[s.mask].tolist()) for s in found]
+    assert trained == [
+        "one<|im_end|>two<|im_end|>",
+        "three<|im_end|>",
+        "four<|im_end|>",
+        "five<|im_end|>",
+    ]  # each answer is trained once
+    assert tuple(found[1].tokens[: len(engine.prompts[1])]) != engine.prompts[1]
+    assert engine.prompts[2][: len(engine.prompts[0])] == engine.prompts[0]
 
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -161,67 +152,54 @@ def test_examples_and_branches_are_no_changed_history(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == ""
 
 
-def test_what_clients_lose_of_a_message_does_not_break_the_thread() -> None:
-    async def play() -> None:
-        engine = Scripted(["  seven ", "eight"])
-        talk = session(engine)
-        await talk.ask((user("Hi"),))
-        stripped = Message(role="assistant", content="seven")
-        await talk.ask((user("Hi"), stripped, user("Go on")))
-        assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
-        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 1
-
-    asyncio.run(play())
+async def test_what_clients_lose_of_a_message_does_not_break_the_thread() -> None:
+    engine = Scripted(["  seven ", "eight"])
+    talk = session(engine)
+    await talk.ask((user("Hi"),))
+    stripped = Message(role="assistant", content="seven")
+    await talk.ask((user("Hi"), stripped, user("Go on")))
+    assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
+    assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 1
 
 
-def test_a_template_that_rewrites_history_starts_a_new_sample() -> None:
-    async def play() -> None:
-        chat = with_template(LOUD)
-        engine = Scripted(["one", "two"], chat)
-        talk = session(engine)
-        first = (user("Hi"),)
-        reply = await talk.ask(first)
-        await talk.ask((*first, reply, user("Go on")))
-        assert engine.prompts[1] == chat.render((*first, reply, user("Go on")))
-        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 2
-
-    asyncio.run(play())
+async def test_a_template_that_rewrites_history_starts_a_new_sample() -> None:
+    chat = with_template(LOUD)
+    engine = Scripted(["one", "two"], chat)
+    talk = session(engine)
+    first = (user("Hi"),)
+    reply = await talk.ask(first)
+    await talk.ask((*first, reply, user("Go on")))
+    assert engine.prompts[1] == chat.render((*first, reply, user("Go on")))
+    assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 2
 
 
-def test_thoughts_that_clients_drop_are_known_until_the_template_drops_them() -> None:
+async def test_thoughts_that_clients_drop_are_known_until_the_template_drops_them() -> None:
     """Qwen 3 keeps thoughts while tools answer, and drops all of them with the next question."""
-
-    async def play() -> None:
-        chat = family("qwen3")
-        call = ToolCall(name="add", arguments='{"a": 3}')
-        said = Message(role="assistant", content="", thinking="3 + 4", tool_calls=(call,))
-        engine = Scripted([reply("qwen3", said).removesuffix("<|im_end|>"), "It is 7.", "Yes."], chat)
-        talk = session(engine, tokens=200)
-        asked: tuple[Message, ...] = (user("What is 3 + 4?"),)
-        answer = await talk.ask(asked, tools=TOOLS)
-        assert answer == said
-        client = replace(answer, thinking="")  # as OpenAI's client gives it back
-        asked = (*asked, client, Message(role="tool", content="7"))
-        answer = await talk.ask(asked, tools=TOOLS)
-        assert "3 + 4\n</think>" in chat.decode(engine.prompts[1])
-        asked = (*asked, answer, user("Sure?"))
-        await talk.ask(asked, tools=TOOLS)
-        assert engine.prompts[2] == chat.render(asked, TOOLS) and "</think>" not in chat.decode(engine.prompts[2])
-        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 2
-
-    asyncio.run(play())
+    chat = family("qwen3")
+    call = ToolCall(name="add", arguments='{"a": 3}')
+    said = Message(role="assistant", content="", thinking="3 + 4", tool_calls=(call,))
+    engine = Scripted([reply("qwen3", said).removesuffix("<|im_end|>"), "It is 7.", "Yes."], chat)
+    talk = session(engine, tokens=200)
+    asked: tuple[Message, ...] = (user("What is 3 + 4?"),)
+    answer = await talk.ask(asked, tools=TOOLS)
+    assert answer == said
+    client = replace(answer, thinking="")  # as OpenAI's client gives it back
+    asked = (*asked, client, Message(role="tool", content="7"))
+    answer = await talk.ask(asked, tools=TOOLS)
+    assert "3 + 4\n</think>" in chat.decode(engine.prompts[1])
+    asked = (*asked, answer, user("Sure?"))
+    await talk.ask(asked, tools=TOOLS)
+    assert engine.prompts[2] == chat.render(asked, TOOLS) and "</think>" not in chat.decode(engine.prompts[2])
+    assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 2
 
 
-def test_a_text_goes_on_with_the_thoughts_in_it() -> None:
-    async def play() -> None:
-        engine = Scripted(["<think>\n3 + 4\n</think>\n\n7", "yes"], family("qwen3"))
-        talk = session(engine, tokens=100)
-        answer = await talk.ask("What is 3 + 4? ")
-        assert answer == Message(role="assistant", content="<think>\n3 + 4\n</think>\n\n7")
-        await talk.ask(following("What is 3 + 4? ", answer) + "<|im_end|> Sure?")  # type: ignore[operator]
-        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 1
-
-    asyncio.run(play())
+async def test_a_text_goes_on_with_the_thoughts_in_it() -> None:
+    engine = Scripted(["<think>\n3 + 4\n</think>\n\n7", "yes"], family("qwen3"))
+    talk = session(engine, tokens=100)
+    answer = await talk.ask("What is 3 + 4? ")
+    assert answer == Message(role="assistant", content="<think>\n3 + 4\n</think>\n\n7")
+    await talk.ask(following("What is 3 + 4? ", answer) + "<|im_end|> Sure?")  # type: ignore[operator]
+    assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -233,36 +211,28 @@ def test_a_text_goes_on_with_the_thoughts_in_it() -> None:
     ],
     ids=["the text holds the end token", "an environment leaves it out", "a client leaves it out"],
 )
-def test_text_goes_on_token_by_token(more: str, keep_end: bool, seen: str) -> None:
+async def test_text_goes_on_token_by_token(more: str, keep_end: bool, seen: str) -> None:
     """RL2's prefix rule, on tokens: for environments the end token stays where it was sampled; a client's text is
     what it asks."""
-
-    async def play() -> None:
-        chat = Chat(CHAT.tokenizer)
-        engine = Scripted(["seven", "eight"], chat)
-        talk = session(engine)
-        reply = await talk.ask("What is 3 + 4? ")
-        after = following("What is 3 + 4? ", reply)
-        assert after == "What is 3 + 4? seven"
-        await talk.answer(after + more, talk.params, keep_end=keep_end)
-        assert chat.decode(engine.prompts[1]) == after + seen
-        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == (1 if "<|im_end|>" in seen else 2)
-
-    asyncio.run(play())
+    chat = Chat(CHAT.tokenizer)
+    engine = Scripted(["seven", "eight"], chat)
+    talk = session(engine)
+    reply = await talk.ask("What is 3 + 4? ")
+    after = following("What is 3 + 4? ", reply)
+    assert after == "What is 3 + 4? seven"
+    await talk.answer(after + more, talk.params, keep_end=keep_end)
+    assert chat.decode(engine.prompts[1]) == after + seen
+    assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == (1 if "<|im_end|>" in seen else 2)
 
 
-def test_a_text_of_empty_answers_goes_on_behind_the_newest() -> None:
+async def test_a_text_of_empty_answers_goes_on_behind_the_newest() -> None:
     """The text is the same after each of them, and so is what is known of it."""
-
-    async def play() -> None:
-        engine = Scripted(["", "", "seven"])
-        talk = session(engine)
-        for _ in range(3):
-            await talk.answer("What is 3 + 4? ", talk.params, keep_end=True)
-        assert CHAT.decode(engine.prompts[2]) == "What is 3 + 4? <|im_end|><|im_end|>"
-        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 1
-
-    asyncio.run(play())
+    engine = Scripted(["", "", "seven"])
+    talk = session(engine)
+    for _ in range(3):
+        await talk.answer("What is 3 + 4? ", talk.params, keep_end=True)
+    assert CHAT.decode(engine.prompts[2]) == "What is 3 + 4? <|im_end|><|im_end|>"
+    assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 1
 
 
 def test_an_empty_answer_is_a_message_in_any_form() -> None:
@@ -271,39 +241,30 @@ def test_an_empty_answer_is_a_message_in_any_form() -> None:
     assert checked(said) == (user("Hi"), *(Message(role=role, content="") for role in ("assistant", "tool")))
 
 
-def test_what_cannot_fit_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_fit_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     def render(*_: object) -> None:
         raise AssertionError("it was rendered")
 
-    async def play() -> None:
-        talk = session(Scripted(["a"]), Limits(tokens=10))
-        monkeypatch.setattr(Chat, "render", render)
-        for said in ("x" * 1000, (user("x" * 1000),), (user("x"),) * 11):
-            with pytest.raises(TooLong, match="more characters than 10 tokens hold"):
-                await talk.ask(said)
-
-    asyncio.run(play())
+    talk = session(Scripted(["a"]), Limits(tokens=10))
+    monkeypatch.setattr(Chat, "render", render)
+    for said in ("x" * 1000, (user("x" * 1000),), (user("x"),) * 11):
+        with pytest.raises(TooLong, match="more characters than 10 tokens hold"):
+            await talk.ask(said)
 
 
-def test_no_room_is_told_and_the_last_answer_gets_what_is_left() -> None:
-    async def play() -> None:
-        engine = Scripted(["a" * 50, "b"])
-        room = len(CHAT.render((user("Hi"),))) + 5
-        talk = session(engine, Limits(tokens=room))
-        reply = await talk.ask((user("Hi"),))
-        assert engine.params[0].max_tokens == 5 and len(talk.turns[0].completion.tokens) == 5
-        with pytest.raises(TooLong, match="leaves no room"):
-            await talk.ask((user("Hi"), reply, user("more")))
-        assert isinstance(talk.failure, TooLong) and len(talk.turns) == 1
-
-    asyncio.run(play())
+async def test_no_room_is_told_and_the_last_answer_gets_what_is_left() -> None:
+    engine = Scripted(["a" * 50, "b"])
+    room = len(CHAT.render((user("Hi"),))) + 5
+    talk = session(engine, Limits(tokens=room))
+    reply = await talk.ask((user("Hi"),))
+    assert engine.params[0].max_tokens == 5 and len(talk.turns[0].completion.tokens) == 5
+    with pytest.raises(TooLong, match="leaves no room"):
+        await talk.ask((user("Hi"), reply, user("more")))
+    assert isinstance(talk.failure, TooLong) and len(talk.turns) == 1
 
 
-def test_parallel_questions_keep_their_order() -> None:
-    async def play() -> None:
-        engine = Scripted(lambda prompt: "ab"[prompt.count("second")], delay=0.01)
-        talk = session(engine)
-        await asyncio.gather(talk.ask((user("first"),)), talk.ask((user("second"),)))
-        assert [CHAT.decode(t.completion.ids) for t in talk.turns] == ["a<|im_end|>", "b<|im_end|>"]
-
-    asyncio.run(play())
+async def test_parallel_questions_keep_their_order() -> None:
+    engine = Scripted(lambda prompt: "ab"[prompt.count("second")], delay=0.01)
+    talk = session(engine)
+    await asyncio.gather(talk.ask((user("first"),)), talk.ask((user("second"),)))
+    assert [CHAT.decode(t.completion.ids) for t in talk.turns] == ["a<|im_end|>", "b<|im_end|>"]

@@ -1,6 +1,5 @@
 """What nobody can do to a server: keep others waiting, take all its connections, or come in under another name."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -232,16 +231,13 @@ def test_a_body_with_two_lengths_is_refused(server: Running) -> None:
     assert reply.count(b"HTTP/1.1") == 1
 
 
-def test_an_answer_without_end_is_not_read_to_its_end() -> None:
-    async def main() -> None:
-        client, peer = Client("http://x"), Peer("http://x")
-        client._http = httpx.AsyncClient(base_url="http://x", transport=Chunks())
-        peer.client = httpx.AsyncClient(base_url="http://x", transport=Chunks())
-        for ask in (client.info(), client.generate((1,), SamplingParams(max_tokens=1)), peer.json("GET", "/x")):
-            with pytest.raises(EngineDown, match="larger than"):
-                await ask
-
-    asyncio.run(main())
+async def test_an_answer_without_end_is_not_read_to_its_end() -> None:
+    client, peer = Client("http://x"), Peer("http://x")
+    client._http = httpx.AsyncClient(base_url="http://x", transport=Chunks())
+    peer.client = httpx.AsyncClient(base_url="http://x", transport=Chunks())
+    for ask in (client.info(), client.generate((1,), SamplingParams(max_tokens=1)), peer.json("GET", "/x")):
+        with pytest.raises(EngineDown, match="larger than"):
+            await ask
 
 
 class Chunks(httpx.AsyncBaseTransport):

@@ -331,19 +331,16 @@ def test_a_template_that_leaves_out_tools(tiny: Path) -> None:
         assert client.models.retrieve("own/name").id == "own/name"
 
 
-def test_the_asynchronous_client(server: Running) -> None:
-    async def main() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
-            create = client.chat.completions.create
-            keys: Any = {"model": "tiny", "messages": HI, "max_tokens": 20}
-            answers = await asyncio.gather(*(create(**keys, seed=i) for i in range(8)))
-            for i in (0, 5):
-                text = ""
-                async for chunk in await create(**keys, seed=i, stream=True):
-                    text += chunk.choices[0].delta.content or ""
-                assert text == answers[i].choices[0].message.content
-
-    asyncio.run(main())
+async def test_the_asynchronous_client(server: Running) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
+        create = client.chat.completions.create
+        keys: Any = {"model": "tiny", "messages": HI, "max_tokens": 20}
+        answers = await asyncio.gather(*(create(**keys, seed=i) for i in range(8)))
+        for i in (0, 5):
+            text = ""
+            async for chunk in await create(**keys, seed=i, stream=True):
+                text += chunk.choices[0].delta.content or ""
+            assert text == answers[i].choices[0].message.content
 
 
 def test_a_stream_that_is_closed_is_aborted(server: Running, client, monkeypatch) -> None:

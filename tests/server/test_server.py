@@ -163,22 +163,18 @@ def test_extreme_temperatures(shared: Running, temperature: float) -> None:
     assert len(found["tokens"]) == 5 and all(-1e6 < lp < 1e-3 for lp in found["logprobs"])
 
 
-def test_answers_do_not_wait_for_acknowledgements() -> None:
+async def test_answers_do_not_wait_for_acknowledgements() -> None:
     """asyncio switches Nagle's algorithm off only for sockets that name their protocol; each answer took 40 ms."""
-
-    async def main() -> None:
-        met = asyncio.get_running_loop().create_future()
-        with bind("127.0.0.1", 0) as sock:
-            server = await asyncio.start_server(lambda _, writer: met.set_result(writer), sock=sock)
-            async with server:
-                _, mine = await asyncio.open_connection(*sock.getsockname()[:2])
-                writer = await asyncio.wait_for(met, 10)
-                taken = writer.get_extra_info("socket")
-                assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                writer.close()
-                mine.close()
-
-    asyncio.run(main())
+    met = asyncio.get_running_loop().create_future()
+    with bind("127.0.0.1", 0) as sock:
+        server = await asyncio.start_server(lambda _, writer: met.set_result(writer), sock=sock)
+        async with server:
+            _, mine = await asyncio.open_connection(*sock.getsockname()[:2])
+            writer = await asyncio.wait_for(met, 10)
+            taken = writer.get_extra_info("socket")
+            assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
+            mine.close()
 
 
 def test_bodies_that_are_none(shared: Running) -> None:

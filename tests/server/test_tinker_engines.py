@@ -36,47 +36,41 @@ def adapters(base: SharedBase, count: int) -> dict[str, AdapterWeights]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_an_adapter_is_sent_once_and_again_to_an_engine_that_lost_it(tmp_path: Path, dtype: str) -> None:
+async def test_an_adapter_is_sent_once_and_again_to_an_engine_that_lost_it(tmp_path: Path, dtype: str) -> None:
     folder = tiny_model_folder(tmp_path / "model", heads=2 if dtype == "bfloat16" else 4)
     own = tiny_engine(folder, DTYPES[dtype])
     base = SharedBase(own.runner.model, own.runner.model.lm_head.weight.dtype)  # pyright: ignore
     known = adapters(base, 2)
+    with running(folder, model={"dtype": dtype}) as server:
+        client, held = Client(server.url), server.service.adapters
+        client.adapters = known
 
-    async def main() -> None:
-        with running(folder, model={"dtype": dtype}) as server:
-            client, held = Client(server.url), server.service.adapters
-            client.adapters = known
+        def asked(name: str, seed: int = 3) -> AdapterParams:
+            return AdapterParams(max_tokens=12, seed=seed, ignore_eos=True, adapter=name)
 
-            def asked(name: str, seed: int = 3) -> AdapterParams:
-                return AdapterParams(max_tokens=12, seed=seed, ignore_eos=True, adapter=name)
+        def same(one: Completion, other: Completion) -> None:
+            assert one.ids == other.ids and one.logprobs.tolist() == pytest.approx(other.logprobs, abs=1e-5)
 
-            def same(one: Completion, other: Completion) -> None:
-                assert one.ids == other.ids and one.logprobs.tolist() == pytest.approx(other.logprobs, abs=1e-5)
-
-            answers = await asyncio.gather(*(client.generate(PROMPT, asked(n, s)) for s in (1, 2) for n in known))
-            expected = [
-                await own.generate(PROMPT, SamplingParams(max_tokens=12, seed=s, ignore_eos=True), adapter=a)
-                for s in (1, 2) for a in known.values()
-            ]  # fmt: skip
-            for one, other in zip(answers, expected, strict=True):
-                same(one, other)
-            plain = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
-            same(await client.generate(PROMPT, plain), await own.generate(PROMPT, plain))
-            puts = server.service.metrics.requests.labels("/adapters/{name}", "200")
-            assert held.held.keys() == known.keys() and puts._value.get() == 2
-            held.held.clear()  # as after a restart
-            for one, other in zip([await client.generate(PROMPT, asked(n, 1)) for n in known], expected, strict=False):
-                same(one, other)
-            assert puts._value.get() == 4
-            client.adapters = {
-                "other": AdapterWeights(0, {"lm_head": known["a0"].factors["model.layers.0.mlp.up_proj"]})
-            }
-            with pytest.raises(BirlError, match=r"adapters/other: lm_head has other shapes"):
-                await client.generate(PROMPT, asked("other"))
-            await client.close()
-        await own.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+        answers = await asyncio.gather(*(client.generate(PROMPT, asked(n, s)) for s in (1, 2) for n in known))
+        expected = [
+            await own.generate(PROMPT, SamplingParams(max_tokens=12, seed=s, ignore_eos=True), adapter=a)
+            for s in (1, 2) for a in known.values()
+        ]  # fmt: skip
+        for one, other in zip(answers, expected, strict=True):
+            same(one, other)
+        plain = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+        same(await client.generate(PROMPT, plain), await own.generate(PROMPT, plain))
+        puts = server.service.metrics.requests.labels("/adapters/{name}", "200")
+        assert held.held.keys() == known.keys() and puts._value.get() == 2
+        held.held.clear()  # as after a restart
+        for one, other in zip([await client.generate(PROMPT, asked(n, 1)) for n in known], expected, strict=False):
+            same(one, other)
+        assert puts._value.get() == 4
+        client.adapters = {"other": AdapterWeights(0, {"lm_head": known["a0"].factors["model.layers.0.mlp.up_proj"]})}
+        with pytest.raises(BirlError, match=r"adapters/other: lm_head has other shapes"):
+            await client.generate(PROMPT, asked("other"))
+        await client.close()
+    await own.close()
 
 
 def answers(alice: Tenant) -> list[bytes]:

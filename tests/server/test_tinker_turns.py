@@ -36,60 +36,51 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_one_that_asks_for_little_waits_for_one_answer_of_another_that_asks_for_much() -> None:
-    async def main() -> None:
-        engine, busy, new = Engine(3), Tenant(name="busy", sampled=5.0), Tenant(name="new")
-        many = [asyncio.create_task(engine.answer(busy)) for _ in range(20)]
-        await settle()
-        few = [asyncio.create_task(engine.answer(new)) for _ in range(2)]
-        await settle()
-        assert engine.given == ["busy"] * 3
+async def test_one_that_asks_for_little_waits_for_one_answer_of_another_that_asks_for_much() -> None:
+    engine, busy, new = Engine(3), Tenant(name="busy", sampled=5.0), Tenant(name="new")
+    many = [asyncio.create_task(engine.answer(busy)) for _ in range(20)]
+    await settle()
+    few = [asyncio.create_task(engine.answer(new)) for _ in range(2)]
+    await settle()
+    assert engine.given == ["busy"] * 3
+    engine.steps.release()
+    await settle()
+    assert engine.given[3:] == ["new"]
+    for _ in range(21):
         engine.steps.release()
-        await settle()
-        assert engine.given[3:] == ["new"]
-        for _ in range(21):
-            engine.steps.release()
-        await asyncio.gather(*many, *few)
-        assert "new" in engine.given[4:7] and engine.most == 3 and engine.turns.free == 3
-
-    asyncio.run(main())
+    await asyncio.gather(*many, *few)
+    assert "new" in engine.given[4:7] and engine.most == 3 and engine.turns.free == 3
 
 
-def test_a_part_of_the_room_is_for_tenants_that_have_nothing_under_way() -> None:
-    async def main() -> None:
-        engine, busy, new = Engine(4, reserve=1), Tenant(name="busy"), Tenant(name="new", sampled=9.0)
-        tasks = [asyncio.create_task(engine.answer(busy)) for _ in range(9)]
-        await settle()
-        assert engine.given == ["busy"] * 3
-        tasks += [asyncio.create_task(engine.answer(new)) for _ in range(2)]
-        await settle()
-        assert engine.given[3:] == ["new"]  # at once, and one
-        for _ in range(11):
-            engine.steps.release()
-        await asyncio.gather(*tasks)
-        assert engine.most == 4 and engine.turns.free == 4 and not any(engine.turns.running.values())
-
-    asyncio.run(main())
+async def test_a_part_of_the_room_is_for_tenants_that_have_nothing_under_way() -> None:
+    engine, busy, new = Engine(4, reserve=1), Tenant(name="busy"), Tenant(name="new", sampled=9.0)
+    tasks = [asyncio.create_task(engine.answer(busy)) for _ in range(9)]
+    await settle()
+    assert engine.given == ["busy"] * 3
+    tasks += [asyncio.create_task(engine.answer(new)) for _ in range(2)]
+    await settle()
+    assert engine.given[3:] == ["new"]  # at once, and one
+    for _ in range(11):
+        engine.steps.release()
+    await asyncio.gather(*tasks)
+    assert engine.most == 4 and engine.turns.free == 4 and not any(engine.turns.running.values())
 
 
-def test_what_is_cancelled_leaves_its_room_to_others() -> None:
-    async def main() -> None:
-        engine, alice, bob = Engine(2), Tenant(name="alice"), Tenant(name="bob")
-        own = [asyncio.create_task(engine.answer(alice)) for _ in range(9)]
-        await settle()
-        other = asyncio.create_task(engine.answer(bob))
-        await settle()
-        for task in own[:1] + own[4:]:  # one that has room, and some that wait
-            task.cancel()
-        await settle()
-        assert len(engine.given) == 3
-        for _ in range(9):
-            engine.steps.release()
-        await asyncio.gather(other, *own[1:4])
-        assert sorted(engine.given) == ["alice"] * 4 + ["bob"] and engine.turns.free == 2
-        assert not engine.turns.waiting
-
-    asyncio.run(main())
+async def test_what_is_cancelled_leaves_its_room_to_others() -> None:
+    engine, alice, bob = Engine(2), Tenant(name="alice"), Tenant(name="bob")
+    own = [asyncio.create_task(engine.answer(alice)) for _ in range(9)]
+    await settle()
+    other = asyncio.create_task(engine.answer(bob))
+    await settle()
+    for task in own[:1] + own[4:]:  # one that has room, and some that wait
+        task.cancel()
+    await settle()
+    assert len(engine.given) == 3
+    for _ in range(9):
+        engine.steps.release()
+    await asyncio.gather(other, *own[1:4])
+    assert sorted(engine.given) == ["alice"] * 4 + ["bob"] and engine.turns.free == 2
+    assert not engine.turns.waiting
 
 
 def test_an_answer_about_whose_prompt_nothing_is_asked_waits_for_no_pass_of_training() -> None:

@@ -18,7 +18,7 @@ from birl.engines.vllm import plugin as vllm_plugin
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digest, digests
 from tests.engine.test_update import PROMPT, params, weights
-from tests.server.test_adapters import pair, run, update
+from tests.server.test_adapters import pair, update
 
 
 def test_the_plugin_needs_nothing_that_vllms_environment_may_lack(tmp_path) -> None:
@@ -66,120 +66,96 @@ def test_the_plugin_reads_beside_sampling_and_forgets_what_it_refused(folders) -
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_without_xxhash_birl_compares_and_sends_other_hashes(folders, compute, right) -> None:
-    async def main() -> None:
-        adapter, double = pair("vllm", folders, compute)
-        double.hashes = ("sha256",)  # pyright: ignore
-        sent = update(folders[1], 1)
-        if right:
-            await adapter.load(sent)
-            assert adapter.hash == "sha256" and adapter.version == 1
-        else:
-            with pytest.raises(WeightsFailed) as caught:
-                await adapter.load(replace(sent, folder=str(folders[0])))
-            assert caught.value.cause == "mismatch"
-
-    run(main)
+async def test_without_xxhash_birl_compares_and_sends_other_hashes(folders, compute, right) -> None:
+    adapter, double = pair("vllm", folders, compute)
+    double.hashes = ("sha256",)  # pyright: ignore
+    sent = update(folders[1], 1)
+    if right:
+        await adapter.load(sent)
+        assert adapter.hash == "sha256" and adapter.version == 1
+    else:
+        with pytest.raises(WeightsFailed) as caught:
+            await adapter.load(replace(sent, folder=str(folders[0])))
+        assert caught.value.cause == "mismatch"
 
 
-def test_keys_and_values_are_dropped_only_where_they_are_computed_anew(folders, compute) -> None:
-    async def main() -> None:
-        for recompute in (True, False):
-            adapter, double = pair("vllm", folders, compute, recompute_kv=recompute)
-            await adapter.load(update(folders[1], 1))
-            assert f"/reset_prefix_cache?reset_running_requests={str(recompute).lower()}" in double.calls
-            assert double.calls.index("/pause?mode=keep&clear_cache=false") < double.calls.index(
-                "/update_weight_version"
-            )
-            assert double.calls[-1] == "/resume"
-
-    run(main)
+async def test_keys_and_values_are_dropped_only_where_they_are_computed_anew(folders, compute) -> None:
+    for recompute in (True, False):
+        adapter, double = pair("vllm", folders, compute, recompute_kv=recompute)
+        await adapter.load(update(folders[1], 1))
+        assert f"/reset_prefix_cache?reset_running_requests={str(recompute).lower()}" in double.calls
+        assert double.calls.index("/pause?mode=keep&clear_cache=false") < double.calls.index("/update_weight_version")
+        assert double.calls[-1] == "/resume"
 
 
-def test_waking_brings_the_cache_back_last(folders, compute) -> None:
+async def test_waking_brings_the_cache_back_last(folders, compute) -> None:
     """vLLM goes on computing as soon as it has all of its memory, with weights or without."""
-
-    async def main() -> None:
-        adapter, double = pair("vllm", folders, compute)
-        await adapter.sleep()
-        await adapter.wake()
-        await adapter.load(update(folders[0], 1))
-        await adapter.resume()
-        asked = [c for c in double.calls if c.startswith(("/sleep", "/wake_up", "/update_weight_version", "/resume"))]
-        assert asked == [
-            *(
-                "/sleep?level=2&mode=keep",
-                "/wake_up?tags=weights",
-                "/update_weight_version",
-                "/wake_up?tags=kv_cache",
-                "/resume",
-            )
-        ]
-
-    run(main)
+    adapter, double = pair("vllm", folders, compute)
+    await adapter.sleep()
+    await adapter.wake()
+    await adapter.load(update(folders[0], 1))
+    await adapter.resume()
+    asked = [c for c in double.calls if c.startswith(("/sleep", "/wake_up", "/update_weight_version", "/resume"))]
+    assert asked == [
+        *(
+            "/sleep?level=2&mode=keep",
+            "/wake_up?tags=weights",
+            "/update_weight_version",
+            "/wake_up?tags=kv_cache",
+            "/resume",
+        )
+    ]
 
 
-def test_a_server_that_reports_other_log_probs_is_refused(folders, compute) -> None:
-    async def main() -> None:
-        adapter, double = pair("vllm", folders, compute)
-        double.mode = "raw_logprobs"  # pyright: ignore
-        with pytest.raises(BirlError, match="--logprobs-mode processed_logprobs"):
-            await adapter.generate(PROMPT, params(4))
-
-    run(main)
+async def test_a_server_that_reports_other_log_probs_is_refused(folders, compute) -> None:
+    adapter, double = pair("vllm", folders, compute)
+    double.mode = "raw_logprobs"  # pyright: ignore
+    with pytest.raises(BirlError, match="--logprobs-mode processed_logprobs"):
+        await adapter.generate(PROMPT, params(4))
 
 
-def test_what_is_no_number_is_no_answer(folders, compute) -> None:
-    async def main() -> None:
-        adapter, double = pair("vllm", folders, compute)
-        content = [{"token_id": 5, "logprob": -9999.0}]
-        choice = {"token_ids": [5], "finish_reason": "length", "logprobs": {"content": content}}
-        spans = [{"version": "default", "start": 0, "end": 1}]
-        for versions, said in ((spans, "no number"), ([], "log-prob"), (None, "log-prob")):
-            double.fail["/inference/v1/generate"] = JSONResponse({"choices": [{**choice, "weight_versions": versions}]})
-            with pytest.raises(EngineDown, match=said):
-                await adapter.generate(PROMPT, params(1))
-        content[0]["logprob"] = -1.0
-        double.fail["/inference/v1/generate"] = JSONResponse({"choices": [{**choice, "weight_versions": []}]})
-        with pytest.raises(EngineDown, match="weight_versions has 0 tokens"):
+async def test_what_is_no_number_is_no_answer(folders, compute) -> None:
+    adapter, double = pair("vllm", folders, compute)
+    content = [{"token_id": 5, "logprob": -9999.0}]
+    choice = {"token_ids": [5], "finish_reason": "length", "logprobs": {"content": content}}
+    spans = [{"version": "default", "start": 0, "end": 1}]
+    for versions, said in ((spans, "no number"), ([], "log-prob"), (None, "log-prob")):
+        double.fail["/inference/v1/generate"] = JSONResponse({"choices": [{**choice, "weight_versions": versions}]})
+        with pytest.raises(EngineDown, match=said):
             await adapter.generate(PROMPT, params(1))
-        double.labels[0] = "mine"
-        with pytest.raises(BirlError, match="update_weight_version"):
-            await adapter.info()
-
-    run(main)
-
-
-def test_the_words_that_were_kept_are_those_with_a_log_prob(folders, compute) -> None:
-    async def main() -> None:
-        adapter, double = pair("vllm", folders, compute)
-        asked = replace(params(12), top_k=9, top_p=0.9, support=True)
-        answer = (await adapter.generate(PROMPT, asked)).possible()
-        own = await double.engine.generate(PROMPT, asked)
-        assert answer.ids == own.ids and answer.support == own.support and own.support is not None
-        assert (await adapter.generate(PROMPT, replace(asked, support=False))).support is None
-        content = [{"token_id": 5, "logprob": -1.0, "top_logprobs": [{"token_id": 5, "logprob": -1.0}]}]
-        choice = {"token_ids": [5], "finish_reason": "length", "logprobs": {"content": content}}
-        choice["weight_versions"] = [{"version": "default", "start": 0, "end": 1}]
-        double.fail["/inference/v1/generate"] = JSONResponse({"choices": [choice]})
-        with pytest.raises(BirlError, match="tie with the last of top_k"):
-            await adapter.generate(PROMPT, replace(asked, max_tokens=1))
-
-    run(main)
+    content[0]["logprob"] = -1.0
+    double.fail["/inference/v1/generate"] = JSONResponse({"choices": [{**choice, "weight_versions": []}]})
+    with pytest.raises(EngineDown, match="weight_versions has 0 tokens"):
+        await adapter.generate(PROMPT, params(1))
+    double.labels[0] = "mine"
+    with pytest.raises(BirlError, match="update_weight_version"):
+        await adapter.info()
 
 
-def test_a_request_that_leaves_is_no_longer_listed(folders, compute) -> None:
-    async def main() -> None:
-        adapter, double = pair("vllm", folders, compute)
-        task = asyncio.create_task(adapter.generate(PROMPT, params(400)))
-        while not double.bodies:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not adapter.peer.open and await adapter.abort() == 0
+async def test_the_words_that_were_kept_are_those_with_a_log_prob(folders, compute) -> None:
+    adapter, double = pair("vllm", folders, compute)
+    asked = replace(params(12), top_k=9, top_p=0.9, support=True)
+    answer = (await adapter.generate(PROMPT, asked)).possible()
+    own = await double.engine.generate(PROMPT, asked)
+    assert answer.ids == own.ids and answer.support == own.support and own.support is not None
+    assert (await adapter.generate(PROMPT, replace(asked, support=False))).support is None
+    content = [{"token_id": 5, "logprob": -1.0, "top_logprobs": [{"token_id": 5, "logprob": -1.0}]}]
+    choice = {"token_ids": [5], "finish_reason": "length", "logprobs": {"content": content}}
+    choice["weight_versions"] = [{"version": "default", "start": 0, "end": 1}]
+    double.fail["/inference/v1/generate"] = JSONResponse({"choices": [choice]})
+    with pytest.raises(BirlError, match="tie with the last of top_k"):
+        await adapter.generate(PROMPT, replace(asked, max_tokens=1))
 
-    run(main)
+
+async def test_a_request_that_leaves_is_no_longer_listed(folders, compute) -> None:
+    adapter, double = pair("vllm", folders, compute)
+    task = asyncio.create_task(adapter.generate(PROMPT, params(400)))
+    while not double.bodies:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not adapter.peer.open and await adapter.abort() == 0
 
 
 def test_the_start_command(tmp_path) -> None:

@@ -115,153 +115,129 @@ async def give(found: Broadcast, joined: list[Joined], version: int = 1, pids: l
     return await asyncio.gather(*(one.load(update) for one in joined), return_exceptions=True)
 
 
-def test_every_engine_gets_every_tensor() -> None:
-    async def main() -> None:
-        there = [There() for _ in range(3)]
-        found, joined = broadcast(there)
-        for version in (1, 2):
-            answers = await give(found, joined, version)
-            assert [a.version for a in answers] == [version] * 3
-            assert all(a.bytes == sum(t.nbytes for t in TENSORS.values()) for a in answers)
-        assert found.groups == 1 and all(len(one.groups) == 1 for one in there)  # the same one
-        await give(found, joined, 3, pids=[10, 99, 12])
-        assert found.groups == 2  # one was started again
-        await give(found, joined[:2], 4)
-        assert found.groups == 3 and len(there[2].groups) == 2
-        late = Update(version=4, digests={}, tensors=TENSORS)
-        await joined[0].load(late)  # the fleet mends it
-        assert there[0].alone_loads == 1 and not any(one.alone_loads for one in there[1:])
-        found.close()
-
-    scenario(main)
+async def test_every_engine_gets_every_tensor() -> None:
+    there = [There() for _ in range(3)]
+    found, joined = broadcast(there)
+    for version in (1, 2):
+        answers = await give(found, joined, version)
+        assert [a.version for a in answers] == [version] * 3
+        assert all(a.bytes == sum(t.nbytes for t in TENSORS.values()) for a in answers)
+    assert found.groups == 1 and all(len(one.groups) == 1 for one in there)  # the same one
+    await give(found, joined, 3, pids=[10, 99, 12])
+    assert found.groups == 2  # one was started again
+    await give(found, joined[:2], 4)
+    assert found.groups == 3 and len(there[2].groups) == 2
+    late = Update(version=4, digests={}, tensors=TENSORS)
+    await joined[0].load(late)  # the fleet mends it
+    assert there[0].alone_loads == 1 and not any(one.alone_loads for one in there[1:])
+    found.close()
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("ails", ["gone", "dies"])
-def test_the_others_go_on_without_one_that_is_lost(ails: str, place: int) -> None:
+async def test_the_others_go_on_without_one_that_is_lost(ails: str, place: int) -> None:
     """Wherever it is in Gloo's tree: some of the others wait for it and not for the learner."""
-
-    async def main() -> None:
-        there = [There(ails if i == place else "") for i in range(3)]
-        found, joined = broadcast(there, timeout=120.0)
-        await give(found, joined[:place] + joined[place + 1 :])  # a group without it is there already
-        began = time.monotonic()
-        answers = await give(found, joined, 2)
-        assert time.monotonic() - began < 80  # well before the timeout
-        lost = answers.pop(place)
-        assert isinstance(lost, WeightsFailed) and lost.cause == "unreachable"
-        assert [a.version for a in answers] == [2, 2] and found.groups == 3
-        found.close()
-
-    scenario(main)
+    there = [There(ails if i == place else "") for i in range(3)]
+    found, joined = broadcast(there, timeout=120.0)
+    await give(found, joined[:place] + joined[place + 1 :])  # a group without it is there already
+    began = time.monotonic()
+    answers = await give(found, joined, 2)
+    assert time.monotonic() - began < 80  # well before the timeout
+    lost = answers.pop(place)
+    assert isinstance(lost, WeightsFailed) and lost.cause == "unreachable"
+    assert [a.version for a in answers] == [2, 2] and found.groups == 3
+    found.close()
 
 
-def test_one_that_hangs_is_left_behind_when_the_fleet_says_so() -> None:
+async def test_one_that_hangs_is_left_behind_when_the_fleet_says_so() -> None:
     """A frozen process: no connection breaks, and only the fleet's looks find it."""
-
-    async def main() -> None:
-        there = [There("hangs"), There(), There()]
-        found, joined = broadcast(there, timeout=4.0)
-        update = Update(version=1, digests=digests(TENSORS), tensors=TENSORS)
-        found.expect(dict.fromkeys(joined, 7), update)
-        loads = [asyncio.create_task(one.load(update)) for one in joined]
-        await asyncio.sleep(0.5)
-        assert not any(task.done() for task in loads)
-        loads[0].cancel()
-        assert [a.version for a in await asyncio.gather(*loads[1:])] == [1, 1]
-        found.close()
-
-    scenario(main)
+    there = [There("hangs"), There(), There()]
+    found, joined = broadcast(there, timeout=4.0)
+    update = Update(version=1, digests=digests(TENSORS), tensors=TENSORS)
+    found.expect(dict.fromkeys(joined, 7), update)
+    loads = [asyncio.create_task(one.load(update)) for one in joined]
+    await asyncio.sleep(0.5)
+    assert not any(task.done() for task in loads)
+    loads[0].cancel()
+    assert [a.version for a in await asyncio.gather(*loads[1:])] == [1, 1]
+    found.close()
 
 
-def test_nobody_waits_longer_than_the_timeout() -> None:
-    async def main() -> None:
-        found, joined = broadcast([There()], timeout=0.5)
-        await give(found, joined)
-        invited = replace(await found._invitation(2, found.source), rank=1)
-        member, began = joined[0].alone.membership, time.monotonic()  # type: ignore[attr-defined]
-        with pytest.raises(WeightsFailed, match=r"rank 1 of 2: .*(0.5 s|500ms)") as caught:
-            await member.receive(member.group.name)  # and rank 0 sends nothing
-        assert caught.value.cause == "unreachable" and member.group.closed.is_set()
+async def test_nobody_waits_longer_than_the_timeout() -> None:
+    found, joined = broadcast([There()], timeout=0.5)
+    await give(found, joined)
+    invited = replace(await found._invitation(2, found.source), rank=1)
+    member, began = joined[0].alone.membership, time.monotonic()  # type: ignore[attr-defined]
+    with pytest.raises(WeightsFailed, match=r"rank 1 of 2: .*(0.5 s|500ms)") as caught:
+        await member.receive(member.group.name)  # and rank 0 sends nothing
+    assert caught.value.cause == "unreachable" and member.group.closed.is_set()
+    with pytest.raises(WeightsFailed, match="rank 1 of 3"):
+        await member.join(invited)  # and nobody else does
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(WeightsFailed, match="rank 1 of 3"):
-            await member.join(invited)  # and nobody else does
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            nobody = f"127.0.0.1:{taken.getsockname()[1]}"
-            with pytest.raises(WeightsFailed, match="rank 1 of 3"):
-                await member.join(replace(invited, store=nobody))
-        assert time.monotonic() - began < 60
-        found.close()
-
-    scenario(main)
+            await member.join(replace(invited, store=nobody))
+    assert time.monotonic() - began < 60
+    found.close()
 
 
-def test_a_refusal_is_told_and_the_others_are_not_kept() -> None:
-    async def main() -> None:
-        other = {**shapes_of(TENSORS), "a.bias": ((6,), torch.float32)}
-        there = [There("refuses"), There(), There(shapes=other)]
-        found, joined = broadcast(there)
-        answers = await give(found, joined)
-        assert [getattr(a, "cause", "") for a in answers] == ["stale", "", "mismatch"] and answers[1].version == 1
-        assert "a.bias is float32 [5] and should be float32 [6]" in str(answers[2])
-        found.close()
-
-    scenario(main)
+async def test_a_refusal_is_told_and_the_others_are_not_kept() -> None:
+    other = {**shapes_of(TENSORS), "a.bias": ((6,), torch.float32)}
+    there = [There("refuses"), There(), There(shapes=other)]
+    found, joined = broadcast(there)
+    answers = await give(found, joined)
+    assert [getattr(a, "cause", "") for a in answers] == ["stale", "", "mismatch"] and answers[1].version == 1
+    assert "a.bias is float32 [5] and should be float32 [6]" in str(answers[2])
+    found.close()
 
 
-def test_a_member_of_another_group_takes_nothing() -> None:
-    async def main() -> None:
-        there = There()
-        with pytest.raises(WeightsFailed, match="not in the group 'g'"):
-            await there.membership.receive("g")
-        found, joined = broadcast([there])
-        await give(found, joined)
-        there.membership.leave()  # the learner does not know
-        assert (await give(found, joined, 2))[0].version == 2 and found.groups == 2
-        there.membership.leave()
-        there.ails = "hangs"
-        task = asyncio.create_task(there.membership.join(replace(there.groups[-1], group="x", size=3)))
-        await asyncio.sleep(0.1)
-        there.membership.leave()
-        with pytest.raises(WeightsFailed, match="it was left"):
-            await task
-        found.close()
-
-    scenario(main)
+async def test_a_member_of_another_group_takes_nothing() -> None:
+    there = There()
+    with pytest.raises(WeightsFailed, match="not in the group 'g'"):
+        await there.membership.receive("g")
+    found, joined = broadcast([there])
+    await give(found, joined)
+    there.membership.leave()  # the learner does not know
+    assert (await give(found, joined, 2))[0].version == 2 and found.groups == 2
+    there.membership.leave()
+    there.ails = "hangs"
+    task = asyncio.create_task(there.membership.join(replace(there.groups[-1], group="x", size=3)))
+    await asyncio.sleep(0.1)
+    there.membership.leave()
+    with pytest.raises(WeightsFailed, match="it was left"):
+        await task
+    found.close()
 
 
-def test_a_sharded_learner_gathers_one_bucket_at_a_time(tiny: Path, compute: ThreadPoolExecutor) -> None:
+async def test_a_sharded_learner_gathers_one_bucket_at_a_time(tiny: Path, compute: ThreadPoolExecutor) -> None:
     """Rank 0 of ranks that have parts of the weights sends each bucket as it is gathered, on the compute thread."""
+    learner = Learner(load_model(tiny), dtype=torch.bfloat16)
+    tensors, asked = published(learner.model), []
 
-    async def main() -> None:
-        learner = Learner(load_model(tiny), dtype=torch.bfloat16)
-        tensors, asked = published(learner.model), []
+    def gather(names: Sequence[str]) -> list[torch.Tensor]:
+        asked.append((threading.current_thread(), sum(tensors[n].nbytes for n in names)))
+        return [tensors[n] for n in names]
 
-        def gather(names: Sequence[str]) -> list[torch.Tensor]:
-            asked.append((threading.current_thread(), sum(tensors[n].nbytes for n in names)))
-            return [tensors[n] for n in names]
-
-        gathered = Gathered(learner.model, torch.bfloat16, gather)
-        there = There(shapes=shapes_of(tensors))
-        found, joined = broadcast([there], bucket_mb=0.05)
-        sender = Sender(
-            **{"learner": learner, "fleet": None, "remotes": list, "method": "nccl", "root": Path("/nowhere")},
-            **{"beside": tiny, "compute": compute, "canary": Canary(learner, PROMPTS, 1e-3), "timeout": 30.0},
-            **{"broadcast": found, "gathered": gathered},
-        )  # type: ignore[arg-type]
-        update = await asyncio.get_running_loop().run_in_executor(compute, sender.update)
-        assert not update.folder and update.digests == digests(tensors)
-        asked.clear()
-        found.expect({joined[0]: 1}, update)
-        await joined[0].load(update)
-        assert digests(there.had) == update.digests
-        names = {thread.name for thread, _ in asked}
-        largest = max(t.nbytes for t in tensors.values())
-        assert names == {compute.submit(threading.current_thread).result().name} and len(asked) > 3
-        assert max(size for _, size in asked) <= max(0.05 * 2**20, largest)
-        found.close()
-
-    scenario(main)
+    gathered = Gathered(learner.model, torch.bfloat16, gather)
+    there = There(shapes=shapes_of(tensors))
+    found, joined = broadcast([there], bucket_mb=0.05)
+    sender = Sender(
+        **{"learner": learner, "fleet": None, "remotes": list, "method": "nccl", "root": Path("/nowhere")},
+        **{"beside": tiny, "compute": compute, "canary": Canary(learner, PROMPTS, 1e-3), "timeout": 30.0},
+        **{"broadcast": found, "gathered": gathered},
+    )  # type: ignore[arg-type]
+    update = await asyncio.get_running_loop().run_in_executor(compute, sender.update)
+    assert not update.folder and update.digests == digests(tensors)
+    asked.clear()
+    found.expect({joined[0]: 1}, update)
+    await joined[0].load(update)
+    assert digests(there.had) == update.digests
+    names = {thread.name for thread, _ in asked}
+    largest = max(t.nbytes for t in tensors.values())
+    assert names == {compute.submit(threading.current_thread).result().name} and len(asked) > 3
+    assert max(size for _, size in asked) <= max(0.05 * 2**20, largest)
+    found.close()
 
 
 def test_an_engine_that_comes_back_gets_what_was_sent_or_waits(tiny: Path, compute: ThreadPoolExecutor) -> None:
@@ -338,20 +314,16 @@ def test_gpus_are_told_apart(monkeypatch) -> None:
         Membership(shapes={}, device=CPU).check(invited)
 
 
-def test_it_listens_on_loopback_only() -> None:
+async def test_it_listens_on_loopback_only() -> None:
     assert own_address("127.0.0.1") == own_address("localhost") == "127.0.0.1" and own_address("::1") == "::1"
-
-    async def main() -> None:
-        there = There()
-        found, joined = broadcast([there])
-        before = listening()
-        await give(found, joined)
-        new = listening() - before
-        assert len(new) >= 3 and all(address.startswith("0100007F:") for address in new), new  # store, and each rank
-        found.close()
-        there.membership.leave()
-
-    scenario(main)
+    there = There()
+    found, joined = broadcast([there])
+    before = listening()
+    await give(found, joined)
+    new = listening() - before
+    assert len(new) >= 3 and all(address.startswith("0100007F:") for address in new), new  # store, and each rank
+    found.close()
+    there.membership.leave()
 
 
 def listening() -> set[str]:

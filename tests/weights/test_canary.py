@@ -15,31 +15,28 @@ from birl.learner.learner import Learner
 from birl.models.load import load_model
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 from birl.weights.canary import Canary
-from tests.scenario import scenario
 from tests.weights.test_weights import sender, train
 
 
-def test_the_canary_finds_an_engine_that_computes_with_something_else(tiny: Path, tmp_path: Path, compute) -> None:
+async def test_the_canary_finds_an_engine_that_computes_with_something_else(
+    tiny: Path, tmp_path: Path, compute
+) -> None:
     """vLLM #52689, TRL #5312: the right bytes are there, and a copy in another layout is what is used."""
+    found, local = sender(tiny, tmp_path, compute, "reload")
+    await found.publish()
+    train(found.learner)
+    original = local.engine.load
 
-    async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload")
+    async def stale_copy(update: Update) -> Held:
+        held = await original(update)
+        local.engine.runner.model.model.norm.weight.data += 0.5  # type: ignore[union-attr, operator]
+        return held
+
+    local.engine.load = stale_copy  # type: ignore[method-assign]
+    with pytest.raises(WeightsFailed, match="computes other log-probs") as caught:
         await found.publish()
-        train(found.learner)
-        original = local.engine.load
-
-        async def stale_copy(update: Update) -> Held:
-            held = await original(update)
-            local.engine.runner.model.model.norm.weight.data += 0.5  # type: ignore[union-attr, operator]
-            return held
-
-        local.engine.load = stale_copy  # type: ignore[method-assign]
-        with pytest.raises(WeightsFailed, match="computes other log-probs") as caught:
-            await found.publish()
-        assert caught.value.cause == "numbers"
-        await local.engine.close()
-
-    scenario(main)
+    assert caught.value.cause == "numbers"
+    await local.engine.close()
 
 
 SPOKEN = {
@@ -53,48 +50,38 @@ SPOKEN = {
 }
 
 
-def test_a_canary_that_is_not_answered_rightly_stops_at_once(tiny: Path, tmp_path: Path, compute) -> None:
+async def test_a_canary_that_is_not_answered_rightly_stops_at_once(tiny: Path, tmp_path: Path, compute) -> None:
     """Another answer would be no better: `timeout` is not waited for."""
+    found, local = sender(tiny, tmp_path, compute, "reload")
 
-    async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload")
+    async def generate(*_: object) -> Completion:
+        raise Malformed("http://one returned no completion: 'tokens'")
 
-        async def generate(*_: object) -> Completion:
-            raise Malformed("http://one returned no completion: 'tokens'")
-
-        local.generate = generate  # type: ignore[method-assign]
-        found.timeout = 1e6
-        with pytest.raises(
-            WeightsFailed, match="gives the canary no answer: http://one returned no completion"
-        ) as caught:
-            await found.publish()
-        assert caught.value.cause == "mismatch"
-        await local.engine.close()
-
-    scenario(main)
+    local.generate = generate  # type: ignore[method-assign]
+    found.timeout = 1e6
+    with pytest.raises(WeightsFailed, match="gives the canary no answer: http://one returned no completion") as caught:
+        await found.publish()
+    assert caught.value.cause == "mismatch"
+    await local.engine.close()
 
 
 @pytest.mark.parametrize("lie", SPOKEN)
-def test_the_canary_samples_too(tiny: Path, tmp_path: Path, compute, lie: str) -> None:
+async def test_the_canary_samples_too(tiny: Path, tmp_path: Path, compute, lie: str) -> None:
     """An engine that scores given tokens rightly, and reports something else of those that it draws."""
+    found, local = sender(tiny, tmp_path, compute, "reload", max_gap=0.1)
+    await found.publish()
+    train(found.learner)
+    honest = local.generate
 
-    async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload", max_gap=0.1)
+    async def generate(ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+        answer = await honest(ids, params)
+        return answer if params.forced else SPOKEN[lie](answer)
+
+    local.generate = generate  # type: ignore[method-assign]
+    with pytest.raises(WeightsFailed, match=r"it samples than for the same|log-prob of token") as caught:
         await found.publish()
-        train(found.learner)
-        honest = local.generate
-
-        async def generate(ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
-            answer = await honest(ids, params)
-            return answer if params.forced else SPOKEN[lie](answer)
-
-        local.generate = generate  # type: ignore[method-assign]
-        with pytest.raises(WeightsFailed, match=r"it samples than for the same|log-prob of token") as caught:
-            await found.publish()
-        assert caught.value.cause == "numbers"
-        await local.engine.close()
-
-    scenario(main)
+    assert caught.value.cause == "numbers"
+    await local.engine.close()
 
 
 @pytest.mark.parametrize(("noise", "ago"), [(0.0, 1), (0.0, 3), (0.004, 1)])

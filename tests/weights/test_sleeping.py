@@ -10,7 +10,6 @@ import pytest
 from birl.errors import BirlError
 from birl.train.build import publisher_of
 from birl.weights import publish
-from tests.scenario import scenario
 from tests.weights.test_weights import sender, train
 
 
@@ -22,51 +21,44 @@ async def published(tiny: Path, tmp_path: Path, compute: ThreadPoolExecutor) -> 
     return found, local
 
 
-def test_servers_that_sleep_and_keep_their_memory_stop_the_run(
+async def test_servers_that_sleep_and_keep_their_memory_stop_the_run(
     tiny: Path, tmp_path: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM without --enable-sleep-mode says that it sleeps, and keeps everything."""
-
-    async def main() -> None:
-        found, local = await published(tiny, tmp_path, compute)
-        free = iter([10 * 2**30, 11 * 2**30, 10 * 2**30, 14 * 2**30])
-        monkeypatch.setattr(publish, "free_memory", lambda device: next(free))
-        found.owed = 4 * 2**30
-        with pytest.raises(BirlError, match=r"1\.00 GiB .* 4\.00 GiB: 3\.00 GiB are missing.*--enable-sleep-mode"):
-            await found.rest()
-        found.owed = 4 * 2**30
+    found, local = await published(tiny, tmp_path, compute)
+    free = iter([10 * 2**30, 11 * 2**30, 10 * 2**30, 14 * 2**30])
+    monkeypatch.setattr(publish, "free_memory", lambda device: next(free))
+    found.owed = 4 * 2**30
+    with pytest.raises(BirlError, match=r"1\.00 GiB .* 4\.00 GiB: 3\.00 GiB are missing.*--enable-sleep-mode"):
         await found.rest()
-        await local.engine.close()
+    found.owed = 4 * 2**30
+    await found.rest()
+    await local.engine.close()
 
-    scenario(main)
 
-
-def test_what_the_learner_does_not_need_is_there_before_a_server_wakes(
+async def test_what_the_learner_does_not_need_is_there_before_a_server_wakes(
     tiny: Path, tmp_path: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        found, local = await published(tiny, tmp_path, compute)
-        await found.rest()
-        order: list[str] = []
-        wake = local.wake
+    found, local = await published(tiny, tmp_path, compute)
+    await found.rest()
+    order: list[str] = []
+    wake = local.wake
 
-        async def noted() -> None:
-            order.append("wake")
-            await wake()
+    async def noted() -> None:
+        order.append("wake")
+        await wake()
 
-        monkeypatch.setattr(local, "wake", noted)
-        monkeypatch.setattr(publish, "give_back", lambda device: order.append("give back"))
-        train(found.learner)
-        await found.publish()
-        assert order == ["give back", "wake"]
-        await found.rest()
-        found.clear = lambda: order.append("every rank")
-        train(found.learner)
-        await found.publish()
-        assert order[2:] == ["every rank", "wake"]
-        await local.engine.close()
-
-    scenario(main)
+    monkeypatch.setattr(local, "wake", noted)
+    monkeypatch.setattr(publish, "give_back", lambda device: order.append("give back"))
+    train(found.learner)
+    await found.publish()
+    assert order == ["give back", "wake"]
+    await found.rest()
+    found.clear = lambda: order.append("every rank")
+    train(found.learner)
+    await found.publish()
+    assert order[2:] == ["every rank", "wake"]
+    await local.engine.close()
 
 
 def test_every_rank_gives_back_what_it_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests
 from birl.types import SamplingParams, Update
 from birl.weights.broadcast import Broadcast, Joined
-from tests.weights.test_broadcast import TENSORS, Whole, scenario
+from tests.weights.test_broadcast import TENSORS, Whole
 
 SPAN = timedelta(seconds=20)
 NCCL, UNIQUE_ID = vllm.Communicator, vllm.unique_id  # in place of which other tests have Gloo
@@ -148,117 +148,102 @@ async def closed(broadcast: Broadcast, remotes: list[Any]) -> None:
         await remote.close()
 
 
-def test_ranks_of_vllm_get_every_tensor_from_one_broadcast(processes: list[Process]) -> None:
-    async def main() -> None:
-        broadcast, joined, remotes = group("vllm", processes)
-        for version in (1, 2):
-            answers = await give(broadcast, joined, version)
-            assert [a.version for a in answers] == [version] * 2 and broadcast.groups == 1, answers
-            assert all(a.digest == "" and a.bytes == sum(t.nbytes for t in TENSORS.values()) for a in answers)
-        for process, ranks in zip(processes, (2, 1), strict=True):
-            told = process.ask("/test_held")
-            assert told["held"] == [sent()] * ranks
-            once = [c.partition("?")[0] for c in told["calls"] if c not in ("/update_weights",)]
-            assert once[-8:] == [
-                *("/pause", "/start_weight_update", "/finish_weight_update", "/update_weight_version"),
-                *("/reset_prefix_cache", "/weight_info", "/resume", "/test_held"),
-            ]
-            assert told["calls"].count("/update_weights") == 2 * 5  # buckets
-        late = Update(version=2, digests={}, tensors=Whole(TENSORS), anew=True)
-        late.tensors.check = lambda: None  # type: ignore[attr-defined]
-        assert (await joined[1].load(late)).version == 2 and broadcast.groups == 2  # alone, in a group of its own
-        assert [a.version for a in await give(broadcast, joined, 3)] == [3, 3] and broadcast.groups == 3
-        await closed(broadcast, remotes)
-
-    scenario(main)
-
-
-def test_sglang_joins_as_torch_does_and_takes_flat_buckets(processes: list[Process]) -> None:
-    async def main() -> None:
-        broadcast, joined, remotes = group("sglang", processes[1:])
-        for version in (1, 2):
-            answers = await give(broadcast, joined, version)
-            assert [getattr(a, "version", a) for a in answers] == [version] and broadcast.groups == 1
-        told = processes[1].ask("/test_held")
-        assert told["held"] == [sent()] and remotes[0].version == 2
-        assert told["calls"][-5:] == [
-            *("/update_weights_from_distributed", "/end_weight_update", "/model_info"),
-            *("/continue_generation", "/test_held"),
+async def test_ranks_of_vllm_get_every_tensor_from_one_broadcast(processes: list[Process]) -> None:
+    broadcast, joined, remotes = group("vllm", processes)
+    for version in (1, 2):
+        answers = await give(broadcast, joined, version)
+        assert [a.version for a in answers] == [version] * 2 and broadcast.groups == 1, answers
+        assert all(a.digest == "" and a.bytes == sum(t.nbytes for t in TENSORS.values()) for a in answers)
+    for process, ranks in zip(processes, (2, 1), strict=True):
+        told = process.ask("/test_held")
+        assert told["held"] == [sent()] * ranks
+        once = [c.partition("?")[0] for c in told["calls"] if c not in ("/update_weights",)]
+        assert once[-8:] == [
+            *("/pause", "/start_weight_update", "/finish_weight_update", "/update_weight_version"),
+            *("/reset_prefix_cache", "/weight_info", "/resume", "/test_held"),
         ]
-        broadcast._leave()
-        assert (await give(broadcast, joined, 3))[0].version == 3 and broadcast.groups == 2
-        assert "/destroy_weights_update_group" in processes[1].ask("/test_held")["calls"]
-        await closed(broadcast, remotes)
-
-    scenario(main)
-
-
-def test_what_fails_is_one_line_and_the_next_update_mends_it(processes: list[Process]) -> None:
-    async def main() -> None:
-        own = processes[1:]
-        for kind, path, status, said in (
-            ("vllm", "/init_weight_transfer_engine", 500, "/init_weight_transfer_engine: 500"),
-            ("vllm", "/update_weights", 500, "/update_weights: 500: it is out of order"),
-            ("sglang", "/update_weights_from_distributed", 400, "_distributed: 400: it is out of order"),
-            ("sglang", "/init_weights_update_group", 400, "_group: 400: it is out of order"),
-        ):
-            broadcast, joined, remotes = group(kind, own)
-            processes[1].ask("/test_fail", fail={path: status})
-            error = (await give(broadcast, joined, 1))[0]
-            assert isinstance(error, WeightsFailed if "update_w" in path or kind == "vllm" else BirlError), error
-            assert said in str(error) and "\n" not in str(error)
-            if "update_w" in path:
-                assert "The engine is broken" in str(error) and remotes[0].broken
-                with pytest.raises(EngineDown, match="half-way"):
-                    await remotes[0].generate((5, 6), SamplingParams(max_tokens=1))
-            processes[1].ask("/test_fail")
-            assert (await give(broadcast, joined, 2))[0].version == 2 and not remotes[0].broken
-            assert processes[1].ask("/test_held")["held"] == [sent()]
-            await closed(broadcast, remotes)
-
-    scenario(main)
+        assert told["calls"].count("/update_weights") == 2 * 5  # buckets
+    late = Update(version=2, digests={}, tensors=Whole(TENSORS), anew=True)
+    late.tensors.check = lambda: None  # type: ignore[attr-defined]
+    assert (await joined[1].load(late)).version == 2 and broadcast.groups == 2  # alone, in a group of its own
+    assert [a.version for a in await give(broadcast, joined, 3)] == [3, 3] and broadcast.groups == 3
+    await closed(broadcast, remotes)
 
 
-def test_what_cannot_work_is_told_before_it_is_tried(processes: list[Process]) -> None:
-    async def main() -> None:
-        broadcast, joined, remotes = group("vllm", processes[1:])
-        processes[1].ask("/test_fail", backend=None)
+async def test_sglang_joins_as_torch_does_and_takes_flat_buckets(processes: list[Process]) -> None:
+    broadcast, joined, remotes = group("sglang", processes[1:])
+    for version in (1, 2):
+        answers = await give(broadcast, joined, version)
+        assert [getattr(a, "version", a) for a in answers] == [version] and broadcast.groups == 1
+    told = processes[1].ask("/test_held")
+    assert told["held"] == [sent()] and remotes[0].version == 2
+    assert told["calls"][-5:] == [
+        *("/update_weights_from_distributed", "/end_weight_update", "/model_info"),
+        *("/continue_generation", "/test_held"),
+    ]
+    broadcast._leave()
+    assert (await give(broadcast, joined, 3))[0].version == 3 and broadcast.groups == 2
+    assert "/destroy_weights_update_group" in processes[1].ask("/test_held")["calls"]
+    await closed(broadcast, remotes)
+
+
+async def test_what_fails_is_one_line_and_the_next_update_mends_it(processes: list[Process]) -> None:
+    own = processes[1:]
+    for kind, path, status, said in (
+        ("vllm", "/init_weight_transfer_engine", 500, "/init_weight_transfer_engine: 500"),
+        ("vllm", "/update_weights", 500, "/update_weights: 500: it is out of order"),
+        ("sglang", "/update_weights_from_distributed", 400, "_distributed: 400: it is out of order"),
+        ("sglang", "/init_weights_update_group", 400, "_group: 400: it is out of order"),
+    ):
+        broadcast, joined, remotes = group(kind, own)
+        processes[1].ask("/test_fail", fail={path: status})
         error = (await give(broadcast, joined, 1))[0]
-        processes[1].ask("/test_fail", backend="nccl")
-        assert isinstance(error, BirlError) and '--weight-transfer-config \'{"backend": "nccl"}\'' in str(error)
-        await closed(broadcast, remotes)
-        broadcast, joined, remotes = group("sglang", processes[1:])
-
-        async def more() -> int:  # than come
-            return 2
-
-        remotes[0].transfer.ranks = more
-        broadcast.timeout = 1.0
-        error = (await give(broadcast, joined, 1))[0]
-        assert isinstance(error, WeightsFailed) and error.cause == "unreachable" and ("of 3" in (line := str(error)))
-        assert "rank 0 of 3" in line or "group of 3 ranks from rank 1 on" in line  # who is late first
+        assert isinstance(error, WeightsFailed if "update_w" in path or kind == "vllm" else BirlError), error
+        assert said in str(error) and "\n" not in str(error)
+        if "update_w" in path:
+            assert "The engine is broken" in str(error) and remotes[0].broken
+            with pytest.raises(EngineDown, match="half-way"):
+                await remotes[0].generate((5, 6), SamplingParams(max_tokens=1))
+        processes[1].ask("/test_fail")
+        assert (await give(broadcast, joined, 2))[0].version == 2 and not remotes[0].broken
+        assert processes[1].ask("/test_held")["held"] == [sent()]
         await closed(broadcast, remotes)
 
-    scenario(main)
+
+async def test_what_cannot_work_is_told_before_it_is_tried(processes: list[Process]) -> None:
+    broadcast, joined, remotes = group("vllm", processes[1:])
+    processes[1].ask("/test_fail", backend=None)
+    error = (await give(broadcast, joined, 1))[0]
+    processes[1].ask("/test_fail", backend="nccl")
+    assert isinstance(error, BirlError) and '--weight-transfer-config \'{"backend": "nccl"}\'' in str(error)
+    await closed(broadcast, remotes)
+    broadcast, joined, remotes = group("sglang", processes[1:])
+
+    async def more() -> int:  # than come
+        return 2
+
+    remotes[0].transfer.ranks = more
+    broadcast.timeout = 1.0
+    error = (await give(broadcast, joined, 1))[0]
+    assert isinstance(error, WeightsFailed) and error.cause == "unreachable" and ("of 3" in (line := str(error)))
+    assert "rank 0 of 3" in line or "group of 3 ranks from rank 1 on" in line  # who is late first
+    await closed(broadcast, remotes)
 
 
-def test_one_that_dies_in_the_middle_leaves_the_other_to_go_on(processes: list[Process]) -> None:
-    async def main() -> None:
-        dies = Process(1)
-        broadcast, joined, remotes = group("vllm", [processes[0], dies])
-        assert [a.version for a in await give(broadcast, joined, 1)] == [1, 1]
-        dies.ask("/test_fail", fail={"/update_weights": 0})
-        answers = await give(broadcast, joined, 2)
-        assert answers[0].version == 2 and processes[0].ask("/test_held")["held"] == [sent()] * 2
-        assert isinstance(answers[1], WeightsFailed) and answers[1].cause == "unreachable"
-        assert broadcast.groups == 2
-        dies.end()
-        await closed(broadcast, remotes)
-
-    scenario(main)
+async def test_one_that_dies_in_the_middle_leaves_the_other_to_go_on(processes: list[Process]) -> None:
+    dies = Process(1)
+    broadcast, joined, remotes = group("vllm", [processes[0], dies])
+    assert [a.version for a in await give(broadcast, joined, 1)] == [1, 1]
+    dies.ask("/test_fail", fail={"/update_weights": 0})
+    answers = await give(broadcast, joined, 2)
+    assert answers[0].version == 2 and processes[0].ask("/test_held")["held"] == [sent()] * 2
+    assert isinstance(answers[1], WeightsFailed) and answers[1].cause == "unreachable"
+    assert broadcast.groups == 2
+    dies.end()
+    await closed(broadcast, remotes)
 
 
-def test_an_engine_never_waits_for_weights_that_are_gone(processes: list[Process]) -> None:
+async def test_an_engine_never_waits_for_weights_that_are_gone(processes: list[Process]) -> None:
     """Its workers cannot be called back: they get the other buckets, and what they hold then does not count."""
 
     class Going(Whole):
@@ -270,15 +255,12 @@ def test_an_engine_never_waits_for_weights_that_are_gone(processes: list[Process
                 raise WeightsFailed("stale", "The learner has trained on.")
             return super().flat(names)
 
-    async def main() -> None:
-        broadcast, joined, remotes = group("vllm", processes[1:])
-        broadcast.source = Going(TENSORS)  # type: ignore[assignment]
-        error = (await give(broadcast, joined, 1))[0]
-        assert isinstance(error, WeightsFailed) and error.cause == "stale"
-        assert processes[1].ask("/test_held")["held"] != [sent()]
-        broadcast.source = Whole(TENSORS)  # type: ignore[assignment]
-        assert (await give(broadcast, joined, 2))[0].version == 2
-        assert processes[1].ask("/test_held")["held"] == [sent()]
-        await closed(broadcast, remotes)
-
-    scenario(main)
+    broadcast, joined, remotes = group("vllm", processes[1:])
+    broadcast.source = Going(TENSORS)  # type: ignore[assignment]
+    error = (await give(broadcast, joined, 1))[0]
+    assert isinstance(error, WeightsFailed) and error.cause == "stale"
+    assert processes[1].ask("/test_held")["held"] != [sent()]
+    broadcast.source = Whole(TENSORS)  # type: ignore[assignment]
+    assert (await give(broadcast, joined, 2))[0].version == 2
+    assert processes[1].ask("/test_held")["held"] == [sent()]
+    await closed(broadcast, remotes)

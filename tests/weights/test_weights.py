@@ -22,7 +22,6 @@ from birl.weights import folder
 from birl.weights.canary import Canary
 from birl.weights.publish import Sender, Volume, shared_memory
 from birl.weights.publisher import published
-from tests.scenario import scenario
 
 PROMPTS = [tuple(range(5, 5 + n)) for n in (2, 9, 30)]
 
@@ -91,209 +90,172 @@ def sender(tiny: Path, root: Path, compute, method: str, dtype=torch.bfloat16, *
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("method", ["reload", "direct"])
 @pytest.mark.parametrize("lora", [None, Lora(rank=2, alpha=4.0, targets=("all-linear",), dora=False, seed=0)])
-def test_the_engine_has_what_was_trained(tiny: Path, tmp_path: Path, compute, method, dtype, lora) -> None:
+async def test_the_engine_has_what_was_trained(tiny: Path, tmp_path: Path, compute, method, dtype, lora) -> None:
     """verl #7495: adapters were never sent, and it looked like staleness for two months."""
-
-    async def main() -> None:
-        bound = 1e-5 if dtype == torch.float32 else 0.05 if kernels.problem() else 0.0
-        found, local = sender(tiny, tmp_path, compute, method, dtype, lora=lora, max_gap=max(bound, 1e-3))
-        for step in range(3):
-            sent = await found.publish()
-            tensors = published(found.learner.model)
-            assert sent.version == local.engine.version == step and sent.bytes == sum(
-                t.nbytes for t in tensors.values()
-            )
-            assert sent.digest == whole(await local.engine.digests()) == whole(digests(tensors))
-            assert sent.gap <= bound
-            train(found.learner, step)
-        assert len({u.version for u in local.loads}) == 3
-        assert len(set(map(str, (tmp_path / "weights").glob("v*")))) == (2 if method == "reload" else 0)
-        await local.engine.close()
-
-    scenario(main)
+    bound = 1e-5 if dtype == torch.float32 else 0.05 if kernels.problem() else 0.0
+    found, local = sender(tiny, tmp_path, compute, method, dtype, lora=lora, max_gap=max(bound, 1e-3))
+    for step in range(3):
+        sent = await found.publish()
+        tensors = published(found.learner.model)
+        assert sent.version == local.engine.version == step and sent.bytes == sum(t.nbytes for t in tensors.values())
+        assert sent.digest == whole(await local.engine.digests()) == whole(digests(tensors))
+        assert sent.gap <= bound
+        train(found.learner, step)
+    assert len({u.version for u in local.loads}) == 3
+    assert len(set(map(str, (tmp_path / "weights").glob("v*")))) == (2 if method == "reload" else 0)
+    await local.engine.close()
 
 
 @pytest.mark.parametrize("way", ["refuses", "hangs"])
-def test_an_engine_that_is_lost_before_its_canary_stops_nothing(tiny: Path, tmp_path: Path, compute, way) -> None:
+async def test_an_engine_that_is_lost_before_its_canary_stops_nothing(tiny: Path, tmp_path: Path, compute, way) -> None:
     """It was killed, or frozen, after it took the weights; the other one proves them."""
+    found, local = sender(tiny, tmp_path, compute, "reload")
+    other = Local(tiny, compute, torch.bfloat16)
+    ready = [local, other]
 
-    async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload")
-        other = Local(tiny, compute, torch.bfloat16)
-        ready = [local, other]
+    async def lost(*_: object) -> Completion:
+        if way == "refuses":
+            raise EngineDown("connection refused")
+        if other in ready:
+            ready.remove(other)  # the router finds out
+        await asyncio.sleep(60)
+        raise AssertionError
 
-        async def lost(*_: object) -> Completion:
-            if way == "refuses":
-                raise EngineDown("connection refused")
-            if other in ready:
-                ready.remove(other)  # the router finds out
-            await asyncio.sleep(60)
-            raise AssertionError
-
-        other.generate = lost  # type: ignore[method-assign]
-        found.remotes = lambda: tuple(ready)  # type: ignore[assignment]
-        began = time.monotonic()
-        assert (await found.publish()).gap == 0 and time.monotonic() - began < 50
-        train(found.learner)
-        ready[:] = [other]
-        found.timeout = 1.0
-        with pytest.raises(WeightsFailed, match="did not arrive within") as caught:  # nobody is left to prove them
-            await found.publish()
-        assert caught.value.cause == "unreachable" and (way == "hangs" or "connection refused" in str(caught.value))
-        await local.engine.close()
-
-    scenario(main)
-
-
-def test_weights_that_did_not_change_are_not_sent_again(tiny: Path, tmp_path: Path, compute) -> None:
-    async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload")
+    other.generate = lost  # type: ignore[method-assign]
+    found.remotes = lambda: tuple(ready)  # type: ignore[assignment]
+    began = time.monotonic()
+    assert (await found.publish()).gap == 0 and time.monotonic() - began < 50
+    train(found.learner)
+    ready[:] = [other]
+    found.timeout = 1.0
+    with pytest.raises(WeightsFailed, match="did not arrive within") as caught:  # nobody is left to prove them
         await found.publish()
-        again = await found.publish()
-        assert len(local.loads) == 1 and again.bytes == 0
-        await local.engine.close()
-
-    scenario(main)
+    assert caught.value.cause == "unreachable" and (way == "hangs" or "connection refused" in str(caught.value))
+    await local.engine.close()
 
 
-def test_what_is_sent_is_a_model_that_transformers_loads(tiny: Path, tmp_path: Path, compute) -> None:
+async def test_weights_that_did_not_change_are_not_sent_again(tiny: Path, tmp_path: Path, compute) -> None:
+    found, local = sender(tiny, tmp_path, compute, "reload")
+    await found.publish()
+    again = await found.publish()
+    assert len(local.loads) == 1 and again.bytes == 0
+    await local.engine.close()
+
+
+async def test_what_is_sent_is_a_model_that_transformers_loads(tiny: Path, tmp_path: Path, compute) -> None:
     """vLLM and SGLang read the same folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload", torch.float32)
-        train(found.learner)
-        await found.publish()
-        path = local.loads[-1].folder
-        model = AutoModelForCausalLM.from_pretrained(path)
-        own = dict(found.learner.model.named_parameters())
-        assert all((p == own[n]).all() for n, p in model.named_parameters())
-        assert len(AutoTokenizer.from_pretrained(path)) == len(load_tokenizer(tiny))
-        await local.engine.close()
-
-    scenario(main)
+    found, local = sender(tiny, tmp_path, compute, "reload", torch.float32)
+    train(found.learner)
+    await found.publish()
+    path = local.loads[-1].folder
+    model = AutoModelForCausalLM.from_pretrained(path)
+    own = dict(found.learner.model.named_parameters())
+    assert all((p == own[n]).all() for n, p in model.named_parameters())
+    assert len(AutoTokenizer.from_pretrained(path)) == len(load_tokenizer(tiny))
+    await local.engine.close()
 
 
-def test_a_sleeping_engine_wakes_with_the_new_weights(tiny: Path, tmp_path: Path, compute) -> None:
-    async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload")
-        found.sleeping = [local]  # type: ignore[list-item]
-        await found.publish()
-        await found.rest()
-        assert local.engine.asleep and not sum(p.nbytes for p in local.engine.runner.model.parameters())
-        train(found.learner)
-        sent = await found.publish()
-        assert sent.gap == 0 and local.engine.version == 1 and not local.engine.paused
-        await local.engine.close()
-
-    scenario(main)
+async def test_a_sleeping_engine_wakes_with_the_new_weights(tiny: Path, tmp_path: Path, compute) -> None:
+    found, local = sender(tiny, tmp_path, compute, "reload")
+    found.sleeping = [local]  # type: ignore[list-item]
+    await found.publish()
+    await found.rest()
+    assert local.engine.asleep and not sum(p.nbytes for p in local.engine.runner.model.parameters())
+    train(found.learner)
+    sent = await found.publish()
+    assert sent.gap == 0 and local.engine.version == 1 and not local.engine.paused
+    await local.engine.close()
 
 
-def test_engines_that_slept_wake_after_a_step_that_moved_nothing(tiny: Path, tmp_path: Path, compute) -> None:
+async def test_engines_that_slept_wake_after_a_step_that_moved_nothing(tiny: Path, tmp_path: Path, compute) -> None:
     """All rewards were equal: the learner has no newer weights, and the engines have none at all."""
-
-    async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload")
-        found.sleeping = [local]  # type: ignore[list-item]
-        before = await found.publish()
-        await found.rest()
-        sent = await found.publish()
-        assert not local.engine.asleep and not local.engine.paused
-        assert (sent.version, sent.digest, sent.gap) == (0, before.digest, 0) and len(local.loads) == 2
-        assert (await found.publish()).bytes == 0  # awake, and up to date
-        await local.engine.close()
-
-    scenario(main)
+    found, local = sender(tiny, tmp_path, compute, "reload")
+    found.sleeping = [local]  # type: ignore[list-item]
+    before = await found.publish()
+    await found.rest()
+    sent = await found.publish()
+    assert not local.engine.asleep and not local.engine.paused
+    assert (sent.version, sent.digest, sent.gap) == (0, before.digest, 0) and len(local.loads) == 2
+    assert (await found.publish()).bytes == 0  # awake, and up to date
+    await local.engine.close()
 
 
-def test_one_that_is_lost_does_not_keep_the_others_from_sleeping(tiny: Path, tmp_path: Path, compute) -> None:
+async def test_one_that_is_lost_does_not_keep_the_others_from_sleeping(tiny: Path, tmp_path: Path, compute) -> None:
     class Lost:
         async def gone(self) -> None:
             raise EngineDown("connection refused")
 
         sleep = wake = resume = gone
 
-    async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload")
-        found.sleeping = [Lost(), local]  # type: ignore[list-item]
-        await found.publish()
-        await found.rest()
-        assert local.engine.asleep
-        train(found.learner)
-        assert (await found.publish()).gap == 0 and not local.engine.paused
-        await local.engine.close()
-
-    scenario(main)
+    found, local = sender(tiny, tmp_path, compute, "reload")
+    found.sleeping = [Lost(), local]  # type: ignore[list-item]
+    await found.publish()
+    await found.rest()
+    assert local.engine.asleep
+    train(found.learner)
+    assert (await found.publish()).gap == 0 and not local.engine.paused
+    await local.engine.close()
 
 
 @pytest.mark.parametrize("damage", ["bytes", "truncated", "gone", "adapter", "stale"])
-def test_damage_on_the_way_stops_the_run_with_its_cause(tiny: Path, tmp_path: Path, compute, damage: str) -> None:
+async def test_damage_on_the_way_stops_the_run_with_its_cause(tiny: Path, tmp_path: Path, compute, damage: str) -> None:
     causes = {"bytes": "mismatch", "truncated": "truncated", "gone": "missing", "adapter": "missing", "stale": "stale"}
+    found, local = sender(tiny, tmp_path, compute, "reload")
+    await found.publish()
+    train(found.learner)
+    before = await local.engine.digests()
+    original = local.engine.load
 
-    async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload")
+    async def damaged(update: Update) -> Held:
+        file = Path(update.folder) / "model.safetensors"
+        data = file.read_bytes()
+        if damage == "bytes":
+            file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        elif damage == "truncated":
+            file.write_bytes(data[: len(data) // 2])
+        elif damage == "gone":
+            file.unlink()
+        elif damage == "adapter":
+            from safetensors.torch import load_file, save_file
+
+            save_file(dict(list(load_file(file).items())[1:]), file)
+        elif damage == "stale":
+            local.engine.weights.version = 5  # type: ignore[union-attr]
+            update = replace(update, anew=False)
+        return await original(update)
+
+    local.engine.load = damaged  # type: ignore[method-assign]
+    with pytest.raises(WeightsFailed) as caught:
         await found.publish()
-        train(found.learner)
-        before = await local.engine.digests()
-        original = local.engine.load
-
-        async def damaged(update: Update) -> Held:
-            file = Path(update.folder) / "model.safetensors"
-            data = file.read_bytes()
-            if damage == "bytes":
-                file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-            elif damage == "truncated":
-                file.write_bytes(data[: len(data) // 2])
-            elif damage == "gone":
-                file.unlink()
-            elif damage == "adapter":
-                from safetensors.torch import load_file, save_file
-
-                save_file(dict(list(load_file(file).items())[1:]), file)
-            elif damage == "stale":
-                local.engine.weights.version = 5  # type: ignore[union-attr]
-                update = replace(update, anew=False)
-            return await original(update)
-
-        local.engine.load = damaged  # type: ignore[method-assign]
-        with pytest.raises(WeightsFailed) as caught:
-            await found.publish()
-        assert caught.value.cause == causes[damage]
-        assert await local.engine.digests() == before
-        await local.engine.close()
-
-    scenario(main)
+    assert caught.value.cause == causes[damage]
+    assert await local.engine.digests() == before
+    await local.engine.close()
 
 
-def test_one_engine_of_several_that_refuses_stops_the_run(tiny: Path, tmp_path: Path, compute) -> None:
+async def test_one_engine_of_several_that_refuses_stops_the_run(tiny: Path, tmp_path: Path, compute) -> None:
     """MRL's defect: a failed update was a warning, and training went on with a stale engine."""
-
-    async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload")
-        local.refused = (WeightsFailed("truncated", "the other one read half a file"),)
-        with pytest.raises(WeightsFailed, match="half a file"):
-            await found.publish()
-        await local.engine.close()
-
-    scenario(main)
+    found, local = sender(tiny, tmp_path, compute, "reload")
+    local.refused = (WeightsFailed("truncated", "the other one read half a file"),)
+    with pytest.raises(WeightsFailed, match="half a file"):
+        await found.publish()
+    await local.engine.close()
 
 
-def test_an_engine_that_hangs_does_not_hang_the_run(tiny: Path, tmp_path: Path, compute) -> None:
-    async def main() -> None:
-        found, local = sender(tiny, tmp_path, compute, "reload")
-        found.timeout = 0.3
+async def test_an_engine_that_hangs_does_not_hang_the_run(tiny: Path, tmp_path: Path, compute) -> None:
+    found, local = sender(tiny, tmp_path, compute, "reload")
+    found.timeout = 0.3
 
-        async def never(update: Update) -> Held:
-            await asyncio.sleep(3600)
-            raise AssertionError
+    async def never(update: Update) -> Held:
+        await asyncio.sleep(3600)
+        raise AssertionError
 
-        local.load = never  # type: ignore[method-assign]
-        with pytest.raises(WeightsFailed, match=r"weights.timeout=0.3") as caught:
-            await found.publish()
-        assert caught.value.cause == "unreachable"
-        await local.engine.close()
-
-    scenario(main)
+    local.load = never  # type: ignore[method-assign]
+    with pytest.raises(WeightsFailed, match=r"weights.timeout=0.3") as caught:
+        await found.publish()
+    assert caught.value.cause == "unreachable"
+    await local.engine.close()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError()], ids=repr)
