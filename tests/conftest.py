@@ -20,13 +20,13 @@ BEGAN = time.monotonic()
 
 TESTS = Path(__file__).parent
 SLOW = {line for line in (TESTS / "slow.txt").read_text().splitlines() if line and line[0] != "#"}
-#: folders whose quick tests depend on programs of the system, which may have been installed since they passed
-AGAIN = {"envs", "kernels", "rewards", "sandbox"}
+#: quick tests that take programs of the system where there are some, which may have been installed since they passed
+AGAIN = ("tests/sandbox/", "tests/rewards/test_code.py", "tests/envs/test_mcp.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--passed", type=Path, help="a new file for the names of the tests that pass")
-    parser.addoption("--without", type=Path, help=f"leave out what --passed wrote, but for {', '.join(sorted(AGAIN))}")
+    parser.addoption("--without", type=Path, help=f"leave out what --passed wrote, but for {', '.join(AGAIN)}")
     parser.addoption("--seconds", type=float, help="skip what has not begun by then, for a machine that is lent")
 
 
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the tests of slow.txt: folders, files, functions, or single cases. Leave out those of --without."""
     if config.option.without is not None:
         passed = set(config.option.without.read_text(encoding="utf-8").splitlines())
-        left = {i for i in items if i.nodeid in passed and i.nodeid.split("/")[1] not in AGAIN}
+        left = {i for i in items if i.nodeid in passed and not i.nodeid.startswith(AGAIN)}
         config.hook.pytest_deselected(items=list(left))
         items[:] = [i for i in items if i not in left]
     for item in items:

@@ -116,14 +116,33 @@ def test_print_config_is_yaml_that_loads_again(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.splitlines()[1:] == first.splitlines()[1:]
 
 
-@pytest.mark.parametrize("words", [["rl", "--help"], ["rl", "--print-config", TRAIN], ["rl", "lr=1"], ["--help"]])
-def test_cheap_commands_import_nothing_heavy(words: list[str]):
-    code = (
-        "import sys; from birl.cli import main; main(sys.argv[1:]); "
-        "print([m for m in ('torch', 'transformers', 'datasets', 'numpy') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+HEAVY = "torch transformers datasets starlette uvicorn modal ray wandb s3fs boto3"
+BOARD = "TensorBoard(Start(run=Path(mkdtemp()), mode='', id='', config={}, step=0, resumed=False))"
+
+
+@pytest.mark.parametrize(
+    ("code", "more"),
+    [
+        ("import birl", "httpx fsspec"),
+        *((f"main({words})", "numpy") for words in (["--help"], ["rl", "--help"], ["rl", "lr=1"])),
+        (f"main({['rl', '--print-config', TRAIN]})", "numpy"),
+        ("main(['--version']); main(['completion', 'bash'])", "httpx"),
+        ("import birl.view.command, birl.view.metrics", "rich hydra"),
+        ("main(['runs', 'birl/rewards']); main(['diff', *['birl/rewards'] * 2])", "rich.live hydra"),
+        ("import birl.rewards.worker, birl.rewards.score", "numpy sympy"),
+        ("import birl.launch.ray, birl.launch.ray_envs, birl.data.tasks, birl.data.stream", ""),
+        (f"import birl.track.tracker, birl.track.report; {BOARD}", ""),
+    ],
+)
+def test_what_is_quick_or_light_loads_nothing_heavy(code: str, more: str) -> None:
+    imports = "import sys; from pathlib import Path; from tempfile import mkdtemp"
+    if "main(" in code:
+        imports += "; from birl.cli import main"
+    if code.endswith(BOARD):
+        imports += "; from birl.track.sink import Start; from birl.track.tensorboard import TensorBoard"
+    check = f"heavy = {{*'{HEAVY} {more}'.split()}} & sys.modules.keys(); assert not heavy, heavy"
+    done = subprocess.run([sys.executable, "-c", f"{imports}\n{code}\n{check}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_survives_a_closed_pipe():

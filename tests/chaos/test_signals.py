@@ -41,7 +41,7 @@ def ended(child: Child, root: Path, seconds: float = 60.0) -> int | None:
         kill([*about(root)])
 
 
-@pytest.mark.parametrize(("number", "staleness"), [(signal.SIGTERM, 0), (signal.SIGTERM, 2), (signal.SIGINT, 2)])
+@pytest.mark.parametrize(("number", "staleness"), [(signal.SIGTERM, 0), (signal.SIGINT, 2)])
 def test_a_signal_at_any_step_saves_and_has_its_code(tmp_path: Path, number: signal.Signals, staleness: int) -> None:
     preload()
     given(tmp_path)

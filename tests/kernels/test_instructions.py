@@ -85,15 +85,8 @@ def test_every_set_computes_the_same(name: str) -> None:
     """The tests of kernels, and those of the fused decoder, whose engine has the learner's bits."""
     if kernels.problem() or missing(name):
         pytest.skip(f"no C compiler, or no {name} here")
-    words = [
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/kernels/test_kernels.py",
-        "tests/models/test_decoder.py",
-    ]
+    files = ("tests/kernels/test_kernels.py", "tests/models/test_decoder.py")
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files]
     own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=own | {VARIABLE: name}, capture_output=True, text=True

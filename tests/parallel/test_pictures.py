@@ -109,12 +109,10 @@ def test_a_split_model_is_the_whole_one(kind: str, frozen: bool, grid: Grid, tmp
     ("command", "kind", "axis", "words"),
     [
         ("sft", "qwen3_5", "fsdp", ("model.freeze_vision=true",)),
-        *(("rl", "qwen3_5", axis, ()) for axis in ("fsdp", "tp", "cp")),
+        *(("rl", "qwen3_5", axis, ()) for axis in ("fsdp", "cp")),
         ("rl", "qwen3_vl", "fsdp", ("lora.rank=2", "lora.targets=all-linear")),
         ("rl", "qwen3_vl", "tp", ("lora.rank=2", "lora.targets=all-linear", "lora.dora=true")),
         ("rl", "gemma3", "tp", ()),
-        ("rl", "qwen3_vl", "cp", ()),
-        ("dpo", "gemma3", "fsdp", ()),
         ("dpo", "gemma3", "cp", ()),
     ],
 )

@@ -106,6 +106,7 @@ def test_a_slow_function_is_told_apart_from_a_hanging_answer() -> None:
         ("mine.py:one_number", "reward one_number: returned float, not a list of 3 numbers"),
         (lambda completions, **_: [1.0], "returned 1 values for 3 completions"),
         (lambda completions, **_: {"a": 1}, "returned dict, not a list"),
+        (lambda completions, **_: "good", "returned str, not a list of 3 numbers"),
         (lambda completions, **_: {0.0, 1.0, 0.5}, "returned set, not a list"),
         (lambda completions, **_: iter(int, 1), "returned over 3 values for 3 completions"),
         (lambda completions, **_: 1 / 0, "test_failing.py:"),
@@ -193,7 +194,7 @@ def test_thread_that_hangs_is_left_behind() -> None:
 
 def test_catastrophic_pattern() -> None:
     options = {"format_pattern": r"^(a+)+$"}
-    scores = score(["format"], ["aaa", "a" * 60 + "b", "b"], options=options, timeout=20.0)
+    scores = score(["format"], ["aaa", "a" * 60 + "b", "b"], options=options, timeout=8.0)
     assert [s.outcome.value for s in scores] == ["ok", "timeout", "ok"]
     assert [scores[0].value, scores[2].value] == [1.0, 0.0]
 

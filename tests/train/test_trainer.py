@@ -172,29 +172,6 @@ def test_the_model_is_saved_where_it_is_wanted(make: Make) -> None:
     assert trainer.save_model().parent == trainer.run
 
 
-def test_a_reward_that_always_raises_ends_the_run_and_says_where(make: Make) -> None:
-    def broken(completions: list[str], **_: Any) -> list[float]:
-        raise ValueError("no such judge")
-
-    with pytest.raises(
-        BirlError, match=r"4 of 4 episodes failed(.|\n)*test_trainer\.py:\d+: ValueError: no such judge"
-    ):
-        make(reward_funcs=broken).train()
-
-
-def test_a_reward_that_raises_for_some_is_an_outcome_and_no_zero(make: Make) -> None:
-    def picky(completions: list[str], level: list[int], **_: Any) -> list[float]:
-        if level[0] == 0:
-            raise ValueError("not this one")
-        return letters(completions)
-
-    summary = make(reward_funcs=picky, batch_size=4).train()
-    bad = [r for r in rollouts() if r["outcome"] == "env_error"]
-    assert len(bad) == 2 and all("ValueError: not this one" in r["detail"] for r in bad)
-    assert all(r["reward"] is None and r["advantage"] is None for r in bad)
-    assert summary["finished"] and metrics()[0]["outcome/env_error"] == 2
-
-
 def test_sizes_are_what_was_asked_for(make: Make) -> None:
     make(num_generations=3, batch_size=2, max_steps=2, max_tokens=5, beta=0.1).train()
     assert [m["outcome/asked"] for m in metrics()] == [6, 6]

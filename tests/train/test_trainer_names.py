@@ -23,7 +23,7 @@ from birl.config.file import flatten
 from birl.config.load import load
 from birl.config.schema import RL
 from birl.trl import LOSS_TYPES
-from tests.train.trainers import QUIET, ROWS, SMALL, Make, letters, metrics, shortness
+from tests.train.trainers import QUIET, ROWS, SMALL, Make, letters, shortness
 
 
 def test_every_parameter_is_a_key(make: Make) -> None:
@@ -72,19 +72,7 @@ def test_a_clip_range_that_is_given_wins_over_the_loss_type(make: Make, loss: st
     assert clips(epsilon_high=0.5) == (low, 0.5) and clips(overrides={"algorithm.clip_low": 0.05}) == (0.05, high)
 
 
-@pytest.mark.parametrize("loss", ["cispo", "sapo", "gspo"])
-def test_loss_types_with_another_surrogate_train(make: Make, loss: str) -> None:
-    assert make(loss_type=loss, scale_rewards="group").train()["finished"]
-    assert metrics()[0]["updates/done"] == 1
-
-
-@pytest.mark.parametrize(
-    ("scale", "key"), [(True, "group"), (False, "none"), ("group", "group"), ("batch", "rewards"), ("none", "none")]
-)
-def test_scales_of_rewards(make: Make, scale: str | bool, key: str) -> None:
-    assert make(scale_rewards=scale).config.algorithm.scale_rewards == key
-
-
+SCALES = {True: "group", False: "none", "group": "group", "batch": "rewards", "none": "none"}
 CONFIGS = json.loads(Path(__file__).with_name("trl_configs.json").read_text())
 
 
@@ -141,12 +129,6 @@ def test_a_parameter_at_its_default_wins_where_it_was_given(name: str, value: An
     assert flatten(both.config)[key] == expected != flatten(Trainer("x", **rows, args=theirs).config)[key]
 
 
-def test_a_zero_that_was_given_wins_over_a_preset() -> None:
-    rows = {"reward_funcs": letters, "train_dataset": ROWS, "overrides": {"algorithm": "grpo"}}
-    assert Trainer("x", **rows).config.algorithm.kl_coef == 0.04
-    assert Trainer("x", **rows, beta=0.0).config.algorithm.kl_coef == 0.0
-
-
 @pytest.mark.parametrize(
     ("names", "key", "value"),
     [
@@ -179,6 +161,8 @@ def test_a_zero_that_was_given_wins_over_a_preset() -> None:
         ({"max_tokens": 50, "max_completion_length": 20}, "rollout.max_tokens", 20),
         ({"weight_sync_method": "reload"}, "weights.method", "auto"),
         ({"loss_type": "grpo"}, "algorithm.scale_rewards", "group"),
+        *(({"scale_rewards": a}, "algorithm.scale_rewards", b) for a, b in SCALES.items()),
+        ({"reward_weights": None}, "reward.weights", []),
         ({"loss_type": "grpo", "scale_rewards": "none"}, "algorithm.scale_rewards", "none"),
         ({"use_lora": True, "peft_config": {"r": 4}}, "lora.rank", 4),
         ({"per_device_train_batch_size": np.int64(4)}, "rollout.prompts", 2),
@@ -350,11 +334,7 @@ def test_a_preset_decides_where_no_parameter_does(make: Make) -> None:
     preset = {"algorithm": "grpo"}
     algorithm = make(overrides=preset).config.algorithm
     assert (algorithm.kl_coef, algorithm.scale_rewards, algorithm.denominator) == (0.04, "group", "sequence")
-    assert make(beta=0.2, overrides=preset).config.algorithm.kl_coef == 0.2
-
-
-def test_weights_may_be_none_as_in_trl(make: Make) -> None:
-    assert make(reward_weights=None).config.reward.weights == []
+    assert [make(beta=b, overrides=preset).config.algorithm.kl_coef for b in (0.2, 0.0)] == [0.2, 0.0]
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
