@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from birl.models.load import cast, load_model
 from tests.tiny import tiny_model_folder
 
 torch.set_num_threads(1)
@@ -112,6 +113,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with heads of 16, for which there are no kernels: it runs through transformers' own forward."""
     return tiny_model_folder(tmp_path_factory.mktemp("plain") / "model", heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same architecture with two sets of weights, in bfloat16."""
+    result = []
+    for seed in (0, 1):
+        folder = tiny_model_folder(tmp_path_factory.mktemp("m") / str(seed), seed=seed)
+        cast(load_model(folder), torch.bfloat16).save_pretrained(folder)  # pyright: ignore
+        result.append(folder)
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -166,7 +166,7 @@ class Seen:
         return self.lines("metrics.jsonl")
 
 
-def last(name: str) -> Callable[[Seen], Any]:
+def last(name: str) -> Callable[[Any], Any]:
     return lambda s: s.metrics[-1].get(name)
 
 
@@ -217,7 +217,7 @@ def weights(s: Seen) -> str:
     return s.weights
 
 
-def rates(s: Seen) -> list[float]:
+def rates(s: Any) -> list[float]:
     return [round(m["lr"], 6) for m in s.metrics]
 
 
@@ -244,7 +244,7 @@ def in_the_league(s: Seen) -> int:
     return len({name.split(".")[1] for name in checkpoint.read_tensors(newest, "league.")})
 
 
-def saved(s: Seen) -> list[str]:
+def saved(s: Any) -> list[str]:
     return sorted(path.name for path in (s.run / "checkpoints").iterdir())
 
 
@@ -416,11 +416,7 @@ def opened_bench(tiny: Path, folder: Path) -> Iterator[Bench]:
         write("splits/test.jsonl", [{"prompt": f"Was {i} split?", "answer": "1"} for i in range(3)])
         write("subsets/one.jsonl", [{"prompt": f"Is {i} one?", "answer": "one"} for i in range(4)])
         write("subsets/other.jsonl", [{"prompt": f"Is {i} other?", "answer": "other"} for i in range(4)])
-        subsets = "\n".join(
-            f"- config_name: {name}\n  data_files: {file}\n  default: {str(name == 'first').lower()}"
-            for name, file in (("first", "one.jsonl"), ("second", "other.jsonl"))
-        )
-        Path("subsets/README.md").write_text(f"---\nconfigs:\n{subsets}\n---\n")
+        write_subsets()
         bench = Bench()
         bench.observe(RL, "run=earlier")
         yield bench
@@ -429,6 +425,14 @@ def opened_bench(tiny: Path, folder: Path) -> Iterator[Bench]:
 def write(name: str, rows: list[dict[str, Any]]) -> None:
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_subsets() -> None:
+    subsets = "\n".join(
+        f"- config_name: {name}\n  data_files: {file}\n  default: {str(name == 'first').lower()}"
+        for name, file in (("first", "one.jsonl"), ("second", "other.jsonl"))
+    )
+    Path("subsets/README.md").write_text(f"---\nconfigs:\n{subsets}\n---\n")
 
 
 def prove(bench: Bench, schema: type, key: str, case: Case | None) -> None:

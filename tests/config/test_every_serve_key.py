@@ -61,10 +61,15 @@ def service(compute: ThreadPoolExecutor, *words: str) -> Service:
     return compute.submit(serve.load, load(Serve, [*BASE.split(), *words]), "", compute).result()
 
 
+@pytest.fixture(scope="module")
+def plain(compute: ThreadPoolExecutor) -> list[Service]:
+    return [service(compute), service(compute)]
+
+
 @pytest.mark.parametrize("key", CASES)
-def test_changing_it_changes_the_service(compute: ThreadPoolExecutor, key: str) -> None:
+def test_changing_it_changes_the_service(compute: ThreadPoolExecutor, plain: list[Service], key: str) -> None:
     to, see = CASES[key]
-    assert see(service(compute)) == see(service(compute)) != see(service(compute, f"{key}={to}"))
+    assert see(plain[0]) == see(plain[1]) != see(service(compute, f"{key}={to}"))
 
 
 @pytest.mark.parametrize("key", REFUSED)

@@ -19,6 +19,7 @@ from birl.learner.learner import Learner
 from birl.learner.store import Store
 from birl.parallel.ranks import AXES
 from birl.train.command import train
+from tests.config.observed import last, rates, saved, write, write_subsets
 from tests.config.test_every_key import SIGHT
 from tests.tiny import tiny_model_folder, tiny_moe_folder
 
@@ -59,24 +60,12 @@ class Seen:
         return sum(t.double().abs().sum().item() for t in checkpoint.read_tensors(newest, "model.").values())
 
 
-def last(name: str) -> Callable[[Seen], Any]:
-    return lambda s: s.metrics[-1].get(name)
-
-
 def loss(s: Seen) -> list[float]:
     return [m["loss"] for m in s.metrics]
 
 
-def rates(s: Seen) -> list[float]:
-    return [round(m["lr"], 6) for m in s.metrics]
-
-
 def stored(s: Seen) -> bool:
     return bool(Store(f"memory://stages/{s.run.name}").steps())
-
-
-def saved(s: Seen) -> list[str]:
-    return sorted(path.name for path in (s.run / "checkpoints").iterdir())
 
 
 def held_out(s: Seen) -> float:
@@ -262,11 +251,7 @@ def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
             write(f"splits/{part}.jsonl", [row(start + i) for i in range(4)])
         for part, start in (("one", 50), ("other", 60)):
             write(f"subsets/{part}.jsonl", [row(start + i) for i in range(4)])
-        subsets = "\n".join(
-            f"- config_name: {name}\n  data_files: {file}\n  default: {str(name == 'first').lower()}"
-            for name, file in (("first", "one.jsonl"), ("second", "other.jsonl"))
-        )
-        Path("subsets/README.md").write_text(f"---\nconfigs:\n{subsets}\n---\n")
+        write_subsets()
         yield Bench()
 
 
@@ -280,11 +265,6 @@ def row(i: int, tail: str = "") -> dict[str, Any]:
         "margin": 1.0 + i,
         "good": i % 2 == 0,
     }
-
-
-def write(name: str, rows: list[dict[str, Any]]) -> None:
-    Path(name).parent.mkdir(exist_ok=True)
-    Path(name).write_text("".join(json.dumps(r) + "\n" for r in rows))
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,15 @@ def service(compute: ThreadPoolExecutor, *words: str) -> TinkerService:
     return compute.submit(command.load, config, read(""), Path(config.folder), compute).result()
 
 
+@pytest.fixture(scope="module")
+def plain(compute: ThreadPoolExecutor) -> list[TinkerService]:
+    return [service(compute), service(compute)]
+
+
 @pytest.mark.parametrize("key", CASES)
-def test_changing_it_changes_the_service(compute: ThreadPoolExecutor, key: str) -> None:
+def test_changing_it_changes_the_service(compute: ThreadPoolExecutor, plain: list[TinkerService], key: str) -> None:
     to, see = CASES[key]
-    assert see(service(compute)) == see(service(compute)) != see(service(compute, f"{key}={to}"))
+    assert see(plain[0]) == see(plain[1]) != see(service(compute, f"{key}={to}"))
 
 
 @pytest.mark.parametrize("key", REFUSED)

@@ -12,12 +12,11 @@ from birl.engine.engine import EmbeddedEngine
 from birl.engine.pages import FIRST, Pages
 from birl.types import Completion, SamplingParams
 from tests.engine.test_engine import PAGE_BYTES, Bench
-from tests.engine.test_update import after, engine, folders, needs_kernels, step_by_step, update
+from tests.engine.test_update import after, engine, needs_kernels, step_by_step, update
 from tests.families import family
 from tests.scenario import scenario
 from tests.tiny import tiny_tokenizer
 
-__all__ = ["folders"]
 SYSTEM = tuple(range(5, 80))
 
 

@@ -16,17 +16,10 @@ from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests, whole
 from birl.models.load import cast, load_model, load_tokenizer
 from birl.types import Completion, SamplingParams, Stop, Update
-from tests.tiny import tiny_model_folder
 
 PROMPT = (1, 9, 4, 45, 7)
 
 needs_kernels = pytest.mark.skipif(bool(kernels.problem()), reason=f"no kernels: {kernels.problem()}")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The same architecture with two sets of weights."""
-    return [tiny_model_folder(tmp_path_factory.mktemp("m") / str(seed), seed=seed) for seed in (0, 1)]
 
 
 def engine(folder: Path, compute: ThreadPoolExecutor, dtype: torch.dtype = torch.bfloat16, **keys) -> EmbeddedEngine:

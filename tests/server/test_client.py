@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,17 +16,10 @@ from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.models.digests import digests, whole
 from birl.models.load import cast, load_model
 from birl.process import free_port
-from birl.types import SamplingParams, Stop, Update
+from birl.types import Stop, Update
+from tests.engine.test_update import PROMPT, params, weights
 from tests.server.app import tiny_engine
 from tests.server.running import running
-from tests.tiny import tiny_model_folder
-
-PROMPT = (1, 9, 4, 45, 7)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [tiny_model_folder(tmp_path_factory.mktemp("m") / str(seed), seed=seed) for seed in (0, 1)]
 
 
 @contextmanager
@@ -38,14 +30,6 @@ def served(folder: Path, token: str = "", slow: float = 0.0) -> Iterator[tuple[s
         step = engine.steps.step
         engine.steps.step = lambda: (time.sleep(slow), step())[1]  # type: ignore[method-assign]
         yield server.url, engine
-
-
-def params(n: int, **keys: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=n, seed=3, ignore_eos=True, **keys)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: p.data for name, p in cast(load_model(folder), torch.bfloat16).named_parameters()}
 
 
 async def test_answers_cross_the_wire_bit_for_bit(folders) -> None:

@@ -27,17 +27,12 @@ from tests.server.running import Running, running
 from tests.text.families import FAMILIES
 from tests.text.test_families import chat as family
 from tests.text.test_tools import QWEN
-from tests.tiny import tiny_model_folder, tiny_tokenizer
+from tests.tiny import tiny_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [3, 4]}}, "required": ["a"], "additionalProperties": False}
 ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 SUB = {"type": "function", "function": {"name": "sub", "parameters": SCHEMA}}
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_folder(tmp_path_factory.mktemp("m") / "tiny", template=QWEN)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +81,7 @@ USUAL: dict[str, dict[str, Any]] = {
     "an empty answer": {"messages": [*HI, {"role": "assistant", "content": None}, *HI]},
     "usage on the way": {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     "harmless": {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "x"},
+    "without effect": {"logit_bias": {}, "response_format": {"type": "text"}, "top_logprobs": 0},
 }
 
 

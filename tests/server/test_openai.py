@@ -19,18 +19,11 @@ from birl.server.openai_format import Pieces
 from birl.server.service import Service
 from birl.types import SamplingParams
 from tests.server.running import Running, running, slowed, until
-from tests.text.test_tools import QWEN
-from tests.tiny import tiny_model_folder
 
 HI: Any = [{"role": "user", "content": "What is 3 + 4?"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 SAID = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
 Answers = Any
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_folder(tmp_path_factory.mktemp("m") / "tiny", template=QWEN)
 
 
 @pytest.fixture(scope="module")
@@ -259,29 +252,23 @@ def test_a_conversation_with_tools_goes_on(client: openai.OpenAI, server: Runnin
 @pytest.mark.parametrize(
     ("keys", "param"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "odd"}}}},
             "response_format",
         ),
-        ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "odd"}}, "tools": TOOLS}, "tool_choice"),
         ({"extra_body": {"tempreature": 1}}, "tempreature"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"tools": [{"type": "retrieval"}]}, "tools.0"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
-        ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 10**400}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"max_completion_tokens": -1, "max_tokens": None}, "max_completion_tokens"),
         ({"top_p": 0}, "top_p"),
         ({"stop": [""]}, "stop"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"extra_body": {"guided_json": "{"}}, "guided_json"),
         ({"extra_body": {"stop_token_ids": [999]}}, "stop_token_ids"),
         ({"messages": []}, "messages"),
@@ -295,12 +282,6 @@ def test_what_cannot_be_kept_is_refused_by_name(client: openai.OpenAI, keys: dic
         chat(client, **keys)
     assert caught.value.param == param, caught.value
     assert len(caught.value.message) < 700
-
-
-def test_harmless_parameters_are_taken(client: openai.OpenAI) -> None:
-    keys: Any = {"user": "me", "metadata": {"a": "b"}, "frequency_penalty": 0, "presence_penalty": 0.0}
-    keys |= {"logit_bias": {}, "response_format": {"type": "text"}, "store": False, "top_logprobs": 0}
-    assert chat(client, **keys, extra_body={"repetition_penalty": 1.0}).choices[0].message.content is not None
 
 
 @pytest.mark.parametrize("keys", [{"top_logprobs": 3}, {"top_logprobs": 21, "logprobs": True}])

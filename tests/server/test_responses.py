@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -18,8 +19,6 @@ from tests.server.places import CALL, THINKING, TOOL, TOOLED, Place, place, play
 from tests.server.running import Running, running
 from tests.server.test_dialects import SCHEMA, Answer
 from tests.server.test_openai import says
-from tests.text.test_tools import QWEN
-from tests.tiny import tiny_model_folder
 
 ADD: Any = {"type": "function", **TOOL, "strict": False}
 RESULT: Any = {"type": "function_call_output", "output": "7"}
@@ -28,8 +27,8 @@ THOUGHT = f"<think>\nhm\n</think>\n\n{CALL}"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tiny_model_folder(tmp_path_factory.mktemp("m") / "tiny", template=QWEN)) as found:
+def server(folder: Path) -> Iterator[Running]:
+    with running(folder) as found:
         yield found
 
 

@@ -16,24 +16,15 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from birl.engine.engine import EmbeddedEngine
 from birl.engines import names, wire
 from birl.hosts import bind
 from birl.models.digests import digests, whole
-from birl.models.load import cast, load_model, load_tokenizer
 from birl.server import staging
 from birl.types import Completion, SamplingParams, Stop, Update
 from birl.weights import folder
-from tests.engine.test_update import needs_kernels
+from tests.engine.test_update import PROMPT, needs_kernels, weights
+from tests.server.app import tiny_engine
 from tests.server.running import Running, process, running, slowed, until
-from tests.tiny import tiny_model_folder
-
-PROMPT = (1, 9, 4, 45, 7)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [tiny_model_folder(tmp_path_factory.mktemp("m") / str(seed), seed=seed) for seed in (0, 1)]
 
 
 @pytest.fixture
@@ -42,25 +33,12 @@ def server(folders: list[Path]) -> Iterator[Running]:
         yield found
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: p.data for name, p in cast(load_model(folder), torch.bfloat16).named_parameters()}
-
-
 def embedded(folder: Path, prompt: tuple[int, ...], params: SamplingParams) -> Completion:
     async def main() -> Completion:
-        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as compute:
-            model = cast(load_model(folder), torch.bfloat16).requires_grad_(False)
-            own = EmbeddedEngine(
-                model,
-                load_tokenizer(folder),
-                end_ids=frozenset({2}),
-                context=512,
-                compute=compute,
-                kv_cache_gb=0.01,
-            )
-            found = await own.generate(prompt, params)
-            await own.close()
-            return found
+        own = tiny_engine(folder)
+        found = await own.generate(prompt, params)
+        await own.close()
+        return found
 
     return asyncio.run(main())
 

@@ -19,7 +19,6 @@ from birl.errors import BirlError
 from birl.learner import checkpoint, step_folders
 from birl.rollout.ledger import audit
 from birl.train.command import train
-from tests.tiny import tiny_model_folder
 
 WORLDS = '''
 from birl.types import Feedback, Message, Task
@@ -128,12 +127,6 @@ def figures(run: Path) -> list[dict[str, float]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def tiny_plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Not on birl's kernels."""
-    return tiny_model_folder(tmp_path_factory.mktemp("plain") / "model", heads=4, kv_heads=2)
-
-
 BOTH = "policies=[planner,worker]"
 
 
@@ -156,15 +149,15 @@ def test_each_policy_learns_from_its_own_turns(tiny: Path, tmp_path: Path) -> No
     assert audit(done).problems == []
 
 
-def test_a_reference_and_checkpointing_know_the_policies(tiny_plain: Path, tmp_path: Path) -> None:
+def test_a_reference_and_checkpointing_know_the_policies(plain: Path, tmp_path: Path) -> None:
     keys = ["algorithm.kl_coef=0.1", "learner.gradient_checkpointing=true"]
-    rows = metrics(run(tiny_plain, tmp_path, "Pair", "more", BOTH, "model.dtype=float32", *keys))
+    rows = metrics(run(plain, tmp_path, "Pair", "more", BOTH, "model.dtype=float32", *keys))
     assert all(row[f"mismatch/{name}"] < 1e-5 for row in rows for name in ("planner", "worker"))
     assert rows[0]["kl"] < 1e-6 < rows[1]["kl"]  # the reference is the base, whatever the policies add
 
 
-def test_models_without_kernels_agree_within_rounding(tiny_plain: Path, tmp_path: Path) -> None:
-    rows = metrics(run(tiny_plain, tmp_path, "Pair", "plain", BOTH, "model.dtype=float32"))
+def test_models_without_kernels_agree_within_rounding(plain: Path, tmp_path: Path) -> None:
+    rows = metrics(run(plain, tmp_path, "Pair", "plain", BOTH, "model.dtype=float32"))
     assert all(row[f"mismatch/{name}"] < 1e-5 for row in rows for name in ("planner", "worker"))
 
 
@@ -189,9 +182,9 @@ def test_one_policy_with_a_name_is_the_run_without(tiny: Path, tmp_path: Path) -
     assert own == figures(plain)
 
 
-def test_added_matrices_are_the_merged_ones_within_rounding(tiny_plain: Path, tmp_path: Path) -> None:
-    added = run(tiny_plain, tmp_path, "Alone", "added", BOTH, "model.dtype=float32", "steps=1", "optimizer.eps=0.1")
-    merged = run(tiny_plain, tmp_path, "Nameless", "merged", "model.dtype=float32", "steps=1", "optimizer.eps=0.1")
+def test_added_matrices_are_the_merged_ones_within_rounding(plain: Path, tmp_path: Path) -> None:
+    added = run(plain, tmp_path, "Alone", "added", BOTH, "model.dtype=float32", "steps=1", "optimizer.eps=0.1")
+    merged = run(plain, tmp_path, "Nameless", "merged", "model.dtype=float32", "steps=1", "optimizer.eps=0.1")
     one, other = tensors(added, "model."), tensors(merged, "model.")
     assert max((one[f"planner/{n}"] - t).abs().max().item() for n, t in other.items() if "lora_" in n) < 1e-6
 
