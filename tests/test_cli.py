@@ -116,17 +116,20 @@ def test_print_config_is_yaml_that_loads_again(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.splitlines()[1:] == first.splitlines()[1:]
 
 
-HEAVY = "torch transformers datasets starlette uvicorn modal ray wandb s3fs boto3"
+HEAVY = "torch transformers datasets modal ray wandb"
 BOARD = "TensorBoard(Start(run=Path(mkdtemp()), mode='', id='', config={}, step=0, resumed=False))"
 
 
 @pytest.mark.parametrize(
     ("code", "more"),
     [
-        ("import birl", "httpx fsspec"),
-        *((f"main({words})", "numpy") for words in (["--help"], ["rl", "--help"], ["rl", "lr=1"])),
+        ("import birl", "httpx fsspec starlette uvicorn s3fs"),
+        *(
+            (f"main({words})", "numpy starlette uvicorn s3fs boto3")
+            for words in (["--help"], ["rl", "--help"], ["rl", "lr=1"])
+        ),
         (f"main({['rl', '--print-config', TRAIN]})", "numpy"),
-        ("main(['--version']); main(['completion', 'bash'])", "httpx"),
+        ("main(['--version']); main(['completion', 'bash'])", "httpx starlette uvicorn"),
         ("import birl.view.command, birl.view.metrics", "rich hydra"),
         ("main(['runs', 'birl/rewards']); main(['diff', *['birl/rewards'] * 2])", "rich.live hydra"),
         ("import birl.rewards.worker, birl.rewards.score", "numpy sympy"),
