@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-import birl
 from birl import BirlError, Trainer
 from birl.config.file import flatten
 from birl.config.load import load
@@ -254,59 +252,6 @@ def test_the_quickstart_of_trl_runs_with_another_import(
     assert names["trainer"].metrics[-1]["step"] == 1
 
 
-CHAT = [{"role": "user", "content": "Hi"}]
-SAID = {"completion": [{"role": "assistant", "content": "Hello"}]}
-PAIR = {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows", "names", "key", "value"),
-    [
-        (birl.SFTTrainer, [{"prompt": CHAT, **SAID}] * 2, {"learning_rate": 1e-3}, "optimizer.lr", 1e-3),
-        (birl.DPOTrainer, [PAIR] * 2, {"beta": 0.3, "loss_type": "sigmoid"}, "preference.beta", 0.3),
-        (birl.RewardTrainer, [PAIR] * 2, {"center_rewards_coefficient": 0.01}, "ranking.centering", 0.01),
-    ],
-    ids=["sft", "dpo", "rm"],
-)
-def test_every_command_is_a_python_call(
-    tiny: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: Any,
-    rows: Any,
-    names: Any,
-    key: str,
-    value: float,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    args = recorded(f"{kind.prefix}Config", num_train_epochs=1, per_device_train_batch_size=2)
-    trainer = kind(str(tiny), rows, args=args, output_dir="run", **names, overrides={"threads": 1, **QUIET})
-    section, _, name = key.rpartition(".")
-    assert getattr(getattr(trainer.config, section), name) == value and trainer.config.batch_size == 2
-    assert trainer.train()["finished"] and trainer.metrics[-1]["step"] == 1
-    assert (trainer.save_model("saved") / "config.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: birl.SFTTrainer("x"), "train_dataset is None"),
-        (lambda: birl.SFTTrainer("x", ROWS, num_generations=2), r"rollout\.group_size of `birl rl`"),
-        (lambda: birl.SFTTrainer("x", ROWS, dataset_text_field="body"), "dataset_text_field='body' is not taken.*name"),
-        (lambda: birl.SFTTrainer("x", ROWS, callbacks=[1]), r"callbacks=\[1\] is not taken"),
-        (
-            lambda: birl.DPOTrainer("x", ROWS, learning_rte=1),
-            r"DPOTrainer has no parameter learning_rte.*optimizer\.lr",
-        ),
-        (lambda: birl.DPOTrainer(object(), ROWS), "give the name of a folder"),
-        (lambda: birl.DPOTrainer("x", ROWS, loss_type=["sigmoid", "hinge"]), "choose one of sigmoid, dpo, ipo"),
-    ],
-)
-def test_a_wrong_call_of_a_command_is_refused(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(BirlError, match=message):
-        call()
-
-
 def test_what_a_script_of_trl_does_with_a_trainer(make: Make) -> None:
     """A switched-off optimizer, resuming by its word; what is not here says where it is."""
     trainer = make(optimizers=(None, None), max_samples=2, max_model_len=8000)
@@ -315,19 +260,6 @@ def test_what_a_script_of_trl_does_with_a_trainer(make: Make) -> None:
         trainer.evaluate()
     with pytest.raises(BirlError, match=r"overrides=\{\"resume\": FOLDER\}"):
         trainer.train(resume_from_checkpoint="out/checkpoint-5")
-
-
-def test_losses_of_dpo_that_trl_adds_up() -> None:
-    rows = [{"prompt": "Hi", "chosen": "Hello", "rejected": "No"}]
-    both = birl.DPOTrainer("x", rows, loss_type=["sigmoid", "sft"], loss_weights=[2.0, 1.0]).config.preference
-    assert (both.loss, both.nll_coef) == ("dpo", 0.5)
-    assert birl.DPOTrainer("x", rows, loss_type=["ipo"]).config.preference.loss == "ipo"
-
-
-@pytest.mark.parametrize("name", ["PPOTrainer", "KTOTrainer", "RLOOTrainer", "GRPOConfig", "MRLTrainer", "XPOTrainer"])
-def test_names_that_are_elsewhere_say_where(name: str) -> None:
-    with pytest.raises(ImportError, match=f"birl has no {name}: .*[Tt]rainer.*from_trl.md"):
-        getattr(birl, name)
 
 
 def test_a_preset_decides_where_no_parameter_does(make: Make) -> None:
@@ -422,15 +354,3 @@ def test_a_tokenizer_that_was_changed_is_not_left_out_in_silence(make: Make, tin
     setattr(tokenizer, name, "<|endoftext|>")
     with pytest.raises(BirlError, match=f"processing_class: its {name} is another than that in .*save_pretrained"):
         make(processing_class=tokenizer)
-
-
-VOTES = [{"prompt": "Hi", "completion": text, "label": good} for text, good in (("Hello", True), ("Go away", False))]
-
-
-def test_rows_with_a_label_train_with_kto_alone(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    quiet = {"threads": 1, "batch_size": 2, **QUIET}
-    names = {"output_dir": "run", "max_steps": 1, "overrides": quiet}
-    assert birl.DPOTrainer(str(tiny), VOTES, loss_type="kto", **names).train()["finished"]
-    with pytest.raises(BirlError, match=r"have one and a `label`: set preference\.loss=kto"):
-        birl.DPOTrainer(str(tiny), VOTES, output_dir="other", max_steps=1, overrides=quiet).train()
