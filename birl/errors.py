@@ -13,6 +13,10 @@ from types import FrameType, TracebackType
 
 from birl.visible import visible
 
+#: what users may import
+__all__ = ["Aborted", "BirlError", "EngineDown", "EngineFailed", "HistoryRewritten", "Malformed", "Terminated", "TooLong"]
+__all__ += ["WeightsFailed"]
+
 LARGE = os.strerror(errno.EFBIG)  # no disk is full then
 
 

@@ -42,9 +42,9 @@ def compare(expected: Expectation, measured: Points, seed: int) -> list[Finding]
         step, result = _chosen(measured, expected.step)
         values = _own_or_all(expected.values, seed)
         return [_finding(expected, f"{step}", [min(values), max(values)], result)]
-    curves = [
-        _windows(read_curve(file, expected.column), expected.window) for file in _own_or_all(expected.curves, seed)
-    ]
+    size = expected.window
+    read = (read_curve(file, expected.column) for file in _own_or_all(expected.curves, seed))
+    curves = [[points[start : start + size] for start in range(0, len(points), size)] for points in read]
     known = dict(measured)
     findings = []
     for same in zip(*curves, strict=False):  # the same window of all curves; the shortest one ends it
@@ -74,10 +74,6 @@ def _chosen(measured: Points, step: str) -> tuple[int | str, float]:
     if not points:
         return step, nan
     return {"first": points[0], "last": points[-1], "best": max(points, key=lambda point: point[1])}[step]
-
-
-def _windows(points: Points, size: int) -> list[Points]:
-    return [points[start : start + size] for start in range(0, len(points), size)]
 
 
 def read_curve(file: Path, column: str) -> Points:

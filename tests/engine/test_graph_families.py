@@ -119,7 +119,7 @@ def test_routes_are_recorded_by_single_steps(compute: ThreadPoolExecutor, bursts
     assert not bursts and first.routes
 
 
-def test_no_row_of_a_burst_goes_beyond_the_context(compute: ThreadPoolExecutor, bursts: list[int]) -> None:
+async def test_no_row_of_a_burst_goes_beyond_the_context(compute: ThreadPoolExecutor, bursts: list[int]) -> None:
     """A sequence that ends there does so within a burst of others; a table of positions has no row behind it, and a GPU
     that reads one breaks its context."""
     config = GPT2Config(vocab_size=320, n_positions=40, n_embd=64, n_layer=2, n_head=4, initializer_range=0.2)
@@ -128,10 +128,6 @@ def test_no_row_of_a_burst_goes_beyond_the_context(compute: ThreadPoolExecutor, 
     engine = EmbeddedEngine(
         model, tiny_tokenizer(), end_ids=frozenset({2}), context=40, compute=compute, version=lambda: 0, draft_rows=0
     )
-
-    async def main() -> list[Completion]:
-        params = [SamplingParams(max_tokens=40, seed=i, ignore_eos=True) for i in range(5)]
-        return await asyncio.gather(*map(engine.generate, PROMPTS, params))
-
-    found = asyncio.run(asyncio.wait_for(main(), 60))
+    params = [SamplingParams(max_tokens=40, seed=i, ignore_eos=True) for i in range(5)]
+    found = await asyncio.gather(*map(engine.generate, PROMPTS, params))
     assert [len(p) + len(c.ids) for p, c in zip(PROMPTS, found, strict=True)] == [40] * 5 and max(bursts) > 4

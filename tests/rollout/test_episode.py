@@ -344,7 +344,7 @@ def test_cancelling_closes() -> None:
     assert asyncio.run(cancel()).closed == 1
 
 
-def test_plain_functions_hold_up_nobody() -> None:
+async def test_plain_functions_hold_up_nobody() -> None:
     class Slow:
         def start(self) -> str:
             time.sleep(0.2)
@@ -357,10 +357,7 @@ def test_plain_functions_hold_up_nobody() -> None:
         def close(self) -> None:
             pass
 
-    async def many() -> tuple[float, list[Trajectory]]:
-        began = time.monotonic()
-        found = await asyncio.gather(*(run_episode(Slow(), session(Scripted(["one"]))) for _ in range(20)))
-        return time.monotonic() - began, found
-
-    seconds, found = asyncio.run(many())
+    began = time.monotonic()
+    found = await asyncio.gather(*(run_episode(Slow(), session(Scripted(["one"]))) for _ in range(20)))
+    seconds = time.monotonic() - began
     assert seconds < 8 and all(t.reward == 1.0 for t in found)

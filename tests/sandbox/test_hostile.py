@@ -41,7 +41,7 @@ def test_every_hostile_program_is_stopped(sandbox: Sandbox) -> None:
     assert not {name: what for name, what in found.items() if what}
 
 
-def test_the_input_of_an_earlier_run_is_not_in_memory(sandbox: Sandbox) -> None:
+async def test_the_input_of_an_earlier_run_is_not_in_memory(sandbox: Sandbox) -> None:
     secret = "5ecret-of-the-1st!"  # a multiple of three letters, so that its base64 repeats, too
     encoded = base64.b64encode(secret.encode()).decode()
     program = f"""
@@ -57,14 +57,10 @@ with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
             if b"" in held.split(mark)[1:-1]:  # twice in a row; once is this program's own
                 print("FOUND")
 """
-
-    async def run() -> Result:
-        files = {"main.py": "print(len(input()))"}
-        for _ in range(3):
-            assert (await sandbox.run(files, ["python", "main.py"], Limits(), secret * 200)).stdout == b"3600\n"
-        return await sandbox.run({"main.py": program}, ["python", "main.py"], Limits())
-
-    result = asyncio.run(run())
+    files = {"main.py": "print(len(input()))"}
+    for _ in range(3):
+        assert (await sandbox.run(files, ["python", "main.py"], Limits(), secret * 200)).stdout == b"3600\n"
+    result = await sandbox.run({"main.py": program}, ["python", "main.py"], Limits())
     if sandbox.kind == "landlock":
         assert b"Permission denied: '/proc/self/maps'" in result.stderr
     else:

@@ -187,28 +187,23 @@ def test_a_folder_is_removed_however_deep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["landlock", "process"])
-def test_a_killed_guest_takes_its_program_with_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_killed_guest_takes_its_program_with_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     word = f"96.{os.getpid()}{LOCAL.index(kind)}"
     if kind == "landlock":  # its processes are one group; those of the other kind need a control group
         monkeypatch.setattr(cgroup, "_places", lambda: [])
-
-    async def run() -> tuple[Result, Result, list[str]]:
-        sandbox = LocalSandbox(kind, python=interpreters()[-1], workers=1)
-        worker = sandbox._workers[0]
-        program = f"import os\nos.fork()\nos.execvp('sleep', ['sleep', '{word}'])"
-        task = asyncio.create_task(sandbox.run({"main.py": program}, ["python", "main.py"], Limits(seconds=60)))
-        while len(running(word)) < 2:
-            await asyncio.sleep(0.02)
-        guest, scratch = worker._process, worker._scratch
-        assert guest is not None and Path(scratch).exists()
-        guest.kill()
-        result = await task
-        left = [scratch] * Path(scratch).exists()
-        again = await sandbox.run({}, ["echo", "on"], LIMITS)
-        await sandbox.close()
-        return result, again, left
-
-    result, again, left = asyncio.run(run())
+    sandbox = LocalSandbox(kind, python=interpreters()[-1], workers=1)
+    worker = sandbox._workers[0]
+    program = f"import os\nos.fork()\nos.execvp('sleep', ['sleep', '{word}'])"
+    task = asyncio.create_task(sandbox.run({"main.py": program}, ["python", "main.py"], Limits(seconds=60)))
+    while len(running(word)) < 2:
+        await asyncio.sleep(0.02)
+    guest, scratch = worker._process, worker._scratch
+    assert guest is not None and Path(scratch).exists()
+    guest.kill()
+    result = await task
+    left = [scratch] * Path(scratch).exists()
+    again = await sandbox.run({}, ["echo", "on"], LIMITS)
+    await sandbox.close()
     assert (result.ending, again.stdout, left) == (Ending.KILLED, b"on\n", [])  # not an error of the sandbox
     wait_for(lambda: kind == "process" or not running(word))
 

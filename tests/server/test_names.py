@@ -48,18 +48,14 @@ def test_who_does_not_beat_is_swept() -> None:
     assert sorted(names.find("exp/0")) == [dead.address, alive.address]
 
 
-def test_it_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "BEAT", 0.01)
     entry = names.register("exp/0", "http://127.0.0.1:1", 7, "m")
     old = time.time() - names.LIFE - 1
-
-    async def main() -> None:
-        os.utime(entry.file, (old, old))
-        task = asyncio.create_task(names.beat(entry))
-        await asyncio.sleep(0.05)
-        task.cancel()
-
-    asyncio.run(main())
+    os.utime(entry.file, (old, old))
+    task = asyncio.create_task(names.beat(entry))
+    await asyncio.sleep(0.05)
+    task.cancel()
     assert names.find("exp/0") == [entry.address]
 
 

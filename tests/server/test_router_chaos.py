@@ -96,84 +96,80 @@ def test_whatever_happens_every_request_is_answered_once_or_told_in_time(seed: i
 
 
 @pytest.mark.usefixtures("forking")
-def test_two_real_engines_one_is_killed_and_one_is_frozen(tmp_path) -> None:
+async def test_two_real_engines_one_is_killed_and_one_is_frozen(tmp_path) -> None:
     """kill -9 in the middle of answers, SIGSTOP in the middle of others, new weights while one does not listen: every
     answer is the undisturbed one, and nobody serves with old weights."""
+    folders = [tiny_model_folder(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    tensors = {name: p.data for name, p in cast(load_model(folders[1]), torch.bfloat16).named_parameters()}
+    new = Update(version=1, digests=digests(tensors), tensors=tensors)
+    processes: dict[str, Process] = {}
+    events: list[tuple[str, dict[str, Any]]] = []
 
-    async def main() -> None:
-        folders = [tiny_model_folder(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-        tensors = {name: p.data for name, p in cast(load_model(folders[1]), torch.bfloat16).named_parameters()}
-        new = Update(version=1, digests=digests(tensors), tensors=tensors)
-        processes: dict[str, Process] = {}
-        events: list[tuple[str, dict[str, Any]]] = []
+    async def restart(remote: Remote) -> Remote:
+        if processes[remote.address].alive:
+            return remote
+        await processes[remote.address].restart()
+        return Client(remote.address)
 
-        async def restart(remote: Remote) -> Remote:
-            if processes[remote.address].alive:
-                return remote
-            await processes[remote.address].restart()
-            return Client(remote.address)
+    def engine(i: int) -> Client:
+        port = free_port()
+        client = Client(f"http://127.0.0.1:{port}")
+        command = [sys.executable, "-m", "tests.server.app", str(folders[0]), str(port), "0.01"]
+        keys = {"log": tmp_path / f"{i}.log", "ready": answers(client.info), "start_timeout": 60.0}
+        processes[client.address] = Process(command, env={"OMP_NUM_THREADS": "1"}, backoff=0.1, **keys)
+        return client
 
-        def engine(i: int) -> Client:
-            port = free_port()
-            client = Client(f"http://127.0.0.1:{port}")
-            command = [sys.executable, "-m", "tests.server.app", str(folders[0]), str(port), "0.01"]
-            keys = {"log": tmp_path / f"{i}.log", "ready": answers(client.info), "start_timeout": 60.0}
-            processes[client.address] = Process(command, env={"OMP_NUM_THREADS": "1"}, backoff=0.1, **keys)
-            return client
+    def ask(n: int, name: str) -> list["asyncio.Task[Completion]"]:
+        return [asyncio.create_task(router.generate(PROMPT, sampled(i), session=f"{name}{i}")) for i in range(n)]
 
-        def ask(n: int, name: str) -> list["asyncio.Task[Completion]"]:
-            return [asyncio.create_task(router.generate(PROMPT, sampled(i), session=f"{name}{i}")) for i in range(n)]
+    def sampled(i: int) -> SamplingParams:
+        return params(150, seed=i, ignore_eos=True)
 
-        def sampled(i: int) -> SamplingParams:
-            return params(150, seed=i, ignore_eos=True)
+    clients = [engine(i) for i in range(2)]
+    patience = {"interval": 0.3, "poll_timeout": 3.0, "load_timeout": 20.0}
+    router = Router(clients, restart=restart, on_event=lambda n, **f: events.append((n, f)), **patience)
+    undisturbed = tiny_engine(folders[0])
+    try:
+        await asyncio.gather(*(p.start() for p in processes.values()))
+        await router.start(20.0)
+        expect = await asyncio.gather(*(undisturbed.generate(PROMPT, sampled(i)) for i in range(8)))
 
-        clients = [engine(i) for i in range(2)]
-        patience = {"interval": 0.3, "poll_timeout": 3.0, "load_timeout": 20.0}
-        router = Router(clients, restart=restart, on_event=lambda n, **f: events.append((n, f)), **patience)
-        undisturbed = tiny_engine(folders[0])
-        try:
-            await asyncio.gather(*(p.start() for p in processes.values()))
-            await router.start(20.0)
-            expect = await asyncio.gather(*(undisturbed.generate(PROMPT, sampled(i)) for i in range(8)))
+        asked = ask(8, "killed")
+        await asyncio.sleep(0.8)
+        assert [row.in_flight for row in router.table()] == [4, 4]
+        os.kill(processes[clients[0].address].pid, signal.SIGKILL)
+        assert await asyncio.gather(*asked) == expect
+        assert sum(name == "retry" for name, _ in events) == 4, events
+        await until(lambda: states(router) == ["ready", "ready"], 60)
 
-            asked = ask(8, "killed")
-            await asyncio.sleep(0.8)
-            assert [row.in_flight for row in router.table()] == [4, 4]
-            os.kill(processes[clients[0].address].pid, signal.SIGKILL)
-            assert await asyncio.gather(*asked) == expect
-            assert sum(name == "retry" for name, _ in events) == 4, events
-            await until(lambda: states(router) == ["ready", "ready"], 60)
+        held = await router.load(new)
+        assert held.version == 1
+        await undisturbed.load(new)
+        expect = await asyncio.gather(*(undisturbed.generate(PROMPT, sampled(i)) for i in range(8)))
+        events.clear()
+        asked = ask(8, "frozen")
+        await asyncio.sleep(0.8)
+        os.kill(processes[clients[1].address].pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert await asyncio.gather(*asked) == expect and time.monotonic() - began < 200
+        assert sum(name == "retry" for name, _ in events) == 4, events
+        assert states(router) == ["ready", "down"]
 
-            held = await router.load(new)
-            assert held.version == 1
-            await undisturbed.load(new)
-            expect = await asyncio.gather(*(undisturbed.generate(PROMPT, sampled(i)) for i in range(8)))
-            events.clear()
-            asked = ask(8, "frozen")
-            await asyncio.sleep(0.8)
-            os.kill(processes[clients[1].address].pid, signal.SIGSTOP)
-            began = time.monotonic()
-            assert await asyncio.gather(*asked) == expect and time.monotonic() - began < 200
-            assert sum(name == "retry" for name, _ in events) == 4, events
-            assert states(router) == ["ready", "down"]
-
-            newer = Update(version=2, digests=new.digests, tensors=tensors)
-            assert (await router.load(newer)).version == 2
-            events.clear()
-            os.kill(processes[clients[1].address].pid, signal.SIGCONT)
-            await until(lambda: states(router) == ["ready", "ready"], 30)
-            assert [name for name, f in events if f["address"] == clients[1].address] == [
-                "engine_stale",
-                "engine_ready",
-            ]
-            late = await asyncio.gather(*ask(8, "late"))
-            assert [a.ids for a in late] == [a.ids for a in expect] and {
-                v for a in late for v in a.versions.tolist()
-            } == {2}
-            assert all(row.in_flight == 0 and row.served for row in router.table())
-        finally:
-            await router.close()
-            await asyncio.gather(*(p.terminate() for p in processes.values()))
-            await undisturbed.close()
-
-    asyncio.run(asyncio.wait_for(main(), 150))
+        newer = Update(version=2, digests=new.digests, tensors=tensors)
+        assert (await router.load(newer)).version == 2
+        events.clear()
+        os.kill(processes[clients[1].address].pid, signal.SIGCONT)
+        await until(lambda: states(router) == ["ready", "ready"], 30)
+        assert [name for name, f in events if f["address"] == clients[1].address] == [
+            "engine_stale",
+            "engine_ready",
+        ]
+        late = await asyncio.gather(*ask(8, "late"))
+        assert [a.ids for a in late] == [a.ids for a in expect] and {v for a in late for v in a.versions.tolist()} == {
+            2
+        }
+        assert all(row.in_flight == 0 and row.served for row in router.table())
+    finally:
+        await router.close()
+        await asyncio.gather(*(p.terminate() for p in processes.values()))
+        await undisturbed.close()

@@ -110,31 +110,27 @@ async def restarted(work: Work, run: Run, seq: int) -> Answer | None:
     return await run.promises[seq].wait(60)
 
 
-def test_requests_behind_one_that_never_came_are_answered_in_the_end(
+async def test_requests_behind_one_that_never_came_are_answered_in_the_end(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They waited, and held their tenant's quota, until their run was forgotten."""
     run = made(work)
     first = weights(work, run)
-
-    async def late() -> list[dict[str, Any]]:
-        asked = [learning(1), learning(4), (5, "optim_step", STEP), learning(6), (7, "optim_step", STEP)]
-        promises = []
-        for seq, kind, data in asked:
-            body = data if isinstance(data, bytes) else json.dumps(data).encode()
-            promises.append(work.runs.accept(run, Record(seq, kind, body)))
-        work.start(run)
-        assert await promises[0].wait(60)
-        work.skip_missing()
-        assert run.done == 1 and run.working is None  # it may still come
-        monkeypatch.setattr("birl.server.tinker.work.PATIENCE", 0.0)
-        work.skip_missing()
-        promises += [run.promises[seq] for seq in (2, 3)]
-        answers = [await promise.wait(60) or Answer.failure("there is none") for promise in promises]
-        assert not answers[3].failed
-        return [json.loads(a.body) for a in (answers[1], answers[2], answers[4], *answers[5:])]
-
-    fourth, step, last, *missing = asyncio.run(late())
+    asked = [learning(1), learning(4), (5, "optim_step", STEP), learning(6), (7, "optim_step", STEP)]
+    promises = []
+    for seq, kind, data in asked:
+        body = data if isinstance(data, bytes) else json.dumps(data).encode()
+        promises.append(work.runs.accept(run, Record(seq, kind, body)))
+    work.start(run)
+    assert await promises[0].wait(60)
+    work.skip_missing()
+    assert run.done == 1 and run.working is None  # it may still come
+    monkeypatch.setattr("birl.server.tinker.work.PATIENCE", 0.0)
+    work.skip_missing()
+    promises += [run.promises[seq] for seq in (2, 3)]
+    answers = [await promise.wait(60) or Answer.failure("there is none") for promise in promises]
+    assert not answers[3].failed
+    fourth, step, last, *missing = [json.loads(a.body) for a in (answers[1], answers[2], answers[4], *answers[5:])]
     for seq, answer in zip((2, 3), missing, strict=True):
         assert answer["error"] == f"Request {seq} did not arrive, for which request 4 waited 0 s."
     assert "Request 3 did not arrive" in fourth["error"] and "Request 3 did not arrive" in step["error"]
