@@ -22,11 +22,8 @@ LONG = {"prompt": "word " * 400, "answer": "1"}
     [
         (None, ["data.train=dta.jsonl"], ["dta.jsonl: no such file", "Did you mean data.jsonl"]),
         (None, ["data.train=nowhere/data.jsonl"], ["nowhere/data.jsonl: no such file", "nowhere does not exist"]),
-        (None, ["data.validation=held.jsonl"], ["held.jsonl: no such file"]),
         (b"", [], ["other.jsonl is empty"]),
-        (b"\n\n", [], ["other.jsonl is empty"]),
         (None, ["data.prompt_column=nope"], ["data.prompt_column=nope", "data.jsonl", "columns prompt, answer"]),
-        (None, ["data.answer_column=nope"], ["data.answer_column=nope", "data.jsonl", "columns prompt, answer"]),
         (b'{"text": "hi"}\n', [], ["other.jsonl", "columns text", "Set data.prompt_column"]),
         (b'{"prompt": "a"}\n{"prompt": broken\n', [], ["other.jsonl, line 2", "broken JSON", "Correct or remove"]),
         (b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n', [], ["other.jsonl, line 2", "not UTF-8", "Save the file as"]),
@@ -134,27 +131,6 @@ def test_a_run_whose_current_folder_is_deleted_ends_well(bench: Bench, tmp_path:
         os.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        ("rewards.py:god", ["rewards.py has no function 'god'", "Did you mean good?"]),
-        ("rewards.py:number", ["'number' in", "is a int, not a function"]),
-        ("missing.py:f", ["reward.functions=missing.py:f", "there is no file missing.py"]),
-        ("rewards.py", ["reward.functions=rewards.py: name an object in this file", "rewards.py:my_function"]),
-        ("broken.py:f", ["broken.py:f", "broken.py:1: SyntaxError"]),
-        ("mth", ["reward.functions=mth", "Did you mean math?"]),
-        ("no_such_module:f", ["no_such_module:f", "there is no module 'no_such_module'"]),
-    ],
-)
-def test_a_reward_that_cannot_be_had_is_refused_before_the_run(
-    bench: Bench, function: str, expected: list[str]
-) -> None:
-    Path("broken.py").write_text("def f(:\n")
-    said = bench.refused(f"reward.functions={function}")
-    assert [text for text in expected if text not in said] == [], said
-    assert not Path("run").exists()
-
-
 def damage(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
@@ -204,8 +180,6 @@ def test_a_bad_model_folder_is_named(bench: Bench, change: Callable[[Path], None
         (["engine.kv_cache_gb=0.0000001"], ["engine.kv_cache_gb=1e-07", "Set engine.kv_cache_gb="]),
         (["learner.tokens_per_microbatch=20"], ["learner.tokens_per_microbatch=20", "Set learner.tokens_per_micro"]),
         (["rollout.max_tokens=512"], ["rollout.max_tokens=512", "context of 512", "Lower it"]),
-        (["rollout.group_size=1", "algorithm.scale_rewards=group"], ["rollout.group_size=1", "scale_rewards=none"]),
-        (["rollout.group_size=1"], ["rollout.group_size=1", "set rollout.group_size=8, or algorithm.baseline=none"]),
         (["resume=nothing"], ["resume=nothing", "no such checkpoint folder", "birl checkpoints RUN"]),
         (["run=data.jsonl"], ["run=data.jsonl: is a file or a broken link; name a folder"]),
         (
