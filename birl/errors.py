@@ -14,8 +14,8 @@ from types import FrameType, TracebackType
 from birl.visible import visible
 
 #: what users may import
-__all__ = ["Aborted", "BirlError", "EngineDown", "EngineFailed", "HistoryRewritten", "Malformed", "Terminated", "TooLong"]
-__all__ += ["WeightsFailed"]
+__all__ = ["Aborted", "BirlError", "EngineDown", "EngineFailed", "HistoryRewritten", "Malformed", "TooLong"]
+__all__ += ["Terminated", "WeightsFailed"]
 
 LARGE = os.strerror(errno.EFBIG)  # no disk is full then
 
