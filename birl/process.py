@@ -36,6 +36,60 @@ except OSError as error:
     sys.exit(f"{sys.argv[2]}: {error.strerror}")
 """
 
+# As WRAPPER, but it stays, as the parent of all that the command starts (PR_SET_CHILD_SUBREAPER, 36): it kills these
+# and removes the folder when its own parent dies. It ends as the command does.
+GUARD = """
+import ctypes, os, shutil, signal, sys
+from pathlib import Path
+def run():
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it
+    try:
+        os.execvp(sys.argv[3], sys.argv[3:])
+    except OSError as error:
+        os.write(2, f"{sys.argv[3]}: {error.strerror}".encode())
+        os._exit(1)
+if sys.platform != "linux":
+    run()
+before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+prctl = ctypes.CDLL(None).prctl
+prctl(1, signal.SIGUSR1, 0, 0, 0)
+prctl(36, 1, 0, 0, 0)
+orphan = os.getppid() != int(sys.argv[1])
+if not (command := os.fork()):
+    prctl(1, signal.SIGKILL, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    run()
+os.closerange(0, 1024)
+while not orphan:
+    orphan = signal.sigwait({signal.SIGUSR1, signal.SIGCHLD}) == signal.SIGUSR1
+    pid = not orphan
+    while pid:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == command:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if os.WIFSIGNALED(status):
+                os.kill(os.getpid(), os.WTERMSIG(status))
+            os._exit(os.waitstatus_to_exitcode(status) & 255)
+def children():
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
+                yield int(stat.parent.name)
+        except OSError:
+            pass
+while left := list(children()):
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+shutil.rmtree(sys.argv[2], ignore_errors=True)
+"""
+
+
+def guarded(command: Sequence[str], folder: str) -> list[str]:
+    """The command, wrapped so that it, all processes that it started and this temporary folder end with this process
+    (Linux), however it ends. Start it as `tied`; signals but SIGKILL to its group reach it alone."""
+    return [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), folder, *command]
+
 
 def tied(command: Sequence[str]) -> list[str]:
     """The command, wrapped so that the kernel (Linux) kills it when the *thread* that started it ends: start it from

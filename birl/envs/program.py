@@ -25,7 +25,7 @@ from birl.config.schema.kinds import Count
 from birl.envs.calls import CLOSING, called, full_names, search_path
 from birl.envs.functions import KEY, prompt, row
 from birl.errors import BirlError
-from birl.process import end_strays, kill, tied
+from birl.process import end_strays, guarded, kill
 from birl.types import Model, Task
 
 TAIL = 65536  # bytes of a program's output that are kept, from the end
@@ -86,7 +86,7 @@ class Program:
         self.watched = watched = Watched(loop.create_future())
         self.transport, _ = await loop.subprocess_exec(
             lambda: watched,
-            *self.all.words,
+            *guarded(self.all.words, str(self.folder)),
             env=environment(self.all.config, self.folder, self.mark, task),
             cwd=self.folder,
             start_new_session=True,  # all its children can be ended together
@@ -180,7 +180,7 @@ def words(config: Config) -> list[str]:
         raise BirlError(f"env.pass_environment={own[0]}: agents have their own.")
     if absent := [name for name in config.pass_environment if name not in os.environ]:
         raise BirlError(f"env.pass_environment={absent[0]}: there is no such environment variable.")
-    return tied(full_names(result, "env.command", config.command))
+    return full_names(result, "env.command", config.command)
 
 
 def environment(config: Config, folder: Path, base_url: str, task: Path) -> dict[str, str]:

@@ -284,22 +284,23 @@ asyncio.run(main())
 
 
 def test_agents_end_with_the_trainer(folder: Path) -> None:
-    """Also when it is killed, and can clean up nothing."""
-    written("time.sleep(1000)")
+    """Also when it is killed, and can clean up nothing: with what they started, and their folders."""
+    hold = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'], start_new_session={})"
+    written(f"import subprocess, sys\n{hold.format(False)}\n{hold.format(True)}\ntime.sleep(1000)")
     Path("trainer.py").write_text(TRAINER)
     root = str(Path(__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(folder)}  # its folder stays
+    env = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(folder)}
     trainer = subprocess.Popen([sys.executable, "trainer.py"], env=env)
     try:
         end = time.monotonic() + 60
-        while not (agents := [p for p in psutil.Process(trainer.pid).children() if "my_agent.py" in str(p.cmdline())]):
+        while len(agents := psutil.Process(trainer.pid).children(recursive=True)) < 4:  # one guards the others
             assert time.monotonic() < end and trainer.poll() is None
             time.sleep(0.1)
     finally:
         trainer.kill()
         trainer.wait(10)
     _, alive = psutil.wait_procs(agents, 10)
-    assert not alive
+    assert not alive and not list(folder.glob("birl-agent-*"))
 
 
 async def test_an_episode_without_an_address_ends_nobody(folder: Path) -> None:

@@ -28,7 +28,7 @@ from birl.envs.mcp.connection import Connection, Misused
 from birl.envs.mcp.transport import Command, Problem, Streams, over_http, over_pipes
 from birl.errors import BirlError
 from birl.hub import addressed
-from birl.process import tied
+from birl.process import guarded
 from birl.sandbox.attach import Confinement, confinement
 from birl.sandbox.command import SYSTEM_PATH
 from birl.types import Conversation, Env, Feedback, Message, ToolCall
@@ -128,16 +128,16 @@ async def process(command: list[str], confined: Confinement | None, problem: Pro
     """Start a server in an empty temporary folder. Confined, it has no network and no environment variables."""
     with ExitStack() as opened:
         folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="birl-mcp-", ignore_cleanup_errors=True))
-        mark = {"BIRL_MCP": folder}
+        mark, fds = {"BIRL_MCP": folder}, []
         if confined is None:
-            environment = {**os.environ, "PATH": search_path(), **mark}
-            start = Command(words=tied(command), mark=f"BIRL_MCP={folder}", environment=environment, folder=folder)
+            line, place, environment = command, folder, {**os.environ, "PATH": search_path(), **mark}
         else:
             home = "/tmp" if confined.kind == "bubblewrap" else folder
             own = {"PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "HOME": home, "TMPDIR": home}
             line, fds = confined.words(command, {**own, "LANG": "C.UTF-8", **mark}, folder, opened)
-            environment = {"PATH": SYSTEM_PATH}
-            start = Command(words=tied(line), mark=f"BIRL_MCP={folder}", environment=environment, folder="/", fds=fds)
+            place, environment = "/", {"PATH": SYSTEM_PATH}
+        line = guarded(line, folder)
+        start = Command(words=line, mark=f"BIRL_MCP={folder}", environment=environment, folder=place, fds=fds)
         async with over_pipes(start, problem) as streams:
             yield streams
 
