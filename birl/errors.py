@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 
 from birl.visible import visible
@@ -97,6 +98,12 @@ def did_you_mean(word: str, options: Iterable[str], prefix: str = "") -> str:
     in the answer but not compared."""
     result = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)
     return f" Did you mean {prefix}{result[0]}?" if result else ""
+
+
+def no_file(place: str) -> str:
+    """`there is no file mine.pi in /home/me. Did you mean mine.py?`"""
+    beside = [str(path) for path in Path(place).parent.glob(f"*{Path(place).suffix[:2]}*")]
+    return f"there is no file {place} in {current_folder()}.{did_you_mean(place, beside)}"
 
 
 def current_folder() -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from birl.errors import BirlError, did_you_mean
+from birl.errors import BirlError, did_you_mean, no_file
 from birl.foreign import undone
 
 TEMPLATES = ("hermes",)  # chat templates of the package
@@ -41,7 +41,7 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
     try:
         path = Path(place).expanduser().absolute() if place.endswith(".py") else None
         if path is not None and not path.is_file():
-            raise BirlError(f"{key}={name}: there is no file {place} in {Path.cwd()}.")
+            raise BirlError(f"{key}={name}: {no_file(place)}")
         with undone():
             make_importable(Path.cwd())
             module = from_file(path) if path is not None else importlib.import_module(place)
@@ -53,7 +53,8 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         known = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        raise BirlError(f"{key}={name}: {place} has no function {attribute}. It has: {', '.join(known) or 'none'}.")
+        near = f"{did_you_mean(attribute, known)} It has: {', '.join(known) or 'none'}."
+        raise BirlError(f"{key}={name}: {place} has no function {attribute}.{near}")
     return function
 
 

@@ -25,7 +25,7 @@ from birl.data.rows import Rows, part
 from birl.data.sources import check_place
 from birl.data.tasks import Tasks, check_answers, read_sources, reader_of, teacher_named
 from birl.envs.open import check_world
-from birl.errors import BirlError, did_you_mean
+from birl.errors import BirlError, did_you_mean, no_file
 from birl.hub import addressed, check_model, read_config
 from birl.learner import step_folders
 from birl.models.manifest import damage
@@ -183,7 +183,7 @@ def check_function(key: str, place: str, name: str) -> None:
         return
     file, path = place, Path(place).expanduser()
     if not path.is_file():
-        raise BirlError(f"{key}={file}:{name}: there is no file {file} in {Path.cwd()}.")
+        raise BirlError(f"{key}={file}:{name}: {no_file(file)}")
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError as error:

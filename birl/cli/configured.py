@@ -93,7 +93,8 @@ def _ended(command: str, config: Any, choices: dict[str, str], flags: set[str]) 
         if alone and (result := ended(folder, config)):
             load("birl.track.tracker").say_end(folder, config.track, result)
             return True
-    print(f"birl: loading {config.model.path}", file=sys.stderr, flush=True)  # importing torch takes seconds
+    if not flags & {"--validate", "--contamination"}:  # they use no model
+        print(f"birl: loading {config.model.path}", file=sys.stderr, flush=True)  # importing torch takes seconds
     return False
 
 

@@ -156,7 +156,7 @@ def replies(env: Env | Agent, task: Task) -> list[Message]:
 def verdict(played: Trajectory, gold: Gold, right: float) -> str:
     shown = " | ".join(short(reply) for reply in gold.replies)
     if gold.asked_more:
-        return f"continues after {gold.given} gold replies (gold: {shown})"
+        return f"continues after the last gold reply (gold: {shown})"
     if played.outcome is not Outcome.OK:
         return f"{played.outcome}: {played.detail or 'the episode was cut by env.max_turns'} (gold: {shown})"
     if played.score < right:

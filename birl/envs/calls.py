@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from birl.errors import BirlError
+from birl.errors import BirlError, no_file
 from birl.foreign import ENDS, harmless
 
 IDLE = 10.0  # seconds that an idle thread waits for work
@@ -120,7 +120,7 @@ def full_names(words: list[str], key: str, text: str) -> list[str]:
     # Links are not resolved, as a virtual environment's python is one.
     result = [os.path.abspath(w) if os.path.isfile(w) or ("/" in w and os.path.exists(w)) else w for w in words]
     if Path(result[0]).name.startswith("python") and (absent := missing(result[1:])):
-        raise BirlError(f"{key}={text}: there is no file {absent} in {Path.cwd()}.")
+        raise BirlError(f"{key}={text}: {no_file(absent)}")
     program = shutil.which(result[0], path=search_path())
     if program is None:
         raise BirlError(f"{key}={text}: there is no program {result[0]}.")

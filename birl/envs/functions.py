@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from birl.envs.calls import AGENTS, called
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 from birl.text.tools import as_openai
 from birl.types import Conversation, Feedback, Message, Model, Task
 
@@ -98,7 +98,7 @@ class StepFunction:
         if not isinstance(result, Mapping) or not {"reward", "done"} <= set(result):
             raise BirlError(f"step must return a dict with reward and done ({', '.join(KEYS)}), not {result!r:.200}")
         if unknown := sorted(set(result) - set(KEYS)):
-            raise BirlError(f"step returned {unknown[0]!r}; known are {', '.join(KEYS)}")
+            raise BirlError(f"step returned {unknown[0]!r}; known are {', '.join(KEYS)}.{did_you_mean(unknown[0], KEYS)}")
         done, after = bool(result["done"]), result.get("next_state")
         if not done and not isinstance(after, str):
             raise BirlError(f"step must return next_state as text while done is false, not {after!r:.200}")

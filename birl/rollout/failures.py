@@ -65,7 +65,7 @@ class Start:
         self.over |= len(kinds) > 1 or any(o.scored or o is Outcome.ABORTED or why == UNSCORED for o, why in kinds)
         rate, n, tasks = self.most, len(self.failed), {task.id for task, _ in self.failed}
         if not self.over and n >= ALIKE and rate**n < CHANCE and len(tasks) >= self.tasks and self.rows <= tasks:
-            chance = f" (improbable with rollout.max_failure_rate={rate:g})" if rate else ""
+            chance = f" (probability {rate**n:.1g} at the accepted rollout.max_failure_rate={rate:g})" if rate else ""
             raise BirlError(
                 f"All of the first {counted(n, 'episode')} failed alike ({n} {trajectory.outcome}), so the run stops"
                 f"{chance}:\n{reasons(self.failed)}"

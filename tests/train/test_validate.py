@@ -1,6 +1,7 @@
 """Right answers that are not worth 1 are found, with their rows, without a model."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_several_turns(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 1 and printed[0].startswith("1 of 5 rows")
     assert [line.partition(": ")[2] for line in printed[1:]] == [
         "scores 0 (gold: a | a)",
-        "continues after 1 gold replies (gold: a)",
+        "continues after the last gold reply (gold: a)",
         "scores 0 (gold: stop | b)",
         "env_error: own.py:10: RuntimeError: broken (gold: crash)",
     ]
@@ -105,6 +106,12 @@ def test_other_ways_in(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("own.py").write_text(OWN)
     rows = [{"prompt": "?", "answer": "7"}]
     assert validated(capsys, written("my.jsonl", rows), words)[0] == 0
+
+
+def test_no_model_is_told_to_be_loaded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "birl.cli.evaluation", raising=False)
+    assert main(["eval", "--validate", written("my.jsonl", [{"prompt": "?", "answer": "7"}])]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_what_cannot_be_played_is_told(capsys: pytest.CaptureFixture[str]) -> None:

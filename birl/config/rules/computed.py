@@ -21,7 +21,7 @@ from birl.config.decided import (
 )
 from birl.config.keys import documentation, written
 from birl.config.schema import RL, SFT, Config, Eval, Serve, Stage, reward_functions
-from birl.errors import did_you_mean
+from birl.errors import did_you_mean, no_file
 from birl.hub import addressed, is_address
 from birl.samples import LISTED, MOST
 
@@ -131,7 +131,7 @@ def _own_parts(c: Config) -> Iterator[str]:
         elif colon and (not place or not attribute.isidentifier()):
             yield f"{key}={name}: expected my_file.py:NAME or package.module:NAME."
         elif place.endswith(".py") and not Path(place).expanduser().is_file():
-            yield f"{key}={name}: there is no file {place} in {Path.cwd()}."
+            yield f"{key}={name}: {no_file(place)}"
 
 
 def _options(c: RL | Eval) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.envs.adapters.package import Seeded, arguments, imported, seed_of, seeds, unknown
-from birl.errors import BirlError, first_line
+from birl.errors import BirlError, first_line, no_file
 from birl.named import from_file
 from birl.types import Feedback, Message, Task
 
@@ -127,7 +127,7 @@ def made(id: str, parameters: list[str], drawn: bool) -> Any:
     place, _, name = id.rpartition(":")
     own = place.endswith(".py")
     if own and not Path(place).is_file():
-        raise BirlError(f"env.id={id}: there is no file {place} in {Path.cwd()}.")
+        raise BirlError(f"env.id={id}: {no_file(place)}")
     try:
         if own:
             from_file(Path(place))
