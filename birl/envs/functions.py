@@ -98,7 +98,8 @@ class StepFunction:
         if not isinstance(result, Mapping) or not {"reward", "done"} <= set(result):
             raise BirlError(f"step must return a dict with reward and done ({', '.join(KEYS)}), not {result!r:.200}")
         if unknown := sorted(set(result) - set(KEYS)):
-            raise BirlError(f"step returned {unknown[0]!r}; known are {', '.join(KEYS)}.{did_you_mean(unknown[0], KEYS)}")
+            near = did_you_mean(unknown[0], KEYS)
+            raise BirlError(f"step returned {unknown[0]!r}; known are {', '.join(KEYS)}.{near}")
         done, after = bool(result["done"]), result.get("next_state")
         if not done and not isinstance(after, str):
             raise BirlError(f"step must return next_state as text while done is false, not {after!r:.200}")

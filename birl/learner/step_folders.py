@@ -97,7 +97,7 @@ def find(root: Path, step: str) -> Path:
     if not result:
         raise BirlError(f"There is no checkpoint in {root} yet: train first.")
     if wanted not in result:
-        raise BirlError(f"There is no checkpoint {step} in {root}; there are {', '.join(map(str, result))}.")
+        raise BirlError(f"There is no checkpoint {step} in {root}; it has step {', '.join(map(str, result))}.")
     return result[wanted]
 
 

@@ -115,7 +115,8 @@ def shortened(text: str, width: int) -> str:
     return text[: kept // 3] + ".." + text[len(text) - (kept - kept // 3) :] if kept else text[:width]
 
 
-LAST = 10  # steps that "last" is the mean of
+LAST = 10  # steps
+FINAL = f"last {LAST}"  # suffix of means over them
 FIGURES = (
     *("length/mean", "turns/mean", "groups/no_signal", "entropy", "kl", "clip_fraction", "grad_norm", "mismatch/mean"),
     *("staleness/mean", "outcome/truncated", "speed/generate", "speed/train", "time/step", "memory/peak"),
@@ -142,9 +143,10 @@ def diff(words: Sequence[str]) -> int:
     names = visible(str(folders[0])), visible(str(folders[1]))
     head = "configuration" if keys else "configuration: equal"
     shown = [(key, _value(a), _value(b)) for key, a, b in keys]
-    came_out = [(name, _number(name, a), _number(name, b)) for name, a, b in figures]
+    results = [(name, _number(name, a), _number(name, b)) for name, a, b in figures]
     print("\n".join(side_by_side((head, *names), shown, width, bold)), end="\n\n")
-    print("\n".join(side_by_side(("came out", *names), came_out, width, bold)))
+    print("\n".join(side_by_side(("results", *names), results, width, bold)))
+    print(f"{FINAL}: mean of the last {LAST} steps")
     return 0
 
 
@@ -160,7 +162,7 @@ def _check(folder: Path) -> None:
 
 
 def outcome(run: Path) -> dict[str, float]:
-    """Final figures of a run, by name. `... last`: the mean of ten steps."""
+    """Final figures of a run, by name."""
     result, steps = facts(run), stored(run / "metrics.jsonl")
 
     def last(name: str) -> float:
@@ -171,10 +173,10 @@ def outcome(run: Path) -> dict[str, float]:
     known = [record[name] for record in steps if math.isfinite(record.get(name, math.nan))]
     values: dict[str, float] = {"steps": result["steps"]}
     if known:
-        values |= {f"{name} last": last(name), f"{name} best": best(known)}
+        values |= {f"{name} {FINAL}": last(name), f"{name} best": best(known)}
     if validation := result.get("validation"):
         values |= {f"{validation['name']} {which}": validation[which] for which in ("first", "last", "best")}
-    values |= {f"{key} last": last(key) for key in FIGURES if any(key in record for record in steps[-LAST:])}
+    values |= {f"{key} {FINAL}": last(key) for key in FIGURES if any(key in record for record in steps[-LAST:])}
     values |= {key: result[key] for key in ("generated", "trained", "learned", "seconds") if key in result}
     return {key: value for key, value in values.items() if math.isfinite(value)}
 

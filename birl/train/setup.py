@@ -58,6 +58,7 @@ class Setup(Generic[C]):
             shuffle=config.data.shuffle,
             epochs=None if config.steps else config.epochs,
         )
+        rows(start=0)  # raises for wrong weights, before anything is generated
         return lambda position: rows(start=position)
 
     def run(self, worker: Worker, tracker: Tracker, validates: bool, resume_from: Path | None) -> Run:

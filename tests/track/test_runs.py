@@ -165,7 +165,7 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {line.split("  ")[0]: line.split()[-2:] for line in text.splitlines() if line}
     assert rows["optimizer.lr"] == ["1e-05", "1e-06"] and rows["env.own"] == ["-", "x"]
     assert rows["steps"] == ["10", "5"] and rows["all/pass@1 best"] == ["0.400", "0.300"]
-    assert rows["reward/mean last"] == ["0.310", "0.260"]
+    assert rows["reward/mean last 10"] == ["0.310", "0.260"]
     assert main(["diff", str(one), str(one), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["keys"] == {} and told["figures"]["steps"] == [10, 10]
