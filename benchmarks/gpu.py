@@ -1,7 +1,7 @@
 """All figures of one GPU in three commands of at most 10 minutes: decode, training, whole GRPO steps.
 
     python -m benchmarks.gpu --sections machine,decode,contexts,prefill --out benchmarks/results/gpu-decode
-    python -m benchmarks.gpu --sections training,sampler,sleep          --out benchmarks/results/gpu-training
+    python -m benchmarks.gpu --sections training,sampler,sleep,transfer --out benchmarks/results/gpu-training
     python -m benchmarks.gpu --sections grpo,trl,workload               --out benchmarks/results/gpu-step
     python -m benchmarks.gpu --predict --card h200     the limits by bytes and FLOPs, without a card
     python -m benchmarks.gpu --device cpu --tiny       the same code on a CPU: the figures mean nothing
@@ -29,7 +29,7 @@ import torch
 from benchmarks.gpu_bench import SHAPES, Bench, Row
 from benchmarks.gpu_decode import decode
 from benchmarks.gpu_predicted import CPU, card, predictions
-from benchmarks.gpu_serving import contexts, prefill, sampler, sleep, workload
+from benchmarks.gpu_serving import contexts, prefill, sampler, sleep, transfer, workload
 from benchmarks.gpu_step import grpo, trl
 from benchmarks.gpu_training import training
 from birl.models.device import choose
@@ -56,6 +56,7 @@ def limits(bench: Bench) -> None:
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "machine": limits, "decode": decode, "contexts": contexts, "prefill": prefill, "training": training,
     "sampler": sampler, "grpo": grpo, "trl": trl, "workload": workload, "sleep": sleep,
+    "transfer": transfer,
 }  # fmt: skip
 
 

@@ -62,6 +62,8 @@ def predictions(args: argparse.Namespace, gpu: Cluster) -> Predicted:
     weights = 2 * Shape.of_model(made(first, torch.device("meta"))).parameters
     for what in ("sleep", "wake"):
         result["sleep", f"{first}, {what}"] = 1e3 * weights / gpu.hbm, "ms"  # as long as writing them takes
+    result["transfer", f"{first}, digests"] = gpu.hbm / 1e9, "GB/s"  # read once
+    result["transfer", f"{first}, to another process"] = gpu.hbm / 4e9, "GB/s"  # two copies: into a bucket, out of it
     result["TRL", first] = result["GRPO step", f"{first}, birl"]
     return result
 

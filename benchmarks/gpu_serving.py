@@ -1,5 +1,5 @@
 """Serving beyond short decode steps, for `benchmarks.gpu`: prompts, long contexts, launches, the sampler, requests of
-mixed lengths, sleep."""
+mixed lengths, sleep, weights to another process."""
 
 import asyncio
 import importlib.util
@@ -17,7 +17,11 @@ from benchmarks.gpu_bench import WARM, Bench, Sizes, prompt
 from benchmarks.gpu_decode import decode_batch
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.sampler import draw, sample
+from birl.engines.collective import pieces
+from birl.engines.handles import lent
 from birl.learner.learner import Learner
+from birl.models.digests import digests
+from birl.models.released import shapes_of
 from birl.types import SamplingParams
 
 VLLM = """
@@ -34,6 +38,17 @@ for _ in range(2):
     llm.reset_prefix_cache()
 print(seconds)
 """
+READER = """
+import json, sys, torch
+from birl.engines.handles import borrowed
+device = torch.device(sys.argv[1])
+for line in sys.stdin:
+    taken = borrowed(json.loads(line), device, 2**62)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    print(len(taken), flush=True)
+"""
+BUCKET = 256  # MiB
 
 
 def requests(sizes: Sizes) -> list[tuple[int, int]]:
@@ -151,3 +166,25 @@ def sleep(bench: Bench) -> None:
     asyncio.run(engine.close())
     for what, figure in zip(("sleep", "wake"), seconds, strict=True):
         bench.add("sleep", f"{name}, {what}", 1e3 * figure, note="without loading weights")
+
+
+def transfer(bench: Bench) -> None:
+    """Digests of the weights, and their way to another process on the same device (weights.method=ipc)."""
+    name = bench.models[0]
+    tensors = {n: p.data for n, p in bench.model(name, dtype=torch.bfloat16).named_parameters()}
+    size, buckets = sum(t.nbytes for t in tensors.values()), pieces(shapes_of(tensors), BUCKET)
+    bench.add("transfer", f"{name}, digests", size / bench.seconds(lambda: digests(tensors), 2, warm=1) / 1e9)
+
+    async def sent(reader: "subprocess.Popen[str]") -> None:
+        assert reader.stdin and reader.stdout
+        for names in buckets:
+            flat = torch.cat([tensors[n].reshape(-1) for n in names])
+            async with lent(flat) as memory:
+                print(json.dumps(memory), file=reader.stdin, flush=True)
+                if reader.stdout.readline().strip() != str(flat.nbytes):
+                    raise RuntimeError("the other process did not read a bucket")
+
+    command = [sys.executable, "-c", READER, str(bench.device)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        seconds = bench.seconds(lambda: asyncio.run(sent(reader)), 2, warm=1)
+    bench.add("transfer", f"{name}, to another process", size / seconds / 1e9, note=f"buckets of {BUCKET} MiB")

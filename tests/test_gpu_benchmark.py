@@ -19,7 +19,7 @@ from birl.models.device import choose
 
 SECTIONS = [
     *("machine", "decode", "contexts", "prefill", "training", "sampler", "GRPO step", "mismatch", "memory"),
-    *("workload", "sleep"),
+    *("workload", "sleep", "transfer"),
 ]
 
 
